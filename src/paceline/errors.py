@@ -1,0 +1,61 @@
+"""What a user sees when something is wrong: the value, the rule, the next move and a code."""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """A mistake that the user can mend, told in one message without a traceback.
+
+    Every message carries what was seen (with its value), the rule that it breaks and what to do
+    next. `paceline explain CODE` prints the page behind the code (`codes.py`).
+
+    Args:
+        code: the page's code, `PLnnn`.
+        saw: what was found, with the value.
+        rule: why that can't work.
+        fix: the next move.
+    """
+
+    exit_code = 2
+
+    def __init__(self, code: str, *, saw: str, rule: str, fix: str) -> None:
+        super().__init__(code, saw, rule, fix)
+        self.code = code
+        self.saw = saw
+        self.rule = rule
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.saw} {self.rule} {self.fix} [{self.code}]"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments don't survive the default pickling, and errors cross processes.
+        return (_rebuild, (type(self), self.code, self.saw, self.rule, self.fix))
+
+
+def _rebuild(kind: type[PacelineError], code: str, saw: str, rule: str, fix: str) -> PacelineError:
+    return kind(code, saw=saw, rule=rule, fix=fix)
+
+
+class RecipeErrors(PacelineError):
+    """All problems of one recipe at once.
+
+    Args:
+        where: the recipe's path.
+        problems: one error per problem, in the order of the file.
+    """
+
+    def __init__(self, where: str, problems: list[PacelineError]) -> None:
+        first = problems[0]
+        super().__init__(first.code, saw=first.saw, rule=first.rule, fix=first.fix)
+        self.where = where
+        self.problems = problems
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.where}: {self.problems[0]}"
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        return f"{self.where}: {len(self.problems)} problems\n{lines}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (RecipeErrors, (self.where, self.problems))

@@ -1,0 +1,434 @@
+"""What a run is: every key of a recipe with its type, range and meaning.
+
+The docstring under a field is its documentation; `docs/recipe.md` is generated from them.
+Defaults are the values that a run gets when the recipe is silent; nothing else supplies defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A table of a recipe: unknown keys are errors, values are never coerced from other types."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+def broken_rule(code: str, saw: str, rule: str, fix: str) -> PydanticCustomError:
+    """A rule over several keys, in the form that `load.py` turns into a `PacelineError`."""
+    return PydanticCustomError("paceline", "{saw}", {"code": code, "saw": saw, "rule": rule, "fix": fix})
+
+
+def _check_heads(hidden: int, heads: int, *, even: bool) -> None:
+    if hidden % heads != 0:
+        choices = [n for n in range(1, 129) if hidden % n == 0]
+        raise broken_rule(
+            "PL102",
+            f"model.heads={heads} does not divide model.hidden={hidden}.",
+            "Every head has the same width, hidden / heads.",
+            f"Set heads to one of {', '.join(map(str, choices))}.",
+        )
+    if even and (hidden // heads) % 2 != 0:
+        raise broken_rule(
+            "PL103",
+            f"model.hidden={hidden} / model.heads={heads} gives heads of width {hidden // heads}.",
+            "Rotary positions turn pairs of features, so the width of a head is even.",
+            "Choose hidden and heads with hidden / heads even.",
+        )
+
+
+class GptModel(Section):
+    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+
+    kind: Literal["gpt"]
+    """`"gpt"`."""
+    layers: PositiveInt = 4
+    """Number of blocks."""
+    hidden: PositiveInt = 128
+    """Width of the residual stream."""
+    heads: PositiveInt = 4
+    """Query heads; must divide `hidden`."""
+    kv_heads: PositiveInt | None = None
+    """Key and value heads (grouped-query attention); must divide `heads`. Default: `heads`."""
+    ffn_hidden: PositiveInt | None = None
+    """Width inside the feed-forward. Default: 8/3 of `hidden`, rounded up to a multiple of 32."""
+    dropout: Probability = 0.0
+    """Dropout on the embedding, attention weights and both outputs of a block."""
+    tie_embeddings: bool = True
+    """Whether the output head is the embedding matrix."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GptModel:
+        _check_heads(self.hidden, self.heads, even=True)
+        if self.kv_heads is not None and self.heads % self.kv_heads != 0:
+            raise broken_rule(
+                "PL104",
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}.",
+                "Every key and value head serves the same number of query heads.",
+                f"Set kv_heads to one of "
+                f"{', '.join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)}.",
+            )
+        return self
+
+
+class EncoderModel(Section):
+    """A bidirectional transformer built of `nn.TransformerEncoderLayer`."""
+
+    kind: Literal["encoder"]
+    """`"encoder"`."""
+    layers: PositiveInt = 4
+    """Number of `nn.TransformerEncoderLayer`s."""
+    hidden: PositiveInt = 128
+    """Width (`d_model`)."""
+    heads: PositiveInt = 4
+    """Attention heads; must divide `hidden`."""
+    ffn_hidden: PositiveInt | None = None
+    """Width inside the feed-forward (`dim_feedforward`). Default: 4 x `hidden`."""
+    dropout: Probability = 0.1
+    """Dropout inside every layer."""
+    norm_first: bool = True
+    """Whether the norms stand before attention and feed-forward."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EncoderModel:
+        _check_heads(self.hidden, self.heads, even=False)
+        return self
+
+
+class ResnetModel(Section):
+    """A ResNet with BatchNorm for small images (He et al. 2016, section 4.2)."""
+
+    kind: Literal["resnet"]
+    """`"resnet"`."""
+    blocks: Annotated[list[PositiveInt], Field(min_length=1, max_length=4)] = [1, 1, 1]
+    """Residual blocks per stage; every stage after the first halves the image and doubles the width."""
+    width: PositiveInt = 16
+    """Channels of the first stage."""
+
+
+ModelSection = Annotated[GptModel | EncoderModel | ResnetModel, Field(discriminator="kind")]
+
+
+class TokenFiles(Section):
+    """What every kind of text data has in common."""
+
+    files: Annotated[list[str], Field(min_length=1)] = ["python-stdlib"]
+    """Paths and globs (`**` allowed), or `"python-stdlib"`: the `.py` files of the running Python's
+    standard library. Relative paths are relative to the working folder."""
+    seq_len: PositiveInt = 128
+    """Tokens per sample."""
+    tokenizer: str = "bytes"
+    """`"bytes"` (256 tokens), `"bpe"` (byte-level BPE, trained on the training split), or the path
+    of a `tokenizer.json`."""
+    vocab_size: PositiveInt | None = None
+    """Size of the vocabulary that `tokenizer = "bpe"` trains; refused with the other tokenizers."""
+    valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of the files' text, by size, held out for validation; whole files where there are several."""
+    cache_dir: str = "~/.cache/paceline"
+    """Where token files are kept between runs."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenFiles:
+        if (self.tokenizer == "bpe") != (self.vocab_size is not None):
+            raise broken_rule(
+                "PL105",
+                f"data.tokenizer={self.tokenizer!r} with data.vocab_size={self.vocab_size}.",
+                "vocab_size is the size that a BPE tokenizer is trained to, and nothing else.",
+                'Set both tokenizer="bpe" and vocab_size=4096, or neither.',
+            )
+        if self.tokenizer == "bpe" and self.vocab_size is not None and self.vocab_size < 257:
+            raise broken_rule(
+                "PL106",
+                f"data.vocab_size={self.vocab_size}.",
+                "A byte-level BPE starts from 256 bytes.",
+                "Set vocab_size to 257 or more.",
+            )
+        return self
+
+
+class TextData(TokenFiles):
+    """Text for predicting the next token."""
+
+    kind: Literal["text"]
+    """`"text"`."""
+
+
+class MaskedTextData(TokenFiles):
+    """Text for predicting masked tokens (BERT's objective; Devlin et al. 2019, section 3.1)."""
+
+    kind: Literal["masked_text"]
+    """`"masked_text"`."""
+    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of the tokens to predict. Of these 80% are replaced by the mask token, 10% by a random
+    one, 10% stay; which ones depends on (seed, epoch, sample) alone."""
+
+
+class DigitsData(Section):
+    """1,797 handwritten digits of 8 x 8 pixels, part of this package (UCI optdigits, CC BY 4.0)."""
+
+    kind: Literal["digits"]
+    """`"digits"`."""
+    valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Share of the images held out for validation."""
+
+
+class Cifar10Data(Section):
+    """CIFAR-10 in its binary version, from a folder of yours."""
+
+    kind: Literal["cifar10"]
+    """`"cifar10"`."""
+    folder: str
+    """The folder with `data_batch_1.bin` ... `data_batch_5.bin` and `test_batch.bin`."""
+
+
+DataSection = Annotated[TextData | MaskedTextData | DigitsData | Cifar10Data, Field(discriminator="kind")]
+
+
+class LoaderSection(Section):
+    """How samples reach the model; changes speed, never the result."""
+
+    num_workers: NonNegativeInt = 0
+    """Loader processes per rank; 0 loads in the rank itself."""
+    prefetch: PositiveInt = 2
+    """Global batches that each worker loads ahead."""
+    pin_memory: bool | Literal["auto"] = "auto"
+    """Page-locked memory for faster copies to a GPU; `"auto"`: on CUDA."""
+
+
+class TrainSection(Section):
+    """The training run."""
+
+    steps: PositiveInt | None = None
+    """Optimizer steps in all; either this or `epochs`."""
+    epochs: PositiveInt | None = None
+    """Passes over the training data; either this or `steps`."""
+    global_batch_size: PositiveInt = 16
+    """Samples per optimizer step over all ranks."""
+    microbatch_size: PositiveInt = 4
+    """Samples per forward on a rank. The unit that ranks share out, hence part of the result."""
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    """fp64 and fp32: everything in that type. bf16 and fp16: autocast over fp32 weights, fp16 with a
+    gradient scaler."""
+    reduction: Literal["fast"] = "fast"
+    """How gradients are summed over ranks. `"fast"`: the library's all-reduce."""
+    seed: NonNegativeInt = 0
+    """Seed of the weights, the order of samples and dropout."""
+    clip_norm: NonNegativeFloat = 1.0
+    """Global gradient norm above which gradients are scaled down to it; 0 turns clipping off."""
+    max_skipped_in_a_row: PositiveInt = 10
+    """Stop after this many steps in a row were skipped for a non-finite loss or gradient."""
+    eval_every: NonNegativeInt = 0
+    """Evaluate on the validation data every so many steps and at the end; 0: at the end only."""
+    eval_samples: PositiveInt | None = None
+    """Validation samples to evaluate on, the first so many. Default: all."""
+    deterministic: bool = True
+    """Only deterministic kernels; an operation that has none is an error."""
+    compile: bool = False
+    """`torch.compile` the model."""
+    threads_per_rank: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of a rank; `"auto"`: cores / ranks on the machine. Another number gives other last
+    bits, so it is recorded in checkpoints."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`"auto"`: CUDA where there is a device for every local rank."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds after which a collective that some rank did not join is an error."""
+    sync_batchnorm: bool = False
+    """BatchNorm statistics over all ranks' samples. Only on CUDA and with one microbatch per rank."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainSection:
+        if (self.steps is None) == (self.epochs is None):
+            saw = "neither" if self.steps is None else "both"
+            raise broken_rule(
+                "PL107",
+                f"{saw} of train.steps and train.epochs is set.",
+                "One of them says when the run is over.",
+                "Set train.steps=100, or train.epochs=1.",
+            )
+        if self.microbatch_size > self.global_batch_size:
+            raise broken_rule(
+                "PL108",
+                f"train.microbatch_size={self.microbatch_size} is more than "
+                f"train.global_batch_size={self.global_batch_size}.",
+                "A global batch is cut into microbatches.",
+                f"Set microbatch_size to {self.global_batch_size} or less.",
+            )
+        return self
+
+
+class ScheduleFields(Section):
+    """The learning rate over time."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """What follows the warm-up: constant, or falling to `min_lr_ratio` at the last step."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises linearly from 0 (excluded) to `lr`."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Rate at the last step, as a share of `lr`."""
+    lr_scaling: Literal["none", "linear"] = "none"
+    """`"linear"`: `lr` times global batch / `base_batch_size` (Goyal et al. 2017, section 2.1). The
+    global batch doesn't depend on the number of ranks, so neither does the rate."""
+    base_batch_size: PositiveInt | None = None
+    """The global batch that `lr` was chosen for; needed with `lr_scaling = "linear"`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleFields:
+        if (self.lr_scaling == "linear") != (self.base_batch_size is not None):
+            raise broken_rule(
+                "PL109",
+                f"optimizer.lr_scaling={self.lr_scaling!r} with "
+                f"optimizer.base_batch_size={self.base_batch_size}.",
+                "Linear scaling multiplies lr by global_batch_size / base_batch_size, so it needs that "
+                "number, and nothing else does.",
+                "Set both or neither.",
+            )
+        return self
+
+
+class AdamW(ScheduleFields):
+    """AdamW (Loshchilov and Hutter 2019). Weight decay is on matrices only, not on norms and biases."""
+
+    kind: Literal["adamw"]
+    """`"adamw"`."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Decay rates of the two moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+
+
+class Sgd(ScheduleFields):
+    """Stochastic gradient descent with momentum. Weight decay is on matrices only."""
+
+    kind: Literal["sgd"]
+    """`"sgd"`."""
+    lr: PositiveFloat = 0.1
+    """Peak learning rate."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum."""
+    nesterov: bool = False
+    """Nesterov's momentum; needs `momentum` above 0."""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty."""
+
+    @model_validator(mode="after")
+    def _check_nesterov(self) -> Sgd:
+        if self.nesterov and self.momentum == 0:
+            raise broken_rule(
+                "PL114",
+                "optimizer.nesterov=true with optimizer.momentum=0.",
+                "Nesterov's method looks ahead along the momentum.",
+                "Set momentum=0.9, or nesterov=false.",
+            )
+        return self
+
+
+OptimizerSection = Annotated[AdamW | Sgd, Field(discriminator="kind")]
+
+
+class LayoutSection(Section):
+    """Degrees of the kinds of parallelism."""
+
+    dp_replicate: PositiveInt | Literal["auto"] = "auto"
+    """Copies of the model, each training on its share of the global batch; `"auto"`: one per rank."""
+
+
+class DdpSection(Section):
+    """Settings of `torch.nn.parallel.DistributedDataParallel`; change speed, not the result."""
+
+    bucket_cap_mb: PositiveFloat = 25.0
+    """Gradients are reduced in buckets of about so many MiB."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same way; lets DDP skip searches."""
+    find_unused_parameters: bool = False
+    """Search the graph of every step for parameters without a gradient; needed where some step does
+    not use all of them."""
+    broadcast_buffers: bool = False
+    """Copy rank 0's buffers to all ranks before every forward. BatchNorm's running statistics are
+    merged over all microbatches in any case and don't need it."""
+    gradient_as_bucket_view: bool = True
+    """Let gradients be views of the buckets, which saves a copy of them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DdpSection:
+        if self.static_graph and self.find_unused_parameters:
+            raise broken_rule(
+                "PL115",
+                "ddp.static_graph=true with ddp.find_unused_parameters=true.",
+                "A static graph is searched once, so there is nothing left to find.",
+                "Set one of them.",
+            )
+        return self
+
+
+class CheckpointSection(Section):
+    """State on disk."""
+
+    every: NonNegativeInt = 50
+    """Save every so many steps, and at the end; 0: at the end only."""
+    keep: PositiveInt = 3
+    """How many checkpoints stay on disk; the newest valid one always does."""
+
+
+class MetricsSection(Section):
+    """What is written while training."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files beside `metrics.jsonl`."""
+    peak_flops: PositiveFloat | None = None
+    """Peak FLOP/s of one rank's device for the training dtype, for MFU. Default: known for common
+    GPUs, unknown for CPUs."""
+
+
+class Recipe(Section):
+    """A complete run."""
+
+    model: ModelSection
+    data: DataSection
+    train: TrainSection
+    optimizer: OptimizerSection = AdamW(kind="adamw")
+    layout: LayoutSection = LayoutSection()
+    ddp: DdpSection = DdpSection()
+    loader: LoaderSection = LoaderSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        needs = {"gpt": ("text",), "encoder": ("masked_text",), "resnet": ("digits", "cifar10")}
+        if self.data.kind not in needs[self.model.kind]:
+            raise broken_rule(
+                "PL116",
+                f"model.kind={self.model.kind!r} with data.kind={self.data.kind!r}.",
+                "gpt predicts the next token of text, encoder the masked tokens of masked_text, resnet "
+                "the class of images (digits, cifar10).",
+                f"Set data.kind to {' or '.join(repr(kind) for kind in needs[self.model.kind])}.",
+            )
+        if self.train.steps is not None and self.optimizer.warmup_steps > self.train.steps:
+            raise broken_rule(
+                "PL117",
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} is more than "
+                f"train.steps={self.train.steps}.",
+                "The warm-up is the first part of the run.",
+                f"Set warmup_steps to {self.train.steps} or less.",
+            )
+        return self
