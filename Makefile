@@ -1,0 +1,53 @@
+# make env     .venv with everything pinned in requirements.lock; does nothing the second time
+# make train   trains the small GPT on 2 ranks, on the text of Python's standard library
+# make test    the tests, without those marked slow or chaos
+# make check   format, lint, types, layers
+# make bench   the speed tables, with the peers beside us (an environment of its own)
+# make docs    the generated pages of docs/
+# make clean   removes what the tools above left behind, except runs/
+#
+# Settable: PYTHON=python3.12   the Python that environments are made with
+#           ARGS="..."          more words for train and test (ARGS="--set train.steps=20", ARGS="-k recipe")
+
+PYTHON ?= python3
+ARGS ?=
+
+.PHONY: help env env-bench train test check bench docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+env:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found. Name a Python 3.11 or later: make env PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) tools/build_env.py .venv requirements.lock
+
+# The peers have an environment of their own: what they install must neither change a version that we
+# are tested with nor hide that a dependency of ours is missing.
+env-bench:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found. Name a Python 3.11 or later: make env-bench PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) tools/build_env.py .venv-bench requirements.lock requirements-bench.lock
+
+train: env
+	.venv/bin/paceline train recipes/gpt-stdlib.toml --nproc 2 --scaling $(ARGS)
+
+test: env
+	.venv/bin/python -m pytest -m "not slow and not chaos" $(ARGS)
+
+check: env
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest tests/test_layers.py
+
+bench: env-bench
+	.venv-bench/bin/paceline bench scaling recipes/gpt-stdlib.toml
+	.venv-bench/bin/paceline bench overhead recipes/gpt-stdlib.toml
+	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/step_time/run.sh
+
+docs: env
+	.venv/bin/python docs/generate.py
+
+clean:
+	rm -rf .venv .venv.lock .venv-bench .venv-bench.lock build bench-out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests docs tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
