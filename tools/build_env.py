@@ -4,7 +4,7 @@
 
 A stamp inside VENV, written last, says what it was built from; a build that failed or was interrupted
 leaves none and is started over by the next call. A lock beside VENV makes two calls at once take turns.
-Written for the standard library of any Python 3, so that an old one gets a clear answer.
+Written for the standard library of Python 3.6 and later, so that an old one gets a clear answer.
 """
 
 import hashlib
@@ -27,17 +27,16 @@ def main(arguments):
         return _refuse("usage: build_env.py VENV LOCK [LOCK ...]")
     if sys.version_info < MIN_PYTHON:
         return _refuse(
-            "%s is Python %d.%d. Paceline needs %d.%d or later. Name one: make env PYTHON=python3.11"
-            % ((sys.executable,) + tuple(sys.version_info[:2]) + MIN_PYTHON)
+            f"{sys.executable} is Python {sys.version.split()[0]}. Paceline needs "
+            f"{MIN_PYTHON[0]}.{MIN_PYTHON[1]} or later. Name one: make env PYTHON=python3.11"
         )
     try:
         import ensurepip
         import venv  # noqa: F401
     except ImportError as error:
         return _refuse(
-            "%s has no module %r. An environment is made with `python -m venv`. Install it (Debian: "
-            "apt-get install python3-venv) or name another Python: make env PYTHON=..."
-            % (sys.executable, error.name)
+            f"{sys.executable} has no module {error.name!r}. An environment is made with `python -m venv`. "
+            "Install it (Debian: apt-get install python3-venv) or name another Python: make env PYTHON=..."
         )
     del ensurepip
     folder, locks = os.path.abspath(arguments[0]), arguments[1:]
@@ -46,8 +45,8 @@ def main(arguments):
         try:
             return _build(folder, locks, lock)
         except subprocess.CalledProcessError as error:
-            print("failed: %s" % " ".join(error.cmd), file=sys.stderr)
-            print("%s is not complete; the next call starts over." % folder, file=sys.stderr)
+            print(f"failed: {' '.join(error.cmd)}", file=sys.stderr)
+            print(f"{folder} is not complete; the next call starts over.", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print("interrupted; the next call starts over.", file=sys.stderr)
@@ -65,7 +64,7 @@ def _take(lock, folder):
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print("another process builds %s; waiting for it" % folder, flush=True)
+        print(f"another process builds {folder}; waiting for it", flush=True)
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
@@ -93,18 +92,18 @@ def _build(folder, locks, lock):
             shutil.rmtree(folder)
         os.makedirs(folder, exist_ok=True)
         open(building, "w").close()
-        print("making %s with Python %s" % (folder, sys.version.split()[0]), flush=True)
+        print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
         run(sys.executable, "-m", "venv", folder)
         pins = [pin for path in locks for pin in _read_pins(path)]
         torch = [pin for pin in pins if pin.startswith(TORCH)]
         late = [pin for pin in pins if pin.startswith(BUILT_ON_TORCH)]
         rest = [pin for pin in pins if pin not in torch + late]
-        print("installing %s" % " ".join(torch), flush=True)
+        print(f"installing {' '.join(torch)}", flush=True)
         pip(*torch)
-        print("installing %d packages from %s" % (len(rest), ", ".join(locks)), flush=True)
+        print(f"installing {len(rest)} packages from {', '.join(locks)}", flush=True)
         pip(*torch, *rest)
         if late:
-            print("building %s" % " ".join(late), flush=True)
+            print(f"building {' '.join(late)}", flush=True)
             pip("--no-build-isolation", *late)
     print("installing this project", flush=True)
     pip("--no-deps", "--no-build-isolation", "-e", ROOT)
