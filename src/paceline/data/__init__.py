@@ -1,0 +1,29 @@
+"""What models learn from: deterministic samples out of files.
+
+Names load on first use: `prepare_data` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.data.bigram import measure_bigram
+    from paceline.data.prepare import prepare_data
+    from paceline.data.task import TaskData, build_data
+
+__all__ = ["TaskData", "build_data", "measure_bigram", "prepare_data"]
+
+_HOMES = {
+    "TaskData": "task",
+    "build_data": "task",
+    "measure_bigram": "bigram",
+    "prepare_data": "prepare",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,207 @@
+"""Which files hold the text, and which part of it is held out."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import PacelineError
+
+PYTHON_STDLIB = "python-stdlib"
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of the corpus, as it stood when it was listed.
+
+    Attributes:
+        path: where it is.
+        name: its path relative to the folder that the pattern starts from, with forward slashes.
+        size_bytes: its size.
+        mtime_ns: when it was last written.
+    """
+
+    path: Path
+    name: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `start` to `stop` of a file."""
+
+    file: TextFile
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """The corpus in two parts, each in the order in which it is read."""
+
+    train: list[Piece]
+    valid: list[Piece]
+
+
+def find_text_files(patterns: Sequence[str]) -> list[TextFile]:
+    """The files that a recipe's `data.files` names, empty ones left out.
+
+    The order is that of the paths relative to each pattern's fixed part, so it doesn't depend on
+    where the folder lies; a file that two patterns name counts once.
+
+    Args:
+        patterns: paths, globs (`**` matches any depth, `~` is the home folder), a folder's path
+            stands for nothing, or `"python-stdlib"`.
+
+    Raises:
+        PacelineError: PL200 where a pattern matches no file, PL201 where a file can't be looked at.
+    """
+    found: dict[Path, TextFile] = {}
+    for pattern in patterns:
+        num_before = len(found)
+        matched = False
+        for path, name in _list_stdlib() if pattern == PYTHON_STDLIB else _list_pattern(pattern):
+            matched = True
+            place = path.resolve()
+            if place not in found:
+                found[place] = _look_at(path, name)
+        if not matched:
+            raise _no_match(pattern, num_before)
+    files = [file for file in found.values() if file.size_bytes > 0]
+    if not files:
+        raise PacelineError(
+            "PL200",
+            saw=f"data.files={list(patterns)}: all of the {len(found)} files are empty.",
+            rule="Training needs text.",
+            fix="Name files with something in them.",
+        )
+    return sorted(files, key=lambda file: (file.name, str(file.path)))
+
+
+def _no_match(pattern: str, num_before: int) -> PacelineError:
+    if pattern == PYTHON_STDLIB:
+        return PacelineError(
+            "PL200",
+            saw=f"data.files={pattern!r}: no .py files in {sysconfig.get_path('stdlib')}.",
+            rule="It means the running Python's standard library as source text.",
+            fix='Name text of your own: files = ["texts/**/*.txt"].',
+        )
+    where = "" if os.path.isabs(os.path.expanduser(pattern)) else f" in {Path.cwd()}"
+    if Path(pattern).expanduser().is_dir():
+        return PacelineError(
+            "PL200",
+            saw=f"data.files={pattern!r}{where} is a folder.",
+            rule="Files are named by paths and globs.",
+            fix=f'For all files in it write files = ["{pattern.rstrip("/")}/**"].',
+        )
+    return PacelineError(
+        "PL200",
+        saw=f"data.files={pattern!r} matches no file{where}.",
+        rule="Every path and glob must match at least one file.",
+        fix="Check the path; ** matches folders of any depth, as in texts/**/*.txt.",
+    )
+
+
+def _list_stdlib() -> Iterator[tuple[Path, str]]:
+    root = sysconfig.get_path("stdlib")
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                yield path, path.relative_to(root).as_posix()
+
+
+def _list_pattern(pattern: str) -> Iterator[tuple[Path, str]]:
+    expanded = os.path.expanduser(pattern)
+    if Path(expanded).is_file():  # also a file whose name has the look of a glob
+        yield Path(expanded), Path(expanded).name
+        return
+    fixed: list[str] = []
+    for part in Path(expanded).parts:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    root = Path(*fixed)
+    for match in glob.iglob(expanded, recursive=True):
+        path = Path(match)
+        if path.is_file():
+            yield path, path.relative_to(root).as_posix()
+
+
+def _look_at(path: Path, name: str) -> TextFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return TextFile(path.absolute(), name, status.st_size, status.st_mtime_ns)
+
+
+def unreadable(path: Path, error: OSError) -> PacelineError:
+    """PL201 for a file of the corpus."""
+    return PacelineError(
+        "PL201",
+        saw=f"{path} can't be read: {error.strerror or error}.",
+        rule="Every file that data.files matches becomes part of the text.",
+        fix="Mend its permissions (chmod +r), or choose patterns that leave it out.",
+    )
+
+
+def split_files(files: Sequence[TextFile], valid_fraction: float) -> Split:
+    """Holds out about `valid_fraction` of the text, by size, for validation.
+
+    Files are gone through in the order of a hash of their names, so neither content nor place
+    decides: each one that still fits is held out whole. Where that leaves more than half of the
+    share missing (one file, or a few big ones), the rest is the end of the first file that did not
+    fit, cut after a line where there is one nearby.
+
+    Raises:
+        PacelineError: PL201 where the file to cut can't be read.
+    """
+    target = int(valid_fraction * sum(file.size_bytes for file in files))
+    missing = target
+    held_out: set[TextFile] = set()
+    too_big: TextFile | None = None
+    for file in sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()):
+        if file.size_bytes <= missing:
+            held_out.add(file)
+            missing -= file.size_bytes
+        elif too_big is None:
+            too_big = file
+    train: list[Piece] = []
+    valid: list[Piece] = []
+    for file in files:
+        cut = file.size_bytes
+        if file in held_out:
+            cut = 0
+        elif file is too_big and 2 * missing > target:
+            cut = _find_cut(file, file.size_bytes - missing)
+        if cut > 0:
+            train.append(Piece(file, 0, cut))
+        if cut < file.size_bytes:
+            valid.append(Piece(file, cut, file.size_bytes))
+    return Split(train, valid)
+
+
+def _find_cut(file: TextFile, at: int) -> int:
+    """`at`, moved behind the next line end nearby, else to the next start of a UTF-8 character."""
+    try:
+        with open(file.path, "rb") as stream:
+            stream.seek(at)
+            window = stream.read(4096)
+    except OSError as error:
+        raise unreadable(file.path, error) from None
+    line_end = window.find(b"\n")
+    if 0 <= line_end and at + line_end + 1 < file.size_bytes:
+        return at + line_end + 1
+    for offset, byte in enumerate(window[:4]):
+        if byte & 0xC0 != 0x80:  # not the middle of a character
+            return at + offset
+    return at

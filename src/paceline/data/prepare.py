@@ -1,0 +1,90 @@
+"""Checks of the data and building of caches, without torch, so that errors come before ranks start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.data.cifar10 import Cifar10Part, open_cifar10
+from paceline.data.digits import Digits, load_digits
+from paceline.data.files import Split, find_text_files, split_files
+from paceline.data.tokens import Corpus, TokenFile, build_corpus
+from paceline.errors import PacelineError
+from paceline.recipe.schema import Cifar10Data, DigitsData, MaskedTextData, Recipe, TextData
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """Text, tokenized and found long enough.
+
+    Attributes:
+        corpus: the token files.
+        seq_len: tokens per sample.
+    """
+
+    corpus: Corpus
+    seq_len: int
+
+    def num_samples(self, part: TokenFile) -> int:
+        """How many samples a split gives; its end that doesn't fill one is dropped."""
+        return max(0, (part.num_tokens - 1) // self.seq_len)
+
+
+@dataclass(frozen=True)
+class PreparedDigits:
+    """The digits, split. `valid` is None without validation images."""
+
+    train: Digits
+    valid: Digits | None
+
+
+@dataclass(frozen=True)
+class PreparedCifar10:
+    """CIFAR-10's parts, checked and mapped."""
+
+    train: Cifar10Part
+    valid: Cifar10Part
+
+
+def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits | PreparedCifar10:
+    """Checks the recipe's data and builds its caches; imports no torch.
+
+    Cheap where the cache is there (a look at each file), else one pass over the text. Any number of
+    processes may call it at once.
+
+    Raises:
+        PacelineError: PL200 to PL209, see `codes.py`.
+    """
+    section = recipe.data
+    if isinstance(section, DigitsData):
+        return PreparedDigits(*load_digits(section.valid_fraction))
+    if isinstance(section, Cifar10Data):
+        return PreparedCifar10(*open_cifar10(Path(section.folder).expanduser()))
+    return _prepare_text(section)
+
+
+def _prepare_text(section: TextData | MaskedTextData) -> PreparedText:
+    split = split_files(find_text_files(section.files), section.valid_fraction)
+    corpus = build_corpus(split, section.tokenizer, section.vocab_size, Path(section.cache_dir).expanduser())
+    prepared = PreparedText(corpus, section.seq_len)
+    if prepared.num_samples(corpus.train) == 0:
+        raise _too_short("training", corpus.train, section, split)
+    if section.valid_fraction > 0 and prepared.num_samples(corpus.valid) == 0:
+        raise _too_short("validation", corpus.valid, section, split)
+    return prepared
+
+
+def _too_short(name: str, part: TokenFile, section: TextData | MaskedTextData, split: Split) -> PacelineError:
+    most = part.num_tokens - 1
+    shorter = f"set data.seq_len={most} or less, or " if most > 0 else ""
+    share = "a larger valid_fraction, 0 for none" if name == "validation" else "a smaller valid_fraction"
+    num_files = len({piece.file.path for piece in (*split.train, *split.valid)})
+    fix = f"{shorter}give more text or {share}."
+    return PacelineError(
+        "PL202",
+        saw=f"the {name} part of data.files={section.files} ({num_files} file{'s' * (num_files > 1)}, "
+        f"valid_fraction={section.valid_fraction}) has {part.num_tokens} tokens.",
+        rule=f"A sample of data.seq_len={section.seq_len} needs {section.seq_len + 1}, for the last "
+        "token's target.",
+        fix=fix[0].upper() + fix[1:],
+    )

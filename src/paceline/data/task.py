@@ -1,0 +1,106 @@
+"""What a recipe trains on, ready for models and loaders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.utils.data import Dataset
+
+from paceline.data import cifar10, digits
+from paceline.data.images import Cifar10Images, DigitImages
+from paceline.data.prepare import PreparedDigits, PreparedText, prepare_data
+from paceline.data.text import MaskedTokens, NextTokens, Sample
+from paceline.data.tokenizer import Tokenizer
+from paceline.data.tokens import TokenFile
+from paceline.recipe.schema import MaskedTextData, Recipe, TextData
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Data sets and what a model must know of them; what doesn't apply is None.
+
+    Attributes:
+        train: training samples.
+        valid: validation samples; None where the recipe holds none out.
+        vocab_size: number of token ids, the mask token included.
+        tokens_per_sample: tokens of a sample of text.
+        num_classes: number of classes of images.
+        image_shape: channels, height and width of images.
+        tokenizer: between text and ids: `tokenizer.encode(text)`, `tokenizer.decode(ids)`.
+        train_tokens: the file behind `train`, of text.
+        valid_tokens: the file behind `valid`, of text.
+    """
+
+    train: Dataset[Sample]
+    valid: Dataset[Sample] | None
+    vocab_size: int | None = None
+    tokens_per_sample: int | None = None
+    num_classes: int | None = None
+    image_shape: tuple[int, int, int] | None = None
+    tokenizer: Tokenizer | None = None
+    train_tokens: TokenFile | None = None
+    valid_tokens: TokenFile | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text; only for text."""
+        assert self.tokenizer is not None, "images have no tokens"
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids; only for text."""
+        assert self.tokenizer is not None, "images have no tokens"
+        return self.tokenizer.decode(ids)
+
+
+def build_data(recipe: Recipe) -> TaskData:
+    """The recipe's data, checked, with its caches built; any number of ranks may call it at once.
+
+    Raises:
+        PacelineError: PL200 to PL209, see `prepare_data`.
+    """
+    prepared = prepare_data(recipe)
+    if isinstance(prepared, PreparedText):
+        assert isinstance(recipe.data, TextData | MaskedTextData)
+        return _build_text(prepared, recipe.data, recipe.train.seed)
+    if isinstance(prepared, PreparedDigits):
+        return TaskData(
+            train=DigitImages(prepared.train),
+            valid=None if prepared.valid is None else DigitImages(prepared.valid),
+            num_classes=digits.NUM_CLASSES,
+            image_shape=digits.IMAGE_SHAPE,
+        )
+    return TaskData(
+        train=Cifar10Images(prepared.train),
+        valid=Cifar10Images(prepared.valid),
+        num_classes=cifar10.NUM_CLASSES,
+        image_shape=cifar10.IMAGE_SHAPE,
+    )
+
+
+def _build_text(prepared: PreparedText, section: TextData | MaskedTextData, seed: int) -> TaskData:
+    corpus = prepared.corpus
+    vocab_size = corpus.tokenizer.vocab_size
+    masked = isinstance(section, MaskedTextData)
+
+    def samples(part: TokenFile, *, fixed: bool) -> NextTokens:
+        if not isinstance(section, MaskedTextData):
+            return NextTokens(part, section.seq_len)
+        return MaskedTokens(
+            part,
+            section.seq_len,
+            vocab_size=vocab_size,
+            mask_fraction=section.mask_fraction,
+            seed=seed,
+            fixed=fixed,
+        )
+
+    has_valid = section.valid_fraction > 0
+    return TaskData(
+        train=samples(corpus.train, fixed=False),
+        valid=samples(corpus.valid, fixed=True) if has_valid else None,
+        vocab_size=vocab_size + 1 if masked else vocab_size,
+        tokens_per_sample=section.seq_len,
+        tokenizer=corpus.tokenizer,
+        train_tokens=corpus.train,
+        valid_tokens=corpus.valid if has_valid else None,
+    )

@@ -1,0 +1,122 @@
+"""Samples of text: next tokens, and masked tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.data.tokens import TokenFile
+
+IGNORED = -100
+"""The target of a place that doesn't count."""
+
+Sample = dict[str, Tensor]
+
+
+class NextTokens(Dataset[Sample]):
+    """Sample i: tokens `i*seq_len` and following, with the next token of each as its target.
+
+    A sample is `{"ids": int64 [seq_len], "targets": int64 [seq_len]}`. Pickles as the path of its
+    file, so a loader's worker maps the file itself.
+
+    Args:
+        part: the token file.
+        seq_len: tokens per sample.
+    """
+
+    def __init__(self, part: TokenFile, seq_len: int) -> None:
+        self.part = part
+        self.seq_len = seq_len
+        self._tokens = part.open()
+
+    def __len__(self) -> int:
+        return max(0, (self.part.num_tokens - 1) // self.seq_len)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """Many samples at once; torch's loaders call it."""
+        windows = torch.from_numpy(self._windows(indices, self.seq_len + 1))
+        return [{"ids": window[:-1], "targets": window[1:]} for window in windows]
+
+    def _windows(self, indices: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+        """Tokens [len(indices), length] from the start of each sample."""
+        windows = np.empty((len(indices), length), dtype=np.int64)
+        for row, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"sample {index} of {len(self)}")
+            windows[row] = self._tokens[index * self.seq_len : index * self.seq_len + length]
+        return windows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tokens"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._tokens = self.part.open()
+
+
+class MaskedTokens(NextTokens):
+    """Sample i: tokens `i*seq_len` and following, some of them hidden; these are the targets.
+
+    Each token is a target with chance `mask_fraction`, and at least one per sample. Of the targets
+    80% are replaced by the mask token, 10% by a random token and 10% stay (Devlin et al. 2019,
+    section 3.1). Which ones depends on (seed, epoch, sample) alone.
+
+    Args:
+        part: the token file.
+        seq_len: tokens per sample.
+        vocab_size: token ids of the text; the mask token is the next one.
+        mask_fraction: share of tokens to predict.
+        seed: the run's seed.
+        fixed: the same masks in every epoch, for validation.
+    """
+
+    def __init__(
+        self,
+        part: TokenFile,
+        seq_len: int,
+        *,
+        vocab_size: int,
+        mask_fraction: float,
+        seed: int,
+        fixed: bool = False,
+    ) -> None:
+        super().__init__(part, seq_len)
+        self.vocab_size = vocab_size
+        self.mask_id = vocab_size
+        self.mask_fraction = mask_fraction
+        self.seed = seed
+        self.fixed = fixed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws other masks from now on; loaders call it before each epoch, in every worker."""
+        if not self.fixed:
+            self.epoch = epoch
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """Many samples at once; torch's loaders call it."""
+        tokens = self._windows(indices, self.seq_len)
+        return [self._hide(window, index) for window, index in zip(tokens, indices, strict=True)]
+
+    def _hide(self, tokens: npt.NDArray[np.int64], index: int) -> Sample:
+        # Raw output of a counter-based generator: any sample at once, equal in every numpy.
+        generator = np.random.Philox(key=[self.seed % 2**64, self.epoch], counter=[0, 0, index, self.fixed])
+        raw = generator.random_raw((3, self.seq_len))
+        chance, fate = (raw[:2] >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
+        chosen = chance < self.mask_fraction
+        chosen[chance.argmin()] = True
+        ids = tokens.copy()
+        ids[chosen & (fate < 0.8)] = self.mask_id
+        swapped = chosen & (fate >= 0.8) & (fate < 0.9)
+        ids[swapped] = (raw[2] % np.uint64(self.vocab_size)).astype(np.int64)[swapped]
+        targets = np.where(chosen, tokens, IGNORED)
+        return {"ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets)}

@@ -1,0 +1,55 @@
+"""The models that recipes name: plain modules, one process, no knowledge of ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+from paceline.models.encoder import Encoder
+from paceline.models.gpt import Gpt
+from paceline.models.resnet import Resnet
+from paceline.recipe.schema import EncoderModel, GptModel, Recipe
+
+__all__ = ["Encoder", "Gpt", "Resnet", "build_model"]
+
+
+class TaskShape(Protocol):
+    """What a model must know of its data; `paceline.data.TaskData` is one."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids of text, the mask token included."""
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens of a sample of text."""
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes of images."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """Channels, height and width of images."""
+
+
+def build_model(recipe: Recipe, data: TaskShape) -> nn.Module:
+    """The recipe's model with fresh weights, in fp32 on the CPU.
+
+    Weights come from torch's default generator, which the caller seeds.
+
+    Args:
+        recipe: the run.
+        data: the data it trains on (`build_data(recipe)`), which gives vocabulary and shapes.
+    """
+    section = recipe.model
+    if isinstance(section, GptModel | EncoderModel):
+        assert data.vocab_size is not None, "the recipe pairs this model with text"
+        assert data.tokens_per_sample is not None, "the recipe pairs this model with text"
+        if isinstance(section, GptModel):
+            return Gpt(section, data.vocab_size, data.tokens_per_sample)
+        return Encoder(section, data.vocab_size, data.tokens_per_sample)
+    assert data.image_shape is not None, "the recipe pairs this model with images"
+    assert data.num_classes is not None, "the recipe pairs this model with images"
+    return Resnet(section, data.image_shape[0], data.num_classes)

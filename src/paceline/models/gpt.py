@@ -1,0 +1,277 @@
+"""A Llama-style decoder whose weights are those of Hugging Face's `LlamaForCausalLM`, one for one.
+
+Names: put `model.` before every parameter's name except `lm_head.weight`, and it is the Hugging Face
+name. Shapes and meanings are equal (separate q, k, v, gate, up and down matrices without biases;
+rotary positions turn the first half of a head's features against the second half). With
+`tie_embeddings` there is no `lm_head.weight`, as in Hugging Face's files. `Gpt.llama_config` gives
+the matching configuration.
+
+Sources: Touvron et al. 2023, "LLaMA", section 2.2 (pre-norm, SwiGLU, rotary); Su et al. 2021,
+"RoFormer", section 3.2; Shazeer 2020, "GLU Variants"; Ainslie et al. 2023, "GQA"; Radford et al.
+2019, section 2.3 (residual outputs scaled by 1/sqrt(2 layers) at the start).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.recipe.schema import GptModel
+
+
+def default_ffn_hidden(hidden: int) -> int:
+    """8/3 of `hidden`, rounded up to a multiple of 32: SwiGLU's three matrices then hold about as
+    many weights as the two of a plain feed-forward of width 4 x `hidden`."""
+    return -(-8 * hidden // (3 * 32)) * 32
+
+
+class Gpt(nn.Module):
+    """A decoder that gives next-token logits.
+
+    Args:
+        section: the recipe's `[model]`.
+        vocab_size: number of token ids.
+        max_seq_len: longest sequence that `forward` takes.
+    """
+
+    def __init__(self, section: GptModel, vocab_size: int, max_seq_len: int) -> None:
+        super().__init__()
+        self.section = section
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.embed_tokens = nn.Embedding(vocab_size, section.hidden)
+        self.rotary = Rotary(section.hidden // section.heads, max_seq_len, section.rope_theta)
+        self.layers = nn.ModuleList(GptBlock(section) for _ in range(section.layers))
+        self.norm = nn.RMSNorm(section.hidden, eps=section.norm_eps)
+        self.lm_head = None if section.tie_embeddings else nn.Linear(section.hidden, vocab_size, bias=False)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        std = self.section.init_std
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue  # the norms' weights start at one
+            # Each block adds two outputs to the residual stream; scaled so, its variance does not
+            # grow with depth.
+            scale = 1 / math.sqrt(2 * self.section.layers) if _is_residual_output(name) else 1.0
+            nn.init.normal_(parameter, std=std * scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next token at every place.
+
+        Args:
+            ids: token ids, int64 [batch, seq_len], seq_len at most `max_seq_len`.
+
+        Returns:
+            [batch, seq_len, vocab_size].
+
+        Raises:
+            PacelineError: PL220 for a longer sequence.
+        """
+        check_seq_len(ids, self.max_seq_len)
+        x = F.dropout(self.embed_tokens(ids), self.section.dropout, self.training)
+        cos, sin = self.rotary(ids.shape[1])
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        x = self.norm(x)
+        return F.linear(x, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        num_tokens: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The prompt, continued by sampling.
+
+        The model sees the last `max_seq_len` tokens at each step; the whole window is computed again
+        for every token. The module's train or eval mode is the same afterwards.
+
+        Args:
+            prompt_ids: int64 [batch, length], at least one token long.
+            num_tokens: how many tokens to add.
+            temperature: divides the logits; 0 takes the likeliest token.
+            generator: where the samples come from; on `prompt_ids`' device or the CPU.
+
+        Returns:
+            int64 [batch, length + num_tokens].
+
+        Raises:
+            PacelineError: PL221 for an empty prompt or a negative temperature.
+        """
+        if prompt_ids.dim() != 2 or prompt_ids.shape[1] == 0 or temperature < 0:
+            raise PacelineError(
+                "PL221",
+                saw=f"generate() with a prompt {list(prompt_ids.shape)} and temperature={temperature}.",
+                rule="It continues prompts [batch, length] of at least one token, at a temperature >= 0.",
+                fix="Start from a separator or newline token, with temperature=1.0.",
+            )
+        was_training = self.training
+        self.eval()
+        try:
+            ids = prompt_ids
+            for _ in range(num_tokens):
+                logits = self(ids[:, -self.max_seq_len :])[:, -1].float()
+                if temperature == 0:
+                    chosen = logits.argmax(dim=-1, keepdim=True)
+                else:
+                    chances = torch.softmax(logits / temperature, dim=-1)
+                    device = chances.device if generator is None else generator.device
+                    chosen = torch.multinomial(chances.to(device), 1, generator=generator)
+                ids = torch.cat([ids, chosen.to(ids.device)], dim=1)
+            return ids
+        finally:
+            self.train(was_training)
+
+    def llama_config(self) -> dict[str, Any]:
+        """The keyword arguments of Hugging Face's `LlamaConfig` under which these weights compute the
+        same logits (dropout off)."""
+        section = self.section
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": section.hidden,
+            "intermediate_size": section.ffn_hidden or default_ffn_hidden(section.hidden),
+            "num_hidden_layers": section.layers,
+            "num_attention_heads": section.heads,
+            "num_key_value_heads": section.kv_heads or section.heads,
+            "head_dim": section.hidden // section.heads,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_seq_len,
+            "initializer_range": section.init_std,
+            "rms_norm_eps": section.norm_eps,
+            "rope_theta": section.rope_theta,
+            "tie_word_embeddings": section.tie_embeddings,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": section.dropout,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+
+
+def _is_residual_output(name: str) -> bool:
+    return name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight"))
+
+
+def check_seq_len(ids: Tensor, max_seq_len: int) -> None:
+    """Raises PL220 where `ids` [batch, seq_len] is longer than the positions of a model."""
+    if ids.shape[1] > max_seq_len:
+        raise PacelineError(
+            "PL220",
+            saw=f"a sequence of {ids.shape[1]} tokens for a model of {max_seq_len} positions.",
+            rule="A model has positions for data.seq_len tokens.",
+            fix=f"Set data.seq_len={ids.shape[1]} and train, or cut the sequence to {max_seq_len}.",
+        )
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of the rotary positions.
+
+    Worked out in fp32 as Hugging Face does, so that an export computes the same numbers.
+
+    Args:
+        head_dim: width of a head (even).
+        max_seq_len: number of positions.
+        theta: base of the frequencies.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_seq_len: int, theta: float) -> None:
+        super().__init__()
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
+        angles = torch.cat([angles, angles], dim=-1)
+        # Not persistent: they follow from the recipe and don't belong into a checkpoint.
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first positions, each [seq_len, head_dim]."""
+        return self.cos[:seq_len], self.sin[:seq_len]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys [batch, heads, seq_len, head_dim], turned by their positions."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cos + turned * sin).type_as(x)  # under autocast x is 16 bits wide, cos and sin are 32
+
+
+class GptBlock(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, section: GptModel) -> None:
+        super().__init__()
+        self.dropout = section.dropout
+        self.input_layernorm = nn.RMSNorm(section.hidden, eps=section.norm_eps)
+        self.self_attn = Attention(section)
+        self.post_attention_layernorm = nn.RMSNorm(section.hidden, eps=section.norm_eps)
+        self.mlp = FeedForward(section)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` [batch, seq_len, hidden] with both outputs added."""
+        attended = self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + F.dropout(attended, self.dropout, self.training)
+        fed = self.mlp(self.post_attention_layernorm(x))
+        return x + F.dropout(fed, self.dropout, self.training)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which groups of query heads share a key and value head."""
+
+    def __init__(self, section: GptModel) -> None:
+        super().__init__()
+        self.head_dim = section.hidden // section.heads
+        self.dropout = section.dropout
+        kv_heads = section.kv_heads or section.heads
+        self.shares_heads = kv_heads != section.heads
+        self.q_proj = nn.Linear(section.hidden, section.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(section.hidden, kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(section.hidden, kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(section.heads * self.head_dim, section.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention over `x` [batch, seq_len, hidden]; the same shape."""
+        batch, seq_len, _ = x.shape
+
+        def heads(projected: Tensor) -> Tensor:  # [batch, heads, seq_len, head_dim]
+            return projected.view(batch, seq_len, -1, self.head_dim).transpose(1, 2)
+
+        queries = rotate(heads(self.q_proj(x)), cos, sin)
+        keys = rotate(heads(self.k_proj(x)), cos, sin)
+        attended = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            heads(self.v_proj(x)),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.shares_heads,
+        )
+        output: Tensor = self.o_proj(attended.transpose(1, 2).reshape(batch, seq_len, -1))
+        return output
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, section: GptModel) -> None:
+        super().__init__()
+        inner = section.ffn_hidden or default_ffn_hidden(section.hidden)
+        self.gate_proj = nn.Linear(section.hidden, inner, bias=False)
+        self.up_proj = nn.Linear(section.hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, section.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [batch, seq_len, hidden]; the same shape."""
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
