@@ -99,6 +99,85 @@ PAGES: dict[str, Page] = {
         "probabilities, 0 takes the likeliest token.",
     ),
     # processes and launching
+    "PL300": Page(
+        "The environment of a rank is half set",
+        "A rank learns who it is from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+        "(torchrun), SLURM_* (srun) or OMPI_COMM_WORLD_* (mpirun). Some without the others would be a guess.",
+        "Start with torchrun, srun or mpirun; or set all of them; or unset them for a plain process: "
+        "`env -u RANK -u WORLD_SIZE ...`.",
+    ),
+    "PL301": Page(
+        "A rank variable is not a whole number",
+        "The launcher sets these variables to numbers; something else has overwritten one.",
+        "Look for an `export` in the job script or the shell's start files.",
+    ),
+    "PL302": Page(
+        "The environment of a rank contradicts itself",
+        "A rank is below the world size, a local rank below the local world size, a port below 65536, and two "
+        "launchers must not tell of different worlds.",
+        "Let one launcher set the variables: remove the exports from the job script.",
+    ),
+    "PL303": Page(
+        "Open MPI ranks on several machines need MASTER_ADDR",
+        "The ranks meet at a port of rank 0's machine, and Open MPI does not tell which machine that is.",
+        "Add `-x MASTER_ADDR=host0` (and, if you like, `-x MASTER_PORT=29500`) to mpirun.",
+    ),
+    "PL304": Page(
+        "A SLURM list can't be read",
+        "Rank 0's host is the first one of SLURM_STEP_NODELIST, such as `node[0-2,5]`.",
+        "Set MASTER_ADDR to rank 0's host in the job script.",
+    ),
+    "PL305": Page(
+        "Unknown device",
+        'Training runs on "cpu" or on "cuda"; which CUDA device a rank takes follows from its local rank.',
+        'Use "auto", "cpu" or "cuda". To choose among devices set CUDA_VISIBLE_DEVICES.',
+    ),
+    "PL306": Page(
+        "No CUDA device here",
+        "CUDA was asked for, and torch finds no device: no driver, a torch built without CUDA, or none visible.",
+        'Use device="cpu", or check `nvidia-smi`, CUDA_VISIBLE_DEVICES and `torch.version.cuda`.',
+    ),
+    "PL307": Page(
+        "More ranks than CUDA devices",
+        "Each rank needs a device of its own: NCCL refuses two ranks on one.",
+        "Start as many ranks per node as there are devices.",
+    ),
+    "PL308": Page(
+        "This torch does not have that backend",
+        "gloo moves CPU tensors, NCCL moves CUDA tensors; others must be built into torch.",
+        "Leave the backend out.",
+    ),
+    "PL309": Page(
+        "Rank 0 can't open the port",
+        "The ranks of a run meet at MASTER_ADDR:MASTER_PORT, which rank 0 opens on its own machine.",
+        "Choose a free port, the same on all ranks; `ss -ltnp` shows who holds one.",
+    ),
+    "PL310": Page(
+        "Nobody at the meeting place",
+        "A rank found no store at MASTER_ADDR:MASTER_PORT within the timeout.",
+        "Check that rank 0 runs, that the address is rank 0's and reachable from this machine, and the firewall.",
+    ),
+    "PL311": Page(
+        "Some ranks did not come",
+        "Training starts when every rank has joined; the message names those that have not.",
+        "Read the log of a missing rank: it has usually failed on its own.",
+    ),
+    "PL312": Page(
+        "The ranks met, but can't connect to each other",
+        "gloo and NCCL connect every rank to every other, at the address that the machine's name stands for. "
+        "Debian's habit of 127.0.1.1 for the own name breaks that.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the machines, for example eth0.",
+    ),
+    "PL313": Page(
+        "A setting of start() is out of range",
+        "timeout_s is above 0, seed is 0 to 2**63 - 1, threads_per_rank is at least 1.",
+        "Leave the setting out for its default.",
+    ),
+    "PL314": Page(
+        "Deterministic mode was asked for too late",
+        "cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it starts.",
+        "Call `paceline.start(deterministic=True)` before anything touches CUDA.",
+    ),
     # training
     # checkpoints and run folders
     # command line and benchmarks

@@ -1,0 +1,326 @@
+"""Reads from environment variables which rank this process is. No torch, nothing but the variables."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import PacelineError
+
+Launcher = Literal["torchrun", "slurm", "mpi", "single"]
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# srun numbers its steps from 0; the batch script, the interactive shell and the external step have
+# numbers at the top of 32 bits (slurm.h: SLURM_BATCH_SCRIPT 0xfffffffb, SLURM_INTERACTIVE_STEP 0xfffffffa).
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+# Below Linux's ephemeral ports (32768 and up), so that no outgoing connection sits on it by chance.
+_FIRST_PORT, _NUM_PORTS = 12_000, 20_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among the ranks, as its launcher told.
+
+    Attributes:
+        launcher: who started the ranks.
+        rank: 0 to `world_size - 1`.
+        world_size: number of ranks.
+        local_rank: the same within this node.
+        local_world_size: number of ranks on this node.
+        node_rank: 0 to `num_nodes - 1`.
+        num_nodes: number of nodes.
+        master_addr: where the ranks meet; None in a world of one.
+        master_port: the port there; None in a world of one.
+        agent_store: whether torchrun's agent hosts the store, rather than rank 0.
+        own_gpu: whether the launcher shows each rank a single GPU of its own.
+        cores_per_rank: how many cores the launcher gave each rank, where it says so.
+    """
+
+    launcher: Launcher
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    agent_store: bool = False
+    own_gpu: bool = False
+    cores_per_rank: int | None = None
+
+
+def read_environment(environ: Mapping[str, str]) -> Place:
+    """Finds the launcher's variables; torchrun's come first, then srun's, then mpirun's.
+
+    Empty variables count as unset. A SLURM allocation without srun, or with one task, is a plain process.
+
+    Raises:
+        PacelineError: PL300 half set, PL301 not a whole number, PL302 contradictory, PL303 no address
+            for an MPI world of several nodes, PL304 a SLURM node list that can't be read.
+    """
+    env = {name: value.strip() for name, value in environ.items() if value.strip()}
+    if "RANK" in env:
+        place = _from_torchrun(env)
+    elif _in_slurm_step(env):
+        place = _from_slurm(env)
+    elif "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
+        place = _from_mpi(env)
+    elif any(name in env for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        raise _half_set(env, _TORCHRUN, "torchrun")
+    else:
+        place = Place(launcher="single")
+    _check(place)
+    if place.launcher != "torchrun" and int(env.get("WORLD_SIZE", place.world_size)) != place.world_size:
+        raise PacelineError(
+            "PL302",
+            saw=f"WORLD_SIZE={env['WORLD_SIZE']}, but {place.launcher} started {place.world_size} ranks.",
+            rule="All that is set must tell of the same world.",
+            fix="Unset WORLD_SIZE, or set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE too.",
+        )
+    return place
+
+
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun, srun or mpirun started this process as one rank among others (or half did so).
+
+    True means: join. False means: a plain process, which may start ranks of its own.
+    """
+    env = {name: value for name, value in environ.items() if value.strip()}
+    if any(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        return True
+    if _in_slurm_step(env):
+        return _slurm_tasks(env) > 1
+    return "OMPI_COMM_WORLD_RANK" in env
+
+
+def expand_hosts(hosts: str) -> list[str]:
+    """Expands a SLURM node list: `"a[0-2,5],b-01"` gives a0, a1, a2, a5, b-01.
+
+    Zeros in front are kept (`"n[08-10]"` gives n08, n09, n10), and several brackets multiply.
+
+    Raises:
+        PacelineError: PL304 for brackets that don't match or a range that isn't one.
+    """
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
+    if not parts or ",".join(parts) != hosts:
+        raise _bad_list(hosts)
+    return [host for part in parts for host in _expand_one(part, hosts)]
+
+
+def _expand_one(part: str, whole: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", part)
+    if match is None:
+        return [part]
+    numbers: list[str] = []
+    for piece in match[1].split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if found is None:
+            raise _bad_list(whole)
+        low, high = found[1], found[2] or found[1]
+        if int(high) < int(low) or int(high) - int(low) > 100_000:
+            raise _bad_list(whole)
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    rest = _expand_one(part[match.end() :], whole) if match.end() < len(part) else [""]
+    return [part[: match.start()] + number + tail for number in numbers for tail in rest]
+
+
+# ---- one function per launcher
+
+
+def _from_torchrun(env: Mapping[str, str]) -> Place:
+    world_size = _number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 0
+    # A world of one needs no local numbers and no address.
+    needed = ("RANK", "WORLD_SIZE") if world_size == 1 else _TORCHRUN
+    if any(name not in env for name in needed):
+        raise _half_set(env, needed, "torchrun")
+    local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
+    rank = _number(env, "RANK")
+    nodes = -(-world_size // max(1, local_world_size))
+    return Place(
+        launcher="torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        local_world_size=local_world_size,
+        node_rank=_number(env, "GROUP_RANK", rank // max(1, local_world_size)),
+        num_nodes=_number(env, "GROUP_WORLD_SIZE", nodes),
+        master_addr=env.get("MASTER_ADDR"),
+        master_port=_port(env),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process. Batch scripts carry SLURM_PROCID too, but belong to no step."""
+    if "SLURM_PROCID" not in env:
+        return False
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
+    if step is not None:
+        return not (step.isdigit() and int(step) >= _FIRST_RESERVED_STEP)
+    return "SLURM_STEP_NODELIST" in env
+
+
+def _slurm_tasks(env: Mapping[str, str]) -> int:
+    # srun -n2 inside a job of 4 tasks: the step's own number counts.
+    return _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+
+
+def _from_slurm(env: Mapping[str, str]) -> Place:
+    world_size = _slurm_tasks(env)
+    if world_size == 1:
+        return Place(launcher="single")
+    needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    if any(name not in env for name in needed):
+        raise _half_set(env, needed, "srun")
+    node_rank = _number(env, "SLURM_NODEID")
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if hosts is None and "MASTER_ADDR" not in env:
+        raise _half_set(env, (*needed, "SLURM_STEP_NODELIST"), "srun")
+    names = expand_hosts(hosts) if hosts else []
+    per_node = _tasks_per_node(env, world_size, len(names) or 1)
+    job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
+    return Place(
+        launcher="slurm",
+        rank=_number(env, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=per_node[node_rank] if node_rank < len(per_node) else 0,
+        node_rank=node_rank,
+        num_nodes=len(per_node),
+        master_addr=env.get("MASTER_ADDR") or names[0],
+        master_port=_port(env) or _derived_port(f"slurm {job}.{step}"),
+        own_gpu=any(name in env for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
+        and "CUDA_VISIBLE_DEVICES" in env
+        and "," not in env["CUDA_VISIBLE_DEVICES"],
+        cores_per_rank=_number(env, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in env else None,
+    )
+
+
+def _tasks_per_node(env: Mapping[str, str], world_size: int, num_nodes: int) -> list[int]:
+    """Reads `"2(x3),1"`: three nodes with two tasks, one with one."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    if text is None:
+        # srun's default: blocks of equal size, the first nodes take one more.
+        return [world_size // num_nodes + (node < world_size % num_nodes) for node in range(num_nodes)]
+    counts: list[int] = []
+    for piece in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece.strip())
+        if found is None:
+            raise _bad_list(text)
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _from_mpi(env: Mapping[str, str]) -> Place:
+    needed = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    if any(name not in env for name in needed):
+        raise _half_set(env, needed, "mpirun")
+    rank, world_size, local_rank, local_size = (_number(env, name) for name in needed)
+    if world_size == 1:
+        return Place(launcher="single")
+    all_local = local_size == world_size
+    if not all_local and "MASTER_ADDR" not in env:
+        raise PacelineError(
+            "PL303",
+            saw=f"mpirun started {world_size} ranks, {local_size} of them here, and MASTER_ADDR is not set.",
+            rule="Ranks on several machines meet at rank 0's machine, and Open MPI does not tell its name.",
+            fix="Add -x MASTER_ADDR=<rank 0's host> to mpirun.",
+        )
+    # Open MPI's NODE_RANK counts within the node; which node this is follows only where nodes are alike.
+    per_node = max(1, local_size)
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+    return Place(
+        launcher="mpi",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node_rank=rank // per_node,
+        num_nodes=-(-world_size // per_node),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_port(env) or _derived_port(f"mpi {job}"),
+    )
+
+
+# ---- numbers and complaints
+
+
+def _derived_port(words: str) -> int:
+    """The same port on all ranks without talking: a checksum of the job's name."""
+    return _FIRST_PORT + zlib.crc32(words.encode()) % _NUM_PORTS
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name not in env and default is not None:
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise PacelineError(
+            "PL301",
+            saw=f"{name}={env[name]!r}.",
+            rule="The launcher sets it to a whole number.",
+            fix="Let torchrun, srun or mpirun set it, or unset it for a plain process.",
+        ) from None
+
+
+def _port(env: Mapping[str, str]) -> int | None:
+    if "MASTER_PORT" not in env:
+        return None
+    port = _number(env, "MASTER_PORT")
+    if not 0 < port < 2**16:
+        raise PacelineError(
+            "PL302",
+            saw=f"MASTER_PORT={port}.",
+            rule="A port is a number from 1 to 65535.",
+            fix="Set it to a free port, for example 29500, the same on all ranks.",
+        )
+    return port
+
+
+def _check(place: Place) -> None:
+    wrong = None
+    if place.world_size < 1:
+        wrong = f"world size {place.world_size}"
+    elif not 0 <= place.rank < place.world_size:
+        wrong = f"rank {place.rank} in a world of {place.world_size} ranks"
+    elif not 1 <= place.local_world_size <= place.world_size:
+        wrong = f"{place.local_world_size} ranks on this node in a world of {place.world_size}"
+    elif not 0 <= place.local_rank < place.local_world_size:
+        wrong = f"local rank {place.local_rank} with {place.local_world_size} ranks on this node"
+    elif place.local_rank > place.rank:
+        wrong = f"local rank {place.local_rank} above rank {place.rank}"
+    elif not 0 <= place.node_rank < place.num_nodes:
+        wrong = f"node {place.node_rank} of {place.num_nodes} nodes"
+    if wrong is not None:
+        raise PacelineError(
+            "PL302",
+            saw=f"The environment says {wrong} (launcher: {place.launcher}).",
+            rule="Ranks count from 0 and stay below the number of ranks.",
+            fix="Let torchrun, srun or mpirun set these variables, or unset them for a plain process.",
+        )
+
+
+def _half_set(env: Mapping[str, str], needed: tuple[str, ...], launcher: str) -> PacelineError:
+    there = ", ".join(f"{name}={env[name]}" for name in needed if name in env)
+    missing = ", ".join(name for name in needed if name not in env)
+    return PacelineError(
+        "PL300",
+        saw=f"Set: {there or 'nothing'}. Missing: {missing}.",
+        rule=f"A rank started by {launcher} has all of them, a plain process none.",
+        fix=f"Start with {launcher}, set the missing ones (LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 where each "
+        "machine runs one process), or unset all of them.",
+    )
+
+
+def _bad_list(text: str) -> PacelineError:
+    return PacelineError(
+        "PL304",
+        saw=f"SLURM's list {text!r}.",
+        rule="A node list reads like node[0-2,5],other and tasks per node like 2(x3),1.",
+        fix="Set MASTER_ADDR to rank 0's host, and start with srun.",
+    )

@@ -1,0 +1,529 @@
+"""Who am I among the ranks: reads the launcher's environment and starts the process group.
+
+Protocol of a start, in the order in which every rank does it:
+
+1. `read_environment` turns the variables of torchrun, srun or mpirun into a `Place`.
+2. All ranks meet at a store: rank 0 opens a port at MASTER_ADDR:MASTER_PORT (under torchrun the
+   agent has opened it), the others connect. A world of one uses a store inside the process.
+3. Every rank counts itself in and waits until the count is full, so that a missing rank is named
+   instead of showing up as a connection error somewhere in gloo or NCCL.
+4. `init_process_group` on that store, then seeds, threads and the deterministic switches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import PacelineError
+from paceline.place import Launcher, Place, read_environment
+
+_COUNT, _ALL, _JOINED, _LEFT = "paceline/count", "paceline/all", "paceline/joined/", "paceline/left/"
+# How long a clean close of the rank that hosts the store waits for ranks that may still read it.
+_LEAVE_S = 30.0
+# After an exception peers may be stuck, and destroying a group can then wait for them.
+_ABANDON_S = 5.0
+
+
+# The open worlds of this process, the newest last (a notebook may start one inside another).
+_current: list[World] = []
+
+
+@dataclass(eq=False)
+class World:
+    """This process's place among the ranks, and the owner of the process group.
+
+    Attributes:
+        rank: 0 to `world_size - 1`.
+        local_rank: the same within this node.
+        world_size: number of ranks.
+        local_world_size: number of ranks on this node.
+        node_rank: 0 to `num_nodes - 1`.
+        num_nodes: number of nodes.
+        device: where this rank computes.
+        backend: as `torch.distributed` names it: `"gloo"`, `"cpu:gloo,cuda:nccl"`, ...
+        launcher: who started the ranks: `"torchrun"`, `"slurm"`, `"mpi"` or `"single"`.
+        timeout_s: seconds after which a collective fails.
+        seed: what every generator was seeded with.
+        deterministic: whether torch was told to use deterministic algorithms only.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    backend: str
+    launcher: Launcher
+    timeout_s: float
+    seed: int
+    deterministic: bool
+    _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    _store: dist.Store | None = field(default=None, repr=False)
+    _hosts_store: bool = field(default=False, repr=False)
+    _owns_group: bool = field(default=False, repr=False)
+    _closed: bool = field(default=False, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, the one that writes and prints."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Waits until every rank is here. All ranks must call it."""
+        if self.device.type == "cuda" and "nccl" in self.backend:
+            dist.barrier(device_ids=[self.device.index])
+        else:
+            dist.barrier()
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Gives every rank the object of rank `src`, pickled. All ranks must call it."""
+        box = [obj]
+        through = self.device if self.backend == "nccl" else torch.device("cpu")
+        dist.broadcast_object_list(box, src=src, device=through)
+        return box[0]
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called at close, when the process group is gone. The last one registered is first."""
+        self._undo.callback(callback)
+
+    def close(self) -> None:
+        """Destroys the process group and restores what `start` switched. Safe to call twice.
+
+        A group that existed before `start` is left alone. All ranks should call it.
+        """
+        self._close(failed=False)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close(failed=kind is not None)
+
+    def _close(self, *, failed: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._owns_group and dist.is_initialized():
+                if failed:
+                    _abandon_group(self.device)
+                else:
+                    dist.destroy_process_group()
+                    self._leave_store()
+        finally:
+            self._store = None
+            self._undo.close()
+
+    def _leave_store(self) -> None:
+        """Keeps the store open until the others have left it; they may be a moment behind."""
+        if self._store is None or self.world_size == 1:
+            return
+        # A peer that is gone already takes nothing away from a clean end.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{_LEFT}{self.rank}", "1")
+            if not self._hosts_store:
+                return
+            keys = [f"{_LEFT}{rank}" for rank in range(self.world_size)]
+            deadline = time.monotonic() + _LEAVE_S
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+
+def start(
+    *,
+    backend: str | None = None,
+    device: str = "auto",
+    timeout_s: float = 600.0,
+    seed: int = 0,
+    threads_per_rank: int | Literal["auto"] = "auto",
+    deterministic: bool = False,
+) -> World:
+    """Joins the ranks that torchrun, srun or mpirun started, or starts a world of one.
+
+    All ranks must call it. Use it as a context manager, or call `World.close` at the end.
+    A process group that exists already is joined, and not destroyed at the end.
+
+    Args:
+        backend: as for `init_process_group`; default gloo on CPU, `"cpu:gloo,cuda:nccl"` on CUDA.
+        device: `"cpu"`, `"cuda"` (the device of the local rank), or `"auto"`: CUDA where there is
+            a device for every local rank, else CPU.
+        timeout_s: seconds for the ranks to meet, and for every collective.
+        seed: seeds Python's, NumPy's (if imported) and torch's generators alike on every rank.
+        threads_per_rank: threads of one operator on CPU; `"auto"` divides the cores that this
+            process may use by the ranks of this node. Restored at close.
+        deterministic: only deterministic algorithms; an operator without one raises. Restored at close.
+
+    Raises:
+        PacelineError: PL300 to PL304 for an environment that doesn't add up, PL305 to PL308 for
+            device and backend, PL309 to PL312 where the ranks don't meet, PL313 and PL314 for
+            settings out of range or too late.
+    """
+    _check_settings(timeout_s, seed, threads_per_rank)
+    joined = dist.is_available() and dist.is_initialized()
+    place = _place_of_group() if joined else read_environment(os.environ)
+    where = _pick_device(device, place)
+    names = dist.get_backend() if joined else _pick_backend(backend, where)
+    undo = contextlib.ExitStack()
+    try:
+        if deterministic:
+            _make_deterministic(undo)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        store: dist.Store | None = None
+        hosts = place.world_size > 1 and place.rank == 0 and not place.agent_store
+        if not joined:
+            store = _meet(place, timeout_s, hosts=hosts)
+            _init_group(store, place, names, where, timeout_s)
+        _set_threads(threads_per_rank, place, undo)
+        _seed_everything(seed)
+    except BaseException:
+        undo.close()
+        raise
+    world = World(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        num_nodes=place.num_nodes,
+        device=where,
+        backend=names,
+        launcher=place.launcher,
+        timeout_s=timeout_s,
+        seed=seed,
+        deterministic=deterministic,
+        _undo=undo,
+        _store=store,
+        _hosts_store=hosts,
+        _owns_group=not joined,
+    )
+    _current.append(world)
+    undo.callback(_current.remove, world)
+    return world
+
+
+def current_world() -> World:
+    """The world that `start` gave last and that is still open.
+
+    Raises:
+        PacelineError: PL315 where none is.
+    """
+    if not _current:
+        raise PacelineError(
+            "PL315",
+            saw="no world is started in this process.",
+            rule="Training needs to know which rank this is.",
+            fix="Put the training inside `with paceline.start() as world:`.",
+        )
+    return _current[-1]
+
+
+def _check_settings(timeout_s: float, seed: int, threads: int | str) -> None:
+    def refuse(saw: str, rule: str, fix: str) -> PacelineError:
+        return PacelineError("PL313", saw=saw, rule=rule, fix=fix)
+
+    if not 0 < timeout_s < 10**8:
+        raise refuse(
+            f"timeout_s={timeout_s!r}.",
+            "A timeout is a number of seconds above 0.",
+            "Leave it out for 600 seconds.",
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise refuse(
+            f"seed={seed!r}.", "A seed is a whole number from 0 to 2**63 - 1.", "Use for example seed=0."
+        )
+    if threads != "auto" and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise refuse(
+            f"threads_per_rank={threads!r}.", 'It is "auto" or a number of threads from 1.', 'Use "auto".'
+        )
+
+
+# ---- device, backend, threads, seeds
+
+
+def _pick_device(device: str, place: Place) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise PacelineError(
+            "PL305",
+            saw=f"device={device!r}.",
+            rule='A device is "auto", "cpu" or "cuda"; which of the CUDA devices follows from the local rank.',
+            fix="Hide devices with CUDA_VISIBLE_DEVICES to choose among them.",
+        )
+    if device == "cpu":
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    needed = 1 if place.own_gpu else place.local_world_size
+    index = 0 if place.own_gpu else place.local_rank
+    if num_devices >= needed:
+        return torch.device("cuda", index)
+    if device == "auto":
+        return torch.device("cpu")
+    if num_devices == 0:
+        raise PacelineError(
+            "PL306",
+            saw='device="cuda", but torch finds no CUDA device here.',
+            rule="Each rank on this node needs a device of its own.",
+            fix='Use device="cpu", or check the driver, CUDA_VISIBLE_DEVICES and that torch is built for CUDA '
+            f"(torch {torch.__version__}, CUDA {torch.version.cuda}).",
+        )
+    raise PacelineError(
+        "PL307",
+        saw=f"{needed} ranks on this node, but {num_devices} CUDA devices.",
+        rule="Each rank needs a device of its own.",
+        fix=f'Start at most {num_devices} ranks per node, or use device="cpu".',
+    )
+
+
+def _pick_backend(backend: str | None, device: torch.device) -> str:
+    if backend is None:
+        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    for part in backend.split(","):
+        name = part.split(":")[-1]
+        available = name in dist.Backend.backend_list and dist.is_backend_available(name)
+        if not available or (name == "nccl" and device.type != "cuda"):
+            known = [n for n in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(n)]
+            raise PacelineError(
+                "PL308",
+                saw=f"backend={backend!r} on device {device.type!r}.",
+                rule=f"This torch has {', '.join(known)}; nccl needs CUDA devices.",
+                fix="Leave backend out: gloo on CPU, NCCL on CUDA.",
+            )
+    return backend
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _set_threads(threads: int | str, place: Place, undo: contextlib.ExitStack) -> None:
+    if isinstance(threads, int):
+        wanted = threads
+    elif place.cores_per_rank is not None:
+        wanted = max(1, min(place.cores_per_rank, usable_cores()))
+    else:
+        wanted = max(1, usable_cores() // place.local_world_size)
+    undo.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(wanted)
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)  # CPU, and every CUDA device, also where CUDA starts later
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)  # it takes 32 bits
+
+
+def _make_deterministic(undo: contextlib.ExitStack) -> None:
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    if name not in os.environ:
+        if torch.cuda.is_initialized():
+            raise PacelineError(
+                "PL314",
+                saw=f"deterministic=True after CUDA has started, with {name} unset.",
+                rule="cuBLAS reads that variable once, at its start.",
+                fix=f"Call paceline.start() before the first CUDA call, or set {name}=:4096:8.",
+            )
+        os.environ[name] = ":4096:8"
+        undo.callback(os.environ.pop, name, None)
+    cudnn, filling = torch.backends.cudnn, torch.utils.deterministic
+    undo.callback(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    for owner, attribute, value in (
+        (cudnn, "deterministic", True),
+        (cudnn, "benchmark", False),
+        # Filling costs time and hides reads of uninitialised memory, which verify should see.
+        (filling, "fill_uninitialized_memory", False),
+    ):
+        undo.callback(setattr, owner, attribute, getattr(owner, attribute))
+        setattr(owner, attribute, value)
+    torch.use_deterministic_algorithms(True)
+
+
+# ---- meeting the other ranks
+
+
+def _place_of_group() -> Place:
+    """The place of a process whose group somebody else made: node facts only if the environment has them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with contextlib.suppress(PacelineError):
+        place = read_environment(os.environ)
+        if (place.rank, place.world_size) == (rank, world_size):
+            return place
+    return Place(
+        launcher="single" if world_size == 1 else "torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+    )
+
+
+def _meet(place: Place, timeout_s: float, *, hosts: bool) -> dist.Store:
+    """Returns a store that all ranks have reached."""
+    if place.world_size == 1:
+        return dist.HashStore()
+    assert place.master_addr is not None
+    assert place.master_port is not None
+    deadline = time.monotonic() + timeout_s
+    store = _host_store(place, timeout_s) if hosts else _reach_store(place, timeout_s, deadline)
+    store.set(f"{_JOINED}{place.rank}", socket.gethostname())
+    if store.add(_COUNT, 1) == place.world_size:
+        store.set(_ALL, "1")
+    pause_s = 0.002
+    # Short polls, not one long wait: a wait inside the store can't be interrupted by Ctrl-C.
+    while not store.check([_ALL]):
+        if time.monotonic() > deadline:
+            raise _not_all_came(store, place, timeout_s)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.2)
+    return store
+
+
+def _host_store(place: Place, timeout_s: float) -> dist.Store:
+    assert place.master_addr is not None
+    assert place.master_port is not None
+    try:
+        return dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        address = f"{place.master_addr}:{place.master_port}"
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise PacelineError(
+                "PL309",
+                saw=f"rank 0 can't open {address}: the port is taken.",
+                rule="The ranks of a run meet at one port of rank 0's machine, and no other run may hold it.",
+                fix="Set MASTER_PORT to a free port on all ranks, or end the run that holds it.",
+            ) from None
+        raise PacelineError(
+            "PL309",
+            saw=f"rank 0 can't open {address}: {_first_line(error)}.",
+            rule="The ranks of a run meet at one port of rank 0's machine.",
+            fix="Set MASTER_ADDR to an address of rank 0's machine, and MASTER_PORT to a free port above 1023.",
+        ) from None
+
+
+def _reach_store(place: Place, timeout_s: float, deadline: float) -> dist.Store:
+    assert place.master_addr is not None
+    assert place.master_port is not None
+    address = f"{place.master_addr}:{place.master_port}"
+    why = "no answer"
+    # TCPStore's own retries print a warning each, and can't be interrupted; ask with a plain socket first.
+    while True:
+        try:
+            with socket.create_connection((place.master_addr, place.master_port), timeout=2.0):
+                break
+        except OSError as error:
+            why = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise PacelineError(
+                "PL310",
+                saw=f"rank {place.rank} of {place.world_size} found nobody at {address} "
+                f"within {timeout_s:g} s ({why}).",
+                rule="Rank 0 opens that port and every rank connects to it.",
+                fix="Check that rank 0 has started, that MASTER_ADDR and MASTER_PORT are the same on all "
+                "ranks, and that no firewall stands between.",
+            )
+        time.sleep(0.1)
+    try:
+        return dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except dist.DistError as error:
+        raise PacelineError(
+            "PL310",
+            saw=f"rank {place.rank} of {place.world_size} reached {address}, but what answers there "
+            f"is no store of torch: {_first_line(error)}.",
+            rule="Rank 0 opens that port and every rank connects to it.",
+            fix="Set MASTER_PORT to a port that no other program uses.",
+        ) from None
+
+
+def _not_all_came(store: dist.Store, place: Place, timeout_s: float) -> PacelineError:
+    missing = [rank for rank in range(place.world_size) if not store.check([f"{_JOINED}{rank}"])]
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return PacelineError(
+        "PL311",
+        saw=f"{place.world_size - len(missing)} of {place.world_size} ranks met at "
+        f"{place.master_addr}:{place.master_port} within {timeout_s:g} s; missing: rank {shown}.",
+        rule="Training starts when every rank is there.",
+        fix="Look at the log of a missing rank; start as many ranks as WORLD_SIZE says, or raise timeout_s.",
+    )
+
+
+def _init_group(
+    store: dist.Store, place: Place, backend: str, device: torch.device, timeout_s: float
+) -> None:
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        raise PacelineError(
+            "PL312",
+            saw=f"rank {place.rank} of {place.world_size} met the others at the store, but {backend} could "
+            f"not connect to them: {_first_line(error)}.",
+            rule="Every rank must reach every other at the address that its machine's name stands for.",
+            fix="Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface between the "
+            "machines, for example eth0; a name that stands for 127.0.1.1 in /etc/hosts is the usual cause.",
+        ) from error
+
+
+def _abandon_group(device: torch.device) -> None:
+    """Destroys the group without waiting for peers for longer than a few seconds."""
+
+    def destroy() -> None:
+        # The exception that is on its way matters; one from tearing down would hide it.
+        with contextlib.suppress(Exception):
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            dist.destroy_process_group()
+
+    thread = threading.Thread(target=destroy, name="paceline-abandon", daemon=True)
+    thread.start()
+    thread.join(_ABANDON_S)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
