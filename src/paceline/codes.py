@@ -98,6 +98,85 @@ PAGES: dict[str, Page] = {
         "Start from a separator or newline token; temperature=1.0 samples from the model's own "
         "probabilities, 0 takes the likeliest token.",
     ),
+    "PL250": Page(
+        "a number of the loader is out of range",
+        "Sizes, epochs and the number of loaded-ahead batches are whole numbers of at least 1; the rank and "
+        "the number of workers are at least 0.",
+        "Set the number that the message names, for example global_batch_size=64.",
+    ),
+    "PL251": Page(
+        "a microbatch larger than the global batch",
+        "A global batch (samples per optimizer step over all ranks) is cut into microbatches (samples per "
+        "forward on one rank).",
+        "Lower microbatch_size or raise global_batch_size.",
+    ),
+    "PL252": Page(
+        "the loader's rank is outside its world",
+        "Ranks that share out the data count from 0 to world_size - 1.",
+        "Pass world.rank and world.world_size of paceline.start(), or let trainer.loader(...) do it.",
+    ),
+    "PL253": Page(
+        "no samples",
+        "The data set is empty, or a stream gave nothing in an epoch, or less than the one full batch that "
+        "drop_last wants.",
+        "Check the files and filters of the data. A stream's __iter__ must start from the front each time.",
+    ),
+    "PL254": Page(
+        "neither a data set nor a stream",
+        "A loader reads objects with __getitem__ and __len__, in shuffled order, or iterables, front to back.",
+        "Add the method that is missing; lists of samples work as they are.",
+    ),
+    "PL255": Page(
+        "a stream can't be shuffled",
+        "Its samples come in its own order, and no order over all of them can be drawn without an index.",
+        "Leave shuffle out. Shuffle inside the stream, with a generator seeded in its set_epoch(epoch), the "
+        "same on every rank; or give the data an index (__getitem__ and __len__).",
+    ),
+    "PL256": Page(
+        "an iterator that can be read once",
+        "Generators, map and zip objects and open files are used up after one epoch, and a resumed run could "
+        "not read its way back to its position.",
+        "Pass an object whose __iter__ starts anew: class Lines(IterableDataset): def __iter__(self): ...",
+    ),
+    "PL257": Page(
+        "dropping the ragged batch would leave nothing",
+        "With drop_last an epoch has only full global batches, and the data set is smaller than one.",
+        "Set drop_last=False (ragged batches weigh right), or lower global_batch_size.",
+    ),
+    "PL258": Page(
+        "samples that don't go into one batch",
+        "A microbatch stacks its samples: the same keys, shapes and types in each.",
+        "Pad or crop in the data set, or pass collate=... to the loader.",
+    ),
+    "PL259": Page(
+        "a saved position of other data",
+        "A position is a number of samples in an order that follows from the data's length, the seed and "
+        "shuffle. With one of them changed it would point at other samples, and some would be used twice or "
+        "never.",
+        "Go back to the value that the message names, or start a new run with --out elsewhere.",
+    ),
+    "PL260": Page(
+        "not a loader's state",
+        "The state lacks a key, or a count in it is not a whole number.",
+        "Pass what state_dict() returned, or let trainer.resume(...) do it.",
+    ),
+    "PL261": Page(
+        "two iterations over one loader",
+        "A loader has one position. Iterating inside an iteration, or restoring its state there, would make "
+        "the outer one go on with the wrong samples.",
+        "Leave the outer loop first, or make a second loader over the same data set.",
+    ),
+    "PL263": Page(
+        "page-locked memory without a GPU",
+        "pin_memory speeds up copies to a GPU and has no use elsewhere.",
+        'Set pin_memory = "auto", which turns it on where it helps.',
+    ),
+    "PL264": Page(
+        "__getitems__ gave another number of samples",
+        "A data set's __getitems__(indices) gives a list with one sample per index, in the order of the "
+        "indices.",
+        "Mend it, or remove it: the loader then calls __getitem__ for each.",
+    ),
     # processes and launching
     "PL300": Page(
         "The environment of a rank is half set",

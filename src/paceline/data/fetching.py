@@ -1,0 +1,354 @@
+"""What happens in a loader's worker: from a global batch's place in the epoch to this rank's microbatches.
+
+`SetFetcher` reads data sets with an index, `StreamFetcher` those that can only be read front to back.
+Both are data sets in torch's eyes whose "index" is a `Key` and whose "sample" is an `Item`, so that
+`torch.utils.data.DataLoader` does the processes, the prefetching and the pinning.
+
+Random numbers drawn while a sample is made (augmentation, masking) depend on (seed, epoch, sample), not
+on who makes it: the global generators of `random`, numpy and torch are seeded from these before every
+sample (about 10 us), or before every microbatch where the data set has `__getitems__`. Generators that a
+data set makes itself are its own affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from paceline.data.order import order_slice
+from paceline.data.share import owned_microbatches, split_microbatches
+from paceline.errors import PacelineError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Key(NamedTuple):
+    """Which global batch to fetch.
+
+    Attributes:
+        epoch: the pass over the data.
+        number: the global batch's number within it.
+        start: place of its first sample in the epoch's order.
+        stop: place after its last one; a stream may end before.
+        last: whether the epoch ends with it; only known for data sets with an index.
+    """
+
+    epoch: int
+    number: int
+    start: int
+    stop: int
+    last: bool = False
+
+
+class Item(NamedTuple):
+    """A fetched `Key`; `Share` without its loader. `num_samples` is 0 past the end of a stream, and
+    `start` is then the place where the stream ended."""
+
+    epoch: int
+    number: int
+    start: int
+    num_samples: int
+    num_microbatches: int
+    microbatches: list[tuple[int, Any]]
+    last: bool
+
+
+class Fetcher(Dataset[Any]):
+    """What both kinds have in common.
+
+    Args:
+        dataset: the user's data.
+        name: what messages call it.
+        microbatch_size: samples per microbatch.
+        rank, world_size: whose microbatches to fetch.
+        seed: the loader's seed.
+        collate: makes a microbatch of a list of samples; default torch's `default_collate`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        name: str,
+        microbatch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        collate: Collate | None,
+    ) -> None:
+        self.dataset = dataset
+        self.name = name
+        self.microbatch_size = microbatch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.collate = collate
+        self.told_epoch: int | None = None
+
+    def __getitem__(self, key: Key) -> Item | PacelineError:
+        # Ours travel as values: DataLoader rebuilds an exception from its text alone, which loses the parts.
+        try:
+            with _restored_generators() if get_worker_info() is None else contextlib.nullcontext():
+                return self.fetch(key)
+        except PacelineError as error:
+            return error
+
+    def fetch(self, key: Key) -> Item:
+        """Reads this rank's microbatches of one global batch."""
+        raise NotImplementedError
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Calls the data set's `set_epoch`, if it has one, when the epoch is another than last time."""
+        if self.told_epoch != epoch:
+            set_epoch = getattr(self.dataset, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+            self.told_epoch = epoch
+
+    def own_blocks(self, num_samples: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """The number of microbatches, and this rank's as (number, start, stop) within the global batch."""
+        blocks = split_microbatches(num_samples, self.microbatch_size)
+        own = owned_microbatches(len(blocks), self.world_size, self.rank)
+        return len(blocks), [(number, *blocks[number]) for number in own]
+
+    def make_batch(self, samples: list[Any], labels: Sequence[int], epoch: int, place: int) -> Any:
+        """Collates a microbatch.
+
+        Args:
+            samples: its samples.
+            labels: what to call them in a message: indices, or places in a stream.
+            epoch, place: where the microbatch starts, for random numbers that a user's collate draws.
+        """
+        if self.collate is not None:
+            seed_generators(self.seed, epoch, "collate", place)
+            try:
+                return self.collate(samples)
+            except Exception as error:
+                error.add_note(f"while collating samples {list(labels)} of {self.name}")
+                raise
+        try:
+            return default_collate(samples)
+        except Exception as error:
+            raise _uncollatable(self.name, samples, labels, error) from error
+
+
+class SetFetcher(Fetcher):
+    """Fetches from a data set with `__getitem__` and `__len__`; see `Fetcher`.
+
+    Args:
+        num_samples: length of the data set.
+        shuffle: whether an epoch's order is shuffled.
+    """
+
+    def __init__(self, dataset: Any, *, num_samples: int, shuffle: bool, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.num_samples = num_samples
+        self.shuffle = shuffle
+
+    def fetch(self, key: Key) -> Item:
+        self.tell_epoch(key.epoch)
+        num_samples = key.stop - key.start
+        num_microbatches, blocks = self.own_blocks(num_samples)
+        microbatches = []
+        for number, start, stop in blocks:
+            place = key.start + start
+            indices = order_slice(
+                self.num_samples,
+                place,
+                key.start + stop,
+                seed=self.seed,
+                epoch=key.epoch,
+                shuffle=self.shuffle,
+            ).tolist()
+            samples = self._read(indices, key.epoch, place)
+            microbatches.append((number, self.make_batch(samples, indices, key.epoch, place)))
+        return Item(key.epoch, key.number, key.start, num_samples, num_microbatches, microbatches, key.last)
+
+    def _order(self, epoch: int, start: int, stop: int) -> list[int]:
+        indices = order_slice(
+            self.num_samples, start, stop, seed=self.seed, epoch=epoch, shuffle=self.shuffle
+        )
+        return [int(index) for index in indices]
+
+    def _read(self, indices: list[int], epoch: int, place: int) -> list[Any]:
+        get_items = getattr(self.dataset, "__getitems__", None)
+        if callable(get_items):
+            seed_generators(self.seed, epoch, "microbatch", place)
+            try:
+                samples = list(get_items(indices))
+            except Exception as error:
+                error.add_note(f"while reading samples {indices} of {self.name}")
+                raise
+            if len(samples) != len(indices):
+                raise PacelineError(
+                    "PL264",
+                    saw=f"{self.name}.__getitems__ gave {len(samples)} samples for {len(indices)} indices.",
+                    rule="It gives one sample per index, in their order.",
+                    fix="Mend __getitems__, or remove it: __getitem__ is enough.",
+                )
+            return samples
+        samples = []
+        for index in indices:
+            seed_generators(self.seed, epoch, "sample", index)
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                error.add_note(f"while reading sample {index} of {self.name}")
+                raise
+        return samples
+
+
+class StreamFetcher(Fetcher):
+    """Fetches from a data set that can only be iterated over; see `Fetcher`.
+
+    Every worker of every rank reads the whole stream and keeps what is its own, so each sample is used
+    once whatever their number, provided that the stream is the same for all of them. To make it so,
+    torch's `get_worker_info()` gives None inside the stream (one that shards itself by worker would
+    otherwise lose samples without a word), and its random numbers have generators of their own, seeded
+    from (seed, epoch) when it is opened.
+
+    Args:
+        drop_last: whether a ragged end is left out.
+    """
+
+    def __init__(self, dataset: Any, *, drop_last: bool, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.drop_last = drop_last
+        self._epoch: int | None = None
+        self._stream: Iterator[Any] = iter(())
+        self._place = 0  # of the next sample that nobody took
+        self._ahead: deque[Any] = deque()  # samples from there on, read to see whether the stream ends
+        self._generators: _Generators | None = None
+
+    def fetch(self, key: Key) -> Item:
+        size = key.stop - key.start
+        with self._stream_generators(key.epoch):
+            if self._epoch != key.epoch or key.start < self._place:
+                self._open(key.epoch)
+            self._skip_to(key.start)
+            # One sample more tells whether this batch is the last; a whole batch if a ragged one is dropped.
+            wanted = 2 * size if self.drop_last else size + 1
+            self._ahead.extend(self._next(wanted - len(self._ahead)))
+        last = len(self._ahead) < wanted
+        if len(self._ahead) < (size if self.drop_last else 1):
+            return Item(key.epoch, key.number, self._place, 0, 0, [], True)
+        samples = [self._ahead.popleft() for _ in range(min(size, len(self._ahead)))]
+        self._place += len(samples)
+        num_microbatches, blocks = self.own_blocks(len(samples))
+        microbatches = []
+        for number, start, stop in blocks:
+            place = key.start + start
+            labels = range(place, key.start + stop)
+            microbatches.append((number, self.make_batch(samples[start:stop], labels, key.epoch, place)))
+        return Item(key.epoch, key.number, key.start, len(samples), num_microbatches, microbatches, last)
+
+    def _open(self, epoch: int) -> None:
+        torch_worker._worker_info = None
+        self.tell_epoch(epoch)
+        seed_generators(self.seed, epoch, "stream", 0)
+        self._epoch, self._place = epoch, 0
+        self._ahead.clear()
+        self._stream = iter(self.dataset)
+
+    def _skip_to(self, place: int) -> None:
+        while self._ahead and self._place < place:
+            self._ahead.popleft()
+            self._place += 1
+        for _ in self._next(place - self._place):
+            self._place += 1
+
+    def _next(self, count: int) -> Iterator[Any]:
+        try:
+            yield from itertools.islice(self._stream, max(count, 0))
+        except Exception as error:
+            error.add_note(f"while reading {self.name} after sample {self._place + len(self._ahead)}")
+            raise
+
+    @contextlib.contextmanager
+    def _stream_generators(self, epoch: int) -> Iterator[None]:
+        # The stream must not notice how it is cut into batches, so its generators go on where they were.
+        if self._generators is not None and self._epoch == epoch:
+            self._generators.restore()
+        try:
+            yield
+        except Exception:
+            self._epoch = None  # a broken iterator looks like an ended one: open it anew next time
+            raise
+        self._generators = _Generators()
+
+
+def seed_generators(seed: int, epoch: int, what: str, place: int) -> None:
+    """Seeds the global CPU generators of `random`, numpy and torch from a hash of the arguments."""
+    text = f"{seed}:{epoch}:{what}:{place}"
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
+
+
+class _Generators:
+    """The states of the global CPU generators, as they were when this was made."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.numpy = np.random.get_state()
+        self.torch = torch.default_generator.get_state()
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.default_generator.set_state(self.torch)
+
+
+_scratch = np.random.MT19937(0)
+
+
+@contextlib.contextmanager
+def _restored_generators() -> Iterator[None]:
+    """Leaves the rank's generators as they were. numpy's is swapped, as reading and setting its state
+    costs 90 us against 0.4; all that the swap loses is the second half of a pair of normals."""
+    python, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy_bits = np.random.get_bit_generator()
+    np.random.set_bit_generator(_scratch)
+    try:
+        yield
+    finally:
+        np.random.set_bit_generator(numpy_bits)
+        random.setstate(python)
+        torch.default_generator.set_state(torch_state)
+
+
+def _uncollatable(name: str, samples: list[Any], labels: Sequence[int], error: Exception) -> PacelineError:
+    """Names the first sample that can't be collated alone, or not together with the first one."""
+
+    def fails(*some: Any) -> bool:
+        try:
+            default_collate(list(some))
+        except Exception:
+            return True
+        return False
+
+    alone = [label for label, sample in zip(labels, samples, strict=True) if fails(sample)]
+    if alone:
+        saw = f"sample {alone[0]} of {name} can't be made into a batch: {error}."
+    else:
+        odd = [n for n, sample in enumerate(samples) if fails(samples[0], sample)]
+        saw = f"samples {list(labels)} of {name} can't be made into a batch: {error}."
+        if odd:
+            saw = f"sample {labels[odd[0]]} of {name} doesn't go with sample {labels[0]}: {error}."
+    return PacelineError(
+        "PL258",
+        saw=saw,
+        rule="Samples are tensors, numbers, texts, or dicts, tuples and lists of these, of equal shapes.",
+        fix="Pad or crop them in the data set, or give the loader a collate function.",
+    )

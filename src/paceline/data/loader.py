@@ -1,0 +1,441 @@
+"""Yields each rank its share of every global batch, and knows where the run is in the data.
+
+The order of samples depends on (seed, epoch) only (`order.py`). A global batch is the next
+`global_batch_size` samples of it, cut into microbatches (`share.py`), of which each rank fetches those
+it computes on. So each sample is used exactly once per epoch, the ragged end included, and a position
+(epoch, samples) means the same on any number of ranks.
+
+    for epoch in range(loader.epoch, 3):
+        for share in loader:
+            trainer.step(share)
+
+Position: it moves when the trainer says that a share was consumed (`mark_consumed`), not when one is
+prefetched or yielded, so a checkpoint never skips what no step has seen. A share that the user passes over
+counts as consumed with the next one that is. Whoever breaks off and iterates again gets what follows the
+last consumed share. Whoever iterates to the end has finished the epoch, whether anything was marked or
+not: without a trainer the loader behaves like any other, a full pass per `for`.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import signal
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from paceline.data.fetching import Collate, Fetcher, Item, Key, SetFetcher, StreamFetcher
+from paceline.data.share import Share
+from paceline.errors import PacelineError
+
+__all__ = ["Loader", "Position", "Share"]
+
+
+class Position(NamedTuple):
+    """Where the next global batch starts.
+
+    Attributes:
+        epoch: the pass over the data, from 0.
+        number: global batches of this epoch consumed.
+        samples: samples of this epoch consumed. The truth when the global batch size changes.
+    """
+
+    epoch: int = 0
+    number: int = 0
+    samples: int = 0
+
+
+class Loader:
+    """Yields a `Share` per global batch; its position is saved and restored on any number of ranks.
+
+    Data sets with `__getitem__` and `__len__` are shuffled; `__getitems__` is used where there is one.
+    Anything else that is iterable is a stream: every worker of every rank reads all of it and keeps its
+    own part (batches go round the workers), and resuming reads it again up to the position, which takes
+    the time that it takes. A stream must be the same on every rank and on every reading of an epoch.
+    `set_epoch(epoch)` of the data set is called where it exists, in the workers too.
+
+    Augmentation by the global generators of `random`, numpy and torch doesn't depend on the number of
+    ranks or workers (`fetching.py`), and the rank's own generators are left as they were.
+
+    Without `epochs` each iteration gives the rest of the current epoch. With `epochs=N` one iteration
+    goes on to the end of the N-th epoch, resumed or not. One iteration at a time.
+
+    Args:
+        dataset: the data; see above.
+        global_batch_size: samples per step over all ranks.
+        microbatch_size: samples per forward; the unit that ranks share out.
+        rank, world_size: who this is among those that share the data out.
+        seed: seed of the order and of augmentation.
+        shuffle: default True for data sets with an index, False for streams, which can't be.
+        drop_last: leave out a ragged global batch at the end of an epoch.
+        epochs: passes in all; default: one per iteration.
+        num_workers: worker processes; 0 loads in the rank itself. They live as long as the loader.
+        prefetch: global batches that each worker loads ahead.
+        pin_memory: page-locked memory; "auto": where there is a GPU.
+        collate: makes a microbatch of a list of samples; default torch's `default_collate`.
+        name: what messages call the data.
+
+    Raises:
+        PacelineError: PL250 to PL257, PL263 for bad arguments; while iterating PL258 to PL264.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        microbatch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+        epochs: int | None = None,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool | Literal["auto"] = False,
+        collate: Collate | None = None,
+        name: str = "the data set",
+    ) -> None:
+        _check_number("global_batch_size", global_batch_size, 1)
+        _check_number("microbatch_size", microbatch_size, 1)
+        _check_number("world_size", world_size, 1)
+        _check_number("rank", rank, 0)
+        _check_number("num_workers", num_workers, 0)
+        _check_number("prefetch", prefetch, 1)
+        if epochs is not None:
+            _check_number("epochs", epochs, 1)
+        if rank >= world_size:
+            raise PacelineError(
+                "PL252",
+                saw=f"rank={rank} with world_size={world_size}.",
+                rule="Ranks count from 0 to world_size - 1.",
+                fix="Pass the rank and world size of the run, or use trainer.loader(...).",
+            )
+        if microbatch_size > global_batch_size:
+            raise PacelineError(
+                "PL251",
+                saw=f"microbatch_size={microbatch_size} is more than global_batch_size={global_batch_size}.",
+                rule="A global batch is cut into microbatches.",
+                fix=f"Set microbatch_size to {global_batch_size} or less.",
+            )
+        self.name = name
+        self.num_samples = _count_samples(dataset, name)
+        self.global_batch_size = global_batch_size
+        self.microbatch_size = microbatch_size
+        self.seed = seed
+        self.shuffle = self._choose_shuffle(shuffle)
+        self.drop_last = drop_last
+        self.epochs = epochs
+        if drop_last and self.num_samples is not None and self.num_samples < global_batch_size:
+            raise PacelineError(
+                "PL257",
+                saw=f"drop_last=True with {self.num_samples} samples and "
+                f"global_batch_size={global_batch_size}.",
+                rule="An epoch without a full batch would be empty.",
+                fix=f"Set drop_last=False, or global_batch_size to {self.num_samples} or less.",
+            )
+        self._position = Position()
+        self._turn = 0
+        self._sampler = _Sampler()
+        self._fetcher = self._build_fetcher(dataset, rank, world_size, collate)
+        self._torch_loader = self._build_torch_loader(num_workers, prefetch, _choose_pinning(pin_memory))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next global batch belongs to, from 0."""
+        return self._position.epoch
+
+    @property
+    def position(self) -> Position:
+        """Where the next global batch starts."""
+        return self._position
+
+    def __len__(self) -> int:
+        """Global batches of a full epoch; a TypeError for streams, whose length nobody knows."""
+        if self.num_samples is None:
+            raise TypeError(f"{self.name} is a stream, whose length is known only at its end.")
+        return self._count_batches(self.num_samples)
+
+    def __iter__(self) -> Iterator[Share]:
+        self._turn += 1
+        self._fetcher.told_epoch = None  # another loader over the same data set may have told it another
+        return self._give_out(self._turn)
+
+    def mark_consumed(self, share: Share) -> None:
+        """Moves the position behind this share; the trainer calls it after the step. A share that was
+        marked before changes nothing."""
+        assert share.source is self, "a share goes back to the loader that yielded it"
+        if share.last:
+            behind = Position(share.epoch + 1)
+        else:
+            behind = Position(share.epoch, share.number + 1, share.start + share.num_samples)
+        self._position = max(self._position, behind)
+
+    def rewind(self, epoch: int = 0) -> None:
+        """Sets the position to the start of an epoch, and ends an iteration under way. For evaluation,
+        where each pass is over the same samples with the same random numbers."""
+        self._turn += 1
+        self._position = Position(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what gives it a meaning, as JSON-able values; the same on every rank."""
+        return {
+            "kind": self._kind,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "global_batch_size": self.global_batch_size,
+            "epoch": self._position.epoch,
+            "number": self._position.number,
+            "samples": self._position.samples,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a loader stood, on any number of ranks, workers and microbatches. Under another
+        global batch size it goes on with the next sample, and batches are cut anew from there.
+
+        Raises:
+            PacelineError: PL260 not such a state; PL259 of other data or of another order.
+        """
+        expected = self.state_dict()
+        missing = [key for key in expected if key not in state]
+        counts = {key: state.get(key) for key in ("epoch", "number", "samples", "global_batch_size")}
+        if missing or any(type(count) is not int or count < 0 for count in counts.values()):
+            raise PacelineError(
+                "PL260",
+                saw=f"loader state {dict(state)!r}.",
+                rule=f"It has {', '.join(expected)}, as state_dict() gives them.",
+                fix="Pass what state_dict() of a loader returned.",
+            )
+        for key in ("kind", "num_samples", "seed", "shuffle"):
+            if state[key] != expected[key]:
+                raise PacelineError(
+                    "PL259",
+                    saw=f"{key} of {self.name} was {state[key]!r} and is {expected[key]!r}.",
+                    rule="A position means the same samples only in the same data in the same order.",
+                    fix=f"Go back to {key}={state[key]!r}, or start a new run.",
+                )
+        self._turn += 1
+        position = Position(counts["epoch"] or 0, counts["number"] or 0, counts["samples"] or 0)
+        if self.num_samples is not None and not self._count_batches(self.num_samples - position.samples):
+            position = Position(position.epoch + 1)  # what is left is less than a batch and is dropped
+        self._position = position
+
+    def close(self) -> None:
+        """Ends the workers. Iterating again starts new ones."""
+        self._turn += 1
+        self._torch_loader._iterator = None
+
+    def _give_out(self, turn: int) -> Iterator[Share]:
+        while self.epochs is None or self._position.epoch < self.epochs:
+            self._check_turn(turn)
+            epoch = self._position.epoch
+            for item in self._fetch_epoch(self._position):
+                yield Share(
+                    epoch=item.epoch,
+                    number=item.number,
+                    num_samples=item.num_samples,
+                    num_microbatches=item.num_microbatches,
+                    microbatches=item.microbatches,
+                    start=item.start,
+                    last=item.last,
+                    source=self,
+                )
+                self._check_turn(turn)
+                if item.last:
+                    break
+            self._position = max(self._position, Position(epoch + 1))
+            if self.epochs is None:
+                return
+
+    def _fetch_epoch(self, start: Position) -> Iterator[Item]:
+        """Items from a position to the end of its epoch, as the workers deliver them."""
+        self._sampler.keys = self._list_keys(start)
+        with warnings.catch_warnings():
+            _ignore_worker_warnings()
+            items = iter(self._torch_loader)
+        for item in items:
+            if isinstance(item, PacelineError):
+                raise item
+            if item.num_samples:
+                yield item
+                continue
+            if item.start == 0 or item.start < start.samples:
+                raise self._short_stream(item.start, start)
+            return
+
+    def _list_keys(self, start: Position) -> Iterator[Key]:
+        epoch, number, samples = start
+        size = self.global_batch_size
+        if self.num_samples is None:
+            while True:  # only a worker sees where the stream ends
+                yield Key(epoch, number, samples, samples + size)
+                number, samples = number + 1, samples + size
+        num_batches = self._count_batches(self.num_samples - samples)
+        for batch in range(num_batches):
+            stop = min(samples + size, self.num_samples)
+            yield Key(epoch, number + batch, samples, stop, batch == num_batches - 1)
+            samples = stop
+
+    def _count_batches(self, num_samples: int) -> int:
+        if self.drop_last:
+            return num_samples // self.global_batch_size
+        return -(-num_samples // self.global_batch_size)
+
+    @property
+    def _kind(self) -> str:
+        return "stream" if self.num_samples is None else "set"
+
+    def _choose_shuffle(self, shuffle: bool | None) -> bool:
+        if self.num_samples is not None:
+            return shuffle is not False
+        if shuffle:
+            raise PacelineError(
+                "PL255",
+                saw=f"shuffle=True, but {self.name} is a stream.",
+                rule="A stream is read front to back; its samples can't be drawn in another order.",
+                fix="Leave shuffle out and shuffle in the stream, seeded in its set_epoch(epoch).",
+            )
+        return False
+
+    def _build_fetcher(self, dataset: Any, rank: int, world_size: int, collate: Collate | None) -> Fetcher:
+        options = {
+            "name": self.name,
+            "microbatch_size": self.microbatch_size,
+            "rank": rank,
+            "world_size": world_size,
+            "seed": self.seed,
+            "collate": collate,
+        }
+        if self.num_samples is None:
+            return StreamFetcher(dataset, drop_last=self.drop_last, **options)
+        return SetFetcher(dataset, num_samples=self.num_samples, shuffle=self.shuffle, **options)
+
+    def _build_torch_loader(self, num_workers: int, prefetch: int, pin_memory: bool) -> DataLoader[Any]:
+        with warnings.catch_warnings():
+            _ignore_worker_warnings()
+            return DataLoader(
+                self._fetcher,
+                batch_size=None,
+                sampler=self._sampler,
+                collate_fn=_keep,
+                num_workers=num_workers,
+                prefetch_factor=prefetch if num_workers else None,
+                persistent_workers=num_workers > 0,
+                pin_memory=pin_memory,
+                worker_init_fn=_prepare_worker,
+                generator=torch.Generator(),  # else it draws from the rank's own
+            )
+
+    def _check_turn(self, turn: int) -> None:
+        if turn != self._turn:
+            raise PacelineError(
+                "PL261",
+                saw=f"{self.name} is iterated over, restored or rewound inside another iteration over it.",
+                rule="A loader has one position.",
+                fix="Break off the outer loop, or make a loader of its own for the inner one.",
+            )
+
+    def _short_stream(self, num_samples: int, start: Position) -> PacelineError:
+        if num_samples < start.samples:
+            return PacelineError(
+                "PL259",
+                saw=f"{self.name} ended after {num_samples} samples, but the run stands at {start.samples}.",
+                rule="A stream must give the same samples each time that an epoch is read.",
+                fix="Give back the data that the run was started with, or start a new run.",
+            )
+        return PacelineError(
+            "PL253",
+            saw=f"{self.name} gave no full batch in epoch {start.epoch}."
+            if self.drop_last
+            else f"{self.name} gave no sample in epoch {start.epoch}.",
+            rule="A stream must give samples each time that it is iterated over.",
+            fix="Let its __iter__ start from the front; check its files.",
+        )
+
+
+class _Sampler:
+    """Gives torch's loader the keys of whatever epoch is on; torch asks anew per iteration."""
+
+    def __init__(self) -> None:
+        self.keys: Iterator[Key] = iter(())
+
+    def __iter__(self) -> Iterator[Key]:
+        return self.keys
+
+
+def _keep(item: Any) -> Any:
+    """Instead of torch's `default_convert`, which would turn a user's arrays into tensors."""
+    return item
+
+
+def _prepare_worker(worker_id: int) -> None:
+    """Lets a worker outlive the signals that ask a run to stop: terminals and schedulers send them to all
+    processes, and the rank still wants to finish its step and save. Workers end with their rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(120))
+
+
+def _ignore_worker_warnings() -> None:
+    """More workers than cores is the user's choice, and forking beside torch's threads is torch's."""
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PacelineError(
+            "PL250",
+            saw=f"{name}={value!r}.",
+            rule=f"It is a whole number of at least {least}.",
+            fix=f"Set {name}={least} or more.",
+        )
+
+
+def _choose_pinning(pin_memory: bool | Literal["auto"]) -> bool:
+    if pin_memory == "auto":
+        return torch.cuda.is_available()
+    if pin_memory and not torch.accelerator.is_available():
+        raise PacelineError(
+            "PL263",
+            saw="pin_memory=True on a machine without a GPU.",
+            rule="Page-locked memory only serves copies to a GPU.",
+            fix='Set pin_memory="auto".',
+        )
+    return bool(pin_memory)
+
+
+def _count_samples(dataset: Any, name: str) -> int | None:
+    """The length of a data set with an index, None for a stream."""
+    if isinstance(dataset, collections.abc.Iterator):
+        raise PacelineError(
+            "PL256",
+            saw=f"{name} is a {type(dataset).__name__}, which can be read once.",
+            rule="Every epoch, and every resumed run, reads the data from the front.",
+            fix="Pass an object whose __iter__ starts anew, for example a torch IterableDataset.",
+        )
+    has_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if has_index and hasattr(dataset, "__len__"):
+        num_samples = len(dataset)
+        if num_samples == 0:
+            raise PacelineError(
+                "PL253",
+                saw=f"{name} has 0 samples.",
+                rule="There is nothing to train on.",
+                fix="Check its files and filters.",
+            )
+        return num_samples
+    if not hasattr(dataset, "__iter__"):
+        saw = "__getitem__ but no __len__" if has_index else "neither __getitem__ and __len__ nor __iter__"
+        raise PacelineError(
+            "PL254",
+            saw=f"{name}, a {type(dataset).__name__}, has {saw}.",
+            rule="Data has an index (__getitem__ and __len__) or is a stream (__iter__).",
+            fix="Add a __len__ that gives the number of samples." if has_index else "Pass a torch Dataset.",
+        )
+    return None

@@ -1,0 +1,59 @@
+"""Who computes what: a global batch is cut into microbatches, and these are shared out to ranks.
+
+The cut depends on the number of samples and the microbatch size alone, never on the world size.
+What a rank computes on is always a whole microbatch, so a microbatch gives the same numbers on
+whatever rank it lands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.data.loader import Loader
+
+
+@dataclass
+class Share:
+    """One rank's part of one global batch; what a `Loader` yields.
+
+    Attributes:
+        epoch: the pass over the data, from 0.
+        number: the global batch's number within the epoch, from 0.
+        num_samples: samples of the whole global batch, over all ranks.
+        num_microbatches: microbatches of the whole global batch, over all ranks.
+        microbatches: this rank's microbatches as (number within the global batch, collated samples);
+            empty where there are fewer microbatches than ranks.
+        start: place of the global batch's first sample in the epoch's order.
+        last: whether the epoch ends with this global batch.
+        source: the loader that it came from, which wants to hear when it was consumed.
+    """
+
+    epoch: int
+    number: int
+    num_samples: int
+    num_microbatches: int
+    microbatches: list[tuple[int, Any]]
+    start: int = 0
+    last: bool = False
+    source: Loader | None = field(default=None, repr=False, compare=False)
+
+
+def split_microbatches(num_samples: int, microbatch_size: int) -> list[tuple[int, int]]:
+    """Cuts `num_samples` into microbatches, given as (start, stop); the last one may be smaller."""
+    assert num_samples >= 0, num_samples
+    assert microbatch_size >= 1, microbatch_size
+    return [
+        (start, min(start + microbatch_size, num_samples)) for start in range(0, num_samples, microbatch_size)
+    ]
+
+
+def owned_microbatches(num_microbatches: int, world_size: int, rank: int) -> range:
+    """The numbers of the microbatches that a rank computes: a block of `num_microbatches // world_size`,
+    one more on the first `num_microbatches % world_size` ranks. May be empty, never on rank 0 alone."""
+    assert num_microbatches >= 0, num_microbatches
+    assert 0 <= rank < world_size, (rank, world_size)
+    size, num_larger = divmod(num_microbatches, world_size)
+    start = rank * size + min(rank, num_larger)
+    return range(start, start + size + (rank < num_larger))
