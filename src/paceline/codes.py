@@ -26,6 +26,149 @@ class Page:
 
 PAGES: dict[str, Page] = {
     # recipe and layout
+    "PL100": Page(
+        title="Unknown key in a recipe",
+        why=("Every key of a recipe is known, so that a typing error can't leave a setting without effect."),
+        fix=(
+            "Compare with the keys that the message lists, or with docs/recipe.md. A near match is suggested."
+        ),
+    ),
+    "PL101": Page(
+        title="A key is missing or has a value of the wrong kind",
+        why=(
+            "Types and ranges are checked before anything starts. Values are never converted: 3 "
+            'is an integer, "3" and 3.0 are not.'
+        ),
+        fix=(
+            "Give the key a value of the kind that the message names. docs/recipe.md has every "
+            "key with its type and default."
+        ),
+    ),
+    "PL102": Page(
+        title="heads does not divide hidden",
+        why="Attention cuts the width of the model into heads of equal width, hidden / heads.",
+        fix=(
+            "Choose heads among the divisors of hidden: hidden = 128 with heads = 4 gives heads of width 32."
+        ),
+    ),
+    "PL103": Page(
+        title="Heads of odd width",
+        why="Rotary positions turn features in pairs, so hidden / heads has to be even.",
+        fix="Choose for example hidden = 128 and heads = 4.",
+    ),
+    "PL104": Page(
+        title="kv_heads does not divide heads",
+        why=("In grouped-query attention every key and value head serves the same number of query heads."),
+        fix="Set kv_heads to a divisor of heads, or leave it out for one per query head.",
+    ),
+    "PL105": Page(
+        title="vocab_size and tokenizer don't fit",
+        why=(
+            'vocab_size is the size that tokenizer = "bpe" is trained to. The byte tokenizer '
+            "always has 256 tokens, and a tokenizer.json brings its own size."
+        ),
+        fix='Set tokenizer = "bpe" together with vocab_size = 4096, or leave vocab_size out.',
+    ),
+    "PL106": Page(
+        title="vocab_size too small",
+        why="A byte-level BPE starts from the 256 bytes and adds merged pairs to them.",
+        fix='Set vocab_size to 257 or more, or use tokenizer = "bytes".',
+    ),
+    "PL107": Page(
+        title="The length of the run is not clear",
+        why=(
+            "A run ends after train.steps optimizer steps or after train.epochs passes over the "
+            "data. One of them has to be set, and only one."
+        ),
+        fix="Keep one. If the recipe sets steps: --set train.steps=none --set train.epochs=2.",
+    ),
+    "PL108": Page(
+        title="Microbatch larger than the global batch",
+        why="A global batch is cut into microbatches, which the ranks share out among them.",
+        fix="Lower train.microbatch_size or raise train.global_batch_size.",
+    ),
+    "PL109": Page(
+        title="Linear learning rate scaling lacks its base",
+        why=(
+            'lr_scaling = "linear" multiplies lr by global_batch_size / base_batch_size. Without '
+            "that number it can't scale, and without the scaling the number would do nothing."
+        ),
+        fix='Set both, for example lr_scaling = "linear" and base_batch_size = 256, or neither.',
+    ),
+    "PL110": Page(
+        title="Not a layout",
+        why=('A layout in text is axis=degree pairs with spaces between, for example "dp_replicate=2".'),
+        fix="Name one of the axes that the message lists, with a whole number.",
+    ),
+    "PL111": Page(
+        title="An axis that this version can't lay out",
+        why=(
+            "The axes dp_shard, cp, tp, pp and ep have their names already, so that recipes stay "
+            "valid, but this version has data parallelism with full copies (dp_replicate) only."
+        ),
+        fix="Leave the axis out and give all ranks to dp_replicate.",
+    ),
+    "PL112": Page(
+        title="A degree below 1",
+        why="A degree counts the ranks along an axis. 1 means that the axis is not used.",
+        fix="Set it to 1 or more, or leave it out.",
+    ),
+    "PL113": Page(
+        title="The layout doesn't fit the number of ranks",
+        why=("Every rank has its place in the layout, so the degrees multiply to the number of ranks."),
+        fix=('Start as many ranks as the layout has places (--nproc), or set dp_replicate = "auto".'),
+    ),
+    "PL114": Page(
+        title="Nesterov without momentum",
+        why=("Nesterov's method evaluates ahead along the momentum; with momentum = 0 it would do nothing."),
+        fix="Set momentum = 0.9, or nesterov = false.",
+    ),
+    "PL115": Page(
+        title="static_graph and find_unused_parameters together",
+        why=(
+            "DDP either trusts that every step uses the same parameters (static_graph) or "
+            "searches for those unused in each step. Together one of them would do nothing."
+        ),
+        fix=("Set static_graph = true where the promise holds, otherwise find_unused_parameters = true."),
+    ),
+    "PL116": Page(
+        title="This model does not learn from this data",
+        why=(
+            'gpt predicts the next token (data.kind = "text"), encoder the masked tokens '
+            '("masked_text"), resnet the class of an image ("digits", "cifar10").'
+        ),
+        fix="Change data.kind, or model.kind.",
+    ),
+    "PL117": Page(
+        title="Warm-up longer than the run",
+        why=("The learning rate would never reach lr, and what follows the warm-up would never begin."),
+        fix="Lower optimizer.warmup_steps, or raise train.steps.",
+    ),
+    "PL120": Page(
+        title="The recipe does not exist",
+        why="A run starts from a recipe, a TOML file.",
+        fix="Check the path. The folder recipes/ holds complete ones.",
+    ),
+    "PL121": Page(
+        title="The recipe can't be read",
+        why="A recipe is a text file in UTF-8 that this user may read.",
+        fix="Check its permissions and its encoding, and that it is not a folder.",
+    ),
+    "PL122": Page(
+        title="The recipe is not TOML",
+        why=(
+            'The message gives line and column where reading stopped. Often quotes are missing: kind = "gpt".'
+        ),
+        fix="Mend that place. The whole of TOML is on one page: https://toml.io.",
+    ),
+    "PL123": Page(
+        title="Malformed --set",
+        why=(
+            "A setting is section.key=value. The value is TOML; what is not TOML is taken as a "
+            "string, and none leaves an optional key out."
+        ),
+        fix="Write for example --set train.steps=100 or --set 'data.files=[\"notes/*.txt\"]'.",
+    ),
     # data
     "PL200": Page(
         "No data files match",
@@ -99,75 +242,75 @@ PAGES: dict[str, Page] = {
         "probabilities, 0 takes the likeliest token.",
     ),
     "PL250": Page(
-        "a number of the loader is out of range",
+        "A number of the loader is out of range",
         "Sizes, epochs and the number of loaded-ahead batches are whole numbers of at least 1; the rank and "
         "the number of workers are at least 0.",
         "Set the number that the message names, for example global_batch_size=64.",
     ),
     "PL251": Page(
-        "a microbatch larger than the global batch",
+        "A microbatch larger than the global batch",
         "A global batch (samples per optimizer step over all ranks) is cut into microbatches (samples per "
         "forward on one rank).",
         "Lower microbatch_size or raise global_batch_size.",
     ),
     "PL252": Page(
-        "the loader's rank is outside its world",
+        "The loader's rank is outside its world",
         "Ranks that share out the data count from 0 to world_size - 1.",
         "Pass world.rank and world.world_size of paceline.start(), or let trainer.loader(...) do it.",
     ),
     "PL253": Page(
-        "no samples",
+        "No samples",
         "The data set is empty, or a stream gave nothing in an epoch, or less than the one full batch that "
         "drop_last wants.",
         "Check the files and filters of the data. A stream's __iter__ must start from the front each time.",
     ),
     "PL254": Page(
-        "neither a data set nor a stream",
-        "A loader reads objects with __getitem__ and __len__, in shuffled order, or iterables, front to back.",
+        "Neither a data set nor a stream",
+        "A loader reads objects with __getitem__ and __len__, in shuffled order, or iterables front to back.",
         "Add the method that is missing; lists of samples work as they are.",
     ),
     "PL255": Page(
-        "a stream can't be shuffled",
+        "A stream can't be shuffled",
         "Its samples come in its own order, and no order over all of them can be drawn without an index.",
         "Leave shuffle out. Shuffle inside the stream, with a generator seeded in its set_epoch(epoch), the "
         "same on every rank; or give the data an index (__getitem__ and __len__).",
     ),
     "PL256": Page(
-        "an iterator that can be read once",
+        "An iterator that can be read once",
         "Generators, map and zip objects and open files are used up after one epoch, and a resumed run could "
         "not read its way back to its position.",
         "Pass an object whose __iter__ starts anew: class Lines(IterableDataset): def __iter__(self): ...",
     ),
     "PL257": Page(
-        "dropping the ragged batch would leave nothing",
+        "Dropping the ragged batch would leave nothing",
         "With drop_last an epoch has only full global batches, and the data set is smaller than one.",
         "Set drop_last=False (ragged batches weigh right), or lower global_batch_size.",
     ),
     "PL258": Page(
-        "samples that don't go into one batch",
+        "Samples that don't go into one batch",
         "A microbatch stacks its samples: the same keys, shapes and types in each.",
         "Pad or crop in the data set, or pass collate=... to the loader.",
     ),
     "PL259": Page(
-        "a saved position of other data",
+        "A saved position of other data",
         "A position is a number of samples in an order that follows from the data's length, the seed and "
         "shuffle. With one of them changed it would point at other samples, and some would be used twice or "
         "never.",
         "Go back to the value that the message names, or start a new run with --out elsewhere.",
     ),
     "PL260": Page(
-        "not a loader's state",
+        "Not a loader's state",
         "The state lacks a key, or a count in it is not a whole number.",
         "Pass what state_dict() returned, or let trainer.resume(...) do it.",
     ),
     "PL261": Page(
-        "two iterations over one loader",
+        "Two iterations over one loader",
         "A loader has one position. Iterating inside an iteration, or restoring its state there, would make "
         "the outer one go on with the wrong samples.",
         "Leave the outer loop first, or make a second loader over the same data set.",
     ),
     "PL263": Page(
-        "page-locked memory without a GPU",
+        "Page-locked memory without a GPU",
         "pin_memory speeds up copies to a GPU and has no use elsewhere.",
         'Set pin_memory = "auto", which turns it on where it helps.',
     ),
@@ -259,5 +402,107 @@ PAGES: dict[str, Page] = {
     ),
     # training
     # checkpoints and run folders
+    "PL500": Page(
+        "A file of a checkpoint is missing or can't be read",
+        "The manifest lists every file of a checkpoint with its size and SHA-256, and a checkpoint is "
+        "used only if all of it is as it was written. Loading falls back to the newest one that is.",
+        "Restore the file from a copy, or let the run go on from the checkpoint before. "
+        "`paceline checkpoint verify runs/demo` checks all of a run's checkpoints.",
+    ),
+    "PL501": Page(
+        "A file of a checkpoint has another size",
+        "It was cut short or grew after it was written: a copy that broke off, a full disk, an editor. "
+        "Paceline itself gives a checkpoint its name only after all of its files are on the disk.",
+        "Copy the checkpoint again from where it is whole, or let the run fall back to the one before.",
+    ),
+    "PL502": Page(
+        "A file of a checkpoint was altered",
+        "It has the right size, and its bytes don't have the SHA-256 that the manifest states. One changed "
+        "bit in a weight is enough for a run that is silently another one, so nothing of it is used.",
+        "Restore it from a copy, or let the run fall back to the one before. If you did not change it, "
+        "check the disk and the memory.",
+    ),
+    "PL503": Page(
+        "A checkpoint's manifest is missing or altered",
+        "manifest.json says what belongs to a checkpoint, and ends with a hash of itself. Without it "
+        "nothing in the folder can be trusted.",
+        "Restore manifest.json from a copy, or let the run fall back to the checkpoint before. To change "
+        "a checkpoint on purpose, load it and save it with Paceline.",
+    ),
+    "PL504": Page(
+        "A checkpoint of a newer format",
+        "A newer Paceline wrote it. It is whole, so the run does not fall back past it: that would throw "
+        "its steps away.",
+        "Update Paceline: pip install -U paceline. Or start the run in another folder.",
+    ),
+    "PL505": Page(
+        "A file in a checkpoint's folder that does not belong to it",
+        "The manifest does not list it. It does no harm: nothing reads it, and the checkpoint is valid.",
+        "Move it elsewhere if you need it; it is deleted together with the checkpoint.",
+    ),
+    "PL506": Page(
+        "The files of a checkpoint don't fit together",
+        "A structure names tensors that its file lacks, or the other way round, or the folder is named "
+        "after another step. The hashes are right, so it was put together by hand or by a program.",
+        "Use a checkpoint that Paceline wrote; a folder that you renamed gets its old name back.",
+    ),
+    "PL507": Page(
+        "Something that a checkpoint can't hold",
+        "A checkpoint holds dicts, lists and tuples of None, bool, int, float, str, bytes, dense tensors "
+        "and numpy arrays. Anything else would need pickle, and reading a pickle runs code. Nothing was "
+        "written.",
+        "The message has the path to it (state.tracked.ema.fn). Turn it into these in state_dict() and "
+        "back in load_state_dict(), or leave it out.",
+    ),
+    "PL508": Page(
+        "Writing a checkpoint or an export failed",
+        "The file system refused: full, read-only, no permission. What was half written is removed, and "
+        "the earlier checkpoints are as they were.",
+        "Free space or lower checkpoint.keep, mend the permissions, or choose another --out; the same "
+        "command then goes on from the last checkpoint.",
+    ),
+    "PL509": Page(
+        "None of a run's checkpoints is valid",
+        "Starting again from nothing in the same folder would overwrite what may still be saved, so the "
+        "run stops and changes nothing.",
+        "`paceline checkpoint verify runs/demo` says what is wrong with each. Restore one from a copy, or "
+        "start again with another --out.",
+    ),
+    "PL510": Page(
+        "Two processes save into one folder",
+        "Each would delete the other's checkpoints by its own rule of what to keep.",
+        "Stop the other run, or give this one another --out.",
+    ),
+    "PL511": Page(
+        "Optimizer state that does not fit",
+        "State is saved under the name of its parameter. It is loaded only into the same kind of "
+        "optimizer with the same parameters and shapes, whatever their order and grouping.",
+        "Resume with the model and the optimizer that wrote the checkpoint, or start a new run.",
+    ),
+    "PL512": Page(
+        "The run goes on under other conditions",
+        "Other versions, another processor or another number of threads per rank can round differently. "
+        "The run goes on correctly, and no longer bit for bit as it would have.",
+        "Nothing, unless you need the same bits: then restore what the message names, for example "
+        "train.threads_per_rank=1.",
+    ),
+    "PL513": Page(
+        "An export would overwrite a file",
+        "An export never replaces what is there.",
+        "Choose another name, or remove the file first.",
+    ),
+    "PL514": Page(
+        "No checkpoint at that path",
+        "A checkpoint is a folder with a manifest.json; those of a run are in its folder checkpoints.",
+        "Give the run's folder, for example `paceline checkpoint show runs/demo`, or one checkpoint: "
+        "runs/demo/checkpoints/step-00000050.",
+    ),
+    "PL530": Page(
+        "The folder holds a run of another recipe",
+        "A run is resumed with the recipe that it was started with, because other values would make it "
+        "another run under the same name. Keys that only change its length, speed or what is written may "
+        "change (train.steps, layout, loader, checkpoint, metrics ...).",
+        "Choose another --out for a new run, or restore the keys that the message lists.",
+    ),
     # command line and benchmarks
 }

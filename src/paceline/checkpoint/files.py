@@ -1,0 +1,186 @@
+"""The few file operations that checkpoints are made of.
+
+Everything that changes the disk goes through here, so that one place says what "durable" means and
+one place can make it fail. A process may be killed between any two of these operations, and between
+any two bytes of a write; `folder.py` orders them so that this is harmless.
+
+`inject` puts a fault hook under them: it is asked before each operation and may raise `OSError`,
+let only some bytes of a write pass, or end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Literal, Protocol
+
+Operation = Literal["make", "write", "fsync", "rename", "remove"]
+
+# Large enough for the disk, small enough that a hash and a write of it stay in the processor's cache.
+CHUNK_BYTES = 1 << 20
+
+
+class FaultHook(Protocol):
+    """Asked before every operation that changes the disk."""
+
+    def __call__(self, operation: Operation, path: Path, start: int, num_bytes: int) -> int | None:
+        """Lets an operation happen, or not.
+
+        Args:
+            operation: what is about to happen.
+            path: to which file or folder (of a rename: the old name).
+            start: of a write, the position in the file; otherwise 0.
+            num_bytes: of a write, how many bytes; otherwise 0.
+
+        Returns:
+            Of a write, how many bytes may be written before asking again (at least 1); `None` for all.
+
+        Raises:
+            OSError: the operation fails with it.
+        """
+
+
+_hook: FaultHook | None = None
+
+
+@contextlib.contextmanager
+def inject(hook: FaultHook) -> Iterator[None]:
+    """Puts `hook` under every operation of this process while the block runs."""
+    global _hook
+    before, _hook = _hook, hook
+    try:
+        yield
+    finally:
+        _hook = before
+
+
+def _ask(operation: Operation, path: Path, start: int = 0, num_bytes: int = 0) -> int:
+    allowed = _hook(operation, path, start, num_bytes) if _hook is not None else None
+    return num_bytes if allowed is None else allowed
+
+
+class DurableFile:
+    """A new file that is on the disk once the `with` block is left without an error.
+
+    Raises:
+        FileExistsError: on entering, where the file exists.
+        OSError: what the file system says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+        self._stream: IO[bytes] | None = None
+
+    def __enter__(self) -> DurableFile:
+        _ask("make", self.path)
+        self._stream = open(self.path, "xb", buffering=0)
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Writes all of `data` (a view of single bytes), in chunks."""
+        assert self._stream is not None
+        view = memoryview(data)
+        assert view.itemsize == 1
+        while view:
+            chunk = view[:CHUNK_BYTES]
+            chunk = chunk[: _ask("write", self.path, self._position, len(chunk))]
+            written = self._stream.write(chunk)
+            assert written, "a raw write of a blocking file writes at least one byte or raises"
+            self._position += written
+            view = view[written:]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._stream is not None
+        with self._stream:
+            if kind is None:
+                _ask("fsync", self.path)
+                os.fsync(self._stream.fileno())
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those above it; existing ones stay. Each new name is durable on return."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        _ask("make", folder)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    _ask("fsync", path)
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Renames within one folder, atomically; durable after `sync_folder` of it.
+
+    A folder at `new` makes it fail with `OSError` unless it is empty; a file there is replaced.
+    """
+    assert old.parent == new.parent
+    _ask("rename", old)
+    os.rename(old, new)
+
+
+def link(old: Path, new: Path) -> None:
+    """Gives a file a second name in its folder, failing with `FileExistsError` where that is taken."""
+    assert old.parent == new.parent
+    _ask("rename", old)
+    os.link(old, new)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, or a folder with all that is in it, one operation per file."""
+    if path.is_dir() and not path.is_symlink():
+        for entry in sorted(path.iterdir()):
+            remove(entry)
+        _ask("remove", path)
+        path.rmdir()
+    else:
+        _ask("remove", path)
+        path.unlink()
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write on the file system of `path`."""
+    return shutil.disk_usage(path).free
+
+
+class BusyError(Exception):
+    """Another process, or another thread, holds the lock."""
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[bool]:
+    """Holds a lock file of one's own while the block runs; the kernel drops it when the process ends.
+
+    Gives `True` where the lock is held, and `False` on a file system that has no locks. Record locks
+    (`lockf`) and not `flock`, because a forked loader worker that outlives a killed rank would inherit
+    the latter and go on holding it.
+
+    Raises:
+        BusyError: another process holds it.
+        OSError: the lock file can't be made.
+    """
+    _ask("make", path)
+    with open(path, "ab") as stream:
+        try:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise BusyError(str(path)) from None
+        except OSError:  # ENOLCK, ENOTSUP, ENOSYS: some network file systems
+            yield False
+            return
+        yield True

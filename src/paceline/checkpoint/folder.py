@@ -1,0 +1,414 @@
+"""A run's checkpoints: committed, kept, found again.
+
+How a save goes, each step durable before the next begins:
+
+1. `.tmp-step-...` is made, every file written, hashed and fsynced, then the folder.
+2. A former checkpoint of the same step makes room: `.replaced-step-...` if it is whole, else
+   `corrupt-step-...`.
+3. One rename gives the new folder its name: that instant is the commit. Then the parent is fsynced.
+4. What is no longer to be kept is renamed to `.trash-...`, then removed.
+
+Killed before 3, the run has what it had before; killed after it, the new checkpoint. No name that
+counts as a checkpoint ever holds half of one. What a killed process leaves behind is cleared by the
+next save, which knows that nobody is writing there because it holds the lock.
+
+In this version one process, rank 0, saves and loads, and no function here calls a collective. A sharded
+version keeps this protocol and replaces what writes and reads the files (`full.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import files, full
+from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest, read_manifest
+from paceline.checkpoint.names import (
+    CHECKPOINTS,
+    LOCK,
+    REPLACED,
+    TMP,
+    TRASH,
+    list_checkpoints,
+    step_name,
+    step_of,
+)
+from paceline.checkpoint.tensors import HashedFile, UnreadableTensorsError
+from paceline.checkpoint.verify import NEWER_FORMAT, is_usable, verify
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+# The lock file keeps other processes out, this one other threads.
+_saving = threading.Lock()
+
+OnSkip = Callable[[Path, list[Finding]], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint holds; all tensors are on the CPU.
+
+    Attributes:
+        path: its folder.
+        step: the optimizer step after which it was taken.
+        model: the model's tensors by name; tied names give one and the same tensor.
+        optimizer: the tree that was saved (see `optimizer.py`).
+        state: the tree that was saved.
+        recipe_toml: the resolved recipe, where the run had one.
+        identity: what the saving run was (see `identity.py`).
+    """
+
+    path: Path
+    step: int
+    model: dict[str, torch.Tensor]
+    optimizer: Any
+    state: Any
+    recipe_toml: str | None
+    identity: dict[str, Any]
+
+
+class CheckpointFolder:
+    """The checkpoints of one run, under `run_folder/checkpoints`.
+
+    Args:
+        run_folder: the run's folder; made at the first save.
+        keep: how many valid checkpoints stay, at least 1.
+    """
+
+    def __init__(self, run_folder: str | Path, keep: int) -> None:
+        assert keep >= 1
+        self.path = Path(run_folder) / CHECKPOINTS
+        self.keep = keep
+        # Folder to what it looked like when all of its hashes were right.
+        self._seen_valid: dict[Path, object] = {}
+
+    def steps(self) -> dict[int, Path]:
+        """Step to checkpoint, by rising step, valid or not."""
+        return list_checkpoints(self.path)
+
+    def save(
+        self,
+        step: int,
+        model: Mapping[str, torch.Tensor],
+        optimizer: Any,
+        state: Any,
+        *,
+        recipe_toml: str | None,
+        identity: dict[str, Any],
+    ) -> Path:
+        """Commits a checkpoint and lets go of those that need not be kept.
+
+        On return it is on the disk. On any error, a full disk or Ctrl-C included, the earlier
+        checkpoints are as they were and nothing of the new one is left. Only one process calls it.
+
+        Args:
+            step: optimizer steps taken.
+            model: full tensors by name, as `state_dict()` gives them; not changed until it returns.
+            optimizer: a tree, usually of `optimizer_state_by_name`.
+            state: a tree (`tree.py`) of everything else that the run needs to go on.
+            recipe_toml: the resolved recipe, where there is one.
+            identity: of `describe_identity`; whatever else is in it must be fit for JSON.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            PacelineError: PL507 for something that can't be stored (before anything is written), PL508
+                where the file system refuses, PL510 where another process is saving here, PL504 where a
+                newer Paceline's checkpoint of this step is there.
+        """
+        assert step >= 0
+        json.dumps(identity)  # a TypeError is the caller's mistake, and better now than half way
+        content = full.prepare(model, optimizer, state, recipe_toml)
+        with _saving:
+            try:
+                files.make_folder(self.path)
+                with files.lock(self.path / LOCK) as locked:
+                    if locked:
+                        self._clear_leftovers()
+                    path = self._commit(step, content, identity)
+                    try:
+                        self._let_go(step)
+                    except OSError as error:  # the save itself is done
+                        logger.warning("old checkpoints in %s can't be removed: %s", self.path, error)
+            except files.BusyError:
+                raise PacelineError(
+                    "PL510",
+                    saw=f"Another process is saving a checkpoint in {self.path}.",
+                    rule="Two runs can't share a folder: each would delete the other's checkpoints.",
+                    fix="Stop the other run, or give this one another --out.",
+                ) from None
+            except OSError as error:
+                raise _save_failed(step, self.path, content.num_bytes, error) from error
+        return path
+
+    def load_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
+        """The newest valid checkpoint, or `None` where the run has none at all.
+
+        Args:
+            on_skip: told of every newer one that is not valid, with what is wrong; without it a
+                warning is logged.
+
+        Raises:
+            PacelineError: PL509 where there are checkpoints and none is valid, PL504 where the newest
+                one is of a newer format. Nothing is deleted or changed.
+        """
+        checkpoints = self.steps()
+        if not checkpoints:
+            return None
+        newest = find_newest(self.path, on_skip)
+        self._seen_valid[newest] = _look(newest)
+        return _read(newest)
+
+    def load(self, path: Path) -> Loaded:
+        """Checks and reads one checkpoint; see `load_checkpoint`."""
+        return load_checkpoint(path)
+
+    def _commit(self, step: int, content: full.FullContent, identity: dict[str, Any]) -> Path:
+        final = self.path / step_name(step)
+        tmp = self.path / f"{TMP}{step_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
+        aside: Path | None = None
+        try:
+            files.make_folder(tmp)
+            manifest = Manifest(step, full.write_content(tmp, content), identity, full.CONTENT)
+            with HashedFile(tmp / FILE_NAME) as file:
+                file.write(dump_manifest(manifest))
+            files.sync_folder(tmp)
+            aside = self._make_room(final)
+            files.rename(tmp, final)
+        except BaseException:
+            self._remove(tmp)
+            if aside is not None and not final.exists():
+                with contextlib.suppress(OSError):
+                    files.rename(aside, final)
+            raise
+        files.sync_folder(self.path)
+        if aside is not None and aside.name.startswith(REPLACED):
+            self._discard(aside)
+        self._seen_valid[final] = _look(final)
+        return final
+
+    def _make_room(self, final: Path) -> Path | None:
+        """Moves a former checkpoint of the same step aside and gives its new name."""
+        replaced = final.with_name(REPLACED + final.name)
+        if not final.exists():
+            return None
+        if replaced.exists():  # only where there are no locks, hence nobody cleared up
+            self._discard(replaced)
+        findings = verify(final)
+        _refuse_newer(findings)
+        if is_usable(findings):
+            files.rename(final, replaced)
+            return replaced
+        corrupt, count = final.with_name(f"corrupt-{final.name}"), 1
+        while corrupt.exists():
+            count += 1
+            corrupt = final.with_name(f"corrupt-{final.name}-{count}")
+        files.rename(final, corrupt)
+        logger.warning("%s was not valid (%s) and is now %s", final, findings[0].saw, corrupt.name)
+        return corrupt
+
+    def _clear_leftovers(self) -> None:
+        """Clears what killed processes left; only under the lock, so that no live one writes here."""
+        for entry in sorted(self.path.iterdir()):
+            if entry.name.startswith((TMP, TRASH)):
+                self._remove(entry)
+            elif entry.name.startswith(REPLACED):
+                final = entry.with_name(entry.name.removeprefix(REPLACED))
+                if final.exists():
+                    self._discard(entry)
+                else:
+                    files.rename(entry, final)
+
+    def _let_go(self, saved: int) -> None:
+        """Removes checkpoints beyond the newest `keep` valid ones; never the one just saved.
+
+        Those of later steps (left from before a fall-back) count only if every hash is right, so that
+        a broken one can't push out the newest valid one. For older ones the manifest and the sizes
+        are enough, since the one just saved is newer and known to be whole. A broken one never counts.
+        """
+        num_valid = 0
+        for step, path in reversed(self.steps().items()):
+            if num_valid >= self.keep and step != saved:
+                self._discard(path)
+            elif step == saved:
+                num_valid += 1
+            elif step < saved:
+                num_valid += is_usable(verify(path, read_all=False))
+            else:
+                num_valid += self._is_valid(path)
+
+    def _is_valid(self, path: Path) -> bool:
+        look = _look(path)
+        if self._seen_valid.get(path) == look:
+            return True
+        valid = is_usable(verify(path))
+        if valid:
+            self._seen_valid[path] = look
+        return valid
+
+    def _discard(self, path: Path) -> None:
+        """Removes a checkpoint so that no half of it can ever be taken for one."""
+        self._seen_valid.pop(path, None)
+        trash = path.with_name(f"{TRASH}{path.name.removeprefix('.')}-{secrets.token_hex(4)}")
+        try:
+            files.rename(path, trash)
+            files.sync_folder(self.path)
+        except OSError as error:
+            logger.warning("%s can't be removed: %s", path, error)
+            return
+        self._remove(trash)
+
+    def _remove(self, path: Path) -> None:
+        """Removes a hidden leftover; failing is no harm, because the next save tries again."""
+        try:
+            files.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("%s can't be removed: %s", path, error)
+
+
+def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
+    """The newest valid checkpoint in a `checkpoints` folder that has at least one, valid or not.
+
+    Raises:
+        PacelineError: as `CheckpointFolder.load_newest`.
+    """
+    skipped: list[tuple[Path, list[Finding]]] = []
+    for path in reversed(list_checkpoints(folder).values()):
+        findings = verify(path)
+        _refuse_newer(findings)
+        if is_usable(findings):
+            return path
+        skipped.append((path, findings))
+        if on_skip is not None:
+            on_skip(path, findings)
+        else:
+            logger.warning("skipping %s: %s", path, "; ".join(finding.saw for finding in findings))
+    shown = " ".join(f"{path.name}: {findings[0].saw}" for path, findings in skipped)
+    raise PacelineError(
+        "PL509",
+        saw=f"{folder} has {len(skipped)} checkpoint(s), and none is valid. {shown}",
+        rule="A run goes on only from a checkpoint that is whole; these stay as they are.",
+        fix="Restore one from a copy, or start again with another --out.",
+    )
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest valid one of a run's folder.
+
+    Raises:
+        PacelineError: PL514 where there is none, PL509 where none is valid, PL504 for a newer format.
+    """
+    found = list_at(path)
+    if found == [Path(path)]:
+        check_usable(found[0])
+        return found[0]
+    return find_newest(found[0].parent)
+
+
+def list_at(path: str | Path) -> list[Path]:
+    """All checkpoints that a path means, valid or not, by rising step: itself, or those of a run.
+
+    Raises:
+        PacelineError: PL514 where there is none.
+    """
+    path = Path(path)
+    if (path / FILE_NAME).exists() or (step_of(path) is not None and path.is_dir()):
+        return [path]
+    for folder in (path / CHECKPOINTS, path):
+        if found := list_checkpoints(folder):
+            return list(found.values())
+    saw = f"{path} holds no checkpoint." if path.exists() else f"{path} does not exist."
+    raise PacelineError(
+        "PL514",
+        saw=saw,
+        rule="A checkpoint is a folder with a manifest.json, and a run's are in its folder checkpoints.",
+        fix="Give a run's folder (runs/demo) or one checkpoint (runs/demo/checkpoints/step-00000050).",
+    )
+
+
+def load_checkpoint(path: str | Path) -> Loaded:
+    """Checks every hash of one checkpoint and reads it.
+
+    Raises:
+        PacelineError: the first finding of `verify` that makes it unusable.
+    """
+    path = Path(path)
+    check_usable(path)
+    return _read(path)
+
+
+def check_usable(path: Path) -> None:
+    """Raises a `PacelineError` with the first finding that makes a checkpoint unusable."""
+    findings = verify(path)
+    _refuse_newer(findings)
+    if not is_usable(findings):
+        first = next(finding for finding in findings if not is_usable([finding]))
+        raise PacelineError(first.code, saw=f"{path}: {first.saw}", rule=first.rule, fix=first.fix)
+
+
+def _read(path: Path) -> Loaded:
+    manifest = read_manifest(path)
+    try:
+        return Loaded(
+            path=path,
+            step=manifest.step,
+            model=full.read_model(path),
+            optimizer=full.read_tree(path, "optimizer"),
+            state=full.read_tree(path, "state"),
+            recipe_toml=full.read_recipe(path),
+            identity=manifest.identity,
+        )
+    except (OSError, UnreadableTensorsError, ValueError) as error:
+        # Its hashes are right, so someone changes it while we read, or no Paceline wrote it.
+        raise PacelineError(
+            "PL506",
+            saw=f"{path} can't be read ({error}).",
+            rule="The files of a checkpoint fit together.",
+            fix="Stop whatever writes there and try again, or use another checkpoint.",
+        ) from error
+
+
+def _refuse_newer(findings: list[Finding]) -> None:
+    for finding in findings:
+        if finding.code == NEWER_FORMAT:
+            # Not skipped like a broken one: going on from an older step would throw work away.
+            saw = f"{finding.where}: {finding.saw}"
+            raise PacelineError(finding.code, saw=saw, rule=finding.rule, fix=finding.fix)
+
+
+def _look(path: Path) -> object:
+    """What a folder looks like without reading it: names, sizes and times of its files."""
+    stats = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
+    return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
+
+
+def _save_failed(step: int, folder: Path, num_bytes: int, error: OSError) -> PacelineError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        try:
+            free = f", {format_bytes(files.free_bytes(folder))} free"
+        except OSError:
+            free = ""
+        saw = f"The disk is full: step {step} needs {format_bytes(num_bytes)} in {folder}{free}."
+        fix = "Free some space, lower checkpoint.keep, or choose an --out on another disk."
+    else:
+        saw = f"Saving step {step} in {folder} failed: {error}."
+        fix = "Mend that (permissions, the disk), or choose another --out."
+    rule = "A checkpoint is complete or not there; the earlier ones are as they were."
+    return PacelineError("PL508", saw=saw, rule=rule, fix=fix)

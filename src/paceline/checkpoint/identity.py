@@ -1,0 +1,96 @@
+"""What could change a run's last bits, recorded in checkpoints and compared on resuming."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.finding import Finding
+
+# Keys whose change can change results, with what they are for people. The other keys of an identity
+# (world size, layout, host) tell where a checkpoint comes from and may change freely.
+COMPARED: dict[str, str] = {
+    "paceline": "Paceline's version",
+    "torch": "torch's version",
+    "python": "Python's version",
+    "device": "the kind of device",
+    "processor": "the processor",
+    "accelerator": "the accelerator",
+    "threads_per_rank": "the number of threads per rank",
+    "deterministic": "whether only deterministic kernels are used",
+}
+
+
+def describe_identity(
+    device: torch.device | str, *, world_size: int = 1, layout: str = "dp_replicate=1"
+) -> dict[str, Any]:
+    """What this process is: versions, device, threads. No collective; the same kind of value on every rank.
+
+    Args:
+        device: what the model is on.
+        world_size: number of ranks.
+        layout: the run's layout, as text.
+
+    Returns:
+        A dict of strings, numbers and bools, fit for a manifest.
+    """
+    device = torch.device(device)
+    identity: dict[str, Any] = {
+        "paceline": _version("paceline"),
+        "torch": str(torch.__version__),
+        "numpy": _version("numpy"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device.type,
+        "processor": f"{_processor_name()} ({torch.backends.cpu.get_cpu_capability()})",
+        "threads_per_rank": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "world_size": world_size,
+        "layout": layout,
+    }
+    if device.type == "cuda":
+        identity["accelerator"] = torch.cuda.get_device_name(device)
+        identity["cuda"] = torch.version.cuda
+    return identity
+
+
+def check_identity(saved: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
+    """One finding (PL512) for each difference that can change results; none stops a run.
+
+    Args:
+        saved: the identity of the checkpoint.
+        here: that of this process (`describe_identity`).
+    """
+    return [
+        Finding(
+            "PL512",
+            key,
+            f"{name} was {saved.get(key)!r} and is {here.get(key)!r}.",
+            "Kernels may round differently, so the run goes on correctly but not bit for bit.",
+            "Nothing to do, unless you need the same bits: then go back to what it was.",
+        )
+        for key, name in COMPARED.items()
+        if saved.get(key) != here.get(key)
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from a source tree that nobody installed
+        return "unknown"
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

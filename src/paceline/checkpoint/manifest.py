@@ -1,0 +1,109 @@
+"""`manifest.json`: what a checkpoint consists of, so that every later look can tell whether it still does.
+
+The manifest is a JSON object in UTF-8. Every version of the format keeps three things, so that an older
+Paceline can tell "newer" from "broken": the file name; `format_version`; and `manifest_sha256`, which is
+the SHA-256 of the file's own bytes with that value's 64 digits replaced by zeros. One changed bit anywhere
+in a checkpoint is thus found, in the manifest too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.tensors import FileRecord
+
+FILE_NAME = "manifest.json"
+FORMAT_VERSION = 1
+_ZEROS = "0" * 64
+_SEAL = re.compile(rb'"manifest_sha256": "([0-9a-f]{64})"')
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        step: the optimizer step after which it was taken.
+        files: name to size and hash, of every other file.
+        identity: what could change the run's last bits: versions, device, threads (`identity.py`).
+        content: who wrote the tensors how; `"full"`: one file with all of the model (`full.py`).
+    """
+
+    step: int
+    files: dict[str, FileRecord]
+    identity: dict[str, Any]
+    content: str = "full"
+
+
+class BadManifestError(Exception):
+    """The manifest is missing, altered or not one."""
+
+
+class NewerFormatError(Exception):
+    """The manifest is whole, and of a newer format version.
+
+    Attributes:
+        version: that version.
+    """
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.version = version
+
+
+def dump_manifest(manifest: Manifest, *, format_version: int = FORMAT_VERSION) -> bytes:
+    """The bytes of `manifest.json`."""
+    table = {
+        "format_version": format_version,
+        "step": manifest.step,
+        "content": manifest.content,
+        "identity": manifest.identity,
+        "files": {name: asdict(record) for name, record in sorted(manifest.files.items())},
+        "manifest_sha256": _ZEROS,
+    }
+    text = json.dumps(table, indent=2, allow_nan=False).encode() + b"\n"
+    return _seal(text, hashlib.sha256(text).hexdigest())
+
+
+def _seal(text: bytes, digits: str) -> bytes:
+    return _SEAL.sub(f'"manifest_sha256": "{digits}"'.encode(), text)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks the manifest of a checkpoint's folder; the other files are not looked at.
+
+    Raises:
+        BadManifestError: with what is wrong, as the end of a sentence.
+        NewerFormatError: for a whole manifest of a newer version.
+    """
+    try:
+        text = (folder / FILE_NAME).read_bytes()
+    except FileNotFoundError:
+        raise BadManifestError("is missing") from None
+    except OSError as error:
+        raise BadManifestError(f"can't be read ({error.strerror})") from None
+    version = re.search(rb'"format_version": (\d+)', text)
+    seals = _SEAL.findall(text)
+    if len(seals) != 1 or hashlib.sha256(_seal(text, _ZEROS)).hexdigest().encode() != seals[0]:
+        newer = version is not None and int(version[1]) > FORMAT_VERSION
+        raise BadManifestError(
+            "was altered: its bytes don't have the hash that it states"
+            + (f" (and it states format version {int(version[1])})" if newer and version else "")
+        )
+    try:
+        table = json.loads(text)
+        if table["format_version"] > FORMAT_VERSION:
+            raise NewerFormatError(table["format_version"])
+        return Manifest(
+            step=int(table["step"]),
+            files={name: FileRecord(**record) for name, record in table["files"].items()},
+            identity=dict(table["identity"]),
+            content=str(table["content"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadManifestError(f"is not a manifest ({type(error).__name__}: {error})") from None

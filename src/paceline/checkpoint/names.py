@@ -1,0 +1,41 @@
+"""What the entries of a `checkpoints` folder are called, and what each name means.
+
+step-00000050                a committed checkpoint
+.replaced-step-00000050      the former one of that step, while a new one takes its place; counts as
+                             the checkpoint of that step wherever `step-00000050` is not there
+corrupt-step-00000050        found broken when the run came to that step again; kept for a look
+.tmp-..., .trash-...         being written, being removed; worth nothing once their process is gone
+.lock                        held by the process that is saving
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
+REPLACED, TMP, TRASH = ".replaced-", ".tmp-", ".trash-"
+_STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
+
+
+def step_name(step: int) -> str:
+    """`50` gives `step-00000050`."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's folder is named after, or `None` for another name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match is not None else None
+
+
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """Step to checkpoint, by rising step, valid or not; empty where there is no such folder."""
+    found: dict[int, Path] = {}
+    if folder.is_dir():
+        for entry in sorted(folder.iterdir(), key=lambda path: path.name.startswith(REPLACED)):
+            step = step_of(entry)
+            if step is not None and entry.is_dir():
+                found.setdefault(step, entry)
+    return dict(sorted(found.items()))

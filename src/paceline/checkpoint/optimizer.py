@@ -1,0 +1,208 @@
+"""Optimizer state by parameter name, so that it doesn't depend on order, grouping or layout.
+
+torch numbers parameters in the order of the groups; a checkpoint that keeps numbers silently gives one
+parameter another's moments once a model or its groups are written in another order. Here every
+parameter's state goes under its name. torch's own `load_state_dict` is not used, because it casts all
+state to the parameter's dtype (fp32 moments of bf16 weights lose their bits) and breaks strings.
+
+The tree is `{"kind": "AdamW", "parameters": {name: {"shape", "group", "state"}}, "groups": [settings],
+"other"}`; `group` is a number in `groups`, and `other` holds state that belongs to no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.errors import PacelineError
+
+# How the arithmetic is carried out on the device at hand, not what it is: these stay as the optimizer
+# was built, so that a run can move to another device.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_OPTIONS = frozenset({"params", "param_names"}) | _IMPLEMENTATION
+
+NamedParameters = Iterable[tuple[str, torch.Tensor]]
+
+
+def optimizer_state_by_name(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[str, Any]:
+    """All state and settings of an optimizer as a tree. Refers to its tensors, copies none.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` whose state is in `.state`, as torch's own all are.
+        named_parameters: `model.named_parameters()`; more than the optimizer has is fine (frozen ones).
+
+    Raises:
+        PacelineError: PL511 where the optimizer has a parameter without a name.
+    """
+    names = _names_of(optimizer, named_parameters)
+    parameters: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            parameters[names[parameter]] = {
+                "shape": list(parameter.shape),
+                "group": number,
+                "state": dict(optimizer.state.get(parameter, {})),
+            }
+    options = [
+        {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+        for group in optimizer.param_groups
+    ]
+    other = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return {"kind": type(optimizer).__name__, "parameters": parameters, "groups": options, "other": other}
+
+
+def load_optimizer_state_by_name(
+    optimizer: Optimizer, named_parameters: NamedParameters, tree: Mapping[str, Any]
+) -> None:
+    """Puts saved state and settings into an optimizer, whatever the order of its groups.
+
+    Tensors are copied to their parameter's device, with the dtype they were saved in; `step` tensors stay
+    on the CPU unless the group is fused or capturable, as torch wants them. Settings of a group
+    (`lr`, `betas` ...) are those that its parameters were saved with; how it is computed
+    (`foreach`, `fused`, `capturable`, `differentiable`) stays as the optimizer was built.
+    Nothing is changed where it raises.
+
+    Args:
+        optimizer: of the same kind as the saved one.
+        named_parameters: `model.named_parameters()`.
+        tree: of `optimizer_state_by_name`.
+
+    Raises:
+        PacelineError: PL511 where the state is of another kind of optimizer or another model, with names.
+    """
+    names = _names_of(optimizer, named_parameters)
+    _check_fits(optimizer, names, tree)
+    saved = tree["parameters"]
+    options = [_options_of(group, names, tree) for group in optimizer.param_groups]
+    state: dict[Any, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            held = saved[names[parameter]]["state"]
+            if held:
+                state[parameter] = {
+                    key: _place_step(value, parameter, group) if key == "step" else _place(value, parameter)
+                    for key, value in held.items()
+                }
+    state.update(tree["other"])
+    for group, option in zip(optimizer.param_groups, options, strict=True):
+        group.update(option)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _names_of(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[torch.Tensor, str]:
+    names = {parameter: name for name, parameter in reversed(list(named_parameters))}
+    unnamed = [
+        f"group {number}, parameter {place} of shape {list(parameter.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if parameter not in names
+    ]
+    if unnamed:
+        raise PacelineError(
+            "PL511",
+            saw=f"The optimizer has parameters that the model does not name: {_some(unnamed)}.",
+            rule="State is saved by parameter name, so that it fits again in any order.",
+            fix="Build the optimizer from the model's named_parameters(), and register other tensors that "
+            "it trains as nn.Parameter of the model.",
+        )
+    return names
+
+
+def _check_fits(optimizer: Optimizer, names: Mapping[torch.Tensor, str], tree: Mapping[str, Any]) -> None:
+    kind = type(optimizer).__name__
+    if tree["kind"] != kind:
+        raise _of_another(f"it is of the optimizer {tree['kind']}, and this one is {kind}.")
+    saved = tree["parameters"]
+    here = {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
+    problems = []
+    if missing := sorted(here.keys() - saved.keys()):
+        problems.append(f"it lacks {_some(missing)}")
+    if extra := sorted(saved.keys() - here.keys()):
+        problems.append(f"it has {_some(extra)}, which are not trained here")
+    misshapen = [
+        f"{name} ({saved[name]['shape']} there, {list(parameter.shape)} here)"
+        for name, parameter in here.items()
+        if name in saved and list(saved[name]["shape"]) != list(parameter.shape)
+    ]
+    if misshapen:
+        problems.append(f"shapes differ: {_some(misshapen)}")
+    if problems:
+        raise _of_another("; ".join(problems) + ".")
+
+
+def _options_of(
+    group: Mapping[str, Any], names: Mapping[torch.Tensor, str], tree: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings that a group's parameters were saved with, which must be the same for all of them."""
+    saved = tree["parameters"]
+    found: dict[str, Any] | None = None
+    first = ""
+    for parameter in group["params"]:
+        name = names[parameter]
+        options = tree["groups"][saved[name]["group"]]
+        if found is None:
+            found, first = options, name
+        elif not _same(found, options):
+            differing = [key for key in options if not _same(options[key], found.get(key))]
+            raise _of_another(
+                f"{first} and {name} are in one group here, and were saved with other {', '.join(differing)}."
+            )
+    return {key: _copy(value) for key, value in (found or {}).items()}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _place(value: Any, parameter: torch.Tensor) -> Any:
+    """A copy of a piece of state, its tensors on the parameter's device."""
+    if isinstance(value, torch.Tensor):
+        placed = value.to(parameter.device, copy=True)
+        if value.shape == parameter.shape and not parameter.is_contiguous():
+            # Kernels that take a whole tensor at once want the strides of the parameter (channels_last).
+            placed = torch.empty_like(parameter, dtype=value.dtype).copy_(placed)
+        return placed
+    return _map_items(value, lambda item: _place(item, parameter))
+
+
+def _place_step(value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if group.get("fused") or group.get("capturable"):
+        return value.to(parameter.device, torch.float32, copy=True)
+    return value.to("cpu", copy=True)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else _map_items(value, _copy)
+
+
+def _map_items(value: Any, function: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([function(item) for item in value])
+    return value
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def _of_another(saw: str) -> PacelineError:
+    return PacelineError(
+        "PL511",
+        saw=f"The saved optimizer state does not fit: {saw}",
+        rule="State belongs to the parameters it was gathered for; a checkpoint of another model has none.",
+        fix="Resume with the model and the optimizer that wrote it, or start a new run in another folder.",
+    )

@@ -1,0 +1,204 @@
+"""State as JSON and tensors, without pickle: what is read back can't run code.
+
+A *tree* is nested dicts, lists and tuples of `None`, bool, int, float, str, bytes, torch tensors,
+numpy arrays and numpy scalars. `encode` splits it into a structure that JSON can hold and a flat
+dict of tensors; `decode` puts it together again, with the same types, order and bits.
+
+JSON's own values stand for themselves. Whatever it lacks is an object whose key `"$"` names the kind:
+`{"$": "tuple", "items": [...]}`. A dict becomes a JSON object where its keys are strings (and none is
+`"$"`), else a list of pairs.
+
+What does not come back as it was: an `OrderedDict` and a `torch.Size` come back as dict and tuple, a
+`Parameter` as a plain tensor, a tensor of any device on the CPU. Two tensors that were one and the same
+come back as one.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.tensors import why_not_storable
+from paceline.errors import PacelineError
+
+# Deeper than any real state; also ends the search in one that contains itself.
+MAX_DEPTH = 100
+# Python refuses to print longer ints as decimals (sys.set_int_max_str_digits), so these go as hex.
+_MAX_DECIMAL = 1 << 63
+
+
+class MalformedTreeError(ValueError):
+    """A structure that `encode` does not make."""
+
+
+def encode(tree: Any, root: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Splits a tree into a structure for JSON and its tensors by name.
+
+    Args:
+        tree: the state; its tensors are referred to, not copied (numpy arrays are copied).
+        root: what the tree is called in messages, for example `"state"`.
+
+    Raises:
+        PacelineError: PL507 for something that can't be stored, with the path to it.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _encode(tree, (), root, tensors), tensors
+
+
+def _encode(value: Any, path: tuple[str, ...], root: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if len(path) > MAX_DEPTH:
+        raise _refuse(path[:8], root, f"is nested more than {MAX_DEPTH} deep, or contains itself")
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if abs(value) < _MAX_DECIMAL else {"$": "int", "hex": hex(value)}
+    if kind is float:
+        # repr round-trips finite floats; the others keep their bits, a NaN's payload included.
+        return value if math.isfinite(value) else {"$": "float", "hex": struct.pack(">d", value).hex()}
+    if kind is bytes:
+        return {"$": "bytes", "base64": base64.b64encode(value).decode()}
+    if kind is dict or kind is OrderedDict:
+        return _encode_dict(value, path, root, tensors)
+    if kind is list:
+        return [_encode(item, (*path, str(i)), root, tensors) for i, item in enumerate(value)]
+    if kind is tuple or kind is torch.Size:
+        items = [_encode(item, (*path, str(i)), root, tensors) for i, item in enumerate(value)]
+        return {"$": "tuple", "items": items}
+    if isinstance(value, torch.Tensor):
+        reason = why_not_storable(value)
+        if reason is not None:
+            raise _refuse(path, root, reason)
+        return {"$": "tensor", "name": _add(tensors, path, value)}
+    if kind is np.ndarray or kind is np.memmap:
+        dtype = _dtype_name(value.dtype, path, root)
+        name = _add(tensors, path, _as_tensor(value.tobytes()))
+        return {"$": "array", "dtype": dtype, "shape": list(value.shape), "name": name}
+    if isinstance(value, np.generic):
+        dtype = _dtype_name(value.dtype, path, root)
+        return {"$": "scalar", "dtype": dtype, "base64": base64.b64encode(value.tobytes()).decode()}
+    raise _refuse(path, root, f"is a {kind.__module__}.{kind.__qualname__}")
+
+
+def _encode_dict(
+    value: dict[Any, Any], path: tuple[str, ...], root: str, tensors: dict[str, torch.Tensor]
+) -> Any:
+    plain = all(type(key) is str and key != "$" for key in value)
+    encoded = []
+    for key, item in value.items():
+        inner = (*path, key if type(key) is str else repr(key))
+        if type(key) not in (str, int, float, bool, bytes, tuple, type(None)):
+            raise _refuse(inner, root, f"has a {type(key).__qualname__} as key")
+        # A tuple that is a key holds only hashable things, so no tensors' values hide in it; those
+        # compare by identity, which a file can't keep.
+        held: dict[str, torch.Tensor] = {}
+        key_code = key if plain else _encode(key, inner, root, held)
+        if held:
+            raise _refuse(inner, root, "has a tensor as key")
+        encoded.append((key_code, _encode(item, inner, root, tensors)))
+    if plain:
+        return dict(encoded)
+    return {"$": "dict", "items": [list(pair) for pair in encoded]}
+
+
+def _add(tensors: dict[str, torch.Tensor], path: tuple[str, ...], tensor: torch.Tensor) -> str:
+    # Surrogates are legal in Python's strings and in JSON's escapes, but not in a safetensors header.
+    wanted = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
+    name, count = wanted, 1
+    while name in tensors or name == "__metadata__":  # {"a.b": x} and {"a": {"b": y}} have the same path
+        count += 1
+        name = f"{wanted}~{count}"
+    tensors[name] = tensor
+    return name
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _dtype_name(dtype: np.dtype[Any], path: tuple[str, ...], root: str) -> str:
+    name = dtype.str
+    if dtype.hasobject or dtype.names is not None or np.dtype(name) != dtype:
+        raise _refuse(path, root, f"is of numpy's dtype {dtype}")
+    return name
+
+
+def _refuse(path: tuple[str, ...], root: str, reason: str) -> PacelineError:
+    return PacelineError(
+        "PL507",
+        saw=f"{'.'.join((root, *path))} {reason}.",
+        rule="A checkpoint holds dicts, lists and tuples of None, bool, int, float, str, bytes, tensors and "
+        "numpy arrays, so that reading one can't run code.",
+        fix="Turn it into these in state_dict() and back in load_state_dict(), or leave it out.",
+    )
+
+
+def decode(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree that `encode` took apart; its tensors are those of `tensors`, not copies.
+
+    Raises:
+        MalformedTreeError: for a structure that `encode` does not make, or a tensor that is missing.
+    """
+    try:
+        return _decode(structure, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, struct.error, RecursionError) as error:
+        raise MalformedTreeError(f"{type(error).__name__}: {error}") from None
+
+
+def _decode(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(structure, list):
+        return [_decode(item, tensors) for item in structure]
+    if not isinstance(structure, dict):
+        return structure
+    kind = structure.get("$")
+    if kind is None:
+        return {key: _decode(item, tensors) for key, item in structure.items()}
+    if kind == "dict":
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in structure["items"]}
+    if kind == "tuple":
+        return tuple(_decode(item, tensors) for item in structure["items"])
+    if kind == "int":
+        return int(structure["hex"], 16)
+    if kind == "float":
+        return struct.unpack(">d", bytes.fromhex(structure["hex"]))[0]
+    if kind == "bytes":
+        return base64.b64decode(structure["base64"], validate=True)
+    if kind == "tensor":
+        return tensors[structure["name"]]
+    if kind == "array":
+        data = tensors[structure["name"]].numpy().tobytes()
+        return _as_array(data, structure["dtype"], tuple(structure["shape"]))
+    if kind == "scalar":
+        return _as_array(base64.b64decode(structure["base64"], validate=True), structure["dtype"], ())[()]
+    raise MalformedTreeError(f"unknown kind {kind!r}")
+
+
+def _as_array(data: bytes, dtype_name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(dtype_name)
+    if dtype.hasobject:
+        raise MalformedTreeError(f"dtype {dtype_name!r}")
+    if not data:
+        return np.zeros(shape, dtype)
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def list_references(structure: Any) -> Iterator[str]:
+    """Names of the tensors that a structure refers to, those of numpy arrays included."""
+    if isinstance(structure, list):
+        for item in structure:
+            yield from list_references(item)
+    elif isinstance(structure, dict):
+        if structure.get("$") in ("tensor", "array"):
+            yield str(structure.get("name"))
+        else:
+            for item in structure.values():
+                yield from list_references(item)

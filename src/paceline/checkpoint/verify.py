@@ -1,0 +1,103 @@
+"""Whether a checkpoint on disk is still what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.checkpoint import full
+from paceline.checkpoint.manifest import (
+    FILE_NAME,
+    FORMAT_VERSION,
+    BadManifestError,
+    NewerFormatError,
+    read_manifest,
+)
+from paceline.checkpoint.names import step_of
+from paceline.checkpoint.tensors import hash_file
+from paceline.finding import Finding
+
+# Not part of the checkpoint, and no harm to it either.
+EXTRA_FILE = "PL505"
+NEWER_FORMAT = "PL504"
+_FALL_BACK = "Remove it or move it away; loading falls back to the checkpoint before it."
+
+
+def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
+    """Every problem of one checkpoint; nothing is written.
+
+    Args:
+        path: the checkpoint's folder.
+        read_all: hash every file, at the cost of reading the whole checkpoint. Without it only the
+            manifest's own hash and the sizes of the files are checked.
+
+    Returns:
+        PL500 missing file, PL501 wrong size, PL502 wrong hash, PL503 unreadable manifest, PL504 newer
+        format, PL505 a file that doesn't belong to it, PL506 files that don't fit together. Only
+        PL505 leaves it usable (`is_usable`).
+    """
+    try:
+        manifest = read_manifest(path)
+    except NewerFormatError as newer:
+        return [_newer(path, newer.version)]
+    except BadManifestError as bad:
+        rule = "Without its manifest nothing in a checkpoint can be trusted."
+        return [Finding("PL503", str(path / FILE_NAME), f"{FILE_NAME} {bad}.", rule, _FALL_BACK)]
+    findings: list[Finding] = []
+    for name, record in manifest.files.items():
+        file = path / name
+        found, code = None, ""
+        try:
+            num_bytes = file.stat().st_size
+            if num_bytes != record.num_bytes:
+                code, found = "PL501", f"{name} has {num_bytes} bytes, the manifest says {record.num_bytes}."
+            elif read_all and hash_file(file).sha256 != record.sha256:
+                code, found = "PL502", f"{name} was altered: its bytes don't have the hash of the manifest."
+        except FileNotFoundError:
+            code, found = "PL500", f"{name} is missing."
+        except OSError as error:
+            code, found = "PL500", f"{name} can't be read ({error.strerror})."
+        if found is not None:
+            rule = "A checkpoint is used only if all of it is as it was written."
+            findings.append(Finding(code, str(file), found, rule, _FALL_BACK))
+    step = step_of(path)
+    if step is not None and step != manifest.step:
+        findings.append(_unfit(path, f"the folder's name says step {step}, its manifest {manifest.step}."))
+    if manifest.content != full.CONTENT:
+        findings.append(_unfit(path, f"its content is of kind {manifest.content!r}."))
+    elif read_all and not findings:
+        findings += [_unfit(path / name, f"{name} {saw}.") for name, saw in full.check_content(path)]
+    findings += _extra_files(path, {*manifest.files, FILE_NAME})
+    return findings
+
+
+def is_usable(findings: list[Finding]) -> bool:
+    """Whether a checkpoint with these findings can be loaded."""
+    return all(finding.code == EXTRA_FILE for finding in findings)
+
+
+def _newer(path: Path, version: int) -> Finding:
+    return Finding(
+        NEWER_FORMAT,
+        str(path / FILE_NAME),
+        f"the checkpoint is of format version {version}.",
+        f"This Paceline reads versions up to {FORMAT_VERSION}.",
+        "Update Paceline (pip install -U paceline), or start the run in another folder.",
+    )
+
+
+def _unfit(where: Path, saw: str) -> Finding:
+    return Finding("PL506", str(where), saw, "The files of a checkpoint fit together.", _FALL_BACK)
+
+
+def _extra_files(path: Path, known: set[str]) -> list[Finding]:
+    return [
+        Finding(
+            EXTRA_FILE,
+            str(entry),
+            f"{entry.name} is not in the manifest.",
+            "It is not part of the checkpoint: nothing reads it, and it goes when the checkpoint goes.",
+            "Move it elsewhere if you need it.",
+        )
+        for entry in sorted(path.iterdir())
+        if entry.name not in known
+    ]
