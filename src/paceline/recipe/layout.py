@@ -60,8 +60,7 @@ class Layout:
                 "PL113",
                 saw=f"layout.dp_replicate={self.dp_replicate}, but there are {world_size} ranks.",
                 rule="The degrees of a layout multiply to the number of ranks.",
-                fix=f"Start {self.dp_replicate} ranks, or set dp_replicate={world_size}, "
-                'or leave it "auto".',
+                fix=f'Start {self.dp_replicate} ranks, or set dp_replicate={world_size}, or leave it "auto".',
             )
         return self
 

@@ -31,12 +31,15 @@ def broken_rule(code: str, saw: str, rule: str, fix: str) -> PydanticCustomError
 
 def _check_heads(hidden: int, heads: int, *, even: bool) -> None:
     if hidden % heads != 0:
-        choices = [n for n in range(1, 129) if hidden % n == 0]
+        choices = [n for n in range(1, hidden + 1) if hidden % n == 0 and not (even and hidden // n % 2)]
+        near = sorted(sorted(choices, key=lambda n: abs(n - heads))[:8])
         raise broken_rule(
             "PL102",
             f"model.heads={heads} does not divide model.hidden={hidden}.",
             "Every head has the same width, hidden / heads.",
-            f"Set heads to one of {', '.join(map(str, choices))}.",
+            f"Set heads to {' or '.join(map(str, near))}."
+            if near
+            else "Make hidden a multiple of 2 x heads.",
         )
     if even and (hidden // heads) % 2 != 0:
         raise broken_rule(
@@ -227,7 +230,7 @@ class TrainSection(Section):
     gradient scaler."""
     reduction: Literal["fast"] = "fast"
     """How gradients are summed over ranks. `"fast"`: the library's all-reduce."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of samples and dropout."""
     clip_norm: NonNegativeFloat = 1.0
     """Global gradient norm above which gradients are scaled down to it; 0 turns clipping off."""
@@ -253,14 +256,6 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainSection:
-        if (self.steps is None) == (self.epochs is None):
-            saw = "neither" if self.steps is None else "both"
-            raise broken_rule(
-                "PL107",
-                f"{saw} of train.steps and train.epochs is set.",
-                "One of them says when the run is over.",
-                "Set train.steps=100, or train.epochs=1.",
-            )
         if self.microbatch_size > self.global_batch_size:
             raise broken_rule(
                 "PL108",
@@ -268,6 +263,20 @@ class TrainSection(Section):
                 f"train.global_batch_size={self.global_batch_size}.",
                 "A global batch is cut into microbatches.",
                 f"Set microbatch_size to {self.global_batch_size} or less.",
+            )
+        if self.steps is None and self.epochs is None:
+            raise broken_rule(
+                "PL107",
+                "neither train.steps nor train.epochs is set.",
+                "One of them says when the run is over.",
+                "Set train.steps=100, or train.epochs=1.",
+            )
+        if self.steps is not None and self.epochs is not None:
+            raise broken_rule(
+                "PL107",
+                f"both train.steps={self.steps} and train.epochs={self.epochs} are set.",
+                "One of them says when the run is over.",
+                "Leave one out; from the command line: --set train.steps=none.",
             )
         return self
 
@@ -308,7 +317,10 @@ class AdamW(ScheduleFields):
     """`"adamw"`."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [
+        0.9,
+        0.95,
+    ]
     """Decay rates of the two moments."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
