@@ -309,8 +309,12 @@ def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
     )
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
     """The checkpoint that a path means: itself, or the newest valid one of a run's folder.
+
+    Args:
+        path: a checkpoint's folder, a run's, or the `checkpoints` in that.
+        on_skip: as in `CheckpointFolder.load_newest`.
 
     Raises:
         PacelineError: PL514 where there is none, PL509 where none is valid, PL504 for a newer format.
@@ -319,7 +323,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if found == [Path(path)]:
         check_usable(found[0])
         return found[0]
-    return find_newest(found[0].parent)
+    return find_newest(found[0].parent, on_skip)
 
 
 def list_at(path: str | Path) -> list[Path]:
