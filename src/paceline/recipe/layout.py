@@ -29,8 +29,8 @@ class Layout:
         """Reads `"dp_replicate=2"`; an empty string is the default layout.
 
         Raises:
-            PacelineError: PL110 for text that is not `axis=degree`, PL111 for an axis that this
-                version can't lay out, PL112 for a degree below 1.
+            PacelineError: PL110 for text that is not `axis=degree` or has an axis twice, PL111 for an
+                axis that this version can't lay out, PL112 for a degree below 1.
         """
         degrees: dict[str, int] = {}
         for word in text.replace(",", " ").split():
@@ -41,6 +41,13 @@ class Layout:
                     saw=f"layout has {word!r}.",
                     rule=f"A layout is axis=degree pairs with a space between; axes: {', '.join(AXES)}.",
                     fix='Write for example layout = "dp_replicate=2".',
+                )
+            if match[1] in degrees:
+                raise PacelineError(
+                    "PL110",
+                    saw=f"layout names {match[1]} twice: {text!r}.",
+                    rule="Every axis has one degree.",
+                    fix=f"Leave one {match[1]} out.",
                 )
             degrees[match[1]] = int(match[2])
         for axis, degree in degrees.items():
