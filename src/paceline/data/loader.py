@@ -175,11 +175,12 @@ class Loader:
             behind = Position(share.epoch, share.number + 1, share.start + share.num_samples)
         self._position = max(self._position, behind)
 
-    def rewind(self, epoch: int = 0) -> None:
-        """Sets the position to the start of an epoch, and ends an iteration under way. For evaluation,
-        where each pass is over the same samples with the same random numbers."""
+    def iterate_once(self) -> Iterator[Share]:
+        """Gives the whole of epoch 0, without moving the position: each pass has the same samples with the
+        same random numbers, as evaluation wants them. Ends another iteration under way."""
         self._turn += 1
-        self._position = Position(epoch)
+        self._fetcher.told_epoch = None
+        return self._give_out_epoch(Position(), self._turn, source=None)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what gives it a meaning, as JSON-able values; the same on every rank."""
@@ -234,22 +235,25 @@ class Loader:
         while self.epochs is None or self._position.epoch < self.epochs:
             self._check_turn(turn)
             epoch = self._position.epoch
-            for item in self._fetch_epoch(self._position):
-                yield Share(
-                    epoch=item.epoch,
-                    number=item.number,
-                    num_samples=item.num_samples,
-                    num_microbatches=item.num_microbatches,
-                    microbatches=item.microbatches,
-                    start=item.start,
-                    last=item.last,
-                    source=self,
-                )
-                self._check_turn(turn)
-                if item.last:
-                    break
+            yield from self._give_out_epoch(self._position, turn, source=self)
             self._position = max(self._position, Position(epoch + 1))
             if self.epochs is None:
+                return
+
+    def _give_out_epoch(self, start: Position, turn: int, source: Loader | None) -> Iterator[Share]:
+        for item in self._fetch_epoch(start):
+            yield Share(
+                epoch=item.epoch,
+                number=item.number,
+                num_samples=item.num_samples,
+                num_microbatches=item.num_microbatches,
+                microbatches=item.microbatches,
+                start=item.start,
+                last=item.last,
+                source=source,
+            )
+            self._check_turn(turn)
+            if item.last:
                 return
 
     def _fetch_epoch(self, start: Position) -> Iterator[Item]:
@@ -335,7 +339,7 @@ class Loader:
         if turn != self._turn:
             raise PacelineError(
                 "PL261",
-                saw=f"{self.name} is iterated over, restored or rewound inside another iteration over it.",
+                saw=f"{self.name} was iterated over, restored or closed inside another iteration over it.",
                 rule="A loader has one position.",
                 fix="Break off the outer loop, or make a loader of its own for the inner one.",
             )
