@@ -50,4 +50,4 @@ docs: env
 
 clean:
 	rm -rf .venv .venv.lock .venv-bench .venv-bench.lock build bench-out .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find src tests docs tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests docs tools $(wildcard benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

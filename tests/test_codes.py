@@ -1,0 +1,56 @@
+"""Every code that a message carries has a page, and every page belongs to a message."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from paceline.codes import PAGES
+
+PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
+
+
+def codes_in(text: str) -> dict[str, int]:
+    """The codes among a file's strings (docstrings don't count), with a line of each."""
+    tree = ast.parse(text)
+    documentation = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return {
+        node.value: node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in documentation
+        and re.fullmatch(r"PL\d{3}", node.value)
+    }
+
+
+def test_codes_and_pages_match() -> None:
+    used: dict[str, str] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name != "codes.py":
+            for code, line in codes_in(path.read_text(encoding="utf-8")).items():
+                used[code] = f"{path.relative_to(PACKAGE)}:{line}"
+    without_page = {code: place for code, place in used.items() if code not in PAGES}
+    assert not without_page, "codes without a page in codes.py"
+    assert not PAGES.keys() - used.keys(), "pages that no message leads to"
+
+
+def test_pages_are_complete() -> None:
+    for code, page in PAGES.items():
+        assert re.fullmatch(r"PL[1-6]\d\d", code), code
+        assert page.title, code
+        assert not page.title.endswith("."), f"{code}: a title is no sentence"
+        for text in (page.why, page.fix):
+            assert text.rstrip("`)\"'").endswith((".", ":", "!")) or "://" in text.split()[-1], (
+                f"{code}: {text!r}"
+            )
+
+
+def test_codes_in_docstrings_do_not_count() -> None:
+    text = 'def f():\n    """Raises PL101."""\n    "PL102"\n    raise E("PL103", saw="PL104 and more")\n'
+    assert codes_in(text) == {"PL103": 4}

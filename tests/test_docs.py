@@ -1,0 +1,101 @@
+"""Documents can't drift: generated pages are current, paths exist, links work, no file goes unmentioned."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+SUFFIXES = (".py", ".toml", ".md", ".sh", ".lock")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+TICKS = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"\.?[\w-][\w.-]*(/[\w.-]+)*/?")
+# Files of a run's folder, and places on a reader's machine.
+ELSEWHERE = re.compile(
+    r"runs/|checkpoints/|logs/|tensorboard/|bench-out/|recipe\.toml$|.*RECIPE|.*_REC|script\.py|train\.py$"
+)
+
+
+def prose(document: Path) -> str:
+    """A document without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def paths_in(text: str) -> list[str]:
+    """What a text names in back-ticks as a path of this repository."""
+    folders = {entry.name for entry in ROOT.iterdir() if entry.is_dir()}
+    return [
+        name
+        for name in TICKS.findall(text)
+        if PATH.fullmatch(name)
+        and (("/" in name and name.split("/")[0] in folders) or name.endswith(SUFFIXES))
+        and not ELSEWHERE.match(name)
+    ]
+
+
+def broken_links(document: Path) -> list[str]:
+    broken = []
+    for link in LINK.findall(prose(document)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose(document), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["recipe.md", "codes.md"])
+def test_generated_pages_are_current(page: str) -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    current = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert current == module.generate()[page], f"docs/{page} is not current: run make docs"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_work(document: Path) -> None:
+    assert broken_links(document) == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "GLOSSARY.md"])
+def test_named_paths_exist(name: str) -> None:
+    missing = [path for path in paths_in(prose(ROOT / name)) if not (ROOT / path).exists()]
+    assert missing == []
+
+
+def test_architecture_mentions_every_source_file() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")]
+    assert [path for path in files if not path.endswith("__init__.py") and path not in text] == []
+    folders = {path.rpartition("/")[0] for path in files}
+    assert [folder for folder in sorted(folders) if f"{folder}/" not in text] == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    document = tmp_path / "x.md"
+    document.write_text(
+        "# One heading: `a`!\n[a](x.md) [b](#one-heading-a) [c](nowhere.md) [d](#two) [e](https://example.org)\n"
+        "```\n[f](nowhere.md)\n```\n"
+    )
+    assert broken_links(document) == ["nowhere.md", "#two"]
+
+
+def test_paths_are_told_from_other_words() -> None:
+    text = (
+        "`src/paceline/x.py` `recipes/` `a/b` `float` `make env` `Makefile.py` `runs/demo` `--set x=y.toml`"
+    )
+    assert paths_in(text) == ["src/paceline/x.py", "recipes/", "Makefile.py"]
