@@ -323,8 +323,9 @@ PAGES: dict[str, Page] = {
     # processes and launching
     "PL300": Page(
         "The environment of a rank is half set",
-        "A rank learns who it is from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-        "(torchrun), SLURM_* (srun) or OMPI_COMM_WORLD_* (mpirun). Some without the others would be a guess.",
+        "A rank learns who it is from RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT (torchrun), SLURM_* (srun) or OMPI_COMM_WORLD_* (mpirun). "
+        "Some without the others would be a guess.",
         "Start with torchrun, srun or mpirun; or set all of them; or unset them for a plain process: "
         "`env -u RANK -u WORLD_SIZE ...`.",
     ),
@@ -335,8 +336,8 @@ PAGES: dict[str, Page] = {
     ),
     "PL302": Page(
         "The environment of a rank contradicts itself",
-        "A rank is below the world size, a local rank below the local world size, a port below 65536, and two "
-        "launchers must not tell of different worlds.",
+        "A rank is below the world size, a local rank below the local world size, a port below 65536, and "
+        "two launchers must not tell of different worlds.",
         "Let one launcher set the variables: remove the exports from the job script.",
     ),
     "PL303": Page(
@@ -356,7 +357,7 @@ PAGES: dict[str, Page] = {
     ),
     "PL306": Page(
         "No CUDA device here",
-        "CUDA was asked for, and torch finds no device: no driver, a torch built without CUDA, or none visible.",
+        "CUDA was asked for, and torch finds no device: no driver, a torch without CUDA, or none visible.",
         'Use device="cpu", or check `nvidia-smi`, CUDA_VISIBLE_DEVICES and `torch.version.cuda`.',
     ),
     "PL307": Page(
@@ -377,7 +378,7 @@ PAGES: dict[str, Page] = {
     "PL310": Page(
         "Nobody at the meeting place",
         "A rank found no store at MASTER_ADDR:MASTER_PORT within the timeout.",
-        "Check that rank 0 runs, that the address is rank 0's and reachable from this machine, and the firewall.",
+        "Check that rank 0 runs, the address (rank 0's, and reachable from here) and the firewall.",
     ),
     "PL311": Page(
         "Some ranks did not come",
@@ -388,7 +389,7 @@ PAGES: dict[str, Page] = {
         "The ranks met, but can't connect to each other",
         "gloo and NCCL connect every rank to every other, at the address that the machine's name stands for. "
         "Debian's habit of 127.0.1.1 for the own name breaks that.",
-        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the machines, for example eth0.",
+        "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the machines, such as eth0.",
     ),
     "PL313": Page(
         "A setting of start() is out of range",
@@ -399,6 +400,55 @@ PAGES: dict[str, Page] = {
         "Deterministic mode was asked for too late",
         "cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it starts.",
         "Call `paceline.start(deterministic=True)` before anything touches CUDA.",
+    ),
+    "PL320": Page(
+        "The number of ranks is not a number from 1",
+        "One process per rank is started.",
+        "Use for example `--nproc 2`.",
+    ),
+    "PL321": Page(
+        "More ranks than this machine bears",
+        "Above eight ranks per core, or where torch alone would fill the memory (about 250 MB per rank), "
+        "ranks would only wait for each other.",
+        "Use fewer ranks: one per core is the fastest on CPU.",
+    ),
+    "PL322": Page(
+        "More ranks than CUDA devices to start",
+        "Each rank needs a device of its own.",
+        "Start as many ranks as there are devices, or use the CPU.",
+    ),
+    "PL323": Page(
+        "Ranks don't start ranks",
+        "torchrun, srun or mpirun has started this process as one of several; starting more in each "
+        "would give ranks times ranks.",
+        "Leave `--nproc` out under torchrun and srun, or start with plain python.",
+    ),
+    "PL324": Page(
+        "This function can't be brought into another process",
+        "A fresh process finds a function by its module's name. One typed into a notebook has none, so it is "
+        "reached by forking, which neither CUDA nor torch's autograd survives once used.",
+        "Put the function into a file and import it; or launch first, before CUDA and before any backward().",
+    ),
+    "PL325": Page(
+        "launch() ran while a rank imported the script",
+        "Every rank imports the script to find the function; a call at the top level would run there too.",
+        'Write `if __name__ == "__main__":` above the call.',
+    ),
+    "PL326": Page(
+        "The folder for the ranks' logs can't be made",
+        "Each rank writes `rank-NNNN.log` into it.",
+        "Choose a folder that you may write to.",
+    ),
+    "PL330": Page(
+        "A rank failed",
+        "The traceback is that of the rank that failed first; the others then lost their peer.",
+        "Read the traceback's last line, and the lines of your own code above it.",
+    ),
+    "PL331": Page(
+        "A rank died without a traceback",
+        "A signal or an exit inside compiled code ended it. SIGKILL is most often the kernel's answer to "
+        "memory running out; SIGSEGV and SIGABRT are crashes of a library.",
+        "Look at `dmesg` for 'Out of memory' and at the rank's log; use a smaller microbatch or fewer ranks.",
     ),
     # training
     # checkpoints and run folders

@@ -38,6 +38,9 @@ _LEAVE_S = 30.0
 _ABANDON_S = 5.0
 
 
+# Set in a rank that was forked from a notebook: it has not inherited OpenMP's threads.
+FORKED = False
+
 # The open worlds of this process, the newest last (a notebook may start one inside another).
 _current: list[World] = []
 
@@ -99,7 +102,7 @@ class World:
         return box[0]
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called at close, when the process group is gone. The last one registered is first."""
+        """Has `callback` called at close, when the process group is gone; the last one comes first."""
         self._undo.callback(callback)
 
     def close(self) -> None:
@@ -267,7 +270,7 @@ def _pick_device(device: str, place: Place) -> torch.device:
         raise PacelineError(
             "PL305",
             saw=f"device={device!r}.",
-            rule='A device is "auto", "cpu" or "cuda"; which of the CUDA devices follows from the local rank.',
+            rule='A device is "auto", "cpu" or "cuda"; which CUDA device follows from the local rank.',
             fix="Hide devices with CUDA_VISIBLE_DEVICES to choose among them.",
         )
     if device == "cpu":
@@ -284,7 +287,7 @@ def _pick_device(device: str, place: Place) -> torch.device:
             "PL306",
             saw='device="cuda", but torch finds no CUDA device here.',
             rule="Each rank on this node needs a device of its own.",
-            fix='Use device="cpu", or check the driver, CUDA_VISIBLE_DEVICES and that torch is built for CUDA '
+            fix='Use device="cpu", or check the driver, CUDA_VISIBLE_DEVICES and torch itself '
             f"(torch {torch.__version__}, CUDA {torch.version.cuda}).",
         )
     raise PacelineError(
@@ -322,6 +325,8 @@ def usable_cores() -> int:
 def _set_threads(threads: int | str, place: Place, undo: contextlib.ExitStack) -> None:
     if isinstance(threads, int):
         wanted = threads
+    elif FORKED:
+        wanted = 1
     elif place.cores_per_rank is not None:
         wanted = max(1, min(place.cores_per_rank, usable_cores()))
     else:
@@ -431,7 +436,7 @@ def _host_store(place: Place, timeout_s: float) -> dist.Store:
             "PL309",
             saw=f"rank 0 can't open {address}: {_first_line(error)}.",
             rule="The ranks of a run meet at one port of rank 0's machine.",
-            fix="Set MASTER_ADDR to an address of rank 0's machine, and MASTER_PORT to a free port above 1023.",
+            fix="Set MASTER_ADDR to an address of rank 0's machine, MASTER_PORT to a free port above 1023.",
         ) from None
 
 

@@ -1,0 +1,1 @@
+"""Starts ranks; `paceline.launch` is `local.launch`."""

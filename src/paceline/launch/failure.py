@@ -1,0 +1,157 @@
+"""What a rank leaves behind when it ends, and which rank's end counts as the cause.
+
+Every rank that fails or is asked to stop writes one small JSON file into a folder of the launcher.
+When one rank fails, the others soon fail too, because their peer is gone: they are marked as
+followers, wait a moment so that the cause is seen first, and are never reported instead of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from paceline.errors import PacelineError
+
+# How gloo, NCCL and the store word it when a peer has gone.
+_PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "connectfullmesh failed",
+    "application timeout caused pair closure",
+    "timed out waiting",
+    "wait timeout",
+    "failed to recv",
+    "nccl communicator was aborted",
+)
+
+
+class RankFailed(Exception):  # noqa: N818 (an event, told as one)
+    """A rank failed by something other than a mistake that Paceline knows how to explain.
+
+    Attributes:
+        rank: the one that failed first.
+        status: the exit code of its process (negative: the signal that killed it).
+        signal_name: such as `"SIGKILL"`, or None.
+        trace: the traceback on that rank, or an empty string where it left none.
+    """
+
+    exit_code = 1
+
+    def __init__(self, rank: int, status: int, trace: str = "", hint: str = "") -> None:
+        super().__init__(rank, status, trace, hint)
+        self.rank = rank
+        self.status = status
+        self.trace = trace
+        self.hint = hint
+        self.signal_name = _signal_name(status)
+
+    def __str__(self) -> str:
+        if self.trace:
+            last = self.trace.strip().splitlines()[-1]
+            text = f"rank {self.rank} failed first: {last} [PL330]\n\n{self.trace.rstrip()}"
+        elif self.signal_name == "SIGKILL":
+            text = (
+                f"rank {self.rank} was killed by SIGKILL. Maybe memory ran out and the kernel chose it: see "
+                "dmesg, and use a smaller microbatch or fewer ranks. [PL331]"
+            )
+        elif self.signal_name is not None:
+            text = f"rank {self.rank} was killed by {self.signal_name}. [PL331]"
+        else:
+            text = f"rank {self.rank} exited with code {self.status} and left no traceback. [PL331]"
+        return f"{text}\n{self.hint}" if self.hint else text
+
+
+def _signal_name(status: int) -> str | None:
+    if status >= 0:
+        return None
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank ended.
+
+    Attributes:
+        rank: which one.
+        kind: `"error"`, or `"exit"` for SystemExit.
+        code: the exit code.
+        time_s: when, in seconds since 1970 (the ranks of one machine share its clock).
+        follower: whether it failed because a peer was gone.
+        trace: the traceback.
+        pickled: a `PacelineError`, as base64 of its pickle.
+    """
+
+    rank: int
+    kind: Literal["error", "exit"]
+    code: int
+    time_s: float
+    follower: bool = False
+    trace: str = ""
+    pickled: str = ""
+
+    def error(self) -> PacelineError | None:
+        """The rank's own error of ours, rebuilt."""
+        if not self.pickled:
+            return None
+        error = pickle.loads(base64.b64decode(self.pickled))
+        return error if isinstance(error, PacelineError) else None
+
+
+def describe_ending(rank: int, error: BaseException) -> Ending:
+    """Turns what ended a rank's function into a record."""
+    now = time.time()
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(rank, "exit", 128 + signal.SIGINT, now)
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        trace = "" if isinstance(error.code, int | None) else str(error.code)
+        return Ending(rank, "exit", code, now, trace=trace)
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, PacelineError):
+        pickled = base64.b64encode(pickle.dumps(error)).decode()
+        return Ending(rank, "error", error.exit_code, now, trace=trace, pickled=pickled)
+    words = str(error).lower()
+    return Ending(rank, "error", 1, now, any(phrase in words for phrase in _PEER_GONE), trace)
+
+
+def write_ending(folder: Path, ending: Ending) -> None:
+    """Leaves the record for the launcher: whole or not at all."""
+    part = folder / f"ending-{ending.rank}.part"
+    part.write_text(json.dumps(asdict(ending)), encoding="utf-8")
+    os.replace(part, folder / f"ending-{ending.rank}.json")
+
+
+def read_endings(folder: Path) -> list[Ending]:
+    """All records of the launcher's folder, the earliest first."""
+    endings = []
+    for path in folder.glob("ending-*.json"):
+        try:
+            endings.append(Ending(**json.loads(path.read_text(encoding="utf-8"))))
+        except FileNotFoundError:  # the launcher is clearing up
+            continue
+    return sorted(endings, key=lambda ending: ending.time_s)
+
+
+def find_cause(endings: list[Ending]) -> Ending | None:
+    """The first failure that isn't the echo of another one; None where no rank recorded one."""
+    failed = [e for e in endings if e.kind == "error" or e.code not in (0, *ASKED_TO_STOP)]
+    return next((e for e in failed if not e.follower), failed[0] if failed else None)
+
+
+ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of ranks that stopped because they were asked to: by Ctrl-C or by SIGTERM."""
