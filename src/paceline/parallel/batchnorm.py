@@ -1,0 +1,119 @@
+"""BatchNorm whose running statistics don't depend on which rank computed which microbatch.
+
+In training BatchNorm normalises with the statistics of one microbatch, which are the same wherever
+it is computed. Its running statistics, however, are a moving average in the order of forwards. One
+forward maps them as r -> (1 - m) r + m s, so any sequence of c forwards is r -> (1 - m)^c r + S with
+S what the sequence makes of zero. Each microbatch is therefore run from zero; the pairs (S, c) of all
+microbatches travel with what ranks agree on per step, and every rank applies them in the order of the
+microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class RunningStatistics:
+    """The running statistics of all BatchNorm layers of some modules.
+
+    Layers in eval mode, without running statistics, and `SyncBatchNorm` (whose statistics are the
+    same on all ranks by themselves) are left alone.
+
+    Usage per step: `begin()`; for each microbatch `start_microbatch()`, forward,
+    `read_microbatch()`; then `merge(...)` with the rows of all microbatches, or `restore()`.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._layers = [
+            layer
+            for module in modules
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm)
+            and not isinstance(layer, nn.SyncBatchNorm)
+            and layer.track_running_stats
+            and layer.running_mean is not None
+        ]
+        self._active: list[_BatchNorm] = []
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def num_values(self) -> int:
+        """Numbers per microbatch in the rows: means, variances and the count of every layer."""
+        return sum(2 * layer.num_features + 1 for layer in self._layers)
+
+    def begin(self) -> None:
+        """Sets the statistics aside for one step."""
+        self._active = [layer for layer in self._layers if layer.training]
+        self._before = [tuple(buffer.clone() for buffer in _buffers(layer)) for layer in self._active]  # type: ignore[misc]
+
+    def start_microbatch(self) -> None:
+        """Starts the moving average from zero."""
+        for layer in self._active:
+            for buffer in _buffers(layer):
+                buffer.zero_()
+
+    def read_microbatch(self) -> Tensor:
+        """What the microbatch made of zero: float64 of length `num_values`; 0 for idle layers."""
+        active = set(map(id, self._active))
+        parts = []
+        for layer in self._layers:
+            if id(layer) in active:
+                mean, var, count = _buffers(layer)
+                parts += [mean.double(), var.double(), count.double().reshape(1)]
+            else:
+                parts.append(torch.zeros(2 * layer.num_features + 1, dtype=torch.float64))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def merge(self, rows: Tensor) -> None:
+        """Applies the microbatches' statistics in order.
+
+        Args:
+            rows: float64 of shape (number of microbatches, `num_values`), the same on every rank.
+        """
+        self.restore()
+        active = set(map(id, self._active))
+        start = 0
+        for layer in self._layers:
+            stop = start + 2 * layer.num_features + 1
+            if id(layer) in active:
+                _merge_layer(layer, rows[:, start:stop])
+            start = stop
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts back what `begin` set aside (a skipped step leaves no trace)."""
+        for layer, saved in zip(self._active, self._before, strict=True):
+            for buffer, value in zip(_buffers(layer), saved, strict=True):
+                buffer.copy_(value)
+
+
+def _buffers(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    return layer.running_mean, layer.running_var, layer.num_batches_tracked
+
+
+def _merge_layer(layer: _BatchNorm, rows: Tensor) -> None:
+    mean, var, count = _buffers(layer)
+    n = layer.num_features
+    new_mean, new_var, total = mean.double(), var.double(), count.double()
+    for row in rows.to(mean.device):
+        calls = row[2 * n]
+        if layer.momentum is None:  # torch's cumulative average: every forward counts the same
+            old_share = total / (total + calls).clamp(min=1)
+            new_share = 1 - old_share
+        else:
+            old_share = (1 - layer.momentum) ** calls
+            new_share = torch.ones_like(calls)
+        new_mean = old_share * new_mean + new_share * row[:n]
+        new_var = old_share * new_var + new_share * row[n : 2 * n]
+        total = total + calls
+    mean.copy_(new_mean)
+    var.copy_(new_var)
+    count.copy_(total)

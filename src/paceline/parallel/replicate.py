@@ -1,0 +1,199 @@
+"""Replication: every rank holds the model, gradients are summed over `dp_replicate`.
+
+Protocol of one optimizer step, on every rank of the group:
+
+1. All microbatches but the last run under `no_sync`: their gradients add up locally.
+2. The last one runs with synchronisation: DDP all-reduces one bucket after another while backward
+   is still computing earlier layers. That is the only round of gradient traffic per step.
+3. A rank that owns no microbatch runs `forward(None)`: a loss of zero that reaches every parameter,
+   so that it joins the same all-reduces with zeros.
+
+Gradients are *summed*, not averaged: dividing by the global weight is the caller's, who knows it.
+
+Built on `torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, https://arxiv.org/abs/2006.15704).
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.errors import PacelineError
+from paceline.recipe.schema import DdpSection
+
+CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+Compute = Callable[[Any], tuple[Tensor, Tensor]]
+
+# torch 2.13 renamed it and deprecates the old name.
+_BUFFERS_ARGUMENT = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
+
+
+class _ZeroLoss(torch.autograd.Function):
+    """Zero, with a gradient of zeros for every parameter given."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> Any:  # type: ignore[override]
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+class LossModule(nn.Module):
+    """A model together with what is computed from it, so that DDP sees one forward per microbatch.
+
+    The user's functions get the bare model: no `module.` in parameter names, no wrapper to look
+    through, and a loss that calls the model several times is still one forward for DDP.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
+        """Gives `compute(batch)`, or for `batch=None` a zero that reaches every parameter."""
+        if batch is None:
+            zero = _ZeroLoss.apply(*(p for p in self.model.parameters() if p.requires_grad))
+            return zero, zero.detach()
+        return compute(batch)
+
+
+class Replica:
+    """A model whose gradients are summed over the ranks of a mesh axis.
+
+    Collective: every rank of the axis must construct it, and run the same number of synchronising
+    backwards. Construction broadcasts parameters and buffers from the axis' first rank.
+
+    Args:
+        model: the model, on its device, in its final dtype.
+        mesh: one-dimensional mesh over the ranks that hold copies.
+        settings: DDP's settings.
+        comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
+            average over the ranks, which is what torch's own hooks do.
+
+    Raises:
+        PacelineError: PL420 where no parameter requires a gradient.
+
+    Attributes:
+        group: the ranks that hold copies.
+        num_ranks: how many they are.
+
+    Communication: one all-reduce of the gradients per synchronising backward, 2(n-1)/n times their
+    bytes per rank on a ring of n.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        settings: DdpSection,
+        comm_hook: tuple[Any, CommHook] | None = None,
+    ) -> None:
+        if not any(p.requires_grad for p in model.parameters()):
+            raise PacelineError(
+                "PL420",
+                saw=f"none of the {sum(1 for _ in model.parameters())} parameters of "
+                f"{type(model).__name__} requires a gradient.",
+                rule="An update needs at least one parameter to train.",
+                fix="Set requires_grad on the parameters to train before handing the model over.",
+            )
+        self._loss_module = LossModule(model)
+        self.group = mesh.get_group()
+        self._averaging_hook = comm_hook
+        self.num_ranks = mesh.size()
+        self.last_bucket_launched = False
+        self._backward_start_s = 0.0
+        self._last_launch_s = 0.0
+        for buffer in model.buffers():
+            # DDP does this for parameters; for buffers only where it also copies them in every forward.
+            dist.broadcast(buffer, src=dist.get_global_rank(self.group, 0), group=self.group)
+        self._ddp = DistributedDataParallel(
+            self._loss_module,
+            process_group=self.group,
+            **{_BUFFERS_ARGUMENT: settings.broadcast_buffers},
+            bucket_cap_mb=settings.bucket_cap_mb,
+            find_unused_parameters=settings.find_unused_parameters,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+        )
+        # A lambda, because DDP compares annotations with types and ours are strings.
+        self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))
+
+    @property
+    def gradient_scale(self) -> float:
+        """What a reduced gradient must be multiplied with to be the sum over the ranks."""
+        return 1.0 if self._averaging_hook is None else float(self.num_ranks)
+
+    def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
+        """Runs `compute(batch)` under DDP; `batch=None` stands for no microbatch at all."""
+        return self._ddp(compute, batch)
+
+    @contextmanager
+    def synchronising(self, sync: bool) -> Iterator[None]:
+        """Around forward and backward of a microbatch: whether its backward reduces the gradients."""
+        if not sync:
+            with self._ddp.no_sync():
+                yield
+            return
+        self.last_bucket_launched = False
+        yield
+
+    def backward(self, loss: Tensor) -> float:
+        """Runs backward; gives the seconds it waited for communication after the last gradient.
+
+        Under CUDA the host doesn't wait in backward, so the figure is 0 there.
+        """
+        self._last_launch_s = 0.0
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self._last_launch_s or loss.is_cuda:
+            return 0.0
+        return time.perf_counter() - self._last_launch_s
+
+    def check_reduced(self) -> None:
+        """After a synchronising backward: raises unless every bucket was reduced.
+
+        Raises:
+            PacelineError: PL421, naming the parameters that got no gradient. DDP itself notices at
+                the next forward only, when the step has been taken with unreduced gradients.
+        """
+        if self.last_bucket_launched:
+            return
+        named = self._loss_module.model.named_parameters()
+        unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        raise PacelineError(
+            "PL421",
+            saw=f"{len(unused)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",
+            rule="Ranks sum gradients bucket by bucket, and a bucket waits for all of its parameters.",
+            fix="Set ddp.find_unused_parameters = true, or requires_grad=False on parameters that the "
+            "loss does not use.",
+        )
+
+    def _reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        self._last_launch_s = time.perf_counter()
+        if bucket.is_last():
+            self.last_bucket_launched = True
+        if self._averaging_hook is not None:
+            state, hook = self._averaging_hook
+            return hook(state, bucket)
+        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
+        return work.get_future().then(_first_tensor)
+
+
+def _first_tensor(future: torch.futures.Future[Any]) -> Tensor:
+    return future.value()[0]

@@ -1,0 +1,147 @@
+"""All that ranks must agree on per step, in one small collective.
+
+One float64 vector is summed over the ranks. Everything has a slot that only one rank fills (the
+others add zero), so the sum is exact and every rank reads the same bits, in an order that doesn't
+depend on who computed what:
+
+    [ number of ranks asked to stop by SIGINT | ... by SIGTERM | position, position squared |
+      per microbatch: loss sum, weight, running statistics of BatchNorm ... |
+      per parameter: on how many ranks a gradient was computed (only with find_unused_parameters) ]
+
+It is launched before the last backward, so it travels while gradients are computed.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import PacelineError
+
+_NUM_HEADER = 4
+_LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
+
+
+@dataclass
+class Agreed:
+    """What all ranks know after the collective.
+
+    Attributes:
+        losses: sum of losses of each microbatch of the global batch.
+        weights: their weights.
+        statistics: float64 (microbatches, values): BatchNorm's, see `RunningStatistics`.
+        stop_signum: the signal that some rank got, or 0.
+        used: per parameter, whether any rank computed a gradient; `None` unless asked for.
+    """
+
+    losses: list[float]
+    weights: list[float]
+    statistics: Tensor
+    stop_signum: int
+    used: list[bool] | None
+
+
+class Agreement:
+    """One step's packed vector, from filling to reading.
+
+    Collective: `launch` and `wait` are called by every rank of the group, once each.
+
+    Args:
+        num_microbatches: of the global batch.
+        num_statistics: values per microbatch beside loss and weight.
+        num_parameters: parameters whose use is tracked, 0 for none.
+        device: where the collective runs.
+        group: the ranks, or `None` for a world of one.
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        num_statistics: int,
+        num_parameters: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._num_microbatches = num_microbatches
+        self._num_parameters = num_parameters
+        self._width = _NUM_FIXED + num_statistics
+        length = _NUM_HEADER + num_microbatches * self._width + num_parameters
+        self._vector = torch.zeros(length, dtype=torch.float64, device=device)
+        self._group = group
+        self._work: dist.Work | None = None
+        self._position = 0
+
+    def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor, statistics: Tensor | None) -> None:
+        """Fills the slot of microbatch `index`; doesn't wait for the device."""
+        start = _NUM_HEADER + index * self._width
+        self._vector[start + _LOSS] = loss_sum.detach()
+        self._vector[start + _WEIGHT] = weight.detach()
+        if statistics is not None:
+            self._vector[start + _NUM_FIXED : start + self._width] = statistics
+
+    def put_used(self, used: list[bool]) -> None:
+        """Marks the parameters that got a gradient on this rank."""
+        assert len(used) == self._num_parameters
+        if used:
+            self._vector[-len(used) :] = torch.tensor(used, dtype=torch.float64)
+
+    def launch(self, *, stop_signum: int, position: int) -> None:
+        """Starts the collective.
+
+        Args:
+            stop_signum: the signal this rank got, or 0.
+            position: a number that must be the same on all ranks, such as the step's.
+        """
+        self._position = position
+        header = [stop_signum == signal.SIGINT, stop_signum == signal.SIGTERM, position, position**2]
+        self._vector[:_NUM_HEADER] = torch.tensor(header, dtype=torch.float64)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
+
+    def wait(self, extra: Tensor | None = None) -> tuple[Agreed, float]:
+        """Waits and reads, with one transfer from the device.
+
+        Args:
+            extra: a scalar to bring over in the same transfer.
+
+        Returns:
+            What was agreed, and the value of `extra` (0 without).
+
+        Raises:
+            PacelineError: PL430 where ranks are at different positions.
+        """
+        if self._work is not None:
+            self._work.wait()
+        tail = [] if extra is None else [extra.double().reshape(1)]
+        values = torch.cat([self._vector, *tail]).cpu()
+        rows = values[_NUM_HEADER : _NUM_HEADER + self._num_microbatches * self._width]
+        rows = rows.reshape(self._num_microbatches, self._width)
+        num_int, num_term, position_sum, square_sum = values[:_NUM_HEADER].tolist()
+        self._check_position(position_sum, square_sum)
+        used = None
+        if self._num_parameters:
+            start = len(self._vector) - self._num_parameters
+            used = [count > 0 for count in values[start : len(self._vector)].tolist()]
+        agreed = Agreed(
+            losses=rows[:, _LOSS].tolist(),
+            weights=rows[:, _WEIGHT].tolist(),
+            statistics=rows[:, _NUM_FIXED:],
+            stop_signum=signal.SIGTERM if num_term else signal.SIGINT if num_int else 0,
+            used=used,
+        )
+        return agreed, float(values[-1]) if extra is not None else 0.0
+
+    def _check_position(self, position_sum: float, square_sum: float) -> None:
+        num_ranks = 1 if self._group is None else self._group.size()
+        if position_sum == num_ranks * self._position and square_sum == num_ranks * self._position**2:
+            return
+        raise PacelineError(
+            "PL430",
+            saw=f"this rank is at step {self._position}, the mean of ranks is {position_sum / num_ranks:g}.",
+            rule="Every rank takes the same steps on the same global batches.",
+            fix="Look for a step, a loader or an early exit that depends on the rank.",
+        )

@@ -1,0 +1,105 @@
+"""Means over a whole data set, the same on every layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.data.loader import Loader
+from paceline.errors import PacelineError
+from paceline.train.batches import weigh
+from paceline.train.precision import Precision
+from paceline.train.rng import derive_seed, seed_generators
+from paceline.world import World
+
+Metric = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `Trainer.evaluate` found; the same on every rank.
+
+    Attributes:
+        loss: sum of losses over sum of weights.
+        weight: that sum of weights, for example the number of target tokens.
+        num_samples: how many samples were used.
+        metrics: the further means by name.
+    """
+
+    loss: float
+    weight: float
+    num_samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def values(self) -> dict[str, float]:
+        """Loss and metrics by name."""
+        return {"loss": self.loss, **self.metrics}
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in self.values().items())
+        return f"{shown} over {self.num_samples} samples"
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loader: Loader,
+    *,
+    forward: Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any],
+    metrics: dict[str, Metric],
+    world: World,
+    precision: Precision,
+    seed: int,
+) -> Evaluation:
+    """Runs the model in eval mode over all samples of a loader; collective.
+
+    Every rank runs its microbatches; one collective at the end carries each microbatch's sums in a slot
+    of its own, so that their sum has the same order on every layout.
+
+    Raises:
+        PacelineError: PL411 for a loader without samples, or without any weight in them.
+    """
+    was_training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    rows: list[tuple[int, Tensor]] = []
+    num_microbatches = num_samples = 0
+    try:
+        for share in loader.iterate_once():
+            for index, batch in share.microbatches:
+                seed_generators(derive_seed(seed, num_microbatches + index), precision.device)
+                batch = precision.place_batch(batch)
+                with precision.autocast():
+                    output = forward(model, batch)
+                    sums = [weigh(f(output, batch), batch) for f in (loss, *metrics.values())]
+                flat = [value.double().to(precision.device) for pair in sums for value in pair]
+                rows.append((num_microbatches + index, torch.stack(flat)))
+            num_microbatches += share.num_microbatches
+            num_samples += share.num_samples
+    finally:
+        for module, training in was_training:
+            module.training = training
+    table = torch.zeros(
+        num_microbatches, 2 * (1 + len(metrics)), dtype=torch.float64, device=precision.device
+    )
+    for index, row in rows:
+        table[index] = row
+    if world.world_size > 1 and num_microbatches:
+        dist.all_reduce(table)
+    columns = [math.fsum(column) for column in table.T.tolist()]
+    if not num_samples or not columns[1]:
+        raise PacelineError(
+            "PL411",
+            saw=f"evaluating {num_samples} samples with a total weight of {columns[1] if columns else 0:g}.",
+            rule="A mean needs at least one target.",
+            fix="Give a loader over a data set that is not empty.",
+        )
+    pairs = zip(columns[::2], columns[1::2], strict=True)
+    means = [total / weight if weight else math.nan for total, weight in pairs]
+    return Evaluation(means[0], columns[1], num_samples, dict(zip(metrics, means[1:], strict=True)))

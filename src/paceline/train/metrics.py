@@ -1,0 +1,165 @@
+"""What a run writes about itself: `metrics.jsonl` and TensorBoard event files. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tensorboardX import SummaryWriter
+
+from paceline.train.step import Step
+
+# Dense peak FLOP/s of one device by dtype of the matrix products, from the vendors' data sheets.
+_PEAK_FLOPS = {
+    "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12},
+    "H100": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12},
+    "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12},
+    "L4": {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12},
+    "V100": {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
+}
+_TENSORBOARD_KEYS = ("loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_s", "comm_s")
+
+
+def find_peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak FLOP/s of a CUDA device for a training dtype, or `None` where it isn't known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for model, peaks in _PEAK_FLOPS.items():
+        if model in name.replace("-", " ").split():
+            return peaks.get(dtype)
+    return None
+
+
+def measure_memory(device: torch.device) -> int:
+    """Peak bytes so far: allocated on the device under CUDA, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+class MetricsWriter:
+    """Appends one object per optimizer step to `metrics.jsonl`, one per evaluation to `evaluations.jsonl`.
+
+    Args:
+        folder: the run's folder.
+        last_step: the step that the run resumes from; later rows of an earlier, killed start are
+            dropped, so that the file holds each step once.
+        tensorboard: also write event files.
+    """
+
+    def __init__(self, folder: Path, *, last_step: int, tensorboard: bool) -> None:
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            _drop_rows_after(folder / name, last_step)
+        self._steps = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._evaluations = (folder / "evaluations.jsonl").open("a", encoding="utf-8")
+        self._tensorboard = (
+            SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1, flush_secs=10)
+            if tensorboard
+            else None
+        )
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends a step's row."""
+        _append(self._steps, row)
+        if self._tensorboard is not None:
+            for key in _TENSORBOARD_KEYS:
+                if row.get(key) is not None and not _is_not_finite(row[key]):
+                    self._tensorboard.add_scalar(f"train/{key}", row[key], row["step"])
+
+    def write_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Appends what an evaluation after `step` gave, to `evaluations.jsonl`."""
+        _append(self._evaluations, {"step": step, **values})
+        if self._tensorboard is not None:
+            for key, value in values.items():
+                self._tensorboard.add_scalar(f"valid/{key}", value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        self._steps.close()
+        self._evaluations.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def describe_step(
+    step: Step,
+    *,
+    samples: int,
+    tokens_per_sample: int | None,
+    flops_per_sample: float | None,
+    peak_flops: float | None,
+    memory_bytes: int,
+) -> dict[str, Any]:
+    """The row of one step.
+
+    Args:
+        step: what it did.
+        samples: of the whole run so far.
+        tokens_per_sample: for text, else `None`.
+        flops_per_sample: forward and backward, counted once.
+        peak_flops: of all ranks' devices together, for MFU (model FLOPs utilisation; Chowdhery et al.
+            2022, appendix B).
+        memory_bytes: peak on this rank.
+    """
+    samples_per_s = step.num_samples / step.step_s if step.step_s > 0 else None
+    flops_per_s = flops_per_sample * samples_per_s if flops_per_sample and samples_per_s else None
+    row = {
+        "step": step.number,
+        "epoch": step.epoch,
+        "loss": step.loss,
+        "grad_norm": step.grad_norm,
+        "lr": step.lr,
+        "samples": samples,
+        "tokens": samples * tokens_per_sample if tokens_per_sample else None,
+        "step_s": step.step_s,
+        "data_s": step.data_s,
+        "comm_s": step.comm_s,
+        "samples_per_s": samples_per_s,
+        "tokens_per_s": samples_per_s * tokens_per_sample if tokens_per_sample and samples_per_s else None,
+        "flops_per_s": flops_per_s,
+        "mfu": flops_per_s / peak_flops if flops_per_s and peak_flops else None,
+        "memory_bytes": memory_bytes,
+        "skipped": step.skipped,
+    }
+    if len(step.updates) > 1:
+        row |= {f"loss_{name}": update.loss for name, update in step.updates.items()}
+    return row
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `.jsonl` file, none where it is missing; a torn line (of a killed run) is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def _drop_rows_after(path: Path, last_step: int) -> None:
+    rows = read_rows(path)
+    kept = [row for row in rows if row["step"] <= last_step]
+    if not path.exists() or len(kept) == path.read_text(encoding="utf-8").count("\n") == len(rows):
+        return
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _append(file: TextIO, row: dict[str, Any]) -> None:
+    """Numbers that are not finite become null: JSON has none."""
+    file.write(json.dumps({k: None if _is_not_finite(v) else v for k, v in row.items()}) + "\n")
+    file.flush()
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

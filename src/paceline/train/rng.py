@@ -1,0 +1,86 @@
+"""Random numbers that depend on what is computed, not on who computes it.
+
+Before every microbatch all generators are seeded from (seed, step, phase, microbatch): dropout and
+any other randomness of a forward is then the same on whichever rank it runs. Outside of microbatches
+the generators go on with their own stream, which is the same on every rank and part of checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from a path of numbers and names; any change gives an unrelated seed."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seeds torch on the CPU and on `device`, numpy and Python's `random`."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[_index(device)].manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # the legacy generator is what user code draws from unasked
+
+
+def read_generators(device: torch.device) -> dict[str, Any]:
+    """The state of all generators, as a tree that a checkpoint can hold."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, gauss_next = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.default_generator.get_state(),
+        "numpy": {
+            "kind": kind,
+            "keys": keys,
+            "position": position,
+            "has_gauss": has_gauss,
+            "gauss": gauss,
+        },
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss_next": gauss_next},
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def write_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Puts back what `read_generators` gave; a CUDA state is ignored elsewhere and the other way round."""
+    torch.default_generator.set_state(state["torch"].cpu())
+    numpy = state["numpy"]
+    np.random.set_state(
+        (numpy["kind"], np.asarray(numpy["keys"]), numpy["position"], numpy["has_gauss"], numpy["gauss"])
+    )
+    python = state["python"]
+    random.setstate((python["version"], tuple(int(word) for word in python["words"]), python["gauss_next"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+@contextmanager
+def preserved_generators(device: torch.device) -> Iterator[None]:
+    """Leaves all generators as they were found, whatever is seeded or drawn inside."""
+    torch_state = torch.default_generator.get_state()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
+    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, device)
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()

@@ -1,0 +1,295 @@
+"""A complete run from a recipe: build, resume, train, evaluate, save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Subset
+
+from paceline.data import TaskData, build_data, measure_bigram
+from paceline.models import Gpt, build_model
+from paceline.recipe import Layout, Recipe, dump_recipe
+from paceline.train.evaluation import Evaluation
+from paceline.train.metrics import read_rows
+from paceline.train.rng import derive_seed, preserved_generators, seed_generators
+from paceline.train.run_folder import claim_run_folder
+from paceline.train.step import Step
+from paceline.train.tasks import build_lr_schedule, build_optimizer, build_task
+from paceline.train.trainer import Trainer
+from paceline.train.transfer import run_on_main
+from paceline.world import World
+
+_SAMPLE_TOKENS = 200
+
+
+class Reporter(Protocol):
+    """Who wants to hear how a run goes, on rank 0."""
+
+    def begin(self, *, num_parameters: int, num_steps: int, first_step: int, world: World) -> None:
+        """The run is built and goes on after `first_step` steps."""
+
+    def step(self, step: Step, num_steps: int, tokens_per_sample: int | None) -> None:
+        """A step was taken."""
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """The validation data was evaluated after `step`."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished run reports; JSON-able.
+
+    Attributes:
+        folder: of the run.
+        num_parameters: trained and frozen.
+        world_size: ranks of this start.
+        steps: optimizer steps of the whole run.
+        samples: samples of the whole run.
+        losses: training loss of every step, `None` for skipped ones.
+        skipped: steps that left the weights alone.
+        valid: last evaluation by name, or `None` without validation data.
+        bigram_loss: nats per token of a bigram model on the same validation text, for text.
+        step_s: median seconds per step of this start (its first three steps, which warm up, left out).
+        samples_per_s: samples per second from that median.
+        tokens_per_s: the same for tokens, for text.
+        data_share: share of the step time waiting for data.
+        comm_share: share of the step time waiting for other ranks and the wire.
+        flops_per_s: of all ranks, where operations could be counted.
+        mfu: of the peak, where it is known.
+        memory_bytes: peak on rank 0.
+        sample: a text that the trained model wrote, for gpt.
+    """
+
+    folder: str
+    num_parameters: int
+    world_size: int
+    steps: int
+    samples: int
+    losses: list[float | None]
+    skipped: int
+    valid: dict[str, float] | None
+    bigram_loss: float | None
+    step_s: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    data_share: float | None
+    comm_share: float | None
+    flops_per_s: float | None
+    mfu: float | None
+    memory_bytes: int | None
+    sample: str | None
+
+
+def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: Any) -> Trainer:
+    """The trainer that a recipe describes, on the current world; collective.
+
+    Args:
+        recipe: what to train.
+        data: what `build_data(recipe)` gave.
+        num_steps: length of the run, for the schedule.
+        settings: further arguments of `Trainer`, such as `comm_hook`.
+    """
+    task, train = build_task(recipe), recipe.train
+    degree = recipe.layout.dp_replicate
+    return Trainer(
+        lambda: build_model(recipe, data),
+        forward=task.forward,
+        loss=task.loss,
+        optimizer=lambda named: build_optimizer(recipe, named),
+        schedule=lambda optimizer: build_lr_schedule(recipe, optimizer, num_steps),
+        layout=Layout(None if degree == "auto" else degree),
+        dtype=train.dtype,
+        microbatch_size=train.microbatch_size,
+        clip_norm=train.clip_norm,
+        seed=train.seed,
+        ddp=recipe.ddp,
+        sync_batchnorm=train.sync_batchnorm,
+        compile=train.compile,
+        max_skipped_in_a_row=train.max_skipped_in_a_row,
+        keep=recipe.checkpoint.keep,
+        tensorboard=recipe.metrics.tensorboard,
+        tokens_per_sample=data.tokens_per_sample,
+        peak_flops=recipe.metrics.peak_flops,
+        recipe_toml=dump_recipe(recipe),
+        **settings,
+    )
+
+
+def build_loader(recipe: Recipe, trainer: Trainer, dataset: Any, *, train: bool) -> Any:
+    """The trainer's loader over a recipe's training or validation data."""
+    section = recipe.loader
+    return trainer.loader(
+        dataset,
+        global_batch_size=recipe.train.global_batch_size,
+        shuffle=None if train else False,
+        epochs=recipe.train.epochs if train else None,
+        num_workers=section.num_workers,
+        prefetch=section.prefetch,
+        pin_memory=None if section.pin_memory == "auto" else section.pin_memory,
+        name="train" if train else "valid",
+    )
+
+
+def count_steps(recipe: Recipe, num_samples: int) -> int:
+    """Optimizer steps of a run over a data set of `num_samples`."""
+    if recipe.train.steps is not None:
+        return recipe.train.steps
+    assert recipe.train.epochs is not None
+    return recipe.train.epochs * -(-num_samples // recipe.train.global_batch_size)
+
+
+def train_recipe(recipe: Recipe, folder: Path, world: World, reporter: Reporter | None) -> Summary | None:
+    """Trains a recipe to its end, going on from the newest checkpoint in `folder`; collective.
+
+    Args:
+        recipe: what to train.
+        folder: the run's folder.
+        world: the ranks.
+        reporter: told of progress, on rank 0.
+
+    Returns:
+        The summary on rank 0, `None` elsewhere.
+
+    Raises:
+        Stopped: on request, with everything saved.
+        PacelineError: for what the user can mend.
+    """
+    lock: list[Any] = []
+    run_on_main(world, lambda: lock.append(claim_run_folder(folder, recipe)))
+    try:
+        run = _Run(recipe, folder, world, reporter if world.is_main else None)
+        run.train()
+        return run.summarise() if world.is_main else None
+    finally:
+        for handle in lock:
+            handle.close()
+
+
+class _Run:
+    """One start of a run."""
+
+    def __init__(self, recipe: Recipe, folder: Path, world: World, reporter: Reporter | None) -> None:
+        self._recipe, self._folder, self._world, self._reporter = recipe, folder, world, reporter
+        self._data = build_data(recipe)
+        self._num_steps = count_steps(recipe, len(self._data.train))  # type: ignore[arg-type]
+        self._trainer = build_trainer(recipe, self._data, self._num_steps)
+        self._loader = build_loader(recipe, self._trainer, self._data.train, train=True)
+        self._valid_loader = None
+        if self._data.valid is not None:
+            valid: Any = self._data.valid
+            limit = recipe.train.eval_samples
+            if limit is not None and limit < len(valid):
+                valid = Subset(valid, range(limit))
+            self._valid_loader = build_loader(recipe, self._trainer, valid, train=False)
+        self._first_step = self._trainer.resume(folder)
+        self._num_parameters = sum(p.numel() for p in self._trainer.model.parameters())
+        self._valid: dict[str, float] | None = None
+        self._steps: list[Step] = []
+
+    def train(self) -> None:
+        """Takes the steps that are left."""
+        if self._reporter is not None:
+            self._reporter.begin(
+                num_parameters=self._num_parameters,
+                num_steps=self._num_steps,
+                first_step=self._first_step,
+                world=self._world,
+            )
+        if self._trainer.step_number >= self._num_steps:
+            self._finish_complete()
+            return
+        while self._trainer.step_number < self._num_steps:
+            for share in self._loader:
+                self._take_step(share)
+                if self._trainer.step_number >= self._num_steps:
+                    break
+
+    def summarise(self) -> Summary:
+        """What this run came to; on rank 0."""
+        rows = read_rows(self._folder / "metrics.jsonl")
+        warm = self._steps[3:] or self._steps
+        total_s = sum(step.step_s for step in warm)
+        step_s = median([step.step_s for step in warm]) if warm else None
+        samples_per_s = self._recipe.train.global_batch_size / step_s if step_s else None
+        tokens = self._data.tokens_per_sample
+        last = rows[-1] if rows else {}
+        return Summary(
+            folder=str(self._folder),
+            num_parameters=self._num_parameters,
+            world_size=self._world.world_size,
+            steps=self._trainer.step_number,
+            samples=self._trainer.num_samples,
+            losses=[row["loss"] for row in rows],
+            skipped=sum(row["skipped"] is not None for row in rows),
+            valid=self._valid,
+            bigram_loss=self._measure_bigram(),
+            step_s=step_s,
+            samples_per_s=samples_per_s,
+            tokens_per_s=samples_per_s * tokens if samples_per_s and tokens else None,
+            data_share=sum(step.data_s for step in warm) / total_s if total_s else None,
+            comm_share=sum(step.comm_s for step in warm) / total_s if total_s else None,
+            flops_per_s=last.get("flops_per_s"),
+            mfu=last.get("mfu"),
+            memory_bytes=last.get("memory_bytes"),
+            sample=self._write_sample(),
+        )
+
+    def _take_step(self, share: Any) -> None:
+        step = self._trainer.step(share)
+        self._steps.append(step)
+        if self._reporter is not None:
+            self._reporter.step(step, self._num_steps, self._data.tokens_per_sample)
+        is_end = step.number == self._num_steps
+        if is_end or _is_due(step.number, self._recipe.train.eval_every):
+            self._evaluate()
+        if is_end or _is_due(step.number, self._recipe.checkpoint.every):
+            self._trainer.save()
+
+    def _finish_complete(self) -> None:
+        """A run that was complete before this start: nothing is trained, what it reached is told."""
+        rows = run_on_main(self._world, lambda: read_rows(self._folder / "evaluations.jsonl"))
+        if rows:
+            self._valid = {key: value for key, value in rows[-1].items() if key != "step"}
+        else:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        if self._valid_loader is None:
+            return
+        evaluation = self._trainer.evaluate(self._valid_loader, build_task(self._recipe).metrics)
+        self._valid = evaluation.values()
+        if self._reporter is not None:
+            self._reporter.evaluation(self._trainer.step_number, evaluation)
+
+    def _measure_bigram(self) -> float | None:
+        data, section = self._data, self._recipe.data
+        if section.kind != "text" or data.train_tokens is None or data.valid_tokens is None:
+            return None
+        assert data.vocab_size is not None
+        return measure_bigram(
+            data.train_tokens,
+            data.valid_tokens,
+            vocab_size=data.vocab_size,
+            seq_len=section.seq_len,
+            num_samples=self._recipe.train.eval_samples,
+        )
+
+    def _write_sample(self) -> str | None:
+        model = self._trainer.model
+        if not isinstance(model, Gpt):
+            return None
+        seed, device = derive_seed(self._recipe.train.seed, "sample"), self._world.device
+        prompt = torch.tensor([self._data.encode("def ")], device=device)
+        with preserved_generators(device):
+            seed_generators(seed, device)
+            ids: Sequence[int] = model.generate(prompt, _SAMPLE_TOKENS, temperature=0.8)[0].tolist()
+        return self._data.decode(list(ids))
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,199 @@
+"""What a checkpoint of a training run holds, and how it gets there and back.
+
+Written by rank 0; every rank waits for the outcome, so a disk that is full stops all ranks with the
+same message. Read by rank 0 and sent to the others, so only rank 0 needs to see the files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.train.rng import read_generators, write_generators
+from paceline.train.transfer import load_on_main, run_on_main
+from paceline.train.update import Update
+from paceline.world import World
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves and loads all state of a trainer.
+
+    Args:
+        world: the ranks.
+        keep: checkpoints to keep.
+        layout: as text, for the checkpoint's identity.
+        recipe_toml: the recipe to put beside the state.
+    """
+
+    def __init__(self, world: World, *, keep: int, layout: str, recipe_toml: str | None) -> None:
+        self.folder: Path | None = None
+        self._world = world
+        self._keep = keep
+        self._layout = layout
+        self._recipe_toml = recipe_toml
+        self._tracked: dict[str, Any] = {}
+        self._loaded_tracked: dict[str, Any] = {}
+        self._loaded_loaders: dict[str, Any] = {}
+        self._last: tuple[int, Path] | None = None
+
+    def track(self, objects: Mapping[str, Any]) -> None:
+        """Adds objects with state; gives them what was loaded for them."""
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise PacelineError(
+                    "PL408",
+                    saw=f"track({name}={type(value).__name__}).",
+                    rule="A tracked object has state_dict() and load_state_dict(state).",
+                    fix="Add the two methods, or keep that value elsewhere.",
+                )
+            self._tracked[name] = value
+            if name in self._loaded_tracked:
+                value.load_state_dict(self._loaded_tracked.pop(name))
+
+    def take_loader_state(self, name: str) -> dict[str, Any] | None:
+        """The loaded position of a loader, once."""
+        return self._loaded_loaders.pop(name, None)
+
+    def save(
+        self,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        counters: dict[str, Any],
+        loaders: dict[str, Any],
+    ) -> Path:
+        """Writes a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
+        step = counters["step"]
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
+        folder = self._require_folder()
+
+        def write() -> Path:
+            state = {
+                "counters": counters,
+                "updates": {name: update.state_dict() for name, update in updates.items()},
+                "loaders": loaders,
+                "rng": read_generators(self._world.device),
+                "tracked": {name: value.state_dict() for name, value in self._tracked.items()}
+                | self._loaded_tracked,
+            }
+            return folder.save(
+                step,
+                model=_model_tensors(models),
+                optimizer={name: update.optimizer_state() for name, update in updates.items()},
+                state=state,
+                recipe_toml=self._recipe_toml,
+                identity=self._describe(),
+            )
+
+        path = run_on_main(self._world, write)
+        self._last = (step, path)
+        return path
+
+    def load(
+        self, folder: Path, models: Mapping[str, nn.Module], updates: Mapping[str, Update]
+    ) -> dict[str, Any] | None:
+        """Reads the newest valid checkpoint into models and updates; collective.
+
+        Returns:
+            The counters that were saved, or `None` where there is no checkpoint.
+        """
+        self.folder = folder
+
+        def read() -> Any:
+            _make_folder(folder)
+            loaded = CheckpointFolder(folder, keep=self._keep).load_newest(on_skip=_warn_of_skip)
+            if loaded is None:
+                return None
+            for finding in check_identity(loaded.identity, self._describe()):
+                log.warning("%s", finding)
+            return {"model": loaded.model, "optimizer": loaded.optimizer, "state": loaded.state}
+
+        tree = load_on_main(self._world, read)
+        if tree is None:
+            return None
+        _load_models(models, tree["model"])
+        state = tree["state"]
+        for name, update in updates.items():
+            update.load_optimizer_state(tree["optimizer"][name])
+            update.load_state_dict(state["updates"][name])
+        write_generators(state["rng"], self._world.device)
+        self._loaded_loaders = dict(state["loaders"])
+        self._loaded_tracked = dict(state["tracked"])
+        for name, value in self._tracked.items():
+            if name in self._loaded_tracked:
+                value.load_state_dict(self._loaded_tracked.pop(name))
+        counters: dict[str, Any] = state["counters"]
+        return counters
+
+    def _describe(self) -> dict[str, Any]:
+        return describe_identity(self._world.device, world_size=self._world.world_size, layout=self._layout)
+
+    def _require_folder(self) -> CheckpointFolder:
+        if self.folder is None:
+            raise PacelineError(
+                "PL403",
+                saw="save() before resume().",
+                rule="Checkpoints go into the run's folder.",
+                fix='Call trainer.resume("runs/demo") first; with nothing there it starts fresh.',
+            )
+        return CheckpointFolder(self.folder, keep=self._keep)
+
+
+def _model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Full names: as in the module for one model, `name.` before them for several."""
+    if len(models) == 1:
+        return next(iter(models.values())).state_dict()
+    return {f"{name}.{key}": t for name, model in models.items() for key, t in model.state_dict().items()}
+
+
+def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) -> None:
+    expected = _model_tensors(models)
+    problems = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
+    problems += [f"{name} is not in this model" for name in tensors.keys() - expected.keys()]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)} there and {tuple(expected[name].shape)} here"
+        for name in expected.keys() & tensors.keys()
+        if tensors[name].shape != expected[name].shape
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:5]) + (" ..." if len(problems) > 5 else "")
+        raise PacelineError(
+            "PL531",
+            saw=f"the checkpoint is of another model: {shown}.",
+            rule="A run goes on with the model it began with.",
+            fix="Choose another run folder, or build the model as it was.",
+        )
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(tensors[name])
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise PacelineError(
+            "PL532",
+            saw=f"{folder} can't be written to: {error.strerror}.",
+            rule="A run's folder holds its checkpoints and metrics.",
+            fix="Choose another folder, or change its permissions.",
+        ) from None
+
+
+def _warn_of_skip(path: Path, findings: list[Finding]) -> None:
+    for finding in findings:
+        log.warning("%s", finding)
+    log.warning("%s is left out; trying the one before it", path)

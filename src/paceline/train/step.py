@@ -1,0 +1,51 @@
+"""What one optimizer step did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.train.update import Updated
+
+
+@dataclass(frozen=True)
+class Step:
+    """The outcome of `Trainer.step`; all but the times is the same on every rank and layout.
+
+    Attributes:
+        number: of the step, from 1; goes on over resumes.
+        epoch: of the global batch.
+        num_samples: of the global batch, over all ranks.
+        lr: learning rate used, of the first optimizer's first parameter group.
+        updates: per model name, what its (last) update of this step did.
+        step_s: seconds from the end of the previous step to the end of this one, on this rank.
+        data_s: seconds of these that this rank waited for its data.
+        comm_s: seconds of these that this rank waited for other ranks and the wire (CPU only).
+    """
+
+    number: int
+    epoch: int
+    num_samples: int
+    lr: float
+    updates: dict[str, Updated] = field(repr=False)
+    step_s: float
+    data_s: float
+    comm_s: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the global batch, before the update (of the first model where there are several)."""
+        return self._first.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping (of the first model where there are several)."""
+        return self._first.grad_norm
+
+    @property
+    def skipped(self) -> str | None:
+        """Why some model's weights were left alone, or `None`."""
+        return next((update.skipped for update in self.updates.values() if update.skipped), None)
+
+    @property
+    def _first(self) -> Updated:
+        return next(iter(self.updates.values()))

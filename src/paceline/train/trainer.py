@@ -1,0 +1,604 @@
+"""The trainer: a model, its optimizer and a layout; one call per optimizer step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from paceline.data.loader import Loader
+from paceline.data.share import Share
+from paceline.errors import PacelineError
+from paceline.mesh import build_mesh
+from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.order import parallelize
+from paceline.parallel.replicate import CommHook
+from paceline.recipe import Layout
+from paceline.recipe.schema import DdpSection
+from paceline.train.batches import share_batch, weigh
+from paceline.train.evaluation import Evaluation, Metric, evaluate
+from paceline.train.memory import explain_out_of_memory
+from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, measure_memory
+from paceline.train.precision import Precision
+from paceline.train.rng import derive_seed, preserved_generators, seed_generators
+from paceline.train.saving import Saver
+from paceline.train.step import Step
+from paceline.train.stopping import Stopped, StopRequests
+from paceline.train.update import GradientHook, Update, Updated
+from paceline.world import current_world
+
+log = logging.getLogger(__name__)
+
+Named = list[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
+ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Model = nn.Module | Callable[[], nn.Module]
+UpdateModel = Callable[[str, Callable[[dict[str, nn.Module], Any], Any]], Updated]
+
+# Microbatches per global batch where the user names no microbatch size. A fixed number, because a
+# size that followed the number of ranks would make dropout and BatchNorm depend on it.
+_DEFAULT_NUM_MICROBATCHES = 8
+
+
+class Trainer:
+    """Trains a model the same way on any number of ranks.
+
+    Collective: construct it on every rank of the current world, with the same arguments, and call
+    `step`, `evaluate`, `save` and `resume` on every rank.
+
+    Args:
+        model: a module, whose weights of rank 0 are the truth; or a function that builds one (seeded
+            alike on every rank); or a dict of these by name, for training with several models.
+        optimizer: from the list of all (full name, parameter) to an optimizer; for named models a
+            dict of such functions (a model without one is never updated, a teacher for example).
+        forward: from (model, batch) to the output. Default: `model(**batch)` for a dict, `model(*batch)`
+            for a tuple, else `model(batch)`. One model only.
+        loss: from (output, batch) to (sum of losses, weight), or to a scalar, which counts as the
+            mean over the microbatch's samples. One model only, needed there.
+        step: for named models: `step(update)` calls `update(name, loss)` once or more, with
+            `loss(models, batch)` giving what `loss` above gives. Each call is one optimizer step of
+            that model on this global batch.
+        layout: degrees, for example `"dp_replicate=2"`. Default: all ranks replicate.
+        schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
+        dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.
+        microbatch_size: samples per forward. Part of the result (dropout and BatchNorm see
+            microbatches), so it never follows from the number of ranks. Default: an eighth of the
+            global batch.
+        clip_norm: global gradient norm to clip to; 0 for none.
+        seed: of the order of samples and of the randomness inside forwards.
+        ddp: settings of DistributedDataParallel, as the recipe's `[ddp]`.
+        comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
+        sync_batchnorm: statistics over all ranks; CUDA, and one microbatch per rank.
+        compile: `torch.compile` the models.
+        max_skipped_in_a_row: steps in a row with a non-finite loss or gradient before giving up.
+        keep: checkpoints to keep.
+        tensorboard: write event files into the run's folder.
+        tokens_per_sample: for tokens/s in the metrics.
+        peak_flops: of one rank's device, for MFU. Default: known for common GPUs.
+        recipe_toml: a text that says what the run is, kept in its checkpoints.
+
+    Raises:
+        PacelineError: PL400 to PL429, for arguments that can't work.
+    """
+
+    def __init__(
+        self,
+        model: Model | Mapping[str, Model],
+        *,
+        optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
+        forward: Callable[[Any, Any], Any] | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        step: Callable[[UpdateModel], None] | None = None,
+        layout: str | Layout = "",
+        schedule: ScheduleFactory | None = None,
+        dtype: str = "fp32",
+        microbatch_size: int | None = None,
+        clip_norm: float = 0.0,
+        seed: int = 0,
+        ddp: DdpSection | Mapping[str, Any] | None = None,
+        comm_hook: tuple[Any, CommHook] | None = None,
+        sync_batchnorm: bool = False,
+        compile: bool = False,
+        max_skipped_in_a_row: int = 10,
+        keep: int = 3,
+        tensorboard: bool = False,
+        tokens_per_sample: int | None = None,
+        peak_flops: float | None = None,
+        recipe_toml: str | None = None,
+    ) -> None:
+        self.world = current_world()
+        layout = Layout.parse(layout) if isinstance(layout, str) else layout
+        self.layout = layout.resolve(self.world.world_size)
+        self.microbatch_size = microbatch_size
+        self.step_number = 0
+        self.num_samples = 0
+        self._seed = seed
+        self._precision = Precision(dtype, self.world.device)
+        self._sync_batchnorm = sync_batchnorm
+        self._user_step = step
+        self._forward = forward or _call_model
+        self._loss = loss
+        self._max_skipped_in_a_row = max_skipped_in_a_row
+        self._num_skipped_in_a_row = 0
+        self._tokens_per_sample = tokens_per_sample
+        self._tensorboard = tensorboard
+        several = isinstance(model, Mapping)
+        _check_functions(several, step, forward, loss, optimizer)
+        self.models = self._build_models(dict(model) if isinstance(model, Mapping) else {"model": model})
+        self._statistics = RunningStatistics(self.models.values())
+        self._mesh = build_mesh(self.layout, self.world) if self.world.world_size > 1 else None
+        factories = dict(optimizer) if isinstance(optimizer, Mapping) else {"model": optimizer}
+        settings = ddp if isinstance(ddp, DdpSection) else DdpSection(**(ddp or {}))
+        self._updates = {
+            name: self._build_update(name, factory, schedule, settings, comm_hook, clip_norm, compile)
+            for name, factory in factories.items()
+        }
+        for name in self.models.keys() - self._updates.keys():
+            self._align_with_main(self.models[name])
+        peak = peak_flops or find_peak_flops(self.world.device, dtype)
+        self._peak_flops = peak * self.world.world_size if peak else None
+        self._saver = Saver(self.world, keep=keep, layout=str(self.layout), recipe_toml=recipe_toml)
+        self._loaders: dict[str, Loader] = {}
+        self._requests = StopRequests()
+        self._stop_signum = 0
+        self._writer: MetricsWriter | None = None
+        self._metrics_from: int | None = None
+        self._last_step_end_s = time.perf_counter()
+        self._data_s = 0.0
+        self.world.on_close(self.close)
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain module, with the trained weights, usable on its own. One model only."""
+        if len(self.models) > 1:
+            raise PacelineError(
+                "PL402",
+                saw=f"trainer.model with {len(self.models)} models.",
+                rule="`model` is the only one.",
+                fix=f"Use trainer.models[name] with one of {', '.join(self.models)}.",
+            )
+        return next(iter(self.models.values()))
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder given to `resume`, or `None`."""
+        return self._saver.folder
+
+    def loader(
+        self,
+        dataset: Dataset[Any] | Any,
+        *,
+        global_batch_size: int,
+        shuffle: bool | None = None,
+        epochs: int | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        name: str | None = None,
+    ) -> Loader:
+        """A loader of global batches, of which each rank gets its share; see `paceline.data.Loader`.
+
+        Its position is part of the checkpoints, under `name` (default: by order of creation, which
+        must be the same in the start that resumes).
+        """
+        size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
+        if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
+            raise _refuse_sync_batchnorm(global_batch_size, size, self.world.world_size)
+        name = name or f"loader{len(self._loaders)}"
+        loader = _TrainerLoader(
+            self,
+            dataset,
+            global_batch_size=global_batch_size,
+            microbatch_size=size,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            seed=self._seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            epochs=epochs,
+            num_workers=num_workers,
+            prefetch=prefetch,
+            pin_memory=self.world.device.type == "cuda" if pin_memory is None else pin_memory,
+            collate=collate,
+            name=name,
+        )
+        self._loaders[name] = loader
+        state = self._saver.take_loader_state(name)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    def track(self, **objects: Any) -> None:
+        """Adds objects with `state_dict` and `load_state_dict` to the checkpoints, by name.
+
+        After `resume` their saved state is loaded at once. Their state must be the same on every
+        rank; rank 0's is what is saved.
+        """
+        self._saver.track(objects)
+
+    def resume(self, folder: str | Path) -> int:
+        """Goes on from the newest valid checkpoint of a run's folder; nothing there: starts fresh.
+
+        From here on the folder is where `save` writes and where `metrics.jsonl` grows. Collective.
+
+        Returns:
+            The number of steps already taken.
+
+        Raises:
+            PacelineError: PL500 to PL530 where checkpoints are there and none can be used.
+        """
+        state = self._saver.load(Path(folder), self.models, self._updates)
+        if state is not None:
+            self.step_number = state["step"]
+            self.num_samples = state["samples"]
+            self._num_skipped_in_a_row = state["skipped_in_a_row"]
+            for name, loader in self._loaders.items():
+                saved = self._saver.take_loader_state(name)
+                if saved is not None:
+                    loader.load_state_dict(saved)
+        self._metrics_from = self.step_number
+        self._last_step_end_s = time.perf_counter()
+        return self.step_number
+
+    def save(self) -> Path:
+        """Writes a checkpoint of this step, unless there is one; collective.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            PacelineError: PL403 before `resume` named a folder, PL5xx where writing fails; earlier
+                checkpoints stay as they are.
+        """
+        return self._saver.save(
+            self.models,
+            self._updates,
+            {
+                "step": self.step_number,
+                "samples": self.num_samples,
+                "skipped_in_a_row": self._num_skipped_in_a_row,
+            },
+            {name: loader.state_dict() for name, loader in self._loaders.items()},
+        )
+
+    def step(self, batch: Share | Any) -> Step:
+        """One optimizer step on a global batch; collective.
+
+        Args:
+            batch: what a loader of this trainer gave; or any nest of tensors with this rank's samples
+                along their first dimension (ranks may have different numbers, also none: empty
+                tensors), which costs one small collective more.
+
+        Raises:
+            Stopped: some rank was asked to stop; all have saved and leave together.
+            PacelineError: PL431 after too many skipped steps in a row, PL432 out of memory.
+        """
+        self._requests.install()
+        self.leave_if_asked()
+        share = batch if isinstance(batch, Share) else share_batch(batch, self.world, self.microbatch_size)
+        if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
+            raise _refuse_sync_batchnorm(
+                share.num_samples, self.microbatch_size or share.num_samples, self.world.world_size
+            )
+        self.step_number += 1
+        lr = next(iter(self._updates.values())).lr
+        done: dict[str, Updated] = {}
+        comm_s = 0.0
+
+        def update(name: str, loss: Callable[[Any, Any], Any]) -> Updated:
+            nonlocal comm_s
+            updated = self._run_update(name, loss, share, phase=len(phases))
+            phases.append(name)
+            done[name] = updated
+            comm_s += updated.comm_s
+            self._stop_signum = self._stop_signum or updated.stop_signum
+            return updated
+
+        phases: list[str] = []
+        with preserved_generators(self.world.device), explain_out_of_memory(share, self.world):
+            if self._user_step is None:
+                update("model", self._one_model_loss)
+            else:
+                self._user_step(update)
+        if share.source is not None:
+            share.source.mark_consumed(share)
+        self.num_samples += share.num_samples
+        now_s = time.perf_counter()
+        step = Step(
+            number=self.step_number,
+            epoch=share.epoch,
+            num_samples=share.num_samples,
+            lr=lr,
+            updates=done,
+            step_s=now_s - self._last_step_end_s,
+            data_s=self._data_s,
+            comm_s=comm_s,
+        )
+        self._last_step_end_s, self._data_s = now_s, 0.0
+        self._record(step)
+        self._count_skipped(step)
+        return step
+
+    def evaluate(self, loader: Loader, metrics: Mapping[str, Metric] | None = None) -> Evaluation:
+        """Mean loss, and other means, over all of a loader's samples; collective. One model only.
+
+        Args:
+            loader: from `loader(..., shuffle=False)`; its position doesn't move.
+            metrics: by name, from (output, batch) to (sum, weight), as `loss`.
+        """
+        self._require_loss()
+        started_s = time.perf_counter()
+        with preserved_generators(self.world.device), explain_out_of_memory(None, self.world):
+            result = evaluate(
+                self.model,
+                loader,
+                forward=self._forward,
+                loss=self._loss,  # type: ignore[arg-type]
+                metrics=dict(metrics or {}),
+                world=self.world,
+                precision=self._precision,
+                seed=derive_seed(self._seed, "evaluate"),
+            )
+        writer = self._open_writer()
+        if writer is not None:
+            writer.write_evaluation(self.step_number, result.values())
+        self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
+        return result
+
+    def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
+        """Calls `hook({name: gradient})` in every step after reduction, before clipping.
+
+        The gradients are those of the mean loss over the global batch; the hook may change them in
+        place, alike on every rank.
+        """
+        self._updates[model].gradient_hooks.append(hook)
+
+    def leave_if_asked(self) -> None:
+        """Saves and raises `Stopped` if the last step told that some rank was asked to stop; collective.
+
+        Loaders call it before every batch, so that whatever the loop does after a step (an average of
+        weights, a log line) belongs to the checkpoint.
+        """
+        if not self._stop_signum:
+            return
+        saved = str(self.save()) if self.run_folder is not None else None
+        signum, self._stop_signum = self._stop_signum, 0
+        raise Stopped(signum, self.step_number, saved)
+
+    def close(self) -> None:
+        """Closes files and gives signals back; `World.close` calls it."""
+        self._requests.remove()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Counts time that the loop waited for data as such in the next step's metrics."""
+        self._data_s += seconds
+
+    def _build_models(self, models: dict[str, Model]) -> dict[str, nn.Module]:
+        built = {}
+        for name, model in models.items():
+            if not isinstance(model, nn.Module):
+                with preserved_generators(self.world.device):
+                    seed_generators(derive_seed(self._seed, "model", name), self.world.device)
+                    model = model()
+            self._precision.place_model(model)
+            built[name] = model
+        return built
+
+    def _build_update(
+        self,
+        name: str,
+        factory: OptimizerFactory,
+        schedule: ScheduleFactory | None,
+        ddp: DdpSection,
+        comm_hook: tuple[Any, CommHook] | None,
+        clip_norm: float,
+        compile: bool,
+    ) -> Update:
+        if name not in self.models:
+            raise PacelineError(
+                "PL404",
+                saw=f"an optimizer for {name!r}, which is not one of the models {', '.join(self.models)}.",
+                rule="Optimizers and models share their names.",
+                fix="Use the same names in both dicts.",
+            )
+        model = self.models[name]
+        replica = parallelize(
+            model,
+            self._mesh,
+            ddp=ddp,
+            comm_hook=comm_hook,
+            sync_batchnorm=self._sync_batchnorm,
+            compile=compile,
+        )
+        built = factory(list(model.named_parameters()))
+        update = Update(
+            name,
+            model,
+            built,
+            schedule(built) if schedule is not None else None,
+            replica,
+            statistics=self._statistics,
+            precision=self._precision,
+            clip_norm=clip_norm,
+            seed=self._seed,
+            track_used=ddp.find_unused_parameters,
+        )
+        if update.not_updated:
+            log.warning(
+                "%d parameters of %s require a gradient, but the optimizer leaves them as they are: %s ...",
+                len(update.not_updated),
+                name,
+                ", ".join(update.not_updated[:3]),
+            )
+        return update
+
+    def _align_with_main(self, model: nn.Module) -> None:
+        """Gives a model that no optimizer updates (so that DDP doesn't see it) rank 0's weights."""
+        if self._mesh is not None:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), src=0, group=self._mesh.get_group())
+
+    def _require_loss(self) -> None:
+        if self._loss is None:
+            raise PacelineError(
+                "PL405",
+                saw="the trainer has no loss=.",
+                rule="Evaluating means the loss of one model.",
+                fix="Pass loss=lambda output, batch: (sum_of_losses, weight) to Trainer.",
+            )
+
+    def _one_model_loss(self, models: dict[str, nn.Module], batch: Any) -> Any:
+        assert self._loss is not None
+        return self._loss(self._forward(models["model"], batch), batch)
+
+    def _run_update(self, name: str, loss: Callable[[Any, Any], Any], share: Share, *, phase: int) -> Updated:
+        if name not in self._updates:
+            raise PacelineError(
+                "PL404",
+                saw=f"update({name!r}, ...), but only {', '.join(self._updates)} have an optimizer.",
+                rule="An update changes a model through its optimizer.",
+                fix="Use one of these names.",
+            )
+        # Gradients of this phase belong to one model; the others are a fixed part of its loss.
+        others = [m for other, m in self.models.items() if other != name]
+        frozen = [p for model in others for p in model.parameters() if p.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        try:
+            return self._updates[name].run(
+                lambda batch: weigh(loss(self.models, batch), batch),
+                share,
+                step=self.step_number,
+                phase=phase,
+                stop_signum=self._requests.signum,
+                count_flops=self._updates[name].flops_per_sample is None and self.world.is_main,
+            )
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+
+    def _record(self, step: Step) -> None:
+        writer = self._open_writer()
+        if writer is None:
+            return
+        flops = [update.flops_per_sample for update in self._updates.values()]
+        writer.write(
+            describe_step(
+                step,
+                samples=self.num_samples,
+                tokens_per_sample=self._tokens_per_sample,
+                flops_per_sample=sum(f for f in flops if f) or None,
+                peak_flops=self._peak_flops,
+                memory_bytes=measure_memory(self.world.device),
+            )
+        )
+
+    def _open_writer(self) -> MetricsWriter | None:
+        if self._writer is None and self._metrics_from is not None and self.world.is_main:
+            assert self.run_folder is not None
+            self._writer = MetricsWriter(
+                self.run_folder, last_step=self._metrics_from, tensorboard=self._tensorboard
+            )
+            self._metrics_from = None
+        return self._writer
+
+    def _count_skipped(self, step: Step) -> None:
+        if step.skipped is None:
+            self._num_skipped_in_a_row = 0
+            return
+        self._num_skipped_in_a_row += 1
+        log.warning("step %d skipped: %s", step.number, step.skipped)
+        if self._num_skipped_in_a_row >= self._max_skipped_in_a_row:
+            raise PacelineError(
+                "PL431",
+                saw=f"{self._num_skipped_in_a_row} steps in a row were skipped, the last one "
+                f"(step {step.number}) because the {step.skipped}.",
+                rule="A step whose loss or gradient is not finite on any rank leaves the weights alone on "
+                f"all; {self._max_skipped_in_a_row} in a row is the limit (max_skipped_in_a_row).",
+                fix="Lower the learning rate, add warm-up, look at the data of that microbatch; "
+                "the last checkpoint is from before.",
+            )
+
+
+class _TrainerLoader(Loader):
+    """A loader that tells its trainer how long it was waited for, and leaves when asked to stop."""
+
+    def __init__(self, trainer: Trainer, dataset: Any, **settings: Any) -> None:
+        super().__init__(dataset, **settings)
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[Share]:
+        shares = super().__iter__()
+        while True:
+            self._trainer._requests.install()
+            self._trainer.leave_if_asked()
+            started_s = time.perf_counter()
+            share = next(shares, None)
+            self._trainer.add_data_wait(time.perf_counter() - started_s)
+            if share is None:
+                return
+            yield share
+
+
+def _call_model(model: Callable[..., Any], batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def _check_functions(several: bool, step: object, forward: object, loss: object, optimizer: object) -> None:
+    if several and (step is None or forward is not None or loss is not None):
+        raise PacelineError(
+            "PL406",
+            saw="several models with " + ("no step=." if step is None else "forward= or loss= beside step=."),
+            rule="With named models, step(update) says which losses are computed and in what order.",
+            fix='Pass step=lambda update: update("student", loss) and leave forward and loss out.',
+        )
+    if not several and (loss is None or step is not None):
+        raise PacelineError(
+            "PL406",
+            saw="one model with " + ("no loss=." if loss is None else "step=."),
+            rule="One model trains on loss(output, batch); step= is for a dict of named models.",
+            fix="Pass loss=lambda output, batch: (sum_of_losses, weight).",
+        )
+    factories = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+    for factory in factories:
+        if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
+            raise PacelineError(
+                "PL407",
+                saw=f"optimizer={type(factory).__name__}.",
+                rule="The optimizer is built by the trainer, from the parameters as they are laid out.",
+                fix="Pass a function: optimizer=lambda named: torch.optim.AdamW([p for _, p in named]).",
+            )
+    if several != isinstance(optimizer, Mapping):
+        raise PacelineError(
+            "PL404",
+            saw=f"{'several models' if several else 'one model'} with optimizer={type(optimizer).__name__}.",
+            rule="Named models have a dict of optimizers by the same names, one model has one function.",
+            fix="Give both as dicts, or neither.",
+        )
+
+
+def _refuse_sync_batchnorm(num_samples: int, microbatch_size: int, world_size: int) -> PacelineError:
+    return PacelineError(
+        "PL424",
+        saw=f"sync_batchnorm with {num_samples} samples in microbatches of {microbatch_size} on "
+        f"{world_size} ranks.",
+        rule="Statistics over ranks need every rank to run exactly one microbatch at the same time; with "
+        "accumulation they would be neither the microbatch's nor the global batch's.",
+        fix=f"Set microbatch_size to global_batch_size / {world_size} and drop_last, or sync_batchnorm off.",
+    )
