@@ -98,8 +98,9 @@ def _build(folder, locks, lock):
         torch = [pin for pin in pins if pin.startswith(TORCH)]
         late = [pin for pin in pins if pin.startswith(BUILT_ON_TORCH)]
         rest = [pin for pin in pins if pin not in torch + late]
-        print(f"installing {' '.join(torch)}", flush=True)
-        pip(*torch)
+        if torch:
+            print(f"installing {' '.join(torch)}", flush=True)
+            pip(*torch)
         print(f"installing {len(rest)} packages from {', '.join(locks)}", flush=True)
         pip(*torch, *rest)
         if late:
