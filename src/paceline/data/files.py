@@ -199,7 +199,7 @@ def _find_cut(file: TextFile, at: int) -> int:
     except OSError as error:
         raise unreadable(file.path, error) from None
     line_end = window.find(b"\n")
-    if 0 <= line_end and at + line_end + 1 < file.size_bytes:
+    if line_end >= 0 and at + line_end + 1 < file.size_bytes:
         return at + line_end + 1
     for offset, byte in enumerate(window[:4]):
         if byte & 0xC0 != 0x80:  # not the middle of a character

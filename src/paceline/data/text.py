@@ -105,18 +105,24 @@ class MaskedTokens(NextTokens):
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Many samples at once; torch's loaders call it."""
         tokens = self._windows(indices, self.seq_len)
-        return [self._hide(window, index) for window, index in zip(tokens, indices, strict=True)]
-
-    def _hide(self, tokens: npt.NDArray[np.int64], index: int) -> Sample:
-        # Raw output of a counter-based generator: any sample at once, equal in every numpy.
-        generator = np.random.Philox(key=[self.seed % 2**64, self.epoch], counter=[0, 0, index, self.fixed])
-        raw = generator.random_raw((3, self.seq_len))
-        chance, fate = (raw[:2] >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
+        raw = self._draw(indices)
+        chance = (raw[:, 0] >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
+        fate = (raw[:, 1] >> np.uint64(11)) * 2.0**-53
+        substitutes = (raw[:, 2] % np.uint64(self.vocab_size)).astype(np.int64)
         chosen = chance < self.mask_fraction
-        chosen[chance.argmin()] = True
-        ids = tokens.copy()
-        ids[chosen & (fate < 0.8)] = self.mask_id
-        swapped = chosen & (fate >= 0.8) & (fate < 0.9)
-        ids[swapped] = (raw[2] % np.uint64(self.vocab_size)).astype(np.int64)[swapped]
-        targets = np.where(chosen, tokens, IGNORED)
-        return {"ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets)}
+        chosen[np.arange(len(tokens)), chance.argmin(axis=1)] = True
+        hidden = np.where(fate < 0.8, self.mask_id, np.where(fate < 0.9, substitutes, tokens))
+        ids = torch.from_numpy(np.where(chosen, hidden, tokens))
+        targets = torch.from_numpy(np.where(chosen, tokens, IGNORED))
+        return [{"ids": ids[row], "targets": targets[row]} for row in range(len(tokens))]
+
+    def _draw(self, indices: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """Random words [len(indices), 3, seq_len], a function of (seed, epoch, sample)."""
+        raw = np.empty((len(indices), 3, self.seq_len), dtype=np.uint64)
+        for row, index in enumerate(indices):
+            # Raw output of a counter-based generator: any sample at once, equal in every numpy.
+            generator = np.random.Philox(
+                key=[self.seed % 2**64, self.epoch], counter=[0, 0, index, self.fixed]
+            )
+            raw[row] = generator.random_raw((3, self.seq_len))
+        return raw
