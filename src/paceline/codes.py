@@ -401,6 +401,12 @@ PAGES: dict[str, Page] = {
         "cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it starts.",
         "Call `paceline.start(deterministic=True)` before anything touches CUDA.",
     ),
+    "PL315": Page(
+        "Several threads in a forked rank",
+        "A function typed into a notebook reaches its ranks by a fork, which takes over locks but not "
+        "OpenMP's threads: the first operator on several threads would wait for ever.",
+        'Leave threads_per_rank="auto" (one thread there), or put the function into a module.',
+    ),
     "PL320": Page(
         "The number of ranks is not a number from 1",
         "One process per rank is started.",
@@ -426,8 +432,8 @@ PAGES: dict[str, Page] = {
     "PL324": Page(
         "This function can't be brought into another process",
         "A fresh process finds a function by its module's name. One typed into a notebook has none, so it is "
-        "reached by forking, which neither CUDA nor torch's autograd survives once used.",
-        "Put the function into a file and import it; or launch first, before CUDA and before any backward().",
+        "reached by forking, which CUDA does not survive once it is used.",
+        "Put the function into a file and import it; or launch before anything touches CUDA.",
     ),
     "PL325": Page(
         "launch() ran while a rank imported the script",
@@ -451,6 +457,128 @@ PAGES: dict[str, Page] = {
         "Look at `dmesg` for 'Out of memory' and at the rank's log; use a smaller microbatch or fewer ranks.",
     ),
     # training
+    "PL401": Page(
+        "Unknown training dtype",
+        "fp64 and fp32 hold and compute everything in that type; bf16 and fp16 run forwards under "
+        "autocast over "
+        "fp32 weights. Nothing else is offered.",
+        'Use "fp32", or "bf16" on hardware that computes in it.',
+    ),
+    "PL402": Page(
+        "trainer.model with several models",
+        "`trainer.model` is the one plain module. With named models there is no single one.",
+        'Use trainer.models["generator"].',
+    ),
+    "PL403": Page(
+        "Saving without a run folder",
+        "Checkpoints and metrics live in a run's folder, which `trainer.resume(folder)` names. An empty "
+        "or missing "
+        "folder starts a fresh run.",
+        'Call trainer.resume("runs/demo") before the first save().',
+    ),
+    "PL404": Page(
+        "Models and optimizers don't match by name",
+        "With named models, the optimizers are a dict whose names are among the models', and an update "
+        "is for one "
+        "of them. A model without an optimizer is never updated.",
+        'Trainer({"student": s, "teacher": t}, optimizer={"student": build}, step=...).',
+    ),
+    "PL405": Page(
+        "Evaluating without a loss",
+        "`trainer.evaluate` means the loss of one model. Trainers of named models have no single loss.",
+        "Pass loss= to Trainer, or evaluate trainer.models[name] yourself.",
+    ),
+    "PL406": Page(
+        "loss= and step= mixed up",
+        "One model trains on loss(output, batch). Several named models train through step(update), "
+        "which says which "
+        "losses are computed, in what order, for whom.",
+        'step=lambda update: (update("discriminator", d_loss), update("generator", g_loss)).',
+    ),
+    "PL407": Page(
+        "The optimizer is not a function",
+        "The trainer builds the optimizer itself, after the model has been placed and laid out, from "
+        "the list of "
+        "(name, parameter). An optimizer built before could hold the wrong tensors.",
+        "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4).",
+    ),
+    "PL408": Page(
+        "A tracked object has no state",
+        "What joins a checkpoint gives its state with state_dict() and takes it back with "
+        "load_state_dict(state).",
+        "Add the two methods to the object's class.",
+    ),
+    "PL409": Page(
+        "A batch without countable samples",
+        "Samples are counted along the first dimension of the first tensor of a batch.",
+        "Make the batch a tensor, or a dict or tuple of tensors, with samples along dimension 0.",
+    ),
+    "PL410": Page(
+        "A loss that is not a scalar or a pair",
+        "The loss over the global batch is the sum of losses over the sum of weights, so a loss "
+        "function gives both; "
+        "one scalar counts as the mean over the microbatch's samples. A vector, or a mean over tokens, "
+        "would weigh "
+        "ragged batches wrongly.",
+        "Return (losses.sum(), losses.numel()), for tokens (sum over targets that count, number of these).",
+    ),
+    "PL411": Page(
+        "Nothing to evaluate",
+        "A mean over no samples, or over samples without any target, is not a number.",
+        "Give a loader over a data set with at least one target.",
+    ),
+    "PL420": Page(
+        "Nothing to train",
+        "An update needs at least one parameter that requires a gradient.",
+        "Set requires_grad=True on the parameters to train.",
+    ),
+    "PL421": Page(
+        "Parameters without a gradient",
+        "Ranks sum gradients in buckets, and a bucket is sent when all of its parameters have theirs. A "
+        "parameter "
+        "that the loss doesn't use leaves its bucket waiting, and with it every rank.",
+        "Set ddp.find_unused_parameters = true where it changes from step to step, or "
+        "requires_grad=False where the "
+        "parameter is never used.",
+    ),
+    "PL422": Page(
+        "sync_batchnorm on the CPU",
+        "torch's SyncBatchNorm has CUDA kernels only. Without it statistics are those of each "
+        "microbatch, which are "
+        "the same on every layout.",
+        "Leave sync_batchnorm off, or train on CUDA.",
+    ),
+    "PL424": Page(
+        "sync_batchnorm together with accumulation",
+        "Statistics over all ranks are taken while every rank runs one microbatch. With several "
+        "microbatches per rank, "
+        "or a rank without any, they would be over a part of the global batch that depends on the "
+        "number of ranks.",
+        "Set microbatch_size to global_batch_size / ranks and drop the ragged end, or leave "
+        "sync_batchnorm off.",
+    ),
+    "PL430": Page(
+        "Ranks are at different steps",
+        "Every rank takes the same steps. The number of the step travels with what ranks agree on, and "
+        "doesn't agree.",
+        "Look for a step, a `continue` or a `break` that depends on the rank or on local data.",
+    ),
+    "PL431": Page(
+        "Too many steps in a row were skipped",
+        "A loss or gradient that is not finite on any rank would spoil the weights on all, so the step "
+        "is skipped on "
+        "all. Many in a row mean that training has diverged or that data is broken.",
+        "Lower the learning rate or add warm-up; look at the samples of the microbatch that the message "
+        "names. The "
+        "newest checkpoint has the weights from before.",
+    ),
+    "PL432": Page(
+        "Out of memory",
+        "Weights, gradients, optimizer state and one microbatch's activations must fit into the memory "
+        "of a rank. The "
+        "global batch doesn't have to: it is run microbatch by microbatch.",
+        "--set train.microbatch_size=1 and upwards; the global batch, and with it the learning rate, stays.",
+    ),
     # checkpoints and run folders
     "PL500": Page(
         "A file of a checkpoint is missing or can't be read",
@@ -554,5 +682,29 @@ PAGES: dict[str, Page] = {
         "change (train.steps, layout, loader, checkpoint, metrics ...).",
         "Choose another --out for a new run, or restore the keys that the message lists.",
     ),
+    "PL531": Page(
+        "The checkpoint is of another model",
+        "Names and shapes of the saved tensors are not those of the model.",
+        "Choose another run folder, or build the model as it was when the run began.",
+    ),
+    "PL532": Page(
+        "The run's folder can't be written to",
+        "Checkpoints, metrics and logs are written into the run's folder by rank 0.",
+        "Choose another folder with --out, free some space, or change the folder's permissions.",
+    ),
+    "PL533": Page(
+        "The run's folder is in use",
+        "A run locks its folder while it runs. Two runs in one would overwrite each other's checkpoints "
+        "and metrics. "
+        "The lock goes with its process, so a killed run leaves none behind.",
+        "Wait for the other run, stop it, or choose another folder with --out.",
+    ),
     # command line and benchmarks
+    "PL601": Page(
+        "A flag of the launcher under another launcher",
+        "Under torchrun, srun or mpirun the ranks are there already, so `paceline train` joins them "
+        "instead of "
+        "starting its own.",
+        "Leave --nproc and --scaling out, or start `paceline train` by itself.",
+    ),
 }

@@ -17,6 +17,8 @@ class PacelineError(Exception):
     """
 
     exit_code = 2
+    # Set where all ranks raise one and the same error, so that only one of them needs to tell it.
+    on_every_rank = False
 
     def __init__(self, code: str, *, saw: str, rule: str, fix: str) -> None:
         super().__init__(code, saw, rule, fix)

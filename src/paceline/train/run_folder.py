@@ -32,18 +32,9 @@ def claim_run_folder(folder: Path, recipe: Recipe) -> TextIO:
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder with --out, or change its permissions.",
         ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.seek(0)
-        owner = lock.read().strip() or "unknown"
+    if not _try_lock(lock):
         lock.close()
-        raise PacelineError(
-            "PL533",
-            saw=f"{folder} is in use by another run (process {owner}).",
-            rule="Two runs in one folder would overwrite each other's checkpoints.",
-            fix="Wait for it to end, or choose another folder with --out.",
-        ) from None
+        raise _in_use(folder)
     try:
         _check_or_write_recipe(folder / "recipe.toml", recipe)
     except BaseException:
@@ -59,6 +50,10 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
     """The checks of `claim_run_folder` that can be made before ranks start, changing nothing."""
     if (folder / "recipe.toml").exists():
         check_resumable(load_recipe(folder / "recipe.toml"), recipe, where=str(folder))
+    if (folder / ".lock").exists():
+        with (folder / ".lock").open("r", encoding="utf-8") as lock:
+            if not _try_lock(lock):
+                raise _in_use(folder)
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise PacelineError(
@@ -67,6 +62,24 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder with --out, or change its permissions.",
         )
+
+
+def _try_lock(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _in_use(folder: Path) -> PacelineError:
+    owner = (folder / ".lock").read_text(encoding="utf-8").strip() or "unknown"
+    return PacelineError(
+        "PL533",
+        saw=f"{folder} is in use by another run (process {owner}).",
+        rule="Two runs in one folder would overwrite each other's checkpoints.",
+        fix="Wait for it to end, or choose another folder with --out.",
+    )
 
 
 def _check_or_write_recipe(path: Path, recipe: Recipe) -> None:

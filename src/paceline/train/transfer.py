@@ -31,6 +31,7 @@ def run_on_main(world: World, do: Callable[[], T]) -> T:
         outcome = world.broadcast_object(outcome)
     succeeded, value = outcome
     if not succeeded:
+        value.on_every_rank = True
         raise value
     return value
 

@@ -1,0 +1,77 @@
+"""How a run shows that it goes on: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
+
+from paceline.train.evaluation import Evaluation
+from paceline.train.step import Step
+from paceline.units import format_count
+from paceline.world import World
+
+_LINE_EVERY_S = 10.0
+
+
+def log_to_stderr(world: World) -> None:
+    """Shows the package's warnings: rank 0's on the terminal, every rank's in its log."""
+    logger = logging.getLogger("paceline")
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    prefix = "" if world.is_main else f"rank {world.rank}: "
+    handler.setFormatter(logging.Formatter(f"{prefix}%(levelname)s: %(message)s"))
+    logger.addHandler(handler)
+
+
+class Progress:
+    """Tells a person how a run goes; a `Reporter` of `train_recipe`."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._last_line_s = 0.0
+
+    def begin(self, *, num_parameters: int, num_steps: int, first_step: int, world: World) -> None:
+        """The run is built."""
+        ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+        self._console.print(
+            f"{format_count(num_parameters)} parameters on {ranks} ({world.device.type}), "
+            + (f"resuming after step {first_step} of {num_steps}" if first_step else f"{num_steps} steps")
+        )
+        if self._console.is_terminal:
+            columns = (BarColumn(24), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=num_steps, completed=first_step)
+            self._bar.start()
+
+    def step(self, step: Step, num_steps: int, tokens_per_sample: int | None) -> None:
+        """A step was taken."""
+        unit = "tokens" if tokens_per_sample else "samples"
+        rate = step.num_samples * (tokens_per_sample or 1) / max(step.step_s, 1e-9)
+        text = (
+            f"step {step.number}/{num_steps}  loss {step.loss:.4f}  grad {step.grad_norm:.3f}  "
+            f"lr {step.lr:.2e}  {format_count(rate)} {unit}/s"
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step.number, description=text)
+            return
+        now_s = time.monotonic()
+        if step.number == num_steps or now_s - self._last_line_s > _LINE_EVERY_S:
+            self._last_line_s = now_s
+            print(text, file=sys.stderr, flush=True)
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """The validation data was evaluated."""
+        self._console.print(f"step {step}: validation {evaluation}")
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,116 @@
+"""What a person reads before and after a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import plotext
+
+from paceline.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from paceline.bench.scaling import Scaling
+    from paceline.recipe import Recipe
+
+_MAX_WIDTH = 88
+
+
+def describe_recipe(recipe: Recipe, path: str, folder: Path, nproc: int) -> str:
+    """The resolved recipe, a line per section."""
+    lines = [f"{path} on {nproc} rank{'s' if nproc > 1 else ''}, into {folder}"]
+    for section, table in recipe.model_dump(mode="json", exclude_none=True).items():
+        keys = "  ".join(f"{key}={_short(value)}" for key, value in table.items())
+        lines.append(f"  {section:<11} {keys}")
+    return "\n".join(lines)
+
+
+def describe_summary(summary: dict[str, Any], scaling: Scaling | None) -> str:
+    """The report at the end of a run, from `Summary` as a dict."""
+    parts = [_plot_losses(summary["losses"]), _describe_quality(summary), _describe_speed(summary)]
+    if scaling is not None:
+        parts.append(_describe_scaling(scaling))
+    parts.append(_describe_files(Path(summary["folder"])))
+    if summary["sample"]:
+        parts.append("a sample of the trained model\n" + _indent(_printable(summary["sample"])))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _plot_losses(losses: list[float | None]) -> str:
+    points = [(number, loss) for number, loss in enumerate(losses, start=1) if loss is not None]
+    if len(points) < 2:
+        return ""
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    plotext.clf()
+    plotext.theme("clear")
+    plotext.plotsize(width, 16)
+    plotext.plot([number for number, _ in points], [loss for _, loss in points], marker="braille")
+    plotext.title("training loss by step")
+    return str(plotext.uncolorize(plotext.build())).rstrip()
+
+
+def _describe_quality(summary: dict[str, Any]) -> str:
+    lines = [f"{'steps':<18} {summary['steps']}  ({format_count(summary['samples'])} samples)"]
+    if summary["skipped"]:
+        lines.append(
+            f"{'skipped':<18} {summary['skipped']} steps with a loss or gradient that was not finite"
+        )
+    unit = " nats per token" if summary["tokens_per_s"] or summary["bigram_loss"] else ""
+    for name, value in (summary["valid"] or {}).items():
+        lines.append(f"{'validation ' + name:<18} {value:.4f}{unit if name == 'loss' else ''}")
+    if summary["bigram_loss"] is not None:
+        lines.append(f"{'a bigram model':<18} {summary['bigram_loss']:.4f} nats per token on the same text")
+    return "\n".join(lines)
+
+
+def _describe_speed(summary: dict[str, Any]) -> str:
+    if summary["step_s"] is None:
+        return "the run was complete already; nothing was trained now"
+    rows = [
+        ("step time", f"{format_seconds(summary['step_s'])} (median)"),
+        ("samples/s", format_count(summary["samples_per_s"])),
+        ("tokens/s", format_count(summary["tokens_per_s"]) if summary["tokens_per_s"] else None),
+        ("communication", f"{summary['comm_share']:.1%} of the step time waiting for other ranks"),
+        ("data", f"{summary['data_share']:.1%} of the step time waiting for samples"),
+        ("FLOP/s", format_count(summary["flops_per_s"]) if summary["flops_per_s"] else None),
+        ("MFU", f"{summary['mfu']:.1%}" if summary["mfu"] else None),
+        (
+            "memory",
+            f"{format_bytes(summary['memory_bytes'])} peak on rank 0" if summary["memory_bytes"] else None,
+        ),
+    ]
+    if summary["world_size"] == 1:
+        rows = [row for row in rows if row[0] != "communication"]
+    return "\n".join(f"{name:<18} {value}" for name, value in rows if value is not None)
+
+
+def _describe_scaling(scaling: Scaling) -> str:
+    raise NotImplementedError
+
+
+def _describe_files(folder: Path) -> str:
+    names = {
+        "recipe.toml": "the resolved recipe",
+        "metrics.jsonl": "one object per step",
+        "evaluations.jsonl": "one object per evaluation",
+        "checkpoints": "paceline checkpoint show " + str(folder),
+        "tensorboard": "tensorboard --logdir " + str(folder / "tensorboard"),
+        "logs": "what each rank printed",
+    }
+    rows = [f"  {name:<18} {what}" for name, what in names.items() if (folder / name).exists()]
+    return f"files in {folder}\n" + "\n".join(rows)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(_short, value)) if isinstance(value, list) else str(value)
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else "." for c in text)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.splitlines())

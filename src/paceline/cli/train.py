@@ -1,0 +1,173 @@
+"""`paceline train RECIPE.toml`: the main job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.recipe import Recipe
+
+_DESCRIPTION = """
+Trains a recipe. If the run's folder holds an unfinished run of this recipe, goes on from its newest
+checkpoint; Ctrl-C or SIGTERM saves first. Started by torchrun or srun, it joins their ranks.
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's parser."""
+    parser = subparsers.add_parser(
+        "train", help="train a recipe on one or many ranks", description=_DESCRIPTION
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a .toml file, for example recipes/gpt-stdlib.toml")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks to start on this machine (default: layout.dp_replicate, or 1)",
+    )
+    parser.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/<name of the recipe>)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides a key of the recipe, for example train.steps=100; may be given several times",
+    )
+    parser.add_argument(
+        "--scaling", action="store_true", help="afterwards, measure the throughput against one rank"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end, and nothing else"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    from paceline.data import prepare_data
+    from paceline.place import is_launched
+    from paceline.recipe import dump_recipe, load_recipe
+    from paceline.train.run_folder import check_run_folder
+
+    recipe = load_recipe(args.recipe, args.set)
+    folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
+    if is_launched(os.environ):
+        _refuse_launcher_flags(args)
+        return _join(recipe, folder, args)
+    nproc = _choose_nproc(args.nproc, recipe)
+    check_run_folder(folder, recipe)
+    prepare_data(recipe)
+
+    from paceline.launch.local import check_launch, launch
+
+    check_launch(nproc, recipe.train.device)
+    if not args.json:
+        from paceline.cli.report import describe_recipe
+
+        print(describe_recipe(recipe, args.recipe, folder, nproc), flush=True)
+    results = launch(
+        train_on_rank,
+        nproc,
+        args=(dump_recipe(recipe), str(folder), not args.json),
+        device=recipe.train.device,
+        log_dir=folder / "logs",
+    )
+    return _tell(recipe, results[0], nproc, args)
+
+
+def train_on_rank(recipe_toml: str, folder: str, shows_progress: bool) -> dict[str, Any] | None:
+    """What every rank does; gives the summary on rank 0."""
+    import tomllib
+    from dataclasses import asdict
+
+    from paceline.cli.progress import Progress, log_to_stderr
+    from paceline.recipe import parse_recipe
+    from paceline.train.run import train_recipe
+    from paceline.train.stopping import Stopped
+    from paceline.world import start
+
+    recipe = parse_recipe(tomllib.loads(recipe_toml))
+    section = recipe.train
+    with start(
+        device=section.device,
+        timeout_s=section.timeout_s,
+        seed=section.seed,
+        threads_per_rank=section.threads_per_rank,
+        deterministic=section.deterministic,
+    ) as world:
+        log_to_stderr(world)
+        progress = Progress() if shows_progress and world.is_main else None
+        try:
+            summary = train_recipe(recipe, Path(folder), world, progress)
+        except Stopped as stopped:
+            if world.is_main:
+                if progress is not None:
+                    progress.close()
+                print(f"{stopped}. The same command goes on from there.", file=sys.stderr, flush=True)
+            raise
+        finally:
+            if progress is not None:
+                progress.close()
+    return None if summary is None else asdict(summary)
+
+
+def _join(recipe: Recipe, folder: Path, args: argparse.Namespace) -> int:
+    """As one of the ranks that torchrun, srun or mpirun started."""
+    from paceline.errors import PacelineError
+    from paceline.place import read_environment
+    from paceline.recipe import dump_recipe
+
+    place = read_environment(os.environ)
+    try:
+        summary = train_on_rank(dump_recipe(recipe), str(folder), not args.json)
+    except PacelineError as error:
+        if error.on_every_rank and place.rank != 0:
+            return error.exit_code  # rank 0 tells it
+        raise
+    return 0 if summary is None else _tell(recipe, summary, place.world_size, args)
+
+
+def _tell(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Namespace) -> int:
+    scaling = None
+    if args.scaling:
+        from paceline.bench.scaling import measure_scaling
+
+        scaling = measure_scaling(recipe, ranks=sorted({1, nproc}), steps=8, repeats=1)
+    if args.json:
+        from dataclasses import asdict
+
+        print(json.dumps(summary | {"scaling": None if scaling is None else asdict(scaling)}))
+        return 0
+    from paceline.cli.report import describe_summary
+
+    print(describe_summary(summary, scaling))
+    return 0
+
+
+def _choose_nproc(asked: int | None, recipe: Recipe) -> int:
+    from paceline.recipe import Layout
+
+    degree = recipe.layout.dp_replicate
+    if asked is None:
+        return 1 if degree == "auto" else degree
+    if degree != "auto" and asked >= 1:
+        Layout(degree).resolve(asked)
+    return asked
+
+
+def _refuse_launcher_flags(args: argparse.Namespace) -> None:
+    from paceline.errors import PacelineError
+
+    for flag, given in (("--nproc", args.nproc is not None), ("--scaling", args.scaling)):
+        if given:
+            raise PacelineError(
+                "PL601",
+                saw=f"{flag} under torchrun, srun or mpirun.",
+                rule="The ranks are there already; this process is one of them.",
+                fix=f"Leave {flag} out, or start `paceline train` by itself.",
+            )
