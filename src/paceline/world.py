@@ -23,13 +23,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
 from paceline.place import Launcher, Place, read_environment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _COUNT, _ALL, _JOINED, _LEFT = "paceline/count", "paceline/all", "paceline/joined/", "paceline/left/"
 # How long a clean close of the rank that hosts the store waits for ranks that may still read it.
@@ -77,7 +80,7 @@ class World:
     seed: int
     deterministic: bool
     _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-    _store: dist.Store | None = field(default=None, repr=False)
+    _store: Store | None = field(default=None, repr=False)
     _hosts_store: bool = field(default=False, repr=False)
     _owns_group: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
@@ -179,8 +182,8 @@ def start(
 
     Raises:
         PacelineError: PL300 to PL304 for an environment that doesn't add up, PL305 to PL308 for
-            device and backend, PL309 to PL312 where the ranks don't meet, PL313 and PL314 for
-            settings out of range or too late.
+            device and backend, PL309 to PL312 where the ranks don't meet, PL313 to PL315 for
+            settings out of range, too late, or impossible in a forked rank.
     """
     _check_settings(timeout_s, seed, threads_per_rank)
     joined = dist.is_available() and dist.is_initialized()
@@ -193,7 +196,7 @@ def start(
             _make_deterministic(undo)
         if where.type == "cuda":
             torch.cuda.set_device(where)
-        store: dist.Store | None = None
+        store: Store | None = None
         hosts = place.world_size > 1 and place.rank == 0 and not place.agent_store
         if not joined:
             store = _meet(place, timeout_s, hosts=hosts)
@@ -324,6 +327,13 @@ def usable_cores() -> int:
 
 def _set_threads(threads: int | str, place: Place, undo: contextlib.ExitStack) -> None:
     if isinstance(threads, int):
+        if FORKED and threads > 1:
+            raise PacelineError(
+                "PL315",
+                saw=f"threads_per_rank={threads} in a rank that was forked from a notebook or a shell.",
+                rule="OpenMP's threads don't survive a fork, and computing with several would hang.",
+                fix='Use "auto" or 1, or put the function that you launch into a module.',
+            )
         wanted = threads
     elif FORKED:
         wanted = 1
@@ -345,7 +355,7 @@ def _seed_everything(seed: int) -> None:
 def _make_deterministic(undo: contextlib.ExitStack) -> None:
     name = "CUBLAS_WORKSPACE_CONFIG"
     if name not in os.environ:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise PacelineError(
                 "PL314",
                 saw=f"deterministic=True after CUDA has started, with {name} unset.",
@@ -390,10 +400,10 @@ def _place_of_group() -> Place:
     )
 
 
-def _meet(place: Place, timeout_s: float, *, hosts: bool) -> dist.Store:
+def _meet(place: Place, timeout_s: float, *, hosts: bool) -> Store:
     """Returns a store that all ranks have reached."""
     if place.world_size == 1:
-        return dist.HashStore()
+        return dist.HashStore()  # type: ignore[attr-defined]
     assert place.master_addr is not None
     assert place.master_port is not None
     deadline = time.monotonic() + timeout_s
@@ -411,11 +421,11 @@ def _meet(place: Place, timeout_s: float, *, hosts: bool) -> dist.Store:
     return store
 
 
-def _host_store(place: Place, timeout_s: float) -> dist.Store:
+def _host_store(place: Place, timeout_s: float) -> Store:
     assert place.master_addr is not None
     assert place.master_port is not None
     try:
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]
             place.master_addr,
             place.master_port,
             place.world_size,
@@ -440,7 +450,7 @@ def _host_store(place: Place, timeout_s: float) -> dist.Store:
         ) from None
 
 
-def _reach_store(place: Place, timeout_s: float, deadline: float) -> dist.Store:
+def _reach_store(place: Place, timeout_s: float, deadline: float) -> Store:
     assert place.master_addr is not None
     assert place.master_port is not None
     address = f"{place.master_addr}:{place.master_port}"
@@ -463,7 +473,7 @@ def _reach_store(place: Place, timeout_s: float, deadline: float) -> dist.Store:
             )
         time.sleep(0.1)
     try:
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]
             place.master_addr,
             place.master_port,
             place.world_size,
@@ -480,7 +490,7 @@ def _reach_store(place: Place, timeout_s: float, deadline: float) -> dist.Store:
         ) from None
 
 
-def _not_all_came(store: dist.Store, place: Place, timeout_s: float) -> PacelineError:
+def _not_all_came(store: Store, place: Place, timeout_s: float) -> PacelineError:
     missing = [rank for rank in range(place.world_size) if not store.check([f"{_JOINED}{rank}"])]
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return PacelineError(
@@ -492,9 +502,7 @@ def _not_all_came(store: dist.Store, place: Place, timeout_s: float) -> Paceline
     )
 
 
-def _init_group(
-    store: dist.Store, place: Place, backend: str, device: torch.device, timeout_s: float
-) -> None:
+def _init_group(store: Store, place: Place, backend: str, device: torch.device, timeout_s: float) -> None:
     try:
         dist.init_process_group(
             backend,

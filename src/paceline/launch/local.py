@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn
 
 from paceline.errors import PacelineError
 from paceline.launch.failure import ASKED_TO_STOP, RankFailed, find_cause, read_endings
-from paceline.launch.rank import Job, run_rank
+from paceline.launch.rank import STOPPING, Job, run_rank
 from paceline.place import is_launched
 
 # What importing torch in a fresh process costs before any model (220 MB measured with gloo).
@@ -165,15 +165,12 @@ def _choose_start(
     import torch
 
     name = getattr(fn, "__qualname__", repr(fn))
-    if torch.cuda.is_initialized() or not hasattr(os, "fork"):
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if uses_cuda or not hasattr(os, "fork"):
         raise PacelineError(
             "PL324",
             saw=f"{name} can't be sent to another process ({trouble}), and "
-            + (
-                "this process uses CUDA already."
-                if torch.cuda.is_initialized()
-                else "this system has no fork."
-            ),
+            + ("this process uses CUDA already." if uses_cuda else "this system has no fork."),
             rule="Such a function is reached by forking this process, and CUDA does not survive a fork.",
             fix="Put the function into a module and import it, or call launch() before CUDA is first used.",
         )
@@ -257,11 +254,11 @@ def _run(job: Job, nproc: int, method: StartMethod, folder: Path, stop_timeout_s
             results = elastic_launch(config, run_rank)(job)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        _raise_failure(folder, rank, failure.exitcode, method)
+        _raise_failure(folder, rank, failure.exitcode)
     except SignalException as error:
         cause = find_cause(read_endings(folder))
         if cause is not None and not cause.follower:
-            _raise_failure(folder, cause.rank, cause.code, method)
+            _raise_failure(folder, cause.rank, cause.code)
         raise SystemExit(128 + error.sigval) from None
     stopped = [ending.code for ending in read_endings(folder) if ending.code in ASKED_TO_STOP]
     if stopped:
@@ -269,7 +266,7 @@ def _run(job: Job, nproc: int, method: StartMethod, folder: Path, stop_timeout_s
     return [pickle.loads(results[rank]) for rank in range(nproc)]
 
 
-def _raise_failure(folder: Path, rank: int, status: int, method: StartMethod) -> NoReturn:
+def _raise_failure(folder: Path, rank: int, status: int) -> NoReturn:
     """One error for the whole launch: that of the rank that failed first."""
     cause = find_cause(read_endings(folder))
     if cause is None or (cause.follower and status < 0):
@@ -283,13 +280,6 @@ def _raise_failure(folder: Path, rank: int, status: int, method: StartMethod) ->
     ours = cause.error()
     if ours is not None:
         raise ours from None
-    if method == "fork" and "Autograd-and-Fork" in cause.trace:
-        raise PacelineError(
-            "PL324",
-            saw="The function was forked from a process that has already computed gradients.",
-            rule="torch's autograd does not survive a fork.",
-            fix="Restart the notebook and launch before any backward(), or put the function into a module.",
-        ) from None
     raise RankFailed(cause.rank, cause.code, cause.trace) from None
 
 
@@ -322,13 +312,16 @@ def _signals(folder: Path) -> Iterator[None]:
             _kill_ranks(folder)
             return
         asked = True
+        (folder / STOPPING).touch()
         # A closed terminal asks for the same as SIGTERM: save and leave.
         wish = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         raise SignalException(f"got {wish.name}", sigval=wish)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup, and background jobs of a script
+        # nohup stays immune to hang-ups. An ignored SIGINT is taken all the same, as torchrun does: shells
+        # ignore it for every background job, and whoever sends it by hand means it.
+        if number != signal.SIGHUP or handler is not signal.SIG_IGN:
             signal.signal(number, handle)
     try:
         yield

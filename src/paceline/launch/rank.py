@@ -5,6 +5,7 @@ Protocol with the launcher, all of it in one temporary folder:
 - `alive` is a named pipe whose writing end the launcher holds. When it closes, the launcher is gone,
   however it died, and the rank ends: SIGTERM to itself, SIGKILL ten seconds later.
   (PR_SET_PDEATHSIG doesn't serve: a rank's parent is the fork server, not the launcher.)
+- `stopping` says that the launcher has been asked to stop and has passed that on.
 - `began-N` says that rank N has reached its function, `ending-N.json` how it ended (`failure.py`).
 """
 
@@ -36,6 +37,7 @@ _OF_THE_AGENT = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
 )
+STOPPING = "stopping"
 _LAUNCHER_GONE_S = 10.0
 # How long a rank may be stuck after another one has failed. The agent itself would wait for 30 s.
 _PEER_FAILED_S = 5.0
@@ -89,7 +91,11 @@ def run_rank(job: Job) -> bytes | None:
             return pickle.dumps(None)
         write_ending(folder, ending)
         if ending.kind == "exit" and ending.code in ASKED_TO_STOP:
-            return None  # a good end: the agent must not turn on the others
+            # A good end. While the agent is closing down it waits for the process to leave; at other
+            # times it would take a leaving process for a failure and turn on the others.
+            if (folder / STOPPING).exists():
+                raise SystemExit(ending.code) from None
+            return None
         if output is not None and not ending.pickled:
             sys.stderr.write(ending.trace)
         if ending.follower:
