@@ -5,8 +5,9 @@ Rank 0 writes and reads whole checkpoints; no function of this package calls a c
 
 from paceline.checkpoint.export import export_model
 from paceline.checkpoint.fingerprint import hash_tensors
-from paceline.checkpoint.folder import CheckpointFolder, Loaded, find_checkpoint, list_at, load_checkpoint
+from paceline.checkpoint.folder import CheckpointFolder
 from paceline.checkpoint.identity import check_identity, describe_identity
+from paceline.checkpoint.load import Loaded, find_checkpoint, list_at, load_checkpoint
 from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
 from paceline.checkpoint.verify import is_usable, verify
 

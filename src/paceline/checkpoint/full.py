@@ -25,6 +25,7 @@ from paceline.checkpoint.tensors import (
     FileRecord,
     HashedFile,
     UnreadableTensorsError,
+    find_aliases,
     read_infos,
     read_tensors,
     why_not_storable,
@@ -53,9 +54,14 @@ class FullContent:
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes the files will take: those of the tensors."""
+        """About how many bytes the files will take: those of the tensors, tied ones counted once."""
         held = [self.model, *(tensors for _, tensors in self.trees.values())]
-        return sum(t.numel() * t.element_size() for tensors in held for t in tensors.values())
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for tensors, aliases in ((tensors, find_aliases(tensors)) for tensors in held)
+            for name, tensor in tensors.items()
+            if name not in aliases
+        )
 
 
 def prepare(

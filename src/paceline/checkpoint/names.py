@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from paceline.errors import PacelineError
+
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 REPLACED, TMP, TRASH = ".replaced-", ".tmp-", ".trash-"
@@ -31,11 +33,25 @@ def step_of(path: Path) -> int | None:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Step to checkpoint, by rising step, valid or not; empty where there is no such folder."""
+    """Step to checkpoint, by rising step, valid or not; empty where there is no such folder.
+
+    Raises:
+        PacelineError: PL514 where the folder can't be read: that must not look like a run without any.
+    """
     found: dict[int, Path] = {}
-    if folder.is_dir():
-        for entry in sorted(folder.iterdir(), key=lambda path: path.name.startswith(REPLACED)):
+    try:
+        entries = sorted(folder.iterdir(), key=lambda path: path.name.startswith(REPLACED))
+        for entry in entries:
             step = step_of(entry)
             if step is not None and entry.is_dir():
                 found.setdefault(step, entry)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise PacelineError(
+            "PL514",
+            saw=f"{folder} can't be read: {error.strerror}.",
+            rule="A run's checkpoints are found by listing that folder.",
+            fix="Mend its permissions, or the disk.",
+        ) from error
     return dict(sorted(found.items()))

@@ -61,12 +61,19 @@ def summarize(path: Path) -> Summary:
     return Summary(
         path=path,
         step=step,
-        num_bytes=sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file()),
+        num_bytes=_count_bytes(path),
         tensors=tensors,
         loss=_read_loss(path),
         identity=identity,
         findings=verify(path, read_all=False),
     )
+
+
+def _count_bytes(path: Path) -> int:
+    try:
+        return sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
+    except OSError:  # a running run let go of it meanwhile
+        return 0
 
 
 def _read_loss(path: Path) -> float | None:

@@ -227,11 +227,9 @@ def read_infos(path: Path) -> dict[str, TensorInfo]:
 
 def _read_aliases(metadata: Mapping[str, str] | None, stored: Iterable[str]) -> dict[str, str]:
     aliases = json.loads((metadata or {}).get("aliases", "{}"))
-    names = set(stored)
-    if (
-        not isinstance(aliases, dict)
-        or not names.isdisjoint(aliases)
-        or not names.issuperset(aliases.values())
+    names = list(stored)
+    if not isinstance(aliases, dict) or any(
+        name in names or kept not in names for name, kept in aliases.items()
     ):
         raise ValueError("its aliases don't fit its tensors")
     return aliases

@@ -90,6 +90,10 @@ def _unfit(where: Path, saw: str) -> Finding:
 
 
 def _extra_files(path: Path, known: set[str]) -> list[Finding]:
+    try:
+        entries = sorted(path.iterdir())
+    except OSError:  # a running run let go of it meanwhile
+        entries = []
     return [
         Finding(
             EXTRA_FILE,
@@ -98,6 +102,6 @@ def _extra_files(path: Path, known: set[str]) -> list[Finding]:
             "It is not part of the checkpoint: nothing reads it, and it goes when the checkpoint goes.",
             "Move it elsewhere if you need it.",
         )
-        for entry in sorted(path.iterdir())
+        for entry in entries
         if entry.name not in known
     ]

@@ -1,0 +1,106 @@
+"""What the tests save, and how they compare it bit for bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoint import CheckpointFolder, Loaded
+from paceline.checkpoint.names import CHECKPOINTS, LOCK
+
+RECIPE = "[train]\nsteps = 100  # schön\n"
+IDENTITY = {"torch": "2.13.0", "threads_per_rank": 1}
+FILES = (
+    "manifest.json",
+    "model.safetensors",
+    "optimizer.json",
+    "optimizer.safetensors",
+    "recipe.toml",
+    "state.json",
+    "state.safetensors",
+)
+
+
+def make_model(step: int, size: int = 64) -> dict[str, torch.Tensor]:
+    """Tensors whose values tell the step; two of them are tied."""
+    weight = torch.arange(size * 4, dtype=torch.float32).reshape(size, 4) + step
+    return {"head.weight": weight, "embed.weight": weight, "norm.bias": torch.full((3,), step * 1.0)}
+
+
+def make_optimizer(step: int) -> dict[str, Any]:
+    """A tree like an optimizer's."""
+    moment = torch.full((64, 4), step / 3)
+    return {
+        "kind": "Adam",
+        "parameters": {"embed.weight": {"state": {"step": torch.tensor(step * 1.0), "exp_avg": moment}}},
+    }
+
+
+def make_state(step: int) -> dict[str, Any]:
+    """A tree with one of everything."""
+    return {
+        "loss": step / 7,
+        "data": {"epoch": 1, "position": (step, None)},
+        "rng": {0: torch.arange(16, dtype=torch.uint8), "numpy": np.arange(step, step + 5)},
+        "raw": bytes([step % 256, 0, 255]),
+    }
+
+
+def save(folder: CheckpointFolder, step: int, size: int = 64) -> Path:
+    """Saves what the functions above make."""
+    return folder.save(
+        step,
+        make_model(step, size),
+        make_optimizer(step),
+        make_state(step),
+        recipe_toml=RECIPE,
+        identity=IDENTITY,
+    )
+
+
+def assert_loaded(loaded: Loaded | None, step: int, size: int = 64) -> None:
+    """Asserts that all of it came back, bit for bit."""
+    assert loaded is not None
+    assert loaded.step == step
+    assert_same(loaded.model, dict(sorted(make_model(step, size).items())))
+    assert_same(loaded.optimizer, make_optimizer(step))
+    assert_same(loaded.state, make_state(step))
+    assert loaded.recipe_toml == RECIPE
+    assert loaded.identity == IDENTITY
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Asserts the same types, order, shapes and bits."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        flat, flat_other = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+        assert torch.equal(flat, flat_other)
+    elif isinstance(one, np.ndarray | np.generic):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.tobytes() == other.tobytes()
+    elif isinstance(one, dict):
+        assert len(one) == len(other)
+        for (key, item), (other_key, other_item) in zip(one.items(), other.items(), strict=True):
+            assert_same(key, other_key)
+            assert_same(item, other_item)
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for item, other_item in zip(one, other, strict=True):
+            assert_same(item, other_item)
+    elif isinstance(one, float):
+        assert math.isnan(one) == math.isnan(other)
+        assert struct.pack(">d", one) == struct.pack(">d", other)
+    else:
+        assert one == other
+
+
+def list_names(run: Path) -> list[str]:
+    """Names in the `checkpoints` folder, hidden ones included, the lock file left out."""
+    return sorted(name for name in os.listdir(run / CHECKPOINTS) if name != LOCK)
