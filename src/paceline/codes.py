@@ -707,4 +707,15 @@ PAGES: dict[str, Page] = {
         "starting its own.",
         "Leave --nproc and --scaling out, or start `paceline train` by itself.",
     ),
+    "PL620": Page(
+        "A benchmark's number below 1",
+        "Ranks, measured steps and repeats are counted from 1.",
+        "Use for example `paceline bench scaling recipes/gpt-stdlib.toml --nproc 4 --steps 20 --repeats 3`.",
+    ),
+    "PL621": Page(
+        "Some ranks on CUDA, others on the CPU",
+        'With `device = "auto"` ranks compute on CUDA only where each has a device of its own. Throughput '
+        "on one GPU and on eight CPU ranks say nothing about each other.",
+        "Measure up to as many ranks as there are devices, or all on the CPU: `--set train.device=cpu`.",
+    ),
 }

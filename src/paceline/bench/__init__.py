@@ -1,0 +1,1 @@
+"""Measures speed: numbers with a spread, from any recipe."""

@@ -1,0 +1,53 @@
+"""A measured number: its median, and how sure it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import comb
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of repeated measurements with its confidence interval.
+
+    The interval lies between two of the measurements and assumes nothing about their distribution
+    (David and Nagaraja 2003, "Order Statistics", section 7.1): the k-th smallest and the k-th largest
+    enclose the true median with probability 1 - 2 P(Binomial(n, 1/2) < k). The largest k that still
+    gives the wanted confidence is taken. Below six measurements none gives 95%; then it is the whole
+    range, and `confidence` says what that is worth.
+
+    Attributes:
+        median: of the values.
+        low: lower end of the interval.
+        high: upper end.
+        confidence: that the true median lies between them, for independent measurements.
+        num_values: how many were taken.
+    """
+
+    median: float
+    low: float
+    high: float
+    confidence: float
+    num_values: int
+
+    @classmethod
+    def of(cls, values: Iterable[float], confidence: float = 0.95) -> Spread:
+        """The spread of one value or more."""
+        ordered = sorted(values)
+        n = len(ordered)
+        assert n > 0, "a spread needs a measurement"
+        k = 1
+        while 2 * (k + 1) <= n + 1 and _cover(n, k + 1) >= confidence:
+            k += 1
+        return cls(median(ordered), ordered[k - 1], ordered[n - k], _cover(n, k), n)
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
+
+
+def _cover(n: int, k: int) -> float:
+    """Probability that the k-th smallest and the k-th largest of `n` enclose the median."""
+    outside: int = 2 * sum(comb(n, i) for i in range(k))
+    return max(0.0, 1 - outside / 2.0**n)
