@@ -402,6 +402,11 @@ PAGES: dict[str, Page] = {
         "Call `paceline.start(deterministic=True)` before anything touches CUDA.",
     ),
     "PL315": Page(
+        "No world is started",
+        "The trainer and the loader need to know which rank this is, and how many there are.",
+        "Put the training inside `with paceline.start() as world:`; one plain process works too.",
+    ),
+    "PL316": Page(
         "Several threads in a forked rank",
         "A function typed into a notebook reaches its ranks by a fork, which takes over locks but not "
         "OpenMP's threads: the first operator on several threads would wait for ever.",

@@ -182,7 +182,7 @@ def start(
 
     Raises:
         PacelineError: PL300 to PL304 for an environment that doesn't add up, PL305 to PL308 for
-            device and backend, PL309 to PL312 where the ranks don't meet, PL313 to PL315 for
+            device and backend, PL309 to PL312 where the ranks don't meet, PL313, PL314 and PL316 for
             settings out of range, too late, or impossible in a forked rank.
     """
     _check_settings(timeout_s, seed, threads_per_rank)
@@ -196,14 +196,16 @@ def start(
             _make_deterministic(undo)
         if where.type == "cuda":
             torch.cuda.set_device(where)
+        _set_threads(threads_per_rank, place, undo)
         store: Store | None = None
         hosts = place.world_size > 1 and place.rank == 0 and not place.agent_store
         if not joined:
             store = _meet(place, timeout_s, hosts=hosts)
             _init_group(store, place, names, where, timeout_s)
-        _set_threads(threads_per_rank, place, undo)
         _seed_everything(seed)
     except BaseException:
+        if not joined and dist.is_initialized():
+            _abandon_group(where)
         undo.close()
         raise
     world = World(
@@ -329,7 +331,7 @@ def _set_threads(threads: int | str, place: Place, undo: contextlib.ExitStack) -
     if isinstance(threads, int):
         if FORKED and threads > 1:
             raise PacelineError(
-                "PL315",
+                "PL316",
                 saw=f"threads_per_rank={threads} in a rank that was forked from a notebook or a shell.",
                 rule="OpenMP's threads don't survive a fork, and computing with several would hang.",
                 fix='Use "auto" or 1, or put the function that you launch into a module.',

@@ -1,0 +1,367 @@
+"""Starting a world: one process, ranks that meet or don't, and that nothing is left switched on."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline.world
+from paceline.errors import PacelineError
+from paceline.mesh import build_mesh
+from paceline.recipe.layout import Layout
+from paceline.world import start, usable_cores
+from tests.dist.pool import Pool, RankError
+
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in TORCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert not dist.is_initialized()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def place_of(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def set_place(monkeypatch: pytest.MonkeyPatch, place: Mapping[str, str]) -> None:
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+
+
+# ---- one process
+
+
+def test_a_plain_process_is_a_world_of_one() -> None:
+    with start(device="cpu") as world:
+        assert (world.rank, world.world_size, world.is_main, world.launcher) == (0, 1, True, "single")
+        assert world.device == torch.device("cpu")
+        assert world.backend == "gloo"
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [1, 1]
+        assert world.broadcast_object({"a": 1}) == {"a": 1}
+        world.barrier()
+    assert not dist.is_initialized()
+
+
+def test_a_world_of_one_opens_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("opened a store on a port")
+
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+    start(device="cpu").close()
+
+
+def test_close_twice_and_without_with() -> None:
+    world = start(device="cpu")
+    assert dist.is_initialized()
+    world.close()
+    world.close()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), PacelineError("PL999", saw="a", rule="b", fix="c")])
+def test_exceptions_pass_unchanged_and_the_group_is_destroyed(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, start(device="cpu"):
+        raise error
+    assert caught.value is error
+    assert not dist.is_initialized()
+
+
+def test_a_group_that_exists_is_joined_and_left_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with start(device="cpu") as world:
+            assert (world.rank, world.world_size, world.backend) == (0, 1, "gloo")
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_generators_are_seeded() -> None:
+    def draw(seed: int) -> tuple[float, float, float]:
+        with start(device="cpu", seed=seed):
+            return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+    first = draw(3)
+    assert draw(3) == first
+    assert all(a != b for a, b in zip(draw(4), first, strict=True))
+
+
+def test_threads_are_set_and_restored() -> None:
+    before = torch.get_num_threads()
+    with start(device="cpu", threads_per_rank=before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with start(device="cpu"):
+        assert torch.get_num_threads() == usable_cores()
+    assert torch.get_num_threads() == before
+
+
+def test_deterministic_is_switched_on_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+    def state() -> tuple[object, ...]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        )
+
+    before = state()
+    with start(device="cpu", deterministic=True) as world:
+        assert world.deterministic
+        assert state() == (True, False, True, False, ":4096:8")
+    assert state() == before
+
+
+def test_a_failed_start_restores_what_it_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_place(monkeypatch, place_of(1, 2, free_port()))
+    with pytest.raises(PacelineError):
+        start(device="cpu", deterministic=True, timeout_s=0.3)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"device": "tpu"}, "PL305"),
+        ({"device": "cuda:1"}, "PL305"),
+        ({"device": "cpu", "backend": "carrier-pigeon"}, "PL308"),
+        ({"device": "cpu", "backend": "nccl"}, "PL308"),
+        ({"timeout_s": 0}, "PL313"),
+        ({"timeout_s": -1}, "PL313"),
+        ({"timeout_s": float("nan")}, "PL313"),
+        ({"seed": -1}, "PL313"),
+        ({"seed": 1.5}, "PL313"),
+        ({"threads_per_rank": 0}, "PL313"),
+        ({"threads_per_rank": "all"}, "PL313"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, object], code: str) -> None:
+    with pytest.raises(PacelineError) as caught:
+        start(**settings)  # type: ignore[arg-type]
+    assert caught.value.code == code
+    value = next(reversed(settings.values()))
+    assert repr(value) in str(caught.value)
+
+
+def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PacelineError, match="finds no CUDA device") as caught:
+        start(device="cuda")
+    assert caught.value.code == "PL306"
+    with start() as world:
+        assert world.device.type == "cpu"
+
+
+def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    set_place(monkeypatch, place_of(2, 4, free_port()))
+    with pytest.raises(PacelineError, match="4 ranks on this node, but 2 CUDA devices") as caught:
+        start(device="cuda")
+    assert caught.value.code == "PL307"
+
+
+def test_too_late_for_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(PacelineError) as caught:
+        start(device="cpu", deterministic=True)
+    assert caught.value.code == "PL314"
+
+
+def test_threads_in_a_forked_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paceline.world, "FORKED", True)
+    with pytest.raises(PacelineError) as caught:
+        start(device="cpu", threads_per_rank=2)
+    assert caught.value.code == "PL316"
+    with start(device="cpu"):
+        assert torch.get_num_threads() == 1
+
+
+# ---- ranks that don't meet
+
+
+def test_the_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        set_place(monkeypatch, place_of(0, 2, port))
+        with pytest.raises(PacelineError, match=rf"127.0.0.1:{port}: the port is taken") as caught:
+            start(device="cpu", timeout_s=5)
+    assert caught.value.code == "PL309"
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    set_place(monkeypatch, place_of(1, 2, port))
+    with pytest.raises(PacelineError, match=rf"rank 1 of 2 found nobody at 127.0.0.1:{port}") as caught:
+        start(device="cpu", timeout_s=0.5)
+    assert caught.value.code == "PL310"
+
+
+def test_no_such_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_place(monkeypatch, {**place_of(1, 2, 1234), "MASTER_ADDR": "no-such-host.invalid"})
+    with pytest.raises(PacelineError, match=r"no-such-host\.invalid:1234") as caught:
+        start(device="cpu", timeout_s=0.3)
+    assert caught.value.code == "PL310"
+
+
+def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_place(monkeypatch, place_of(0, 3, free_port()))
+    with pytest.raises(PacelineError, match=r"1 of 3 ranks met .* missing: rank 1, 2") as caught:
+        start(device="cpu", timeout_s=0.5)
+    assert caught.value.code == "PL311"
+
+
+def test_half_set_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(PacelineError, match="Missing: WORLD_SIZE") as caught:
+        start()
+    assert caught.value.code == "PL300"
+
+
+# ---- several ranks
+
+
+def look_around(world):
+    return world.rank, world.world_size, world.launcher, world.broadcast_object(world.rank + 5, src=1)
+
+
+def test_ranks_know_themselves(ranks: Pool) -> None:
+    assert ranks.run(look_around, nproc=3) == [(rank, 3, "torchrun", 6) for rank in range(3)]
+
+
+def draw(world):
+    return random.random(), torch.rand(2).tolist(), torch.get_num_threads()
+
+
+def test_all_ranks_draw_the_same(ranks: Pool) -> None:
+    first, second = ranks.run(draw, start={"seed": 7, "threads_per_rank": "auto"})
+    assert first == second
+    assert first[2] == max(1, usable_cores() // 2)
+
+
+def leave_while_another_is_stuck(world):
+    if world.rank == 0:
+        raise ValueError("leaving")
+    dist.barrier()
+
+
+def test_an_exception_leaves_although_peers_are_stuck(ranks: Pool) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks.run(leave_while_another_is_stuck, nproc=3, timeout_s=20)
+    assert isinstance(caught.value.causes[0], ValueError)
+    assert time.monotonic() - began < 12
+
+
+def mesh_axes(world, text):
+    mesh = build_mesh(Layout.parse(text), world)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=mesh.get_group("dp_replicate"))
+    return mesh.mesh_dim_names, mesh["dp_replicate"].size(), x.item()
+
+
+@pytest.mark.parametrize("text", ["", "dp_replicate=2"])
+def test_mesh_has_the_layouts_axes(ranks: Pool, text: str) -> None:
+    assert ranks.run(mesh_axes, args=(text,)) == [(("dp_replicate",), 2, 2.0)] * 2
+
+
+def test_mesh_of_another_size(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(mesh_axes, args=("dp_replicate=3",))
+    cause = caught.value.causes[0]
+    assert isinstance(cause, PacelineError)
+    assert cause.code == "PL113"
+
+
+# ---- real launchers; without an agent rank 0 hosts the store itself
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from paceline.world import start
+with start(device="cpu", timeout_s=30) as world:
+    x = torch.tensor([world.rank + 1])
+    dist.all_reduce(x)
+    sys.stdout.write(f"{world.launcher} {world.rank} of {world.world_size} sum {x.item()}\\n")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_python_by_hand(script: Path) -> None:
+    port = free_port()
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(script)],
+            env={**os.environ, **place_of(rank, 2, port)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    out = [process.communicate(timeout=60)[0] for process in both]
+    assert out == ["torchrun 0 of 2 sum 3\n", "torchrun 1 of 2 sum 3\n"]
+    assert [process.returncode for process in both] == [0, 0]
+
+
+def test_torchrun(script: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert sorted(done.stdout.splitlines()) == ["torchrun 0 of 2 sum 3", "torchrun 1 of 2 sum 3"], done.stderr
+
+
+@pytest.mark.gpu
+def test_cuda() -> None:
+    with start() as world:
+        assert world.device == torch.device("cuda", 0)
+        assert world.backend == "cpu:gloo,cuda:nccl"
+        for device in ("cpu", "cuda"):
+            x = torch.ones(3, device=device)
+            dist.all_reduce(x)
+            assert x.tolist() == [1, 1, 1]
+        world.barrier()
+        assert world.broadcast_object("hi") == "hi"
