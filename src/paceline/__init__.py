@@ -1,0 +1,54 @@
+"""Paceline: distributed PyTorch training that gives the same answer on any number of machines.
+
+Names load on first use, so that `import paceline` doesn't wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.errors import PacelineError
+    from paceline.launch.local import RankFailed, launch
+    from paceline.recipe import Recipe, load_recipe
+    from paceline.train.stopping import Stopped
+    from paceline.train.trainer import Trainer
+    from paceline.world import World, start
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PacelineError",
+    "RankFailed",
+    "Recipe",
+    "Stopped",
+    "Trainer",
+    "World",
+    "__version__",
+    "launch",
+    "load_recipe",
+    "start",
+]
+
+_HOMES = {
+    "PacelineError": "errors",
+    "RankFailed": "launch.failure",
+    "Recipe": "recipe",
+    "Stopped": "train.stopping",
+    "Trainer": "train.trainer",
+    "World": "world",
+    "launch": "launch.local",
+    "load_recipe": "recipe",
+    "start": "world",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
