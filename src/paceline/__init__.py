@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError
-    from paceline.launch.local import RankFailed, launch
+    from paceline.launch.failure import RankFailed
+    from paceline.launch.local import launch
     from paceline.recipe import Recipe, load_recipe
     from paceline.train.stopping import Stopped
     from paceline.train.trainer import Trainer

@@ -11,6 +11,7 @@ microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +29,22 @@ class RunningStatistics:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._layers = [
+        self._modules = list(modules)
+        self._active: list[_BatchNorm] = []
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @cached_property
+    def _layers(self) -> list[_BatchNorm]:
+        # Looked up at the first step: laying out a model may replace layers.
+        return [
             layer
-            for module in modules
+            for module in self._modules
             for layer in module.modules()
             if isinstance(layer, _BatchNorm)
             and not isinstance(layer, nn.SyncBatchNorm)
             and layer.track_running_stats
             and layer.running_mean is not None
         ]
-        self._active: list[_BatchNorm] = []
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @property
     def num_values(self) -> int:

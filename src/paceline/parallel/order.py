@@ -70,5 +70,6 @@ def _synchronise_batchnorm(model: nn.Module, mesh: DeviceMesh | None) -> None:
         )
     group = mesh.get_group() if mesh is not None else None
     for name, child in model.named_children():
-        setattr(model, name, nn.SyncBatchNorm.convert_sync_batchnorm(child, group))
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(child, group)  # type: ignore[no-untyped-call]
+        setattr(model, name, converted)
     log.info("sync_batchnorm: statistics over all ranks")

@@ -62,7 +62,8 @@ class Saver:
 
     def take_loader_state(self, name: str) -> dict[str, Any] | None:
         """The loaded position of a loader, once."""
-        return self._loaded_loaders.pop(name, None)
+        state: dict[str, Any] | None = self._loaded_loaders.pop(name, None)
+        return state
 
     def save(
         self,

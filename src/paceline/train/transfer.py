@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import PacelineError
 from paceline.world import World
@@ -33,7 +33,8 @@ def run_on_main(world: World, do: Callable[[], T]) -> T:
     if not succeeded:
         value.on_every_rank = True
         raise value
-    return value
+    result: T = value
+    return result
 
 
 def load_on_main(world: World, load: Callable[[], Any]) -> Any:
@@ -44,27 +45,24 @@ def load_on_main(world: World, load: Callable[[], Any]) -> Any:
     """
     tree: Any = None
 
-    def describe() -> tuple[Any, list[Any]]:
+    def describe() -> Any:
         nonlocal tree
         tree = load()
-        leaves, spec = tree_flatten(tree)
-        return spec, [_Hole(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+        return tree_map_only(Tensor, lambda tensor: _Hole(tensor.shape, tensor.dtype), tree)
 
-    spec, leaves = run_on_main(world, describe)
+    skeleton = run_on_main(world, describe)
     if world.world_size == 1:
         return tree
-    mine, _ = tree_flatten(tree) if world.is_main else (leaves, None)
-    received = []
-    for leaf, own in zip(leaves, mine, strict=True):
-        if not isinstance(leaf, _Hole):
-            received.append(leaf)
-            continue
-        tensor = own.contiguous() if world.is_main else torch.empty(leaf.shape, dtype=leaf.dtype)
+    own = iter([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)])
+
+    def receive(hole: _Hole) -> Tensor:
+        tensor = next(own).contiguous() if world.is_main else torch.empty(hole.shape, dtype=hole.dtype)
         if tensor.numel():
             # As bytes: gloo doesn't know every dtype, and bits are what matters here.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
-        received.append(tensor)
-    return tree_unflatten(received, spec)
+        return tensor
+
+    return tree_map_only(_Hole, receive, skeleton)
 
 
 class _Hole:
