@@ -1,0 +1,46 @@
+"""`paceline explain CODE`: the page behind a code that a message carries."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import textwrap
+
+from paceline.codes import PAGES
+from paceline.errors import PacelineError
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's parser."""
+    parser = subparsers.add_parser("explain", help="the page behind a code such as PL102")
+    parser.add_argument("code", nargs="?", metavar="CODE", help="without it, all codes are listed")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    if args.code is None:
+        if args.json:
+            print(json.dumps({code: page.title for code, page in PAGES.items()}))
+        else:
+            print("\n".join(f"{code}  {page.title}" for code, page in PAGES.items()))
+        return 0
+    code = args.code.strip("[]").upper()
+    if code not in PAGES:
+        near = difflib.get_close_matches(code, PAGES, n=1)
+        raise PacelineError(
+            "PL602",
+            saw=f"there is no page for {args.code!r}.",
+            rule="Codes stand at the end of messages, in square brackets: PL and three digits.",
+            fix=f"Did you mean {near[0]}?" if near else "`paceline explain` lists all.",
+        )
+    page = PAGES[code]
+    if args.json:
+        print(json.dumps({"code": code, "title": page.title, "why": page.why, "fix": page.fix}))
+        return 0
+    print(f"{code}  {page.title}\n")
+    for name, text in (("Why", page.why), ("Fix", page.fix)):
+        print(textwrap.fill(text, 88, initial_indent=f"{name}:  ", subsequent_indent="      "))
+    return 0

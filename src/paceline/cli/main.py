@@ -1,0 +1,80 @@
+"""The command line: finds the command, runs it, turns errors into words and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import paceline
+from paceline.errors import PacelineError, RecipeErrors
+from paceline.launch.failure import RankFailed
+
+# One module per command; each has `register(subparsers)` and is light to import.
+_COMMANDS = ("train", "checkpoint", "bench", "explain")
+_DESCRIPTION = "Distributed PyTorch training that gives the same answer on any number of machines."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what was meant, and what to type instead, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("invalid choice: ")[2].split("'")[1:2]
+        choices = [name for action in self._actions if action.choices for name in action.choices]
+        if message.startswith("unrecognized arguments: "):
+            unknown = [message.split(": ", 1)[1].split()[0].split("=")[0]]
+            choices = [option for action in self._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], map(str, choices), n=1) if unknown else []
+        hint = f" Did you mean {near[0]}?" if near else f" See {self.prog} --help."
+        self.exit(2, f"{self.prog}: {message}.{hint} [PL600]\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `paceline ARGV...`.
+
+    Returns:
+        0 good, 1 found something, 2 wrong input; 128 + the signal's number where it was asked to stop.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except PacelineError as error:
+        _tell(error, as_json=getattr(args, "json", False))
+        return error.exit_code
+    except RankFailed as failure:
+        print(f"paceline: {failure}", file=sys.stderr)
+        return failure.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`); nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all commands; importing none of their heavy parts."""
+    parser = _Parser(prog="paceline", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"paceline {paceline.__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in _COMMANDS:
+        importlib.import_module(f"paceline.cli.{name}").register(subparsers)
+    return parser
+
+
+def _tell(error: PacelineError, *, as_json: bool) -> None:
+    if not as_json:
+        print(f"paceline: {error}", file=sys.stderr)
+        return
+    problems = error.problems if isinstance(error, RecipeErrors) else [error]
+    found: list[dict[str, Any]] = [
+        {"code": p.code, "saw": p.saw, "rule": p.rule, "fix": p.fix} for p in problems
+    ]
+    print(json.dumps({"error": found[0], "errors": found}))
