@@ -81,10 +81,14 @@ class Bench:
     tokens_per_sample: int | None
     num_parameters: int
 
-    def synchronise(self) -> None:
-        """Waits for the device and for all ranks."""
+    def wait_for_device(self) -> None:
+        """Waits until this rank's device has nothing left to do."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
+
+    def synchronise(self) -> None:
+        """Waits for the device and for all ranks."""
+        self.wait_for_device()
         self.world.barrier()
 
 

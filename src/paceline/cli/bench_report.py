@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.units import format_count, format_seconds
+from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from paceline.bench.overhead import Overhead
     from paceline.bench.scaling import Scaling, ScalingPoint
     from paceline.bench.spread import Spread
 
@@ -31,6 +32,41 @@ def describe_scaling(scaling: Scaling) -> str:
             )
         )
     return "\n\n".join([_describe_conditions(scaling), format_rows(table), _draw_bars(scaling.points)])
+
+
+def describe_overhead(overhead: Overhead) -> str:
+    """What a step takes with and without communication, and what was measured."""
+    threads = overhead.threads_per_rank
+    conditions = [
+        f"overhead of communication: {format_count(overhead.num_parameters)} parameters on "
+        f"{overhead.num_ranks} ranks, {overhead.device}",
+        f"  global batch of {overhead.global_batch_size} samples, microbatches of {overhead.microbatch_size}, "
+        f"{format_bytes(overhead.gradient_bytes)} of gradients per step, "
+        f"{threads} thread{'s' if threads > 1 else ''} per rank",
+        f"  {overhead.num_repeats} pairs of blocks of {overhead.num_steps} steps, alternating; median and "
+        f"{overhead.comm_share.confidence:.0%} confidence interval",
+    ]
+    if overhead.device == "cpu" and overhead.num_ranks * threads > overhead.num_cores:
+        conditions.append(
+            f"  {overhead.num_ranks} ranks of {threads} thread{'s' if threads > 1 else ''} are more than the "
+            f"{overhead.num_cores} cores: they wait for each other"
+        )
+    rows = [
+        ("whole step", _milliseconds(overhead.total_s), ""),
+        ("compute alone", _milliseconds(overhead.compute_s), "on the slowest rank"),
+        ("share of communication", _span(overhead.comm_share, ".1%"), "of the whole step, pair by pair"),
+        (
+            "waited for ranks and wire",
+            f"{overhead.exposed_share:.1%}",
+            "by the trainer's own clock, as in metrics",
+        )
+        if overhead.device == "cpu"
+        else ("waited for ranks and wire", "-", "not seen by the host on CUDA"),
+        ("uneven compute", f"{overhead.imbalance:.1%}", "the average rank has so much less than the slowest"),
+    ]
+    width, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    table = "\n".join(f"{a:<{width}}  {b:<{values}}  {c}".rstrip() for a, b, c in rows)
+    return "\n\n".join(["\n".join(conditions), table])
 
 
 def format_rows(rows: Sequence[tuple[str, ...]]) -> str:
@@ -65,8 +101,8 @@ def _describe_conditions(scaling: Scaling) -> str:
     most = scaling.points[-1].num_ranks
     if scaling.device == "cpu" and most * threads > scaling.num_cores:
         lines.append(
-            f"  {most} ranks of {threads} thread{'s' if threads > 1 else ''} are more than the {scaling.num_cores} cores: they wait "
-            "for each other"
+            f"  {most} ranks of {threads} thread{'s' if threads > 1 else ''} are more than the "
+            f"{scaling.num_cores} cores: they wait for each other"
         )
     return "\n".join(lines)
 
@@ -95,6 +131,10 @@ def _span(spread: Spread, spec: str) -> str:
     if spread.num_values == 1 or spread.low == spread.high:
         return f"{spread.median:{spec}}"
     return f"{spread.median:{spec}} ({spread.low:{spec}}..{spread.high:{spec}})"
+
+
+def _milliseconds(spread: Spread) -> str:
+    return f"{spread.median * 1e3:.4g} ms ({spread.low * 1e3:.4g}..{spread.high * 1e3:.4g})"
 
 
 def _confidence(spread: Spread) -> str:

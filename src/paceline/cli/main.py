@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import paceline
@@ -28,10 +28,18 @@ class _Parser(argparse.ArgumentParser):
         choices = [name for action in self._actions if action.choices for name in action.choices]
         if message.startswith("unrecognized arguments: "):
             unknown = [message.split(": ", 1)[1].split()[0].split("=")[0]]
-            choices = [option for action in self._actions for option in action.option_strings]
+            choices = list(_list_options(self))
         near = difflib.get_close_matches(unknown[0], map(str, choices), n=1) if unknown else []
         hint = f" Did you mean {near[0]}?" if near else f" See {self.prog} --help."
         self.exit(2, f"{self.prog}: {message}.{hint} [PL600]\n")
+
+
+def _list_options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _list_options(command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

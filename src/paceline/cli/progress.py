@@ -7,7 +7,8 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from paceline.train.evaluation import Evaluation
 from paceline.train.step import Step

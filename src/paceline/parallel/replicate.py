@@ -24,13 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
 from paceline.recipe.schema import DdpSection
 
-CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 Compute = Callable[[Any], tuple[Tensor, Tensor]]
 
 # torch 2.13 renamed it and deprecates the old name.
@@ -50,7 +51,7 @@ class _ZeroLoss(torch.autograd.Function):
         return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _grad: Tensor) -> Any:
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
@@ -68,7 +69,8 @@ class LossModule(nn.Module):
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
         """Gives `compute(batch)`, or for `batch=None` a zero that reaches every parameter."""
         if batch is None:
-            zero = _ZeroLoss.apply(*(p for p in self.model.parameters() if p.requires_grad))
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            zero: Tensor = _ZeroLoss.apply(*trained)  # type: ignore[no-untyped-call]
             return zero, zero.detach()
         return compute(batch)
 
@@ -92,6 +94,7 @@ class Replica:
     Attributes:
         group: the ranks that hold copies.
         num_ranks: how many they are.
+        silent: whether backwards reduce nothing at the moment, see `silenced`.
 
     Communication: one all-reduce of the gradients per synchronising backward, 2(n-1)/n times their
     bytes per rank on a ring of n.
@@ -116,6 +119,7 @@ class Replica:
         self.group = mesh.get_group()
         self._averaging_hook = comm_hook
         self.num_ranks = mesh.size()
+        self.silent = False
         self.last_bucket_launched = False
         self._backward_start_s = 0.0
         self._last_launch_s = 0.0
@@ -125,7 +129,7 @@ class Replica:
         self._ddp = DistributedDataParallel(
             self._loss_module,
             process_group=self.group,
-            **{_BUFFERS_ARGUMENT: settings.broadcast_buffers},
+            **{_BUFFERS_ARGUMENT: settings.broadcast_buffers},  # type: ignore[arg-type]
             bucket_cap_mb=settings.bucket_cap_mb,
             find_unused_parameters=settings.find_unused_parameters,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
@@ -141,17 +145,27 @@ class Replica:
 
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
         """Runs `compute(batch)` under DDP; `batch=None` stands for no microbatch at all."""
-        return self._ddp(compute, batch)
+        result: tuple[Tensor, Tensor] = self._ddp(compute, batch)
+        return result
 
     @contextmanager
     def synchronising(self, sync: bool) -> Iterator[None]:
         """Around forward and backward of a microbatch: whether its backward reduces the gradients."""
-        if not sync:
+        if not sync or self.silent:
             with self._ddp.no_sync():
                 yield
             return
         self.last_bucket_launched = False
         yield
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Inside, no backward reduces: for timing compute alone. Each rank keeps its own gradients."""
+        self.silent = True
+        try:
+            yield
+        finally:
+            self.silent = False
 
     def backward(self, loss: Tensor) -> float:
         """Runs backward; gives the seconds it waited for communication after the last gradient.
@@ -184,7 +198,7 @@ class Replica:
             "loss does not use.",
         )
 
-    def _reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self._last_launch_s = time.perf_counter()
         if bucket.is_last():
             self.last_bucket_launched = True
@@ -192,8 +206,9 @@ class Replica:
             state, hook = self._averaging_hook
             return hook(state, bucket)
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
-        return work.get_future().then(_first_tensor)
+        reduced: torch.futures.Future[Tensor] = work.get_future().then(_first_tensor)
+        return reduced
 
 
-def _first_tensor(future: torch.futures.Future[Any]) -> Tensor:
+def _first_tensor(future: torch.futures.Future[list[Tensor]]) -> Tensor:
     return future.value()[0]

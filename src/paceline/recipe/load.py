@@ -32,7 +32,9 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=3)
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.toml")], n=3, cutoff=0.7
+        )
         hint = "Give the path of a .toml file, for example recipes/gpt-stdlib.toml."
         if near:
             hint = f"Did you mean {' or '.join(str(path.parent / name) for name in near)}?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ class Trainer:
         self._loaders: dict[str, Loader] = {}
         self._requests = StopRequests()
         self._stop_signum = 0
+        self._went_apart = False
         self._writer: MetricsWriter | None = None
         self._metrics_from: int | None = None
         self._last_step_end_s = time.perf_counter()
@@ -256,9 +258,16 @@ class Trainer:
             The checkpoint's folder.
 
         Raises:
-            PacelineError: PL403 before `resume` named a folder, PL5xx where writing fails; earlier
-                checkpoints stay as they are.
+            PacelineError: PL403 before `resume` named a folder, PL433 after `without_communication`, PL5xx
+                where writing fails; earlier checkpoints stay as they are.
         """
+        if self._went_apart:
+            raise PacelineError(
+                "PL433",
+                saw="save() after steps without communication.",
+                rule="Each rank's weights went their own way, so there is no state of the run to save.",
+                fix="Measure with a trainer of its own, and train with another.",
+            )
         return self._saver.save(
             self.models,
             self._updates,
@@ -361,6 +370,19 @@ class Trainer:
         place, alike on every rank.
         """
         self._updates[model].gradient_hooks.append(hook)
+
+    @contextmanager
+    def without_communication(self) -> Iterator[None]:
+        """Steps inside compute this rank's share and nothing else: to time what communication costs.
+
+        The ranks' weights go apart, so the trainer is good for measuring only; `save` refuses from here on.
+        `SyncBatchNorm`, whose exchange is a part of the forward, still communicates.
+        """
+        self._went_apart = True
+        with ExitStack() as stack:
+            for update in self._updates.values():
+                stack.enter_context(update.silenced())
+            yield
 
     def leave_if_asked(self) -> None:
         """Saves and raises `Stopped` if the last step told that some rank was asked to stop; collective.

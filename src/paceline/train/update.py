@@ -143,12 +143,13 @@ class Update:
             count_flops: whether to count the floating-point operations of the first microbatch.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        talking = None if self._replica is None or self._replica.silent else self._replica
         agreement = Agreement(
             share.num_microbatches,
             self._statistics.num_values,
             len(self._named) if self._used is not None else 0,
             self._precision.device,
-            None if self._replica is None else self._replica.group,
+            None if talking is None else talking.group,
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
@@ -162,9 +163,13 @@ class Update:
                 comm_s += self._run_microbatch(compute, index, batch, agreement, launch if is_last else None)
         if not share.microbatches:
             comm_s += self._run_nothing(launch)
-        if self._replica is not None and self._used is None:
-            self._replica.check_reduced()
+        if talking is not None and self._used is None:
+            talking.check_reduced()
         return self._finish(agreement, comm_s)
+
+    def silenced(self) -> AbstractContextManager[None]:
+        """Inside, `run` computes this rank's microbatches and communicates nothing, see `Replica.silenced`."""
+        return nullcontext() if self._replica is None else self._replica.silenced()
 
     def state_dict(self) -> dict[str, Any]:
         """Schedule, scaler and unit; the optimizer's own state is `optimizer_state`."""
@@ -299,7 +304,7 @@ class Update:
                 assert self._used is not None
                 self._used[number] = True
 
-            parameter.register_post_accumulate_grad_hook(mark)
+            parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
 
     def _drop_unused(self, used: list[bool]) -> None:
         """As in one process, a parameter that nobody used has no gradient (and no weight decay)."""
