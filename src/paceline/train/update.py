@@ -168,7 +168,7 @@ class Update:
         return self._finish(agreement, comm_s)
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Inside, `run` computes this rank's microbatches and communicates nothing, see `Replica.silenced`."""
+        """Inside, `run` computes this rank's share and communicates nothing, see `Replica.silenced`."""
         return nullcontext() if self._replica is None else self._replica.silenced()
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,10 +222,12 @@ class Update:
     def _run_nothing(self, launch: _Launch) -> float:
         """Joins the collectives of a step in which this rank owns no microbatch, in their order."""
         assert self._replica is not None
-        if self._used is None:
-            launch.now()
         with self._replica.synchronising(True):
+            # First, as on the others: DDP has collectives of its own in a forward (buffers, and the new
+            # order of the buckets in the second step).
             zero, _ = self._replica.forward(_no_compute, None)
+            if self._used is None:
+                launch.now()
             comm_s = self._replica.backward(zero)
         if self._used is not None:
             self._used[:] = [False] * len(self._used)  # zeros are no use of a parameter
