@@ -40,7 +40,8 @@ def describe_overhead(overhead: Overhead) -> str:
     conditions = [
         f"overhead of communication: {format_count(overhead.num_parameters)} parameters on "
         f"{overhead.num_ranks} ranks, {overhead.device}",
-        f"  global batch of {overhead.global_batch_size} samples, microbatches of {overhead.microbatch_size}, "
+        f"  global batch of {overhead.global_batch_size} samples, "
+        f"microbatches of {overhead.microbatch_size}, "
         f"{format_bytes(overhead.gradient_bytes)} of gradients per step, "
         f"{threads} thread{'s' if threads > 1 else ''} per rank",
         f"  {overhead.num_repeats} pairs of blocks of {overhead.num_steps} steps, alternating; median and "
