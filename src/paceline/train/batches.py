@@ -61,14 +61,14 @@ def weigh(loss: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def share_batch(batch: Any, world: World, microbatch_size: int | None) -> Share:
     """This rank's samples as its share of a global batch made of all ranks' samples; collective.
 
-    Microbatches are numbered through in the order of ranks. Costs one all-gather of 8 bytes per rank.
+    Microbatches are numbered through in the order of ranks. Costs one all-reduce of 8 bytes per rank.
     """
     num_samples = count_samples(batch)
     counts = [num_samples]
     if world.world_size > 1:
-        mine = torch.tensor([num_samples], dtype=torch.int64, device=world.device)
-        all_counts = torch.empty(world.world_size, dtype=torch.int64, device=world.device)
-        dist.all_gather_into_tensor(all_counts, mine)
+        all_counts = torch.zeros(world.world_size, dtype=torch.int64, device=world.device)
+        all_counts[world.rank] = num_samples
+        dist.all_reduce(all_counts)
         counts = all_counts.tolist()
     cuts = [split_microbatches(count, microbatch_size or max(1, count)) for count in counts]
     first = sum(len(cut) for cut in cuts[: world.rank])
