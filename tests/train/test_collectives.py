@@ -1,0 +1,199 @@
+"""What travels per step: one round of gradients, one small packed vector, nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import TensorDataset
+
+from paceline.train.trainer import Trainer
+from tests.dist.pool import Pool
+from tests.dist.recorder import RECORD, recorded_collectives
+
+NUM_PARAMETERS = 12 * 64 + 64 + 64 * 64 + 64 + 64 * 3 + 3
+HEADER, PER_MICROBATCH, PER_BATCHNORM = 4, 2, 2 * 64 + 1
+
+
+def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    if model is None:
+        model = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    return Trainer(
+        model,
+        forward=lambda model, batch: model(batch[0]),
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
+        microbatch_size=2,
+        **settings,
+    )
+
+
+def data(num_samples: int) -> TensorDataset:
+    return TensorDataset(torch.randn(num_samples, 12, generator=torch.Generator().manual_seed(0)))
+
+
+def collectives_of_a_step(
+    world: Any, global_batch_size: int, num_steps: int, settings: dict[str, Any]
+) -> Any:
+    """Per step, the collectives; the first two steps are left out (DDP orders its buckets in the second)."""
+    trainer = build_trainer(**settings)
+    steps = []
+    for number, share in enumerate(
+        trainer.loader(data(global_batch_size * num_steps), global_batch_size=global_batch_size)
+    ):
+        before = len(recorded_collectives())
+        trainer.step(share)
+        if number >= 2:
+            steps.append(recorded_collectives(before))
+    return steps
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
+def test_a_step_is_one_agreement_and_one_round_of_gradients(
+    ranks: Pool, nproc: int, num_microbatches: int
+) -> None:
+    settings = {"ddp": {"bucket_cap_mb": 0.01}, "clip_norm": 0.1}
+    args = (2 * num_microbatches, 5, settings)
+    results = ranks.run(collectives_of_a_step, nproc=nproc, args=args, env=RECORD)
+    for steps in results:
+        assert len(steps) == 3
+        for agreement, *gradients in steps:
+            assert agreement == ("all_reduce", (HEADER + PER_MICROBATCH * num_microbatches,))
+            assert len(gradients) > 1, "several buckets"
+            assert {name for name, _ in gradients} == {"all_reduce"}
+            assert sum(size for _, (size,) in gradients) == NUM_PARAMETERS
+    assert all(steps == results[0] for steps in results)
+
+
+def batchnorm_steps(world: Any, settings: dict[str, Any]) -> Any:
+    model = nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.Linear(64, 3))
+    return collectives_of_a_step(world, 8, 4, {"model": model, **settings})
+
+
+def test_running_statistics_travel_in_the_same_vector(ranks: Pool) -> None:
+    for steps in ranks.run(batchnorm_steps, args=({},), env=RECORD):
+        for step in steps:
+            length = HEADER + 4 * (PER_MICROBATCH + PER_BATCHNORM)
+            assert [name for name, _ in step] == ["all_reduce"] * 2
+            assert step[0] == ("all_reduce", (length,))
+
+
+def test_broadcast_buffers_is_what_asks_for_more(ranks: Pool) -> None:
+    settings = {"ddp": {"broadcast_buffers": True}}
+    for steps in ranks.run(batchnorm_steps, args=(settings,), env=RECORD):
+        for step in steps:
+            names = [name for name, _ in step]
+            assert names[-2:] == ["all_reduce"] * 2
+            assert names[:-2], "the buffers"
+            assert set(names[:-2]) == {"broadcast"}
+
+
+def test_finding_unused_parameters_costs_a_map_of_them(ranks: Pool) -> None:
+    settings = {"ddp": {"find_unused_parameters": True}}
+    for steps in ranks.run(collectives_of_a_step, args=(8, 4, settings), env=RECORD):
+        for step in steps:
+            num_tensors = 6
+            agreement = ("all_reduce", (HEADER + 4 * PER_MICROBATCH + num_tensors,))
+            assert sorted(step) == sorted(
+                [agreement, ("all_reduce", (num_tensors,)), ("all_reduce", (NUM_PARAMETERS,))]
+            )
+
+
+def counting_hook(seen: list[int], bucket: Any) -> Any:
+    seen.append(bucket.buffer().numel())
+    return allreduce_hook(None, bucket)
+
+
+def count_buckets(world: Any) -> tuple[list[int], int]:
+    seen: list[int] = []
+    trainer = build_trainer(comm_hook=(seen, counting_hook))
+    for share in trainer.loader(data(36), global_batch_size=12):
+        trainer.step(share)
+    return seen, trainer.step_number
+
+
+def test_a_users_hook_sees_each_gradient_once_per_step(ranks: Pool) -> None:
+    for seen, num_steps in ranks.run(count_buckets):
+        assert num_steps == 3
+        assert sum(seen) == 3 * NUM_PARAMETERS
+
+
+def other_collectives(world: Any) -> dict[str, Any]:
+    trainer = build_trainer()
+    loader, result = trainer.loader(data(30), global_batch_size=10, shuffle=False), {}
+
+    def record(name: str, do: Any) -> None:
+        before = len(recorded_collectives())
+        do()
+        result[name] = [kind for kind, _ in recorded_collectives(before)]
+
+    record("evaluate", lambda: trainer.evaluate(loader))
+    for _ in range(2):
+        trainer.step((torch.randn(3, 12),))
+    record("raw batch", lambda: trainer.step((torch.randn(3, 12),)))
+    record("loader", lambda: trainer.loader(data(4), global_batch_size=2))
+    return result
+
+
+def test_evaluation_is_one_collective_and_a_raw_batch_costs_one_more(ranks: Pool) -> None:
+    for result in ranks.run(other_collectives, env=RECORD):
+        assert result["evaluate"] == ["all_reduce"]
+        assert result["raw batch"] == ["all_reduce"] * 3
+        assert result["loader"] == []
+
+
+def one_rank(world: Any) -> list[Any]:
+    before = len(recorded_collectives())
+    trainer = build_trainer()
+    for share in trainer.loader(data(8), global_batch_size=4):
+        trainer.step(share)
+    return recorded_collectives(before)
+
+
+def test_one_rank_talks_to_nobody(ranks: Pool) -> None:
+    assert ranks.run(one_rank, nproc=1, env=RECORD) == [[]]
+
+
+def before_the_last_backward(world: Any) -> list[str]:
+    """The order of events within a step: the agreement travels while the last gradients are computed."""
+    events: list[str] = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            events.append("forward")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            events.append("backward")
+            return grad
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Watch.apply(super().forward(x))
+
+    trainer = build_trainer(Model(12, 3))
+    all_reduce = torch.distributed.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        events.append("agreement" if tensor.dtype == torch.float64 else "gradients")
+        return all_reduce(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = noted
+    try:
+        for share in trainer.loader(data(8), global_batch_size=8):
+            trainer.step(share)
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return events
+
+
+def test_the_agreement_travels_while_gradients_are_computed(ranks: Pool) -> None:
+    for events in ranks.run(before_the_last_backward):
+        assert events == ["forward", "backward", "forward", "agreement", "backward", "gradients"]
