@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,12 @@ from paceline.place import is_launched
 # What importing torch in a fresh process costs before any model (220 MB measured with gloo).
 RANK_BYTES = 250_000_000
 _RANKS_PER_CORE = 8
-_PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "paceline.launch.rank"]
+_PRELOAD = [
+    "paceline.launch.own_session",
+    *("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "paceline.launch.rank"),
+]
+# `timeout` and some schedulers send a signal twice, to the process and to its group.
+_SECOND_AFTER_S = 0.5
 # torch reads some of these when it is imported, which the fork server did when it started.
 _READ_AT_IMPORT = ("TORCH", "PYTORCH", "CUDA", "NCCL", "GLOO", "OMP", "MKL", "KMP", "LD_", "PYTHON")
 _server_environ: dict[str, str] | None = None
@@ -223,8 +229,15 @@ def _run(job: Job, nproc: int, method: StartMethod, folder: Path, stop_timeout_s
 
     if method == "forkserver":
         import multiprocessing
+        from multiprocessing import resource_tracker
 
         multiprocessing.set_forkserver_preload(_PRELOAD)
+        # It ignores Ctrl-C and SIGTERM by itself, but a closing terminal would end it before the ranks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        try:
+            resource_tracker.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     settings: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -298,20 +311,21 @@ def _alive_pipe(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _signals(folder: Path) -> Iterator[None]:
-    """Passes the first Ctrl-C or SIGTERM on to the ranks by way of the agent; the second kills them."""
+    """Passes the first Ctrl-C or SIGTERM on to the ranks by way of the agent; a second Ctrl-C kills them."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
-    asked = False
+    asked_s: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            _kill_ranks(folder)
+        nonlocal asked_s
+        if asked_s is not None:
+            if number == signal.SIGINT and time.monotonic() - asked_s > _SECOND_AFTER_S:
+                _kill_ranks(folder)
             return
-        asked = True
+        asked_s = time.monotonic()
         (folder / STOPPING).touch()
         # A closed terminal asks for the same as SIGTERM: save and leave.
         wish = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)

@@ -43,6 +43,7 @@ _LAUNCHER_GONE_S = 10.0
 _PEER_FAILED_S = 5.0
 # How long a follower waits for the rank that failed first to put its record down.
 _CAUSE_S = 3.0
+_launcher_gone = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def run_rank(job: Job) -> bytes | None:
         if ending.kind == "exit" and ending.code in ASKED_TO_STOP:
             # A good end. While the agent is closing down it waits for the process to leave; at other
             # times it would take a leaving process for a failure and turn on the others.
-            if (folder / STOPPING).exists():
+            if (folder / STOPPING).exists() or _launcher_gone.is_set():
                 raise SystemExit(ending.code) from None
             return None
         if output is not None and not ending.pickled:
@@ -164,6 +165,7 @@ def _watch(folder: Path, rank: int) -> None:
         cause = find_cause([e for e in read_endings(folder) if e.rank != rank])
         if cause is not None and time.time() - cause.time_s > _PEER_FAILED_S:
             os.kill(os.getpid(), signal.SIGKILL)
+    _launcher_gone.set()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_LAUNCHER_GONE_S)
     os.kill(os.getpid(), signal.SIGKILL)
