@@ -19,8 +19,11 @@ not: without a trainer the loader behaves like any other, a full pass per `for`.
 from __future__ import annotations
 
 import collections.abc
+import itertools
+import os
 import signal
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -143,6 +146,9 @@ class Loader:
         self._sampler = _Sampler()
         self._fetcher = self._build_fetcher(dataset, rank, world_size, collate)
         self._torch_loader = self._build_torch_loader(num_workers, prefetch, _choose_pinning(pin_memory))
+        # Holds torch's loader until ours is gone: in a garbage cycle its queues would go first, and ending
+        # each worker would take 10 s. So nothing in torch's loader may refer to ours.
+        weakref.finalize(self, _end_workers, self._torch_loader, os.getpid())
 
     @property
     def epoch(self) -> int:
@@ -158,7 +164,7 @@ class Loader:
         """Global batches of a full epoch; a TypeError for streams, whose length nobody knows."""
         if self.num_samples is None:
             raise TypeError(f"{self.name} is a stream, whose length is known only at its end.")
-        return self._count_batches(self.num_samples)
+        return _count_batches(self.num_samples, self.global_batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Share]:
         self._turn += 1
@@ -222,14 +228,16 @@ class Loader:
                 )
         self._turn += 1
         position = Position(counts["epoch"] or 0, counts["number"] or 0, counts["samples"] or 0)
-        if self.num_samples is not None and not self._count_batches(self.num_samples - position.samples):
-            position = Position(position.epoch + 1)  # what is left is less than a batch and is dropped
+        if self.num_samples is not None:
+            num_left = self.num_samples - position.samples
+            if not _count_batches(num_left, self.global_batch_size, self.drop_last):
+                position = Position(position.epoch + 1)  # what is left is less than a batch and is dropped
         self._position = position
 
     def close(self) -> None:
         """Ends the workers. Iterating again starts new ones."""
         self._turn += 1
-        self._torch_loader._iterator = None
+        _end_workers(self._torch_loader, os.getpid())
 
     def _give_out(self, turn: int) -> Iterator[Share]:
         while self.epochs is None or self._position.epoch < self.epochs:
@@ -258,10 +266,11 @@ class Loader:
 
     def _fetch_epoch(self, start: Position) -> Iterator[Item]:
         """Items from a position to the end of its epoch, as the workers deliver them."""
-        self._sampler.keys = self._list_keys(start)
+        self._sampler.keys = _list_keys(start, self.global_batch_size, self.num_samples, self.drop_last)
         with warnings.catch_warnings():
             _ignore_worker_warnings()
             items = iter(self._torch_loader)
+        _let_workers_be_killed(items)
         for item in items:
             if isinstance(item, PacelineError):
                 raise item
@@ -271,24 +280,6 @@ class Loader:
             if item.start == 0 or item.start < start.samples:
                 raise self._short_stream(item.start, start)
             return
-
-    def _list_keys(self, start: Position) -> Iterator[Key]:
-        epoch, number, samples = start
-        size = self.global_batch_size
-        if self.num_samples is None:
-            while True:  # only a worker sees where the stream ends
-                yield Key(epoch, number, samples, samples + size)
-                number, samples = number + 1, samples + size
-        num_batches = self._count_batches(self.num_samples - samples)
-        for batch in range(num_batches):
-            stop = min(samples + size, self.num_samples)
-            yield Key(epoch, number + batch, samples, stop, batch == num_batches - 1)
-            samples = stop
-
-    def _count_batches(self, num_samples: int) -> int:
-        if self.drop_last:
-            return num_samples // self.global_batch_size
-        return -(-num_samples // self.global_batch_size)
 
     @property
     def _kind(self) -> str:
@@ -381,8 +372,42 @@ def _prepare_worker(worker_id: int) -> None:
     """Lets a worker outlive the signals that ask a run to stop: terminals and schedulers send them to all
     processes, and the rank still wants to finish its step and save. Workers end with their rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(120))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _let_workers_be_killed(torch_iterator: Any) -> None:
+    """Makes `terminate()`, which torch and a rank that exits call on workers, kill them for certain, as they
+    ignore SIGTERM."""
+    for worker in getattr(torch_iterator, "_workers", ()):
+        worker._popen.terminate = worker._popen.kill
+
+
+def _end_workers(torch_loader: DataLoader[Any], owner_pid: int) -> None:
+    iterator: Any = torch_loader._iterator
+    if iterator is not None and os.getpid() == owner_pid:  # a forked worker must not end its siblings
+        iterator._shutdown_workers()
+        torch_loader._iterator = None
+
+
+def _list_keys(
+    start: Position, global_batch_size: int, num_samples: int | None, drop_last: bool
+) -> Iterator[Key]:
+    """The global batches from a position to the end of its epoch; without end for a stream, as only a
+    worker sees where that ends."""
+    epoch, number, samples = start
+    num_batches = None
+    if num_samples is not None:
+        num_batches = _count_batches(num_samples - samples, global_batch_size, drop_last)
+    for batch in itertools.count() if num_batches is None else range(num_batches):
+        stop = samples + global_batch_size
+        if num_samples is not None:
+            stop = min(stop, num_samples)
+        yield Key(epoch, number + batch, samples, stop, batch + 1 == num_batches)
+        samples = stop
+
+
+def _count_batches(num_samples: int, global_batch_size: int, drop_last: bool) -> int:
+    return num_samples // global_batch_size if drop_last else -(-num_samples // global_batch_size)
 
 
 def _ignore_worker_warnings() -> None:
