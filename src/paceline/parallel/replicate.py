@@ -5,8 +5,8 @@ Protocol of one optimizer step, on every rank of the group:
 1. All microbatches but the last run under `no_sync`: their gradients add up locally.
 2. The last one runs with synchronisation: DDP all-reduces one bucket after another while backward
    is still computing earlier layers. That is the only round of gradient traffic per step.
-3. A rank that owns no microbatch runs `forward(None)`: a loss of zero that reaches every parameter,
-   so that it joins the same all-reduces with zeros.
+3. A rank that owns no microbatch runs `forward_nothing()`: a loss of zero that reaches every
+   parameter, so that it joins the same all-reduces with zeros.
 
 Gradients are *summed*, not averaged: dividing by the global weight is the caller's, who knows it.
 
@@ -66,9 +66,9 @@ class LossModule(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
-        """Gives `compute(batch)`, or for `batch=None` a zero that reaches every parameter."""
-        if batch is None:
+    def forward(self, compute: Compute | None, batch: Any) -> tuple[Tensor, Tensor]:
+        """Gives `compute(batch)`, or without `compute` a zero that reaches every parameter."""
+        if compute is None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             zero: Tensor = _ZeroLoss.apply(*trained)  # type: ignore[no-untyped-call]
             return zero, zero.detach()
@@ -117,7 +117,7 @@ class Replica:
             )
         self._loss_module = LossModule(model)
         self.group = mesh.get_group()
-        self._averaging_hook = comm_hook
+        self._averaging_hook: tuple[Any, CommHook] | None = None
         self.num_ranks = mesh.size()
         self.silent = False
         self.last_bucket_launched = False
@@ -137,6 +137,9 @@ class Replica:
         )
         # A lambda, because DDP compares annotations with types and ours are strings.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))
+        if settings.static_graph:
+            self._show_graph()
+        self._averaging_hook = comm_hook
 
     @property
     def gradient_scale(self) -> float:
@@ -144,9 +147,14 @@ class Replica:
         return 1.0 if self._averaging_hook is None else float(self.num_ranks)
 
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
-        """Runs `compute(batch)` under DDP; `batch=None` stands for no microbatch at all."""
+        """Runs `compute(batch)` under DDP."""
         result: tuple[Tensor, Tensor] = self._ddp(compute, batch)
         return result
+
+    def forward_nothing(self) -> Tensor:
+        """In place of a microbatch: a zero that reaches every parameter."""
+        zero: Tensor = self._ddp(None, None)[0]
+        return zero
 
     @contextmanager
     def synchronising(self, sync: bool) -> Iterator[None]:
@@ -197,6 +205,16 @@ class Replica:
             fix="Set ddp.find_unused_parameters = true, or requires_grad=False on parameters that the "
             "loss does not use.",
         )
+
+    def _show_graph(self) -> None:
+        """Runs one backward of zeros, in which every parameter is used once.
+
+        With a static graph DDP takes the first backward for the graph of all steps, and counts gradients
+        under `no_sync` too: a first step of several microbatches would fail an assertion inside torch.
+        """
+        self.backward(self.forward_nothing())
+        for parameter in self._loss_module.parameters():
+            parameter.grad = None
 
     def _reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self._last_launch_s = time.perf_counter()

@@ -225,7 +225,7 @@ class Update:
         with self._replica.synchronising(True):
             # First, as on the others: DDP has collectives of its own in a forward (buffers, and the new
             # order of the buckets in the second step).
-            zero, _ = self._replica.forward(_no_compute, None)
+            zero = self._replica.forward_nothing()
             if self._used is None:
                 launch.now()
             comm_s = self._replica.backward(zero)
@@ -340,10 +340,6 @@ def _backward(replica: Replica | None, loss: Tensor) -> float:
         return replica.backward(loss)
     loss.backward()  # type: ignore[no-untyped-call]
     return 0.0
-
-
-def _no_compute(_batch: Any) -> tuple[Tensor, Tensor]:
-    raise AssertionError("a rank without microbatches computes nothing")
 
 
 def _all_finite(values: list[float]) -> bool:
