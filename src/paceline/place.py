@@ -94,7 +94,7 @@ def is_launched(environ: Mapping[str, str]) -> bool:
         return True
     if _in_slurm_step(env):
         return _slurm_tasks(env) > 1
-    return "OMPI_COMM_WORLD_RANK" in env
+    return "OMPI_COMM_WORLD_RANK" in env and env.get("OMPI_COMM_WORLD_SIZE") != "1"
 
 
 def expand_hosts(hosts: str) -> list[str]:
