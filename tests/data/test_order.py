@@ -66,11 +66,10 @@ def test_the_order_is_pinned() -> None:
 @pytest.mark.parametrize("num_samples", [7, 40, 1025, 1536, 2048])
 def test_first_places_look_random(num_samples: int) -> None:
     """Chi-square of the first, the middle and the last place over many epochs, in at most 8 classes."""
-    num_epochs = 4000
+    num_epochs = 2000
+    orders = np.stack([order_slice(num_samples, 0, num_samples, seed=3, epoch=e) for e in range(num_epochs)])
     for place in (0, num_samples // 2, num_samples - 1):
-        seen = np.array(
-            [order_slice(num_samples, place, place + 1, seed=3, epoch=e)[0] for e in range(num_epochs)]
-        )
+        seen = orders[:, place]
         num_classes = min(num_samples, 8)
         edges = [num_samples * c // num_classes for c in range(num_classes + 1)]
         expected = num_epochs * np.diff(edges) / num_samples
@@ -124,4 +123,4 @@ def chi_square(seen: np.ndarray, expected: np.ndarray | float) -> float:
 # how strict they are, not how often they fail.
 LIMITS = {6: 33.1, 7: 35.3, 23: 63.5, 63: 123.3}
 
-PINNED = ([4, 6, 1, 8, 0, 7, 5, 2, 3, 9], [749219675, 985445028, 929846837, 441576654, 442473421])
+PINNED = ([4, 6, 1, 8, 0, 7, 5, 2, 3, 9], [612981118, 571571992, 832562535, 105346209, 83475491])

@@ -160,26 +160,21 @@ class SetFetcher(Fetcher):
         self.tell_epoch(key.epoch)
         num_samples = key.stop - key.start
         num_microbatches, blocks = self.own_blocks(num_samples)
+        first = blocks[0][1] if blocks else 0
+        own_order = self._order(key, first, blocks[-1][2] if blocks else 0)
         microbatches = []
         for number, start, stop in blocks:
             place = key.start + start
-            indices = order_slice(
-                self.num_samples,
-                place,
-                key.start + stop,
-                seed=self.seed,
-                epoch=key.epoch,
-                shuffle=self.shuffle,
-            ).tolist()
+            indices = own_order[start - first : stop - first]
             samples = self._read(indices, key.epoch, place)
             microbatches.append((number, self.make_batch(samples, indices, key.epoch, place)))
         return Item(key.epoch, key.number, key.start, num_samples, num_microbatches, microbatches, key.last)
 
-    def _order(self, epoch: int, start: int, stop: int) -> list[int]:
-        indices = order_slice(
-            self.num_samples, start, stop, seed=self.seed, epoch=epoch, shuffle=self.shuffle
-        )
-        return [int(index) for index in indices]
+    def _order(self, key: Key, start: int, stop: int) -> list[int]:
+        """The indices at places `start` to `stop` of a global batch."""
+        places = (key.start + start, key.start + stop)
+        order = order_slice(self.num_samples, *places, seed=self.seed, epoch=key.epoch, shuffle=self.shuffle)
+        return [int(index) for index in order]
 
     def _read(self, indices: list[int], epoch: int, place: int) -> list[Any]:
         get_items = getattr(self.dataset, "__getitems__", None)

@@ -4,10 +4,11 @@ Which sample stands at which place of an epoch is a function of (seed, epoch, pl
 the number of ranks nor the place where a run was resumed enters, so any rank can compute any slice
 of the order, and a run that goes on under another world size goes on in the same order.
 
-The permutation is a Feistel network (Luby and Rackoff 1988) over the next power of two, cut down to
-`num_samples` by cycle walking (Black and Rogaway 2002, section 3): a place that lands outside is
-permuted again until it lands inside, on average less than once. Tiny sets, where a Feistel network
-mixes poorly, are sorted by hashed keys instead, which costs at most 8 KiB.
+The permutation is a Feistel network (Luby and Rackoff 1988) with modular addition over a rectangle of
+about sqrt(num_samples) on each side, and cycle walking for the few places that the rectangle has too
+many (Black and Rogaway 2002, sections 4 and 5): what lands outside is permuted again until it lands
+inside. Tiny sets, where a Feistel network mixes poorly, are sorted by hashed keys instead, which costs
+at most 8 KiB.
 
 Everything is integer arithmetic written out here: the orders of numpy's and torch's generators may
 change between their versions (NEP 19), and an order must survive an upgrade in the middle of a run.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,12 @@ and Rackoff 1988), the rest makes up for short halves."""
 
 SORTED_BELOW = 1024
 """Sets smaller than this are sorted by hashed keys."""
+
+SMALL_SLICE = 256
+"""Slices smaller than this are cut from kept blocks: most of the cost of a small one is numpy's per
+call (0.11 ms for 16 places, 0.34 ms for 1024)."""
+
+BLOCK_SIZE = 1024
 
 _Words = NDArray[np.uint64]
 
@@ -50,12 +58,26 @@ def order_slice(
         int64 [stop - start]: indices in `range(num_samples)`. Over all places each occurs once.
     """
     assert 0 <= start <= stop <= num_samples < 2**62, (num_samples, start, stop)
-    places = np.arange(start, stop, dtype=np.int64)
     if not shuffle:
-        return places
+        return np.arange(start, stop, dtype=np.int64)
+    if start == stop:
+        return np.empty(0, dtype=np.int64)
     if num_samples < SORTED_BELOW:
         return _sorted_order(num_samples, seed, epoch)[start:stop].copy()
-    return _walk(places.astype(np.uint64), num_samples, _keys(seed, epoch)).astype(np.int64)
+    if stop - start >= SMALL_SLICE:
+        return _permute(num_samples, start, stop, seed, epoch)
+    blocks = [
+        _kept_block(num_samples, number, seed, epoch)
+        for number in range(start // BLOCK_SIZE, -(-stop // BLOCK_SIZE))
+    ]
+    offset = start // BLOCK_SIZE * BLOCK_SIZE
+    return np.concatenate(blocks)[start - offset : stop - offset]
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_block(num_samples: int, number: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    start = number * BLOCK_SIZE
+    return _permute(num_samples, start, min(start + BLOCK_SIZE, num_samples), seed, epoch)
 
 
 @functools.lru_cache(maxsize=64)
@@ -73,35 +95,40 @@ def _sorted_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(noise, kind="stable").astype(np.int64)
 
 
-def _walk(places: _Words, num_samples: int, keys: tuple[np.uint64, ...]) -> _Words:
-    num_bits = (num_samples - 1).bit_length()
-    places = _feistel(places, num_bits, keys)
+def _permute(num_samples: int, start: int, stop: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    keys = _keys(seed, epoch)
+    width = math.isqrt(num_samples - 1) + 1
+    height = -(-num_samples // width)
+    places = _feistel(np.arange(start, stop, dtype=np.uint64), width, height, keys)
     outside = np.flatnonzero(places >= num_samples)
     while outside.size:
-        again = _feistel(places[outside], num_bits, keys)
+        again = _feistel(places[outside], width, height, keys)
         places[outside] = again
         outside = outside[again >= num_samples]
-    return places
+    return places.astype(np.int64)
 
 
-def _feistel(values: _Words, num_bits: int, keys: tuple[np.uint64, ...]) -> _Words:
-    """Permutes `range(2**num_bits)`. Each round changes one half by a function of the other, so that
-    it can be undone whatever the function is; halves may differ by a bit."""
-    low_bits = np.uint64(num_bits // 2)
-    low_mask = np.uint64((1 << (num_bits // 2)) - 1)
-    high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
-    low, high = values & low_mask, values >> low_bits
+def _feistel(values: _Words, width: int, height: int, keys: tuple[np.uint64, ...]) -> _Words:
+    """Permutes `range(width * height)`. Each round adds to one coordinate a function of the other, which
+    can be taken off again whatever the function is."""
+    rows, columns = np.divmod(values, np.uint64(width))
     for number, key in enumerate(keys):
-        if number % 2 == 0:
-            high = high ^ (_mix(low, key) & high_mask)
-        else:
-            low = low ^ (_mix(high, key) & low_mask)
-    return (high << low_bits) | low
+        changed, other, size = (rows, columns, height) if number % 2 == 0 else (columns, rows, width)
+        noise = _mix(other, key)
+        noise >>= np.uint64(2)  # so that the sum can't overflow
+        changed += noise
+        changed %= np.uint64(size)
+    rows *= np.uint64(width)
+    rows += columns
+    return rows
 
 
 def _mix(values: _Words, key: np.uint64) -> _Words:
     """The finalizer of SplitMix64 (Steele, Lea and Flood 2014, figure 14) on value xor key."""
     words = values ^ key
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
