@@ -222,7 +222,12 @@ class Replica:
             self.last_bucket_launched = True
         if self._averaging_hook is not None:
             state, hook = self._averaging_hook
-            return hook(state, bucket)
+            future = hook(state, bucket)
+            if not bucket.buffer().is_cuda:
+                # gloo runs callbacks in threads of its own, in an order that differs between ranks: hooks
+                # that chain collectives (PowerSGD) on several buckets at once would hang or mix them up.
+                future.wait()
+            return future
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
         reduced: torch.futures.Future[Tensor] = work.get_future().then(_first_tensor)
         return reduced
