@@ -42,6 +42,14 @@ def parallelize(
     Raises:
         PacelineError: PL422 for `sync_batchnorm` off CUDA, PL420 with nothing to train.
     """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise PacelineError(
+            "PL420",
+            saw=f"none of the {sum(1 for _ in model.parameters())} parameters of {type(model).__name__} "
+            "requires a gradient.",
+            rule="An update needs at least one parameter to train.",
+            fix="Set requires_grad on the parameters to train before handing the model over.",
+        )
     if sync_batchnorm:
         # First: it replaces modules, and everything after holds on to modules or parameters.
         _synchronise_batchnorm(model, mesh)

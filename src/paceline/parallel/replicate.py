@@ -82,14 +82,11 @@ class Replica:
     backwards. Construction broadcasts parameters and buffers from the axis' first rank.
 
     Args:
-        model: the model, on its device, in its final dtype.
+        model: the model, on its device, in its final dtype, with parameters to train.
         mesh: one-dimensional mesh over the ranks that hold copies.
         settings: DDP's settings.
         comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
             average over the ranks, which is what torch's own hooks do.
-
-    Raises:
-        PacelineError: PL420 where no parameter requires a gradient.
 
     Attributes:
         group: the ranks that hold copies.
@@ -107,14 +104,6 @@ class Replica:
         settings: DdpSection,
         comm_hook: tuple[Any, CommHook] | None = None,
     ) -> None:
-        if not any(p.requires_grad for p in model.parameters()):
-            raise PacelineError(
-                "PL420",
-                saw=f"none of the {sum(1 for _ in model.parameters())} parameters of "
-                f"{type(model).__name__} requires a gradient.",
-                rule="An update needs at least one parameter to train.",
-                fix="Set requires_grad on the parameters to train before handing the model over.",
-            )
         self._loss_module = LossModule(model)
         self.group = mesh.get_group()
         self._averaging_hook: tuple[Any, CommHook] | None = None
