@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import plotext
 
+from paceline.cli.bench_report import describe_scaling
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def describe_summary(summary: dict[str, Any], scaling: Scaling | None) -> str:
     """The report at the end of a run, from `Summary` as a dict."""
     parts = [_plot_losses(summary["losses"]), _describe_quality(summary), _describe_speed(summary)]
     if scaling is not None:
-        parts.append(_describe_scaling(scaling))
+        parts.append(describe_scaling(scaling))
     parts.append(_describe_files(Path(summary["folder"])))
     if summary["sample"]:
         parts.append("a sample of the trained model\n" + _indent(_printable(summary["sample"])))
@@ -83,10 +84,6 @@ def _describe_speed(summary: dict[str, Any]) -> str:
     if summary["world_size"] == 1:
         rows = [row for row in rows if row[0] != "communication"]
     return "\n".join(f"{name:<18} {value}" for name, value in rows if value is not None)
-
-
-def _describe_scaling(scaling: Scaling) -> str:
-    raise NotImplementedError
 
 
 def _describe_files(folder: Path) -> str:
