@@ -80,6 +80,7 @@ class Saver:
 
         def write() -> Path:
             state = {
+                "loss": counters["loss"],  # `paceline checkpoint show` tells it
                 "counters": counters,
                 "updates": {name: update.state_dict() for name, update in updates.items()},
                 "loaders": loaders,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -128,6 +129,7 @@ class Trainer:
         self._loss = loss
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._num_skipped_in_a_row = 0
+        self._last_loss = math.nan
         self._tokens_per_sample = tokens_per_sample
         self._tensorboard = tensorboard
         several = isinstance(model, Mapping)
@@ -275,6 +277,7 @@ class Trainer:
                 "step": self.step_number,
                 "samples": self.num_samples,
                 "skipped_in_a_row": self._num_skipped_in_a_row,
+                "loss": self._last_loss,
             },
             {name: loader.state_dict() for name, loader in self._loaders.items()},
         )
@@ -333,6 +336,7 @@ class Trainer:
             comm_s=comm_s,
         )
         self._last_step_end_s, self._data_s = now_s, 0.0
+        self._last_loss = step.loss
         self._record(step)
         self._count_skipped(step)
         return step
