@@ -39,13 +39,14 @@ _HOMES = {
     "Stopped": "train.stopping",
     "Trainer": "train.trainer",
     "World": "world",
-    "launch": "launch.local",
     "load_recipe": "recipe",
     "start": "world",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "launch":
+        return importlib.import_module(f"{__name__}.launch")  # a module that can be called
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import json
 import os
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -48,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 good, 1 found something, 2 wrong input; 128 + the signal's number where it was asked to stop.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return 2
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -62,16 +67,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
+        if not _is_stdout_broken():
+            raise  # some other pipe, and no reason to call it success
         # Whoever read the output has gone (`| head`); nothing more can be said there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _is_stdout_broken() -> bool:
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # not a file of the system
+        return False
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all commands; importing none of their heavy parts."""
     parser = _Parser(prog="paceline", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"paceline {paceline.__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in _COMMANDS:
         importlib.import_module(f"paceline.cli.{name}").register(subparsers)
     return parser

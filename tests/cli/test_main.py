@@ -1,0 +1,239 @@
+"""The command line as a whole, `paceline explain`, and the names that `import paceline` offers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.cli import explain
+from paceline.cli.main import main
+from paceline.codes import PAGES
+from paceline.errors import PacelineError
+from paceline.launch.failure import RankFailed
+
+HEAVY = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "plotext", "psutil")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["train"], ["bench"], ["bench", "scaling"], ["checkpoint"], ["checkpoint", "show"], ["explain"]],
+)
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    code = f"""
+import sys
+from paceline.cli.main import main
+try:
+    main({[*words, "--help"]!r})
+except SystemExit as exit:
+    assert exit.code == 0
+print(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    done = run("-c", code, check=True)
+    assert done.stdout.startswith("usage: paceline")
+    assert done.stderr.split() == []
+
+
+def test_help_answers_at_once() -> None:
+    """The fastest of some tries, as other tests may keep the machine busy."""
+    times_s = []
+    while len(times_s) < 20 and min(times_s, default=1.0) > 0.3:
+        start_s = time.perf_counter()
+        run("-m", "paceline", "--help", check=True)
+        times_s.append(time.perf_counter() - start_s)
+    assert min(times_s) <= 0.3
+
+
+def test_version_is_the_projects() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert paceline.__version__ == project["version"]
+    assert run("-m", "paceline", "--version").stdout == f"paceline {project['version']}\n"
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "train" in output.err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["trian", "x.toml"], "Did you mean train?"),
+        (["--verison"], "Did you mean --version?"),
+        (["train", "x.toml", "--nprocs", "2"], "Did you mean --nproc?"),
+        (["train", "x.toml", "--otu=runs/a"], "Did you mean --out?"),
+        (["checkpoint", "veryfi", "runs/a"], "Did you mean verify?"),
+        (["bench", "scalling", "x.toml"], "Did you mean scaling?"),
+        (["bake"], "See paceline --help."),
+        (["train"], "RECIPE. See paceline train --help."),
+        (["train", "x.toml", "--nproc", "two"], "invalid int value: 'two'"),
+    ],
+)
+def test_what_was_meant(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert meant in message
+    assert message.count("\n") == 1
+
+
+def test_a_mistake_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "nowhere.toml"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("paceline: nowhere.toml does not exist.")
+    assert output.err.endswith("[PL120]\n")
+
+
+def test_a_mistake_is_told_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "nowhere.toml", "--json"]) == 2
+    output = capsys.readouterr()
+    assert output.err == ""
+    error = json.loads(output.out)["error"]
+    assert error["code"] == "PL120"
+    assert error["saw"] == "nowhere.toml does not exist."
+    assert set(error) == {"code", "saw", "rule", "fix"}
+
+
+def test_all_problems_of_a_recipe_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(
+        '[model]\nkind = "gpt"\nlayers = 0\n[data]\nkind = "text"\nsize = 1\n[train]\nsteps = 1\n'
+    )
+    assert main(["train", str(recipe), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert {error["code"] for error in told["errors"]} == {"PL100", "PL101"}
+    assert told["error"] == told["errors"][0]
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "words"),
+    [
+        (PacelineError("PL999", saw="A.", rule="B.", fix="C."), 2, "paceline: A. B. C. [PL999]\n"),
+        (RankFailed(3, 1, "Traceback\nValueError: torn"), 1, "rank 3 failed first: ValueError: torn"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_how_a_command_ends(
+    error: BaseException,
+    exit_code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    end_with(error, monkeypatch)
+    assert main(["explain"]) == exit_code
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), BrokenPipeError()])
+def test_our_own_errors_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_with(error, monkeypatch)
+    with pytest.raises(type(error)):
+        main(["explain"])
+
+
+def test_a_reader_who_left_is_no_error() -> None:
+    """As in `paceline explain | head -1`."""
+    command = [sys.executable, "-m", "paceline", "explain"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 0
+
+
+def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(explain, "run", fail)
+
+
+@pytest.mark.parametrize("written", ["PL101", "pl101", "[PL101]"])
+def test_explain_prints_the_page(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", written]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"PL101  {PAGES['PL101'].title}\n")
+    flat = " ".join(text.split())
+    assert " ".join(PAGES["PL101"].why.split()) in flat
+    assert " ".join(PAGES["PL101"].fix.split()) in flat
+
+
+def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "PL101", "--json"]) == 0
+    page = PAGES["PL101"]
+    expected = {"code": "PL101", "title": page.title, "why": page.why, "fix": page.fix}
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main(["explain", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {code: page.title for code, page in PAGES.items()}
+
+
+def test_explain_lists_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(PAGES)
+
+
+def test_explain_of_an_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "PL1011"]) == 2
+    message = capsys.readouterr().err
+    assert "'PL1011'" in message
+    assert "Did you mean PL1" in message
+    assert main(["explain", "wheel"]) == 2
+    assert "lists all" in capsys.readouterr().err
+
+
+def test_import_paceline_imports_no_torch() -> None:
+    code = f"import sys, paceline; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    assert run("-c", code, check=True).stdout.split() == []
+
+
+@pytest.mark.parametrize("name", paceline.__all__)
+def test_every_name_is_there_each_time(name: str) -> None:
+    first = getattr(paceline, name)
+    assert getattr(paceline, name) is first
+    assert name in dir(paceline)
+
+
+def test_launch_can_be_called_whatever_was_imported_before() -> None:
+    """`paceline.launch` is also the name of a package, which importing puts in its place."""
+    code = """
+import sys
+import paceline
+first = "paceline.launch.local" in sys.argv and __import__("paceline.launch.local")
+for _ in range(2):
+    try:
+        paceline.launch(print, nproc=0)
+    except paceline.PacelineError as error:
+        print(error.code, error.saw)
+"""
+    for words in ([], ["paceline.launch.local"]):
+        lines = run("-c", code, *words, check=True).stdout.splitlines()
+        assert len(lines) == 2
+        assert all("nproc=0" in line for line in lines)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Trainerr'"):
+        _ = paceline.Trainerr
+    with pytest.raises(ImportError):
+        importlib.import_module("paceline.nothing")
