@@ -12,21 +12,21 @@ PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 
 
 def codes_in(text: str) -> dict[str, int]:
-    """The codes among a file's strings (docstrings don't count), with a line of each."""
+    """The codes among a file's strings, alone or at the end of a message in brackets, with a line of each;
+    docstrings don't count."""
     tree = ast.parse(text)
     documentation = {
         id(node.value)
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    return {
-        node.value: node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in documentation
-        and re.fullmatch(r"PL\d{3}", node.value)
-    }
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            alone = re.fullmatch(r"PL\d{3}", node.value)
+            codes = [alone[0]] if alone else re.findall(r"\[(PL\d{3})\]", node.value)
+            found.update(dict.fromkeys(codes, node.lineno))
+    return found
 
 
 def test_codes_and_pages_match() -> None:
@@ -52,6 +52,9 @@ def test_pages_are_complete() -> None:
             )
 
 
-def test_codes_in_docstrings_do_not_count() -> None:
-    text = 'def f():\n    """Raises PL101."""\n    "PL102"\n    raise E("PL103", saw="PL104 and more")\n'
-    assert codes_in(text) == {"PL103": 4}
+def test_what_counts_as_a_code() -> None:
+    text = (
+        'def f():\n    """Raises PL101."""\n    "PL102"\n    raise E("PL103", saw="PL104 and more")\n'
+        'print(f"{x}. [PL105]\\n", "PL106.")\n'
+    )
+    assert codes_in(text) == {"PL103": 4, "PL105": 5}
