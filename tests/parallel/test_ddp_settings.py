@@ -1,0 +1,391 @@
+"""Every setting of `[ddp]` does what it says, and none changes the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline.errors import PacelineError
+from paceline.train.trainer import Trainer
+from tests.dist.pool import Pool, RankError
+from tests.train.cases import (
+    Trained,
+    apart,
+    assert_ranks_agree,
+    assert_same_run,
+    take_steps,
+    tensors_apart,
+)
+
+NUM_STEPS = 6
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(12, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)
+    )
+
+
+def data(num_samples: int) -> TensorDataset:
+    return TensorDataset(torch.randn(num_samples, 12, generator=torch.Generator().manual_seed(0)))
+
+
+def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
+    return Trainer(
+        model or build_model(),
+        forward=lambda model, batch: model(batch[0]),
+        loss=lambda output, batch: ((output - 1).square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01, weight_decay=0.1),
+        microbatch_size=2,
+        **{"dtype": "fp64", **settings},
+    )
+
+
+def train(world: Any, global_batch_size: int, settings: dict[str, Any]) -> Trained:
+    """Over the ragged end of an epoch."""
+    trainer = build_trainer(**settings)
+    loader = trainer.loader(data(3 * global_batch_size + 1), global_batch_size=global_batch_size)
+    return take_steps(trainer, loader, NUM_STEPS)
+
+
+def train_several(world: Any, sizes: list[int], settings: dict[str, Any]) -> list[Trained]:
+    return [train(world, size, settings) for size in sizes]
+
+
+@pytest.fixture(scope="module")
+def one_process(ranks: Pool) -> dict[int, Trained]:
+    """By global batch size, what one rank makes of it."""
+    sizes = [2, 4, 6, 8]
+    return dict(zip(sizes, ranks.run(train_several, nproc=1, args=(sizes, {}))[0], strict=True))
+
+
+def buckets_and_views(world: Any, ddp: dict[str, Any]) -> Any:
+    """Bucket sizes of a later step, the number of storages that gradients lie in, and the result."""
+    sizes: list[int] = []
+
+    def hook(_state: None, bucket: Any) -> Any:
+        sizes.append(bucket.buffer().numel())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    hook.__annotations__.clear()  # torch compares them with types, not with their texts
+    trainer = build_trainer(ddp=ddp, comm_hook=(None, hook))
+    storages: list[int] = []
+
+    def look(gradients: dict[str, Tensor]) -> None:
+        storages[:] = [len({g.untyped_storage().data_ptr() for g in gradients.values()})]
+
+    trainer.on_gradients(look)
+    loader = trainer.loader(data(25), global_batch_size=8)
+    trained = Trained()
+    for share in loader:
+        sizes.clear()
+        trained.losses.append(trainer.step(share).loss)
+    return list(sizes), storages[0], trained.finish(trainer)
+
+
+def test_bucket_cap_mb_sets_the_number_of_buckets(ranks: Pool) -> None:
+    (one, _, plain), _ = ranks.run(buckets_and_views, args=({"bucket_cap_mb": 25.0},))
+    (many, _, same), _ = ranks.run(buckets_and_views, args=({"bucket_cap_mb": 0.001},))
+    assert len(one) == 1
+    assert len(many) > 2
+    assert sum(many) == sum(one)
+    # Which ranges are reduced together changes no sum of two numbers.
+    assert plain.hash == same.hash
+
+
+def test_gradient_as_bucket_view_saves_a_copy(ranks: Pool) -> None:
+    (_, views, one), _ = ranks.run(buckets_and_views, args=({"gradient_as_bucket_view": True},))
+    (_, copies, other), _ = ranks.run(buckets_and_views, args=({"gradient_as_bucket_view": False},))
+    assert views == 1
+    assert copies == len(list(build_model().parameters()))
+    assert one.hash == other.hash
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [
+        {"static_graph": True},
+        {"static_graph": True, "bucket_cap_mb": 0.01, "gradient_as_bucket_view": False},
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "bucket_cap_mb": 0.01, "gradient_as_bucket_view": False},
+        {"broadcast_buffers": True},
+    ],
+    ids=lambda ddp: "+".join(f"{key}={value}" for key, value in ddp.items()),
+)
+def test_settings_change_speed_alone(
+    ranks: Pool, one_process: dict[int, Trained], ddp: dict[str, Any]
+) -> None:
+    # Accumulation, one microbatch each, and a rank with nothing; more microbatches on some ranks.
+    for nproc, sizes in ((2, [8, 4, 2]), (3, [8]), (4, [6])):
+        results = ranks.run(train_several, nproc=nproc, args=(sizes, {"ddp": ddp}))
+        for number, size in enumerate(sizes):
+            assert_ranks_agree([result[number] for result in results])
+            assert_same_run(one_process[size], results[0][number], losses=1e-12, tensors=1e-12)
+
+
+# ---- broadcast_buffers
+
+
+class Counting(nn.Module):
+    """Has a buffer that every forward changes, which nobody merges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(12, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.sum().detach()
+        return self.linear(x)
+
+
+def train_counting(world: Any, broadcast: bool) -> float:
+    trainer = build_trainer(Counting(), ddp={"broadcast_buffers": broadcast})
+    for share in trainer.loader(data(12), global_batch_size=4, shuffle=False):
+        trainer.step(share)
+    return trainer.model.seen.item()
+
+
+def test_broadcast_buffers_copies_rank_0s(ranks: Pool) -> None:
+    sums = data(12).tensors[0].double().sum(1).view(3, 2, 2).sum(2)  # per step and rank
+    own = ranks.run(train_counting, args=(False,))
+    assert own == pytest.approx([sums[:, 0].sum().item(), sums[:, 1].sum().item()])
+    copied = ranks.run(train_counting, args=(True,))
+    begin = sums[:2, 0].sum().item()  # rank 0's, at the last step's beginning
+    assert copied == pytest.approx([begin + sums[2, 0].item(), begin + sums[2, 1].item()])
+
+
+class Buffers(nn.Module):
+    """Buffers of kinds that models have, different on every rank before the trainer sees them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3).to(memory_format=torch.contiguous_format)
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(rank)
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).triu(rank))
+        self.register_buffer("ids", torch.full((1, 5), rank), persistent=False)
+        self.register_buffer("turns", torch.full((4,), 1 + rank * 1j, dtype=torch.complex64))
+        self.register_buffer("low", torch.full((3,), rank, dtype=torch.bfloat16))
+        self.register_buffer("scale", torch.tensor(float(rank)))
+        self.register_buffer("wide", torch.full((2, 3), float(rank)).t())
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.conv(x[:, :, None, None].expand(-1, -1, 12, 12)[:, :3]).mean()
+
+
+def aligned(world: Any, frozen: bool) -> list[list[float]]:
+    model = Buffers(world.rank)
+    if frozen:
+        models = {"student": nn.Linear(12, 3), "teacher": model}
+        Trainer(
+            models,
+            optimizer={"student": lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)},
+            step=lambda update: None,
+        )
+    else:
+        build_trainer(model, dtype="fp32")
+    tensors = [*model.parameters(), *model.buffers()]
+    return [
+        torch.view_as_real(t).flatten().tolist() if t.is_complex() else t.flatten().tolist() for t in tensors
+    ]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen teacher"])
+def test_all_ranks_begin_with_rank_0s_parameters_and_buffers(ranks: Pool, frozen: bool) -> None:
+    first, second = ranks.run(aligned, args=(frozen,))
+    assert first == second
+    assert first[-1] == []
+
+
+# ---- parameters that a step doesn't use
+
+
+class Branches(nn.Module):
+    """A sample goes through the branch that its first feature names; the last branch is never taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        chosen = [self.branches[int(b)](row) for row, b in zip(x, branch, strict=True)]
+        return self.head(torch.stack(chosen))
+
+
+class Routed(Dataset[dict[str, Tensor]]):
+    """Batches of 8 in microbatches of 2: all take branch 0 but those written here."""
+
+    branch = torch.tensor(
+        [
+            *(0, 0, 0, 0, 0, 0, 1, 1),  # branch 1 on the last microbatch, 2 and 3 nowhere
+            *(2, 2, 0, 0, 0, 0, 0, 0),  # branch 2 on the first
+            *(1, 1, 1, 1, 1, 1, 1, 1),  # branch 0 nowhere
+            *(0, 0, 2, 1, 0, 0, 0, 0),
+            *(0, 0),  # one microbatch: nothing for the second rank
+        ]
+    )
+
+    def __len__(self) -> int:
+        return len(self.branch)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "branch": self.branch[index]}
+
+
+def train_branches(world: Any, ddp: dict[str, bool], num_steps: int = 10) -> Trained:
+    trainer = Trainer(
+        Branches(),
+        loss=lambda output, batch: ((output - 1).square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.1, weight_decay=0.5),
+        microbatch_size=2,
+        dtype="fp64",
+        ddp=ddp,
+    )
+    without: list[list[str]] = []
+
+    def look(gradients: dict[str, Tensor]) -> None:
+        without.append([n for n, _ in trainer.model.named_parameters() if n not in gradients])
+
+    trainer.on_gradients(look)
+    loader = trainer.loader(Routed(), global_batch_size=8, shuffle=False)
+    trained = take_steps(trainer, loader, num_steps)
+    trained.extra = without
+    return trained
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_unused_parameters_are_left_alone_as_in_one_process(ranks: Pool, nproc: int, view: bool) -> None:
+    plain = ranks.run(train_branches, nproc=1, args=({},))[0]
+    ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    results = ranks.run(train_branches, nproc=nproc, args=(ddp,))
+    assert_ranks_agree(results)
+    assert_same_run(plain, results[0], losses=1e-12, tensors=1e-12)
+    for trained in results:
+        assert trained.extra == plain.extra
+    unused = [{name.split(".")[1] for name in names} for names in plain.extra[:5]]
+    assert unused == [{"2", "3"}, {"1", "3"}, {"0", "2", "3"}, {"3"}, {"1", "2", "3"}]
+    # No gradient, hence no weight decay either.
+    first = Branches().double().state_dict()["branches.3.weight"]
+    assert torch.equal(results[0].tensors["model.branches.3.weight"], first)
+
+
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}], ids=["", "static_graph"])
+def test_an_unused_parameter_without_the_setting_is_named(ranks: Pool, ddp: dict[str, bool]) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(train_branches, args=(ddp,))
+    errors = list(caught.value.causes.values())
+    assert {error.code for error in errors if isinstance(error, PacelineError)} == {"PL421"}
+    text = str(next(error for error in errors if isinstance(error, PacelineError)))
+    assert "branches.3.weight" in text
+    assert "ddp.find_unused_parameters = true" in text
+
+
+class OneRank(nn.Module):
+    """The second rank's microbatch doesn't use one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.rare = nn.Linear(12, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.common(x)
+        return self.rare(output) if dist.get_rank() == 0 else output
+
+
+def train_one_rank(world: Any, ddp: dict[str, Any]) -> list[float]:
+    trainer = build_trainer(OneRank(), ddp=ddp)
+    return [trainer.step(share).loss for share in trainer.loader(data(8), global_batch_size=4)]
+
+
+def test_unused_on_one_rank_is_told_there(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(train_one_rank, args=({},), timeout_s=10.0)
+    error = caught.value.causes[1]
+    assert isinstance(error, PacelineError)
+    assert error.code == "PL421"
+    assert "2 parameters got no gradient on rank 1: rare.weight, rare.bias." in str(error)
+    assert ranks.run(train_one_rank, args=({"find_unused_parameters": True},))
+
+
+def train_nothing(world: Any) -> None:
+    model = build_model()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    build_trainer(model)
+
+
+def test_a_model_with_nothing_to_train_is_refused(ranks: Pool) -> None:
+    for nproc in (1, 2):
+        with pytest.raises(RankError) as caught:
+            ranks.run(train_nothing, nproc=nproc)
+        for error in caught.value.causes.values():
+            assert isinstance(error, PacelineError)
+            assert error.code == "PL420"
+            assert "none of the 6 parameters of Sequential" in str(error)
+
+
+# ---- communication hooks
+
+
+def named_hook(name: str) -> tuple[Any, Any]:
+    if name == "power_sgd":
+        state = PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
+        )
+        return state, powerSGD_hook
+    return None, getattr(default_hooks, name)
+
+
+def train_with_hook(world: Any, name: str, ddp: dict[str, Any]) -> Trained:
+    return train(world, 8, {"dtype": "fp32", "comm_hook": named_hook(name) if name else None, "ddp": ddp})
+
+
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [
+        ("allreduce_hook", 1e-6),
+        ("fp16_compress_hook", 1e-2),
+        ("bf16_compress_hook", 1e-1),
+        ("power_sgd", 1.0),
+    ],
+)
+def test_torchs_hooks_reduce_the_same_gradients(ranks: Pool, name: str, distance: float) -> None:
+    plain = ranks.run(train_with_hook, args=("", {}))[0]
+    for ddp in ({}, {"bucket_cap_mb": 0.01}):
+        results = ranks.run(train_with_hook, args=(name, ddp))
+        assert_ranks_agree(results)
+        hooked = results[0]
+        # The first gradient is uncompressed by PowerSGD, and as exact as the type allows by the others.
+        assert hooked.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=min(distance, 1e-2))
+        if name == "power_sgd":
+            assert 0 < apart(plain.losses, hooked.losses) < distance
+        else:
+            assert apart(plain.losses, hooked.losses) < distance
+            assert tensors_apart(plain.tensors, hooked.tensors) < distance
+            assert (hooked.hash == plain.hash) == (name == "allreduce_hook")
+
+
+def hook_on_one_rank(world: Any) -> Trained:
+    return train(world, 8, {"comm_hook": (None, default_hooks.allreduce_hook)})
+
+
+def test_a_hook_has_nothing_to_do_on_one_rank(ranks: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    plain = ranks.run(train, nproc=1, args=(8, {}))[0]
+    assert ranks.run(hook_on_one_rank, nproc=1)[0].hash == plain.hash
