@@ -1,7 +1,7 @@
 """A classifier of handwritten digits: a plain PyTorch loop, and the lines that make it distributed.
 
-    python examples/digits.py                                  one process
-    torchrun --nproc-per-node 4 examples/digits.py             four ranks, the same numbers
+python examples/digits.py                                  one process
+torchrun --nproc-per-node 4 examples/digits.py             four ranks, the same numbers
 """
 
 import torch

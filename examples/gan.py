@@ -1,6 +1,6 @@
 """A GAN on handwritten digits: two models, two optimizers, two losses per step.
 
-    torchrun --nproc-per-node 2 examples/gan.py
+torchrun --nproc-per-node 2 examples/gan.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A LoRA fine-tune: frozen base, low-rank adapters, an average of weights, a schedule of one's own.
 
-    torchrun --nproc-per-node 2 examples/lora.py
+torchrun --nproc-per-node 2 examples/lora.py
 """
 
 import torch

@@ -1,0 +1,60 @@
+"""The examples run, on one rank and on three, and tell the same; the README shows what they hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run_example(path: Path, folder: Path, nproc: int) -> list[str]:
+    folder.mkdir()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={nproc}",
+            str(path),
+        ],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_tells_the_same_on_one_rank_and_on_three(path: Path, tmp_path: Path) -> None:
+    alone = run_example(path, tmp_path / "one", 1)
+    together = run_example(path, tmp_path / "three", 3)
+    assert len(alone) >= 3
+    assert len(alone) == len(together)
+    for one, three in zip(alone, together, strict=True):
+        numbers = r"-?\d+\.\d+(?:e[-+]\d+)?"
+        assert re.sub(numbers, "#", one) == re.sub(numbers, "#", three)
+        ours, theirs = (list(map(float, re.findall(numbers, line))) for line in (one, three))
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_the_readme_shows_the_example() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = {
+        line.strip() for line in (ROOT / "examples/digits.py").read_text(encoding="utf-8").splitlines()
+    }
+    diff = readme.split("```diff\n")[1].split("```")[0]
+    shown = [line[1:].strip() for line in diff.splitlines() if line[:1] in ("+", " ")]
+    assert len(shown) > 8
+    assert not [line for line in shown if line not in example]
