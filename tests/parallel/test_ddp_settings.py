@@ -386,6 +386,6 @@ def hook_on_one_rank(world: Any) -> Trained:
     return train(world, 8, {"comm_hook": (None, default_hooks.allreduce_hook)})
 
 
-def test_a_hook_has_nothing_to_do_on_one_rank(ranks: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_has_nothing_to_do_on_one_rank(ranks: Pool) -> None:
     plain = ranks.run(train, nproc=1, args=(8, {}))[0]
     assert ranks.run(hook_on_one_rank, nproc=1)[0].hash == plain.hash
