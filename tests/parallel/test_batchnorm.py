@@ -23,7 +23,8 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(1, 3, 3)
         self.twice = nn.BatchNorm2d(3, momentum=momentum)
         self.wide = nn.BatchNorm1d(3, momentum=0.3, affine=False)
-        self.frozen = nn.BatchNorm1d(3)
+        # A bias there would have a true gradient of 0, as the next layer takes the mean away.
+        self.frozen = nn.BatchNorm1d(3, affine=False)
         self.without = nn.BatchNorm1d(3, track_running_stats=False)
         self.head = nn.Linear(3, 2)
         with torch.no_grad():
