@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import os
+import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from paceline.launch.local import launch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def run_example(path: Path, folder: Path, nproc: int) -> list[str]:
+def run_example(path: Path, folder: Path, nproc: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     folder.mkdir()
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={nproc}",
-            str(path),
-        ],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(path.parent))
+    launch(importlib.import_module(path.stem).main, nproc, log_dir=folder)
+    return (folder / "rank-0000.log").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_tells_the_same_on_one_rank_and_on_three(path: Path, tmp_path: Path) -> None:
-    alone = run_example(path, tmp_path / "one", 1)
-    together = run_example(path, tmp_path / "three", 3)
+def test_example_tells_the_same_on_one_rank_and_on_three(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone = run_example(path, tmp_path / "one", 1, monkeypatch)
+    together = run_example(path, tmp_path / "three", 3, monkeypatch)
     assert len(alone) >= 3
     assert len(alone) == len(together)
     for one, three in zip(alone, together, strict=True):
