@@ -228,6 +228,8 @@ class Update:
             zero = self._replica.forward_nothing()
             if self._used is None:
                 launch.now()
+            if self._scaler is not None:
+                zero = self._scaler.scale(zero)  # its state comes to life with the first use
             comm_s = self._replica.backward(zero)
         if self._used is not None:
             self._used[:] = [False] * len(self._used)  # zeros are no use of a parameter
