@@ -37,6 +37,8 @@ GradientHook = Callable[[dict[str, Tensor]], None]
 # The unit follows the total weight only when it is off by more than this: communication hooks with
 # memory (error feedback) want gradients of a steady scale.
 _UNIT_SLACK = 8.0
+# As in torch.nn.utils.clip_grad_norm_, so that a loop that used it gives the same numbers here.
+_CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -285,8 +287,8 @@ class Update:
             for hook in self.gradient_hooks:
                 hook({name: p.grad for name, p in self._updated if p.grad is not None})
             scale, norm = 1.0, float(get_total_norm(gradients))
-        if self._clip_norm and norm > self._clip_norm:
-            scale *= self._clip_norm / norm
+        if self._clip_norm:
+            scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPS))
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         self.optimizer.step()
