@@ -550,7 +550,7 @@ class Trainer:
             raise PacelineError(
                 "PL431",
                 saw=f"{self._num_skipped_in_a_row} steps in a row were skipped, the last one "
-                f"(step {step.number}) because the {step.skipped}.",
+                f"(step {step.number}) because {step.skipped}.",
                 rule="A step whose loss or gradient is not finite on any rank leaves the weights alone on "
                 f"all; {self._max_skipped_in_a_row} in a row is the limit (max_skipped_in_a_row).",
                 fix="Lower the learning rate, add warm-up, look at the data of that microbatch; "

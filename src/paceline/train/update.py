@@ -360,7 +360,7 @@ def _find_reason_to_skip(
     """Why the weights must be left alone; the same answer on every rank."""
     bad = [number for number, loss in enumerate(agreed.losses) if not math.isfinite(loss)]
     if bad:
-        return f"loss of microbatch {bad[0]} of {len(agreed.losses)} is {agreed.losses[bad[0]]}"
+        return f"the loss of microbatch {bad[0]} of {len(agreed.losses)} is {agreed.losses[bad[0]]}"
     if weight <= 0 or not math.isfinite(weight):
         return f"the global batch has a total weight of {weight:g}"
     if not math.isfinite(norm):
