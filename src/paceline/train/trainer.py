@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -20,29 +18,35 @@ from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
-from paceline.parallel.order import parallelize
 from paceline.parallel.replicate import CommHook
 from paceline.recipe import Layout
 from paceline.recipe.schema import DdpSection
 from paceline.train.batches import share_batch, weigh
+from paceline.train.building import (
+    Model,
+    OptimizerFactory,
+    ScheduleFactory,
+    UpdateModel,
+    UpdateSettings,
+    align_with_main,
+    build_models,
+    build_update,
+    call_model,
+    check_functions,
+    refuse_sync_batchnorm,
+)
 from paceline.train.evaluation import Evaluation, Metric, evaluate
 from paceline.train.memory import explain_out_of_memory
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, measure_memory
 from paceline.train.precision import Precision
-from paceline.train.rng import derive_seed, preserved_generators, seed_generators
+from paceline.train.rng import derive_seed, preserved_generators
 from paceline.train.saving import Saver
 from paceline.train.step import Step
 from paceline.train.stopping import Stopped, StopRequests
-from paceline.train.update import GradientHook, Update, Updated
+from paceline.train.update import GradientHook, Updated
 from paceline.world import current_world
 
 log = logging.getLogger(__name__)
-
-Named = list[tuple[str, nn.Parameter]]
-OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
-ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-Model = nn.Module | Callable[[], nn.Module]
-UpdateModel = Callable[[str, Callable[[dict[str, nn.Module], Any], Any]], Updated]
 
 # Microbatches per global batch where the user names no microbatch size. A fixed number, because a
 # size that followed the number of ranks would make dropout and BatchNorm depend on it.
@@ -125,26 +129,36 @@ class Trainer:
         self._precision = Precision(dtype, self.world.device)
         self._sync_batchnorm = sync_batchnorm
         self._user_step = step
-        self._forward = forward or _call_model
+        self._forward = forward or call_model
         self._loss = loss
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._num_skipped_in_a_row = 0
         self._last_loss = math.nan
         self._tokens_per_sample = tokens_per_sample
         self._tensorboard = tensorboard
-        several = isinstance(model, Mapping)
-        _check_functions(several, step, forward, loss, optimizer)
-        self.models = self._build_models(dict(model) if isinstance(model, Mapping) else {"model": model})
-        self._statistics = RunningStatistics(self.models.values())
+        names = dict(model) if isinstance(model, Mapping) else None
+        check_functions(names, step, forward, loss, optimizer)
+        self.models = build_models(names or {"model": model}, self._precision, seed)  # type: ignore[dict-item]
         self._mesh = build_mesh(self.layout, self.world) if self.world.world_size > 1 else None
         factories = dict(optimizer) if isinstance(optimizer, Mapping) else {"model": optimizer}
-        settings = ddp if isinstance(ddp, DdpSection) else DdpSection(**(ddp or {}))
+        settings = UpdateSettings(
+            mesh=self._mesh,
+            precision=self._precision,
+            statistics=RunningStatistics(self.models.values()),
+            ddp=ddp if isinstance(ddp, DdpSection) else DdpSection(**(ddp or {})),
+            schedule=schedule,
+            comm_hook=comm_hook,
+            clip_norm=clip_norm,
+            seed=seed,
+            sync_batchnorm=sync_batchnorm,
+            compile=compile,
+        )
         self._updates = {
-            name: self._build_update(name, factory, schedule, settings, comm_hook, clip_norm, compile)
+            name: build_update(name, self.models[name], factory, settings)
             for name, factory in factories.items()
         }
         for name in self.models.keys() - self._updates.keys():
-            self._align_with_main(self.models[name])
+            align_with_main(self.models[name], self._mesh)
         peak = peak_flops or find_peak_flops(self.world.device, dtype)
         self._peak_flops = peak * self.world.world_size if peak else None
         self._saver = Saver(self.world, keep=keep, layout=str(self.layout), recipe_toml=recipe_toml)
@@ -196,7 +210,7 @@ class Trainer:
         """
         size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
         if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
-            raise _refuse_sync_batchnorm(global_batch_size, size, self.world.world_size)
+            raise refuse_sync_batchnorm(global_batch_size, size, self.world.world_size)
         name = name or f"loader{len(self._loaders)}"
         loader = _TrainerLoader(
             self,
@@ -298,7 +312,7 @@ class Trainer:
         self.leave_if_asked()
         share = batch if isinstance(batch, Share) else share_batch(batch, self.world, self.microbatch_size)
         if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
-            raise _refuse_sync_batchnorm(
+            raise refuse_sync_batchnorm(
                 share.num_samples, self.microbatch_size or share.num_samples, self.world.world_size
             )
         self.step_number += 1
@@ -321,6 +335,13 @@ class Trainer:
                 update("model", self._one_model_loss)
             else:
                 self._user_step(update)
+        if not done:
+            raise PacelineError(
+                "PL406",
+                saw="step= returned without an update.",
+                rule="A step updates at least one model.",
+                fix="Call update(name, loss) in it.",
+            )
         if share.source is not None:
             share.source.mark_consumed(share)
         self.num_samples += share.num_samples
@@ -410,71 +431,6 @@ class Trainer:
     def add_data_wait(self, seconds: float) -> None:
         """Counts time that the loop waited for data as such in the next step's metrics."""
         self._data_s += seconds
-
-    def _build_models(self, models: dict[str, Model]) -> dict[str, nn.Module]:
-        built = {}
-        for name, model in models.items():
-            if not isinstance(model, nn.Module):
-                with preserved_generators(self.world.device):
-                    seed_generators(derive_seed(self._seed, "model", name), self.world.device)
-                    model = model()
-            self._precision.place_model(model)
-            built[name] = model
-        return built
-
-    def _build_update(
-        self,
-        name: str,
-        factory: OptimizerFactory,
-        schedule: ScheduleFactory | None,
-        ddp: DdpSection,
-        comm_hook: tuple[Any, CommHook] | None,
-        clip_norm: float,
-        compile: bool,
-    ) -> Update:
-        if name not in self.models:
-            raise PacelineError(
-                "PL404",
-                saw=f"an optimizer for {name!r}, which is not one of the models {', '.join(self.models)}.",
-                rule="Optimizers and models share their names.",
-                fix="Use the same names in both dicts.",
-            )
-        model = self.models[name]
-        replica = parallelize(
-            model,
-            self._mesh,
-            ddp=ddp,
-            comm_hook=comm_hook,
-            sync_batchnorm=self._sync_batchnorm,
-            compile=compile,
-        )
-        built = factory(list(model.named_parameters()))
-        update = Update(
-            name,
-            model,
-            built,
-            schedule(built) if schedule is not None else None,
-            replica,
-            statistics=self._statistics,
-            precision=self._precision,
-            clip_norm=clip_norm,
-            seed=self._seed,
-            track_used=ddp.find_unused_parameters,
-        )
-        if update.not_updated:
-            log.warning(
-                "%d parameters of %s require a gradient, but the optimizer leaves them as they are: %s ...",
-                len(update.not_updated),
-                name,
-                ", ".join(update.not_updated[:3]),
-            )
-        return update
-
-    def _align_with_main(self, model: nn.Module) -> None:
-        """Gives a model that no optimizer updates (so that DDP doesn't see it) rank 0's weights."""
-        if self._mesh is not None:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor.detach(), src=0, group=self._mesh.get_group())
 
     def _require_loss(self) -> None:
         if self._loss is None:
@@ -576,55 +532,3 @@ class _TrainerLoader(Loader):
             if share is None:
                 return
             yield share
-
-
-def _call_model(model: Callable[..., Any], batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
-
-
-def _check_functions(several: bool, step: object, forward: object, loss: object, optimizer: object) -> None:
-    if several and (step is None or forward is not None or loss is not None):
-        raise PacelineError(
-            "PL406",
-            saw="several models with " + ("no step=." if step is None else "forward= or loss= beside step=."),
-            rule="With named models, step(update) says which losses are computed and in what order.",
-            fix='Pass step=lambda update: update("student", loss) and leave forward and loss out.',
-        )
-    if not several and (loss is None or step is not None):
-        raise PacelineError(
-            "PL406",
-            saw="one model with " + ("no loss=." if loss is None else "step=."),
-            rule="One model trains on loss(output, batch); step= is for a dict of named models.",
-            fix="Pass loss=lambda output, batch: (sum_of_losses, weight).",
-        )
-    factories = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
-    for factory in factories:
-        if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
-            raise PacelineError(
-                "PL407",
-                saw=f"optimizer={type(factory).__name__}.",
-                rule="The optimizer is built by the trainer, from the parameters as they are laid out.",
-                fix="Pass a function: optimizer=lambda named: torch.optim.AdamW([p for _, p in named]).",
-            )
-    if several != isinstance(optimizer, Mapping):
-        raise PacelineError(
-            "PL404",
-            saw=f"{'several models' if several else 'one model'} with optimizer={type(optimizer).__name__}.",
-            rule="Named models have a dict of optimizers by the same names, one model has one function.",
-            fix="Give both as dicts, or neither.",
-        )
-
-
-def _refuse_sync_batchnorm(num_samples: int, microbatch_size: int, world_size: int) -> PacelineError:
-    return PacelineError(
-        "PL424",
-        saw=f"sync_batchnorm with {num_samples} samples in microbatches of {microbatch_size} on "
-        f"{world_size} ranks.",
-        rule="Statistics over ranks need every rank to run exactly one microbatch at the same time; with "
-        "accumulation they would be neither the microbatch's nor the global batch's.",
-        fix=f"Set microbatch_size to global_batch_size / {world_size} and drop_last, or sync_batchnorm off.",
-    )

@@ -1,0 +1,186 @@
+"""What a trainer is made of, from the arguments that a user gave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.errors import PacelineError
+from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.order import parallelize
+from paceline.parallel.replicate import CommHook
+from paceline.recipe.schema import DdpSection
+from paceline.train.precision import Precision
+from paceline.train.rng import derive_seed, preserved_generators, seed_generators
+from paceline.train.update import Update, Updated
+
+log = logging.getLogger(__name__)
+
+Named = list[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
+ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Model = nn.Module | Callable[[], nn.Module]
+UpdateModel = Callable[[str, Callable[[dict[str, nn.Module], Any], Any]], Updated]
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What all updates of a trainer share; see the arguments of `Trainer`.
+
+    Attributes:
+        mesh: the ranks, or `None` in a world of one.
+        precision: dtype and device.
+        statistics: BatchNorm's, of all models.
+        ddp: settings of DistributedDataParallel.
+        schedule: from an optimizer to its learning-rate scheduler.
+        comm_hook: the user's, for gradients.
+        clip_norm: global gradient norm to clip to.
+        seed: base of the microbatches' seeds.
+        sync_batchnorm: statistics over all ranks.
+        compile: `torch.compile` the models.
+    """
+
+    mesh: DeviceMesh | None
+    precision: Precision
+    statistics: RunningStatistics
+    ddp: DdpSection
+    schedule: ScheduleFactory | None
+    comm_hook: tuple[Any, CommHook] | None
+    clip_norm: float
+    seed: int
+    sync_batchnorm: bool
+    compile: bool
+
+
+def build_models(models: Mapping[str, Model], precision: Precision, seed: int) -> dict[str, nn.Module]:
+    """The modules on their device, in their dtype; factories are called under a seed of their own."""
+    built = {}
+    for name, model in models.items():
+        if not isinstance(model, nn.Module):
+            with preserved_generators(precision.device):
+                seed_generators(derive_seed(seed, "model", name), precision.device)
+                model = model()
+        precision.place_model(model)
+        built[name] = model
+    return built
+
+
+def build_update(name: str, model: nn.Module, factory: OptimizerFactory, settings: UpdateSettings) -> Update:
+    """A model laid out over the ranks, with its optimizer; collective."""
+    replica = parallelize(
+        model,
+        settings.mesh,
+        ddp=settings.ddp,
+        comm_hook=settings.comm_hook,
+        sync_batchnorm=settings.sync_batchnorm,
+        compile=settings.compile,
+    )
+    optimizer = factory(list(model.named_parameters()))
+    update = Update(
+        name,
+        model,
+        optimizer,
+        settings.schedule(optimizer) if settings.schedule is not None else None,
+        replica,
+        statistics=settings.statistics,
+        precision=settings.precision,
+        clip_norm=settings.clip_norm,
+        seed=settings.seed,
+        track_used=settings.ddp.find_unused_parameters,
+    )
+    if update.not_updated:
+        log.warning(
+            "%d parameters of %s require a gradient, but the optimizer leaves them as they are: %s ...",
+            len(update.not_updated),
+            name,
+            ", ".join(update.not_updated[:3]),
+        )
+    return update
+
+
+def align_with_main(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Gives a model that no optimizer updates (so that DDP doesn't see it) rank 0's weights; collective."""
+    if mesh is not None:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0, group=mesh.get_group())
+
+
+def call_model(model: Callable[..., Any], batch: Any) -> Any:
+    """The default `forward`: a dict as keywords, a tuple as arguments, anything else as the argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def check_functions(
+    names: Mapping[str, Any] | None, step: object, forward: object, loss: object, optimizer: object
+) -> None:
+    """Raises where models, losses and optimizers don't go together.
+
+    Args:
+        names: the named models, or `None` for one model.
+        step, forward, loss, optimizer: as given to `Trainer`.
+
+    Raises:
+        PacelineError: PL404, PL406, PL407.
+    """
+    several = names is not None
+    if several and (step is None or forward is not None or loss is not None):
+        raise PacelineError(
+            "PL406",
+            saw="several models with " + ("no step=." if step is None else "forward= or loss= beside step=."),
+            rule="With named models, step(update) says which losses are computed and in what order.",
+            fix='Pass step=lambda update: update("student", loss) and leave forward and loss out.',
+        )
+    if not several and (loss is None or step is not None):
+        raise PacelineError(
+            "PL406",
+            saw="one model with " + ("no loss=." if loss is None else "step=."),
+            rule="One model trains on loss(output, batch); step= is for a dict of named models.",
+            fix="Pass loss=lambda output, batch: (sum_of_losses, weight).",
+        )
+    factories = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+    for factory in factories:
+        if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
+            raise PacelineError(
+                "PL407",
+                saw=f"optimizer={type(factory).__name__}.",
+                rule="The optimizer is built by the trainer, from the parameters as they are laid out.",
+                fix="Pass a function: optimizer=lambda named: torch.optim.AdamW([p for _, p in named]).",
+            )
+    if several != isinstance(optimizer, Mapping):
+        raise PacelineError(
+            "PL404",
+            saw=f"{'several models' if several else 'one model'} with optimizer={type(optimizer).__name__}.",
+            rule="Named models have a dict of optimizers by the same names, one model has one function.",
+            fix="Give both as dicts, or neither.",
+        )
+    if names is not None and isinstance(optimizer, Mapping):
+        for name in optimizer.keys() - names.keys():
+            raise PacelineError(
+                "PL404",
+                saw=f"an optimizer for {name!r}, which is not one of the models {', '.join(names)}.",
+                rule="Optimizers and models share their names.",
+                fix="Use the same names in both dicts.",
+            )
+
+
+def refuse_sync_batchnorm(num_samples: int, microbatch_size: int, world_size: int) -> PacelineError:
+    """The error for statistics over ranks that don't run exactly one microbatch each."""
+    return PacelineError(
+        "PL424",
+        saw=f"sync_batchnorm with {num_samples} samples in microbatches of {microbatch_size} on "
+        f"{world_size} ranks.",
+        rule="Statistics over ranks need every rank to run exactly one microbatch at the same time; with "
+        "accumulation they would be neither the microbatch's nor the global batch's.",
+        fix=f"Set microbatch_size to global_batch_size / {world_size} and drop_last, or sync_batchnorm off.",
+    )
