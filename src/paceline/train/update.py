@@ -144,7 +144,8 @@ class Update:
             stop_signum: the signal that this rank got, or 0.
             count_flops: whether to count the floating-point operations of the first microbatch.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        for _, parameter in self._named:  # those that the optimizer leaves alone too
+            parameter.grad = None
         talking = None if self._replica is None or self._replica.silent else self._replica
         agreement = Agreement(
             share.num_microbatches,
@@ -278,7 +279,7 @@ class Update:
         if weight and not 1 / _UNIT_SLACK < weight / self._unit < _UNIT_SLACK:
             self._unit = _power_of_two(weight)
         if self.schedule is not None:
-            self._step_schedule()
+            self._step_schedule(was_skipped=skipped is not None)
         return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s)
 
     def _apply(self, gradients: list[Tensor], scale: float, norm: float) -> None:
@@ -293,11 +294,13 @@ class Update:
             torch._foreach_mul_(gradients, scale)
         self.optimizer.step()
 
-    def _step_schedule(self) -> None:
+    def _step_schedule(self, *, was_skipped: bool) -> None:
+        """The rate depends on the number of the step, so a skipped step moves it too."""
         assert self.schedule is not None
-        with warnings.catch_warnings():
-            # A skipped first step steps the schedule before the optimizer, on purpose: the rate
-            # depends on the number of the step.
+        if not was_skipped:
+            self.schedule.step()
+            return
+        with warnings.catch_warnings():  # torch takes a schedule ahead of its optimizer for a mistake
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.schedule.step()
 
