@@ -224,7 +224,9 @@ class Update:
 
     def _run_nothing(self, launch: _Launch) -> float:
         """Joins the collectives of a step in which this rank owns no microbatch, in their order."""
-        assert self._replica is not None
+        if self._replica is None:
+            launch.now()
+            return 0.0
         with self._replica.synchronising(True):
             # First, as on the others: DDP has collectives of its own in a forward (buffers, and the new
             # order of the buckets in the second step).
@@ -251,10 +253,12 @@ class Update:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""
         assert self._unit is not None
         started_s = time.perf_counter()
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
         gradients = [p.grad for _, p in self._updated if p.grad is not None]
-        norm_tensor = get_total_norm(gradients) if gradients else torch.zeros(())
+        if self._scaler is not None and gradients:
+            self._scaler.unscale_(self.optimizer)
+        norm_tensor = (
+            get_total_norm(gradients) if gradients else torch.zeros((), device=self._precision.device)
+        )
         compute_s = time.perf_counter() - started_s
         agreed, norm = agreement.wait(norm_tensor)
         if self._precision.device.type != "cuda":  # there the wait is for kernels, ours included
@@ -274,7 +278,7 @@ class Update:
             self._apply(gradients, scale, norm)
         else:
             self._statistics.restore()
-        if self._scaler is not None:
+        if self._scaler is not None and gradients:
             self._scaler.update()
         if weight and not 1 / _UNIT_SLACK < weight / self._unit < _UNIT_SLACK:
             self._unit = _power_of_two(weight)
