@@ -532,6 +532,13 @@ PAGES: dict[str, Page] = {
         "A mean over no samples, or over samples without any target, is not a number.",
         "Give a loader over a data set with at least one target.",
     ),
+    "PL412": Page(
+        "A loss that no parameter reaches",
+        "The loss has no graph back to a trained parameter: it was computed under torch.no_grad(), from "
+        "detached tensors, or is a constant.",
+        "Compute it from the model's output. Where a microbatch has no targets, output.sum() * 0 is a zero "
+        "with a graph.",
+    ),
     "PL420": Page(
         "Nothing to train",
         "An update needs at least one parameter that requires a gradient.",

@@ -39,7 +39,7 @@ def weigh(loss: Any, batch: Any) -> tuple[Tensor, Tensor]:
     Raises:
         PacelineError: PL410 for anything else, among it a loss that is not summed up.
     """
-    if isinstance(loss, tuple) and len(loss) == 2:
+    if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], (Tensor, int, float)):
         total, weight = loss
         if not isinstance(weight, Tensor):
             weight = torch.tensor(float(weight), device=total.device if isinstance(total, Tensor) else None)

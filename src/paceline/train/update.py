@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
 from paceline.data.share import Share
+from paceline.errors import PacelineError
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.replicate import Compute, Replica
 from paceline.train.agreement import Agreed, Agreement
@@ -210,6 +211,8 @@ class Update:
                 loss_sum, weight = (
                     compute(batch) if self._replica is None else self._replica.forward(compute, batch)
                 )
+            if not loss_sum.requires_grad:
+                raise _refuse_constant_loss(self.name, index)
             statistics = self._statistics.read_microbatch() if self._statistics.num_values else None
             agreement.put_microbatch(index, loss_sum, weight, statistics)
             if launch is not None and self._used is None:
@@ -351,6 +354,16 @@ def _backward(replica: Replica | None, loss: Tensor) -> float:
         return replica.backward(loss)
     loss.backward()  # type: ignore[no-untyped-call]
     return 0.0
+
+
+def _refuse_constant_loss(name: str, index: int) -> PacelineError:
+    return PacelineError(
+        "PL412",
+        saw=f"the loss of microbatch {index} does not depend on any trained parameter of {name}.",
+        rule="Its gradient is what an update applies.",
+        fix="Compute the loss from the model's output, outside of torch.no_grad() and without detach(); "
+        "where a microbatch has no targets return output.sum() * 0.",
+    )
 
 
 def _all_finite(values: list[float]) -> bool:
