@@ -462,6 +462,12 @@ PAGES: dict[str, Page] = {
         "Look at `dmesg` for 'Out of memory' and at the rank's log; use a smaller microbatch or fewer ranks.",
     ),
     # training
+    "PL400": Page(
+        "An argument of the trainer is out of range",
+        "Sizes and counts start at 1; the norm to clip to and the seed start at 0. A negative norm would turn "
+        "every gradient around.",
+        "Give the argument that the message names such a value, or leave it out for its default.",
+    ),
     "PL401": Page(
         "Unknown training dtype",
         "fp64 and fp32 hold and compute everything in that type; bf16 and fp16 run forwards under "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -14,9 +14,10 @@ from pydantic_core import ErrorDetails
 
 from paceline.errors import PacelineError
 from paceline.recipe.layout import AXES
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe, Section
 
 Location = tuple[int | str, ...]
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 def validate_recipe(table: Mapping[str, Any]) -> tuple[Recipe | None, list[PacelineError]]:
@@ -52,6 +53,20 @@ def validate_recipe(table: Mapping[str, Any]) -> tuple[Recipe | None, list[Pacel
             return None, _in_order(found)
         for name in taken_out:
             _remove(rest, name)
+
+
+def validate_section(name: str, section: type[SectionT], table: Mapping[str, Any]) -> SectionT:
+    """One section by itself, such as the `ddp` argument of a trainer.
+
+    Raises:
+        PacelineError: the first thing that is wrong with it.
+    """
+    try:
+        return section.model_validate(dict(table))
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        detail["loc"] = (name, *detail["loc"])
+        raise _explain([detail]) from None
 
 
 def field_at(key: str) -> FieldInfo | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -171,6 +172,25 @@ def check_functions(
                 saw=f"an optimizer for {name!r}, which is not one of the models {', '.join(names)}.",
                 rule="Optimizers and models share their names.",
                 fix="Use the same names in both dicts.",
+            )
+
+
+def check_numbers(**limits: tuple[float | None, int]) -> None:
+    """Raises PL400 for an argument below its least value; `None` stands for an argument left out.
+
+    Args:
+        limits: by name of the argument, its value and the least that it may be.
+    """
+    for name, (value, least) in limits.items():
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value < math.inf:
+            raise PacelineError(
+                "PL400",
+                saw=f"{name}={value!r}.",
+                rule=f"It is a number of at least {least}.",
+                fix=f"Set {name} to {least} or more, or leave it out.",
             )
 
 

@@ -20,6 +20,7 @@ from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.replicate import CommHook
 from paceline.recipe import Layout
+from paceline.recipe.explain import validate_section
 from paceline.recipe.schema import DdpSection
 from paceline.train.batches import share_batch, weigh
 from paceline.train.building import (
@@ -33,6 +34,7 @@ from paceline.train.building import (
     build_update,
     call_model,
     check_functions,
+    check_numbers,
     refuse_sync_batchnorm,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
@@ -120,6 +122,15 @@ class Trainer:
         recipe_toml: str | None = None,
     ) -> None:
         self.world = current_world()
+        check_numbers(
+            clip_norm=(clip_norm, 0),
+            seed=(seed, 0),
+            max_skipped_in_a_row=(max_skipped_in_a_row, 1),
+            keep=(keep, 1),
+            microbatch_size=(microbatch_size, 1),
+            tokens_per_sample=(tokens_per_sample, 1),
+            peak_flops=(peak_flops, 1),
+        )
         layout = Layout.parse(layout) if isinstance(layout, str) else layout
         self.layout = layout.resolve(self.world.world_size)
         self.microbatch_size = microbatch_size
@@ -145,7 +156,7 @@ class Trainer:
             mesh=self._mesh,
             precision=self._precision,
             statistics=RunningStatistics(self.models.values()),
-            ddp=ddp if isinstance(ddp, DdpSection) else DdpSection(**(ddp or {})),
+            ddp=ddp if isinstance(ddp, DdpSection) else validate_section("ddp", DdpSection, ddp or {}),
             schedule=schedule,
             comm_hook=comm_hook,
             clip_norm=clip_norm,
@@ -394,6 +405,13 @@ class Trainer:
         The gradients are those of the mean loss over the global batch; the hook may change them in
         place, alike on every rank.
         """
+        if model not in self._updates:
+            raise PacelineError(
+                "PL404",
+                saw=f"on_gradients(..., model={model!r}), but only {', '.join(self._updates)} have an optimizer.",
+                rule="Gradients are those of a model that is updated.",
+                fix="Use one of these names.",
+            )
         self._updates[model].gradient_hooks.append(hook)
 
     @contextmanager
