@@ -464,8 +464,8 @@ PAGES: dict[str, Page] = {
     # training
     "PL400": Page(
         "An argument of the trainer is out of range",
-        "Sizes and counts start at 1; the norm to clip to and the seed start at 0. A negative norm would turn "
-        "every gradient around.",
+        "Sizes and counts start at 1; the norm to clip to and the seed start at 0. A negative norm would "
+        "turn every gradient around.",
         "Give the argument that the message names such a value, or leave it out for its default.",
     ),
     "PL401": Page(

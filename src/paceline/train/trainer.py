@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
-from paceline.data.loader import Loader
+from paceline.data.loader import Loader, Position
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
@@ -304,7 +304,8 @@ class Trainer:
                 "skipped_in_a_row": self._num_skipped_in_a_row,
                 "loss": self._last_loss,
             },
-            {name: loader.state_dict() for name, loader in self._loaders.items()},
+            # One that has not moved, as those for evaluation, has nothing to go on from.
+            {name: x.state_dict() for name, x in self._loaders.items() if x.position != Position()},
         )
 
     def step(self, batch: Share | Any) -> Step:
@@ -408,7 +409,8 @@ class Trainer:
         if model not in self._updates:
             raise PacelineError(
                 "PL404",
-                saw=f"on_gradients(..., model={model!r}), but only {', '.join(self._updates)} have an optimizer.",
+                saw=f"on_gradients(..., model={model!r}), but only {', '.join(self._updates)} have an "
+                "optimizer.",
                 rule="Gradients are those of a model that is updated.",
                 fix="Use one of these names.",
             )
