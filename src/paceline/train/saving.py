@@ -123,6 +123,7 @@ class Saver:
         tree = load_on_main(self._world, read)
         if tree is None:
             return None
+        _check_optimizers(set(updates), set(tree["optimizer"]))
         _load_models(models, tree["model"])
         state = tree["state"]
         for name, update in updates.items():
@@ -156,6 +157,17 @@ def _model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Any]:
     if len(models) == 1:
         return next(iter(models.values())).state_dict()
     return {f"{name}.{key}": t for name, model in models.items() for key, t in model.state_dict().items()}
+
+
+def _check_optimizers(here: set[str], saved: set[str]) -> None:
+    if here != saved:
+        raise PacelineError(
+            "PL511",
+            saw=f"the checkpoint has optimizer state for {', '.join(sorted(saved))}; here "
+            f"{', '.join(sorted(here))} have an optimizer.",
+            rule="A run goes on with the optimizers it began with.",
+            fix="Choose another run folder, or give the same models an optimizer.",
+        )
 
 
 def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) -> None:
