@@ -1,0 +1,313 @@
+"""Every wrong use of a trainer ends in one message with the value, the rule and the next move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline.errors import PacelineError
+from paceline.train.building import refuse_sync_batchnorm
+from paceline.train.trainer import Trainer
+from paceline.world import start
+from tests.dist.pool import Pool, RankError
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+
+def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for _, p in named], lr=0.1)
+
+
+def square(output: Tensor, batch: Any) -> Any:
+    return output.square().sum(), len(output)
+
+
+def build(**settings: Any) -> Trainer:
+    return Trainer(**{"model": nn.Linear(3, 2), "optimizer": sgd, "loss": square, **settings})
+
+
+def build_named(**settings: Any) -> Trainer:
+    models = {"student": nn.Linear(3, 2), "teacher": nn.Linear(3, 2)}
+    options = {"optimizer": {"student": sgd}, "step": lambda update: update("student", named_loss)}
+    return Trainer(models, **{**options, **settings})
+
+
+def named_loss(models: dict[str, nn.Module], batch: Any) -> Any:
+    return models["student"](batch).square().sum(), len(batch)
+
+
+def data(num_samples: int = 6) -> TensorDataset:
+    return TensorDataset(torch.randn(num_samples, 3))
+
+
+def step_with(loss: Callable[[Tensor, Any], Any]) -> None:
+    build(loss=loss).step(torch.randn(4, 3))
+
+
+def out_of_memory(model: nn.Module, batch: Tensor) -> Tensor:
+    raise RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried "
+        "to allocate 4000000000000 bytes.\nMore of it."
+    )
+
+
+def evaluate_nothing() -> None:
+    trainer = build(loss=lambda output, batch: (output.sum(), torch.zeros(())), forward=lambda m, b: m(b[0]))
+    trainer.evaluate(trainer.loader(data(), global_batch_size=2, shuffle=False))
+
+
+CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
+    # ---- arguments
+    "negative clip_norm": (
+        "PL400",
+        lambda: build(clip_norm=-1.0),
+        "clip_norm=-1.0. It is a number of at least 0",
+    ),
+    "clip_norm nan": ("PL400", lambda: build(clip_norm=float("nan")), "clip_norm=nan."),
+    "microbatch_size 0": (
+        "PL400",
+        lambda: build(microbatch_size=0),
+        "microbatch_size=0. It is a number of at least 1",
+    ),
+    "keep 0": ("PL400", lambda: build(keep=0), "keep=0."),
+    "max_skipped 0": ("PL400", lambda: build(max_skipped_in_a_row=0), "max_skipped_in_a_row=0."),
+    "negative seed": ("PL400", lambda: build(seed=-3), "seed=-3."),
+    "text for a number": ("PL400", lambda: build(clip_norm="1"), "clip_norm='1'."),
+    "unknown dtype": ("PL401", lambda: build(dtype="half"), "dtype='half'. A training dtype is one of fp64"),
+    "unknown ddp key": ("PL100", lambda: build(ddp={"bucket_cap": 1}), "unknown key ddp.bucket_cap"),
+    "ddp value": ("PL101", lambda: build(ddp={"bucket_cap_mb": -1}), "ddp.bucket_cap_mb=-1"),
+    "ddp rule": (
+        "PL115",
+        lambda: build(ddp={"static_graph": True, "find_unused_parameters": True}),
+        "ddp.static_graph=true with ddp.find_unused_parameters=true",
+    ),
+    "layout of another world": ("PL113", lambda: build(layout="dp_replicate=2"), "there are 1 ranks"),
+    "layout not understood": ("PL110", lambda: build(layout="data=2"), "layout has 'data=2'"),
+    "layout of a later version": ("PL111", lambda: build(layout="tp=2"), "layout.tp=2"),
+    # ---- models, losses, optimizers
+    "trainer.model of several": (
+        "PL402",
+        lambda: build_named().model,
+        "trainer.models[name] with one of student, teacher",
+    ),
+    "optimizer for nobody": (
+        "PL404",
+        lambda: build_named(optimizer={"pupil": sgd}),
+        "'pupil', which is not one of the models student, teacher",
+    ),
+    "dict of optimizers for one": (
+        "PL404",
+        lambda: build(optimizer={"model": sgd}),
+        "one model with optimizer=dict",
+    ),
+    "one optimizer for several": (
+        "PL404",
+        lambda: build_named(optimizer=sgd),
+        "several models with optimizer=function",
+    ),
+    "update of a frozen model": (
+        "PL404",
+        lambda: build_named(step=lambda update: update("teacher", named_loss)).step(torch.randn(4, 3)),
+        "update('teacher', ...), but only student have an optimizer",
+    ),
+    "hook on a frozen model": (
+        "PL404",
+        lambda: build_named().on_gradients(print, "teacher"),
+        "model='teacher'",
+    ),
+    "hook without a name": (
+        "PL404",
+        lambda: build_named().on_gradients(print),
+        "model='model'), but only student",
+    ),
+    "evaluating several models": (
+        "PL405",
+        lambda: (t := build_named()).evaluate(t.loader(data(), global_batch_size=2)),
+        "has no loss=",
+    ),
+    "several without step": ("PL406", lambda: build_named(step=None), "several models with no step="),
+    "several with a loss": ("PL406", lambda: build_named(loss=square), "forward= or loss= beside step="),
+    "one without a loss": ("PL406", lambda: build(loss=None), "one model with no loss="),
+    "one with a step": ("PL406", lambda: build(step=lambda update: None), "one model with step="),
+    "a step that updates nothing": (
+        "PL406",
+        lambda: build_named(step=lambda update: None).step(torch.randn(4, 3)),
+        "step= returned without an update",
+    ),
+    "a ready optimizer": (
+        "PL407",
+        lambda: build(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)),
+        "optimizer=SGD.",
+    ),
+    "a name for an optimizer": ("PL407", lambda: build(optimizer="adamw"), "optimizer=str."),
+    "tracking a number": ("PL408", lambda: build().track(best=0.5), "track(best=float)"),
+    "nothing to train": (
+        "PL420",
+        lambda: build(model=nn.Linear(3, 2).requires_grad_(False)),
+        "none of the 2 parameters",
+    ),
+    "sync_batchnorm on CPU": ("PL422", lambda: build(sync_batchnorm=True), "the model is on cpu"),
+    # ---- batches and losses
+    "a batch of numbers": ("PL409", lambda: build().step([1, 2, 3]), "a batch of type list without a tensor"),
+    "a batch of scalars": ("PL409", lambda: build().step({"x": torch.tensor(1.0)}), "a batch of type dict"),
+    "a vector loss": ("PL410", lambda: step_with(lambda o, b: o.sum(1)), "a Tensor of shape (4,)"),
+    "a vector in a pair": ("PL410", lambda: step_with(lambda o, b: (o.sum(1), 4)), "a Tensor of shape (4,)"),
+    "no loss": ("PL410", lambda: step_with(lambda o, b: None), "returned a NoneType"),
+    "a loss with a dict": (
+        "PL410",
+        lambda: step_with(lambda o, b: (o.sum(), {"accuracy": 1.0})),
+        "returned a tuple",
+    ),
+    "a loss of three": ("PL410", lambda: step_with(lambda o, b: (o.sum(), 4, 4)), "returned a tuple"),
+    "a float loss": ("PL410", lambda: step_with(lambda o, b: 0.5), "returned a float"),
+    "evaluating nothing": ("PL411", evaluate_nothing, "evaluating 6 samples with a total weight of 0"),
+    "a detached loss": (
+        "PL412",
+        lambda: step_with(lambda o, b: o.detach().sum()),
+        "the loss of microbatch 0",
+    ),
+    "out of memory": (
+        "PL432",
+        lambda: build(forward=out_of_memory, microbatch_size=2).step(torch.randn(4, 3)),
+        "rank 0 ran out of memory on cpu with microbatches of 2 samples: [enforce fail",
+    ),
+    # ---- folders
+    "saving nowhere": ("PL403", lambda: build().save(), "save() before resume()"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_use_is_told(case: str) -> None:
+    code, use, saw = CASES[case]
+    with start(device="cpu", threads_per_rank=1), pytest.raises(PacelineError) as caught:
+        use()
+    assert caught.value.code == code
+    assert saw in str(caught.value)
+    assert len(caught.value.fix) > 10
+
+
+def test_a_trainer_needs_a_world() -> None:
+    with pytest.raises(PacelineError, match="no world is started"):
+        build()
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    def broken(model: nn.Module, batch: Tensor) -> Tensor:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with start(device="cpu", threads_per_rank=1):
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            build(forward=broken).step(torch.randn(4, 3))
+        with pytest.raises(PacelineError, match="PL432"):
+            build(forward=lambda model, batch: (_ for _ in ()).throw(MemoryError("no"))).step(
+                torch.randn(4, 3)
+            )
+
+
+def test_parameters_that_the_optimizer_leaves_out_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with start(device="cpu", threads_per_rank=1):
+        trainer = build(
+            optimizer=lambda named: torch.optim.SGD([p for n, p in named if n == "weight"], lr=0.1)
+        )
+        assert "1 parameters of model require a gradient" in caplog.text
+        assert "bias" in caplog.text
+        before = trainer.model.bias.clone()
+        for _ in range(2):
+            trainer.step(torch.randn(4, 3))
+        assert torch.equal(trainer.model.bias, before)
+
+
+# ---- with several ranks
+
+
+def out_of_step(world: Any) -> None:
+    trainer = build(forward=lambda model, batch: model(batch[0]))
+    if world.rank == 1:
+        trainer.step_number = 5
+    for share in trainer.loader(data(), global_batch_size=2):
+        trainer.step(share)
+
+
+def test_ranks_at_different_steps_are_told(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(out_of_step)
+    texts = {rank: str(error) for rank, error in caught.value.causes.items()}
+    assert "this rank is at step 1, the mean of ranks is 3.5." in texts[0]
+    assert "this rank is at step 6" in texts[1]
+    assert all("[PL430]" in text for text in texts.values())
+
+
+def synchronised(world: Any, global_batch_size: int) -> None:
+    trainer = build(microbatch_size=2, forward=lambda model, batch: model(batch[0]))
+    # SyncBatchNorm itself needs CUDA; what is checked before doesn't.
+    trainer._sync_batchnorm = True
+    for share in trainer.loader(data(6), global_batch_size=global_batch_size):
+        trainer.step(share)
+
+
+def test_synchronised_batchnorm_wants_one_microbatch_per_rank(ranks: Pool) -> None:
+    with pytest.raises(RankError, match=r"8 samples in microbatches of 2 on 2 ranks.*PL424"):
+        ranks.run(synchronised, args=(8,))
+    with pytest.raises(RankError, match=r"2 samples in microbatches of 2 on 2 ranks.*PL424"):
+        ranks.run(synchronised, args=(4,))  # the ragged end
+    assert "drop_last" in str(refuse_sync_batchnorm(8, 2, 2))
+
+
+# ---- a run's folder of something else
+
+
+def save_run(world: Any, folder: str, kind: str) -> int:
+    options: dict[str, Any] = {
+        "first": {},
+        "wider": {"model": nn.Linear(3, 4)},
+        "deeper": {"model": nn.Sequential(nn.Linear(3, 2))},
+        "adam": {"optimizer": adam},
+    }.get(kind, {})
+    if kind in ("student", "both"):
+        extra = {"optimizer": {"student": sgd, "teacher": sgd}} if kind == "both" else {}
+        trainer = build_named(**extra)
+    else:
+        trainer = build(**options)
+    trainer.resume(folder)
+    for _ in range(2):
+        trainer.step(torch.randn(4, 3))
+    trainer.save()
+    return trainer.step_number
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "saw"),
+    [
+        ("wider", "PL531", "weight is (2, 3) there and (4, 3) here"),
+        ("deeper", "PL531", "0.weight is missing"),
+        ("adam", "PL511", "it is of the optimizer SGD, and this one is Adam"),
+    ],
+)
+def test_another_model_in_the_folder_is_told_on_all_ranks(
+    ranks: Pool, tmp_path: Path, kind: str, code: str, saw: str
+) -> None:
+    assert ranks.run(save_run, args=(str(tmp_path), "first")) == [2, 2]
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    with pytest.raises(RankError) as caught:
+        ranks.run(save_run, args=(str(tmp_path), kind))
+    assert {error.code for error in caught.value.causes.values()} == {code}
+    assert saw in str(caught.value)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
+    assert ranks.run(save_run, args=(str(tmp_path), "first")) == [4, 4]
+
+
+def test_another_set_of_optimizers_in_the_folder_is_told(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(save_run, nproc=1, args=(str(tmp_path / "one"), "student")) == [2]
+    with pytest.raises(RankError, match=r"teacher(?s:.)*PL511"):
+        ranks.run(save_run, nproc=1, args=(str(tmp_path / "one"), "both"))
+    assert ranks.run(save_run, nproc=1, args=(str(tmp_path / "two"), "both")) == [2]
+    with pytest.raises(RankError, match=r"teacher(?s:.)*PL511"):
+        ranks.run(save_run, nproc=1, args=(str(tmp_path / "two"), "student"))
