@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import plotext
@@ -42,12 +43,16 @@ def _plot_losses(losses: list[float | None]) -> str:
     points = [(number, loss) for number, loss in enumerate(losses, start=1) if loss is not None]
     if len(points) < 2:
         return ""
+    # Means over stretches of steps, two to a column: a curve that a person can read.
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    size = -(-len(points) // (2 * width))
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
     plotext.clf()
     plotext.theme("clear")
     plotext.plotsize(width, 16)
-    plotext.plot([number for number, _ in points], [loss for _, loss in points], marker="braille")
-    plotext.title("training loss by step")
+    numbers = [fmean(number for number, _ in part) for part in parts]
+    plotext.plot(numbers, [fmean(loss for _, loss in part) for part in parts], marker="hd")
+    plotext.title("training loss by step" + (f" (means of {size})" if size > 1 else ""))
     return str(plotext.uncolorize(plotext.build())).rstrip()
 
 
