@@ -176,11 +176,14 @@ class Update:
         return nullcontext() if self._replica is None else self._replica.silenced()
 
     def state_dict(self) -> dict[str, Any]:
-        """Schedule, scaler and unit; the optimizer's own state is `optimizer_state`."""
+        """Schedule, scaler, unit and counted operations; the optimizer's own state is `optimizer_state`."""
         return {
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "unit": self._unit,
+            # Counting goes with other kernels (a fused RMSNorm comes apart), so a resumed run that counted
+            # again would not have the bits of one that was never stopped.
+            "flops_per_sample": self.flops_per_sample,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,6 +193,7 @@ class Update:
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._unit = state["unit"]
+        self.flops_per_sample = state["flops_per_sample"]
 
     def optimizer_state(self) -> Any:
         """The optimizer's state by parameter name."""
