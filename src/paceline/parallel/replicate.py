@@ -8,6 +8,8 @@ Protocol of one optimizer step, on every rank of the group:
 3. A rank that owns no microbatch runs `forward_nothing()`: a loss of zero that reaches every
    parameter, so that it joins the same all-reduces with zeros.
 
+Which gradients share a bucket follows from the model alone, never from a step's course: see `_show_graph`.
+
 Gradients are *summed*, not averaged: dividing by the global weight is the caller's, who knows it.
 
 Built on `torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, https://arxiv.org/abs/2006.15704).
@@ -42,17 +44,25 @@ _BUFFERS_ARGUMENT = (
 )
 
 
-class _ZeroLoss(torch.autograd.Function):
-    """Zero, with a gradient of zeros for every parameter given."""
+class _Reach(torch.autograd.Function):
+    """Passes a number on; in backward, gives a parameter a gradient of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
+    def forward(ctx: Any, number: Tensor, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return number.view_as(number)
 
     @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> Any:
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.zeros_like(ctx.saved_tensors[0])
+
+
+def _zero_loss(parameters: list[Tensor]) -> Tensor:
+    """Zero, with a gradient of zeros for every parameter; the last one gets it first, as in most models."""
+    zero = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        zero = _Reach.apply(zero, parameter)  # type: ignore[no-untyped-call]
+    return zero
 
 
 class LossModule(nn.Module):
@@ -69,8 +79,7 @@ class LossModule(nn.Module):
     def forward(self, compute: Compute | None, batch: Any) -> tuple[Tensor, Tensor]:
         """Gives `compute(batch)`, or without `compute` a zero that reaches every parameter."""
         if compute is None:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            zero: Tensor = _ZeroLoss.apply(*trained)  # type: ignore[no-untyped-call]
+            zero = _zero_loss([p for p in self.model.parameters() if p.requires_grad])
             return zero, zero.detach()
         return compute(batch)
 
@@ -79,7 +88,8 @@ class Replica:
     """A model whose gradients are summed over the ranks of a mesh axis.
 
     Collective: every rank of the axis must construct it, and run the same number of synchronising
-    backwards. Construction broadcasts parameters and buffers from the axis' first rank.
+    backwards. Construction broadcasts parameters and buffers from the axis' first rank, and reduces
+    gradients of zeros once.
 
     Args:
         model: the model, on its device, in its final dtype, with parameters to train.
@@ -126,8 +136,9 @@ class Replica:
         )
         # A lambda, because DDP compares annotations with types and ours are strings.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))
-        if settings.static_graph:
-            self._show_graph()
+        if not settings.find_unused_parameters:  # with it, DDP neither orders buckets nor keeps a graph
+            for _ in range(2 if settings.static_graph else 1):
+                self._show_graph()
         self._averaging_hook = comm_hook
 
     @property
@@ -196,10 +207,14 @@ class Replica:
         )
 
     def _show_graph(self) -> None:
-        """Runs one backward of zeros, in which every parameter is used once.
+        """Runs one backward of zeros, in which every parameter is used once, the last one first.
 
-        With a static graph DDP takes the first backward for the graph of all steps, and counts gradients
-        under `no_sync` too: a first step of several microbatches would fail an assertion inside torch.
+        DDP puts parameters into buckets anew after the first backward (with a static graph, the second).
+        So the first step of a start would be reduced in other buckets than the same step of a run that
+        was never stopped; on three and more ranks sums in a ring would then have other last bits.
+
+        With a static graph DDP also takes the first backward for the graph of all steps, and counts
+        gradients under `no_sync` too: a first step of several microbatches would fail inside torch.
         """
         self.backward(self.forward_nothing())
         for parameter in self._loss_module.parameters():
