@@ -150,7 +150,7 @@ def text_recipe(folder: Path, kind: str = "gpt") -> dict[str, Any]:
 
 
 def digits_recipe() -> dict[str, Any]:
-    """A small ResNet with BatchNorm on the digits; an epoch is 14 batches of 100 and one of 37."""
+    """A small ResNet with BatchNorm on the digits; an epoch is 14 batches of 100 and one of 38."""
     return {
         "model": {"kind": "resnet", "blocks": [1, 1], "width": 4},
         "data": {"kind": "digits"},
