@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
 
+from paceline.parallel.replicate import Replica
+from paceline.train.agreement import Agreement
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 from tests.dist.recorder import RECORD, recorded_collectives
@@ -32,6 +34,11 @@ def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
     )
 
 
+def is_agreement(collective: Any, length: int, nproc: int) -> bool:
+    """A small vector may be exchanged by all-to-all and summed by each rank."""
+    return collective in (("all_reduce", (length,)), ("all_to_all", (nproc * length,)))
+
+
 def data(num_samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(num_samples, 12, generator=torch.Generator().manual_seed(0)))
 
@@ -39,7 +46,7 @@ def data(num_samples: int) -> TensorDataset:
 def collectives_of_a_step(
     world: Any, global_batch_size: int, num_steps: int, settings: dict[str, Any]
 ) -> Any:
-    """Per step, the collectives; the first two steps are left out (DDP orders its buckets in the second)."""
+    """Per step, the collectives; the first step is left out, in which DDP agrees on its buckets."""
     trainer = build_trainer(**settings)
     steps = []
     for number, share in enumerate(
@@ -47,7 +54,7 @@ def collectives_of_a_step(
     ):
         before = len(recorded_collectives())
         trainer.step(share)
-        if number >= 2:
+        if number >= 1:
             steps.append(recorded_collectives(before))
     return steps
 
@@ -61,9 +68,10 @@ def test_a_step_is_one_agreement_and_one_round_of_gradients(
     args = (2 * num_microbatches, 5, settings)
     results = ranks.run(collectives_of_a_step, nproc=nproc, args=args, env=RECORD)
     for steps in results:
-        assert len(steps) == 3
+        assert len(steps) == 4
         for agreement, *gradients in steps:
-            assert agreement == ("all_reduce", (HEADER + PER_MICROBATCH * num_microbatches,))
+            # Every rank sends the small vector to every other.
+            assert agreement == ("all_to_all", (nproc * (HEADER + PER_MICROBATCH * num_microbatches),))
             assert len(gradients) > 1, "several buckets"
             assert {name for name, _ in gradients} == {"all_reduce"}
             assert sum(size for _, (size,) in gradients) == NUM_PARAMETERS
@@ -77,31 +85,27 @@ def batchnorm_steps(world: Any, settings: dict[str, Any]) -> Any:
 
 def test_running_statistics_travel_in_the_same_vector(ranks: Pool) -> None:
     for steps in ranks.run(batchnorm_steps, args=({},), env=RECORD):
-        for step in steps:
-            length = HEADER + 4 * (PER_MICROBATCH + PER_BATCHNORM)
-            assert [name for name, _ in step] == ["all_reduce"] * 2
-            assert step[0] == ("all_reduce", (length,))
+        for agreement, *gradients in steps:
+            assert is_agreement(agreement, HEADER + 4 * (PER_MICROBATCH + PER_BATCHNORM), 2)
+            assert [name for name, _ in gradients] == ["all_reduce"]
 
 
 def test_broadcast_buffers_is_what_asks_for_more(ranks: Pool) -> None:
     settings = {"ddp": {"broadcast_buffers": True}}
     for steps in ranks.run(batchnorm_steps, args=(settings,), env=RECORD):
-        for step in steps:
-            names = [name for name, _ in step]
-            assert names[-2:] == ["all_reduce"] * 2
-            assert names[:-2], "the buffers"
-            assert set(names[:-2]) == {"broadcast"}
+        for *buffers, agreement, gradients in steps:
+            assert buffers
+            assert {name for name, _ in buffers} == {"broadcast"}
+            assert is_agreement(agreement, HEADER + 4 * (PER_MICROBATCH + PER_BATCHNORM), 2)
+            assert gradients[0] == "all_reduce"
 
 
 def test_finding_unused_parameters_costs_a_map_of_them(ranks: Pool) -> None:
-    settings = {"ddp": {"find_unused_parameters": True}}
+    settings, num_tensors = {"ddp": {"find_unused_parameters": True}}, 6
     for steps in ranks.run(collectives_of_a_step, args=(8, 4, settings), env=RECORD):
-        for step in steps:
-            num_tensors = 6
-            agreement = ("all_reduce", (HEADER + 4 * PER_MICROBATCH + num_tensors,))
-            assert sorted(step) == sorted(
-                [agreement, ("all_reduce", (num_tensors,)), ("all_reduce", (NUM_PARAMETERS,))]
-            )
+        for *of_ddp, agreement in steps:
+            assert sorted(of_ddp) == [("all_reduce", (num_tensors,)), ("all_reduce", (NUM_PARAMETERS,))]
+            assert is_agreement(agreement, HEADER + 4 * PER_MICROBATCH + num_tensors, 2)
 
 
 def counting_hook(seen: list[int], bucket: Any) -> Any:
@@ -143,7 +147,9 @@ def other_collectives(world: Any) -> dict[str, Any]:
 def test_evaluation_is_one_collective_and_a_raw_batch_costs_one_more(ranks: Pool) -> None:
     for result in ranks.run(other_collectives, env=RECORD):
         assert result["evaluate"] == ["all_reduce"]
-        assert result["raw batch"] == ["all_reduce"] * 3
+        counts, agreement, gradients = result["raw batch"]
+        assert counts == gradients == "all_reduce"
+        assert agreement in ("all_reduce", "all_to_all")
         assert result["loader"] == []
 
 
@@ -179,18 +185,20 @@ def before_the_last_backward(world: Any) -> list[str]:
             return Watch.apply(super().forward(x))
 
     trainer = build_trainer(Model(12, 3))
-    all_reduce = torch.distributed.all_reduce
+    launch, reduce = Agreement.launch, Replica._reduce_bucket
 
-    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        events.append("agreement" if tensor.dtype == torch.float64 else "gradients")
-        return all_reduce(tensor, *args, **kwargs)
+    def noted(event: str, do: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return do(*args, **kwargs)
 
-    torch.distributed.all_reduce = noted
-    try:
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agreement, "launch", noted("agreement", launch))
+        patch.setattr(Replica, "_reduce_bucket", noted("gradients", reduce))
         for share in trainer.loader(data(8), global_batch_size=8):
             trainer.step(share)
-    finally:
-        torch.distributed.all_reduce = all_reduce
     return events
 
 
