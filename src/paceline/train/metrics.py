@@ -145,12 +145,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _drop_rows_after(path: Path, last_step: int) -> None:
-    rows = read_rows(path)
-    kept = [row for row in rows if row["step"] <= last_step]
-    if not path.exists() or len(kept) == path.read_text(encoding="utf-8").count("\n") == len(rows):
+    kept = "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last_step)
+    if not path.exists() or path.read_text(encoding="utf-8") == kept:
         return
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    partial.write_text(kept, encoding="utf-8")
     os.replace(partial, path)
 
 
