@@ -1,0 +1,228 @@
+"""What a run writes about itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, measure_memory, read_rows
+from paceline.train.step import Step
+from paceline.train.trainer import Trainer
+from paceline.train.update import Updated
+from tests.dist.pool import Pool
+from tests.train.test_event_file import read as read_events
+
+CONTRACT = ["step", "loss", "grad_norm", "lr", "samples", "tokens", "step_s"]
+
+
+def updated(loss: float = 2.0, **fields: Any) -> Updated:
+    return Updated(
+        **{
+            "loss": loss,
+            "weight": 8.0,
+            "grad_norm": 0.5,
+            "skipped": None,
+            "stop_signum": 0,
+            "comm_s": 0.1,
+            **fields,
+        }
+    )
+
+
+def step(number: int, **updates: Updated) -> Step:
+    return Step(
+        number=number,
+        epoch=1,
+        num_samples=16,
+        lr=0.01,
+        updates=updates or {"model": updated()},
+        step_s=0.5,
+        data_s=0.1,
+        comm_s=0.2,
+    )
+
+
+def row(number: int, *, loss: float = 2.0, **fields: Any) -> dict[str, Any]:
+    options = {"samples": 16 * number, "tokens_per_sample": 10, "flops_per_sample": 1e6, "peak_flops": 64e6}
+    return describe_step(step(number, model=updated(loss)), **{**options, "memory_bytes": 1000, **fields})
+
+
+def test_a_row_has_what_the_contract_names() -> None:
+    found = row(3)
+    assert list(found)[:1] == ["step"]
+    assert set(CONTRACT) <= found.keys()
+    assert {key: found[key] for key in CONTRACT} == {
+        "step": 3,
+        "loss": 2.0,
+        "grad_norm": 0.5,
+        "lr": 0.01,
+        "samples": 48,
+        "tokens": 480,
+        "step_s": 0.5,
+    }
+    assert (found["samples_per_s"], found["tokens_per_s"]) == (32.0, 320.0)
+    assert (found["flops_per_s"], found["mfu"]) == (32e6, 0.5)
+
+
+def test_what_is_not_known_is_null() -> None:
+    found = row(1, tokens_per_sample=None, flops_per_sample=None, peak_flops=None)
+    nothing = ("tokens", "tokens_per_s", "flops_per_s", "mfu", "skipped")
+    assert [found[key] for key in nothing] == [None] * 5
+    assert row(1, peak_flops=None)["mfu"] is None
+
+
+def test_several_models_have_a_loss_each() -> None:
+    models = {"discriminator": updated(1.5), "generator": updated(0.5, skipped="the loss is nan")}
+    found = describe_step(
+        step(1, **models),
+        samples=1,
+        tokens_per_sample=None,
+        flops_per_sample=None,
+        peak_flops=None,
+        memory_bytes=1,
+    )
+    assert found["loss"] == found["loss_discriminator"] == 1.5
+    assert found["loss_generator"] == 0.5
+    assert found["skipped"] == "the loss is nan"
+
+
+def write(folder: Path, steps: list[int], *, last_step: int, tensorboard: bool = False) -> None:
+    writer = MetricsWriter(folder, last_step=last_step, tensorboard=tensorboard)
+    for number in steps:
+        writer.write(row(number))
+        if number % 2 == 0:
+            writer.write_evaluation(number, {"loss": 1.0 / number})
+    writer.close()
+
+
+def numbers(folder: Path, name: str = "metrics.jsonl") -> list[int]:
+    return [row["step"] for row in read_rows(folder / name)]
+
+
+def test_a_resumed_start_drops_the_rows_that_it_writes_again(tmp_path: Path) -> None:
+    write(tmp_path, [1, 2, 3, 4, 5], last_step=0)
+    write(tmp_path, [3, 4, 5, 6], last_step=2)
+    assert numbers(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert numbers(tmp_path, "evaluations.jsonl") == [2, 4, 6]
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+@pytest.mark.parametrize("torn", ['{"step": 4, "lo', "\n", "\x00\x00", '{"step": 4, "loss": 1.0}'])
+def test_a_torn_line_is_dropped(tmp_path: Path, torn: str) -> None:
+    """The last one: whole, but for its end; the next row must not be glued to it."""
+    write(tmp_path, [1, 2, 3], last_step=0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    write(tmp_path, [4], last_step=3)
+    assert numbers(tmp_path) == [1, 2, 3, 4]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_resuming_after_the_end_keeps_everything(tmp_path: Path) -> None:
+    write(tmp_path, [1, 2], last_step=0)
+    before = (tmp_path / "metrics.jsonl").stat()
+    write(tmp_path, [], last_step=2)
+    after = (tmp_path / "metrics.jsonl").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def refuse_constant(text: str) -> float:
+    raise ValueError(text)
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=True)
+    for number, loss in enumerate((1.0, math.nan, math.inf, -math.inf), 1):
+        writer.write(row(number, loss=loss))
+    writer.write_evaluation(4, {"loss": math.nan})
+    writer.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse_constant) for line in lines]
+    assert [row["loss"] for row in rows] == [1.0, None, None, None]
+    (line,) = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=refuse_constant) == {"step": 4, "loss": None}
+    assert read_events(tmp_path / "tensorboard")["train/loss"] == [(1, 1.0)]
+
+
+def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
+    write(tmp_path, [1, 2, 3, 4], last_step=0, tensorboard=True)
+    events = read_events(tmp_path / "tensorboard")
+    keys = ("loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_s", "comm_s")
+    assert events.keys() == {f"train/{key}" for key in keys} | {"valid/loss"}
+    assert events["train/lr"] == [(number, pytest.approx(0.01)) for number in (1, 2, 3, 4)]
+    assert events["valid/loss"] == [(2, 0.5), (4, 0.25)]
+
+
+def test_without_tensorboard_there_is_no_folder(tmp_path: Path) -> None:
+    write(tmp_path, [1], last_step=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "evaluations.jsonl"}
+
+
+def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_cpu_has_no_known_peak_and_some_memory() -> None:
+    cpu = torch.device("cpu")
+    assert find_peak_flops(cpu, "bf16") is None
+    assert 50e6 < measure_memory(cpu) < 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "fp32", 67e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA L4", "fp64", None),
+        ("NVIDIA L40S", "bf16", None),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("Some New Card", "bf16", None),
+    ],
+)
+def test_peaks_are_known_by_the_devices_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, peak: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert find_peak_flops(torch.device("cuda", 0), dtype) == peak
+
+
+# ---- in a run
+
+
+def run(world: Any, folder: str) -> list[float]:
+    torch.manual_seed(0)
+    trainer = Trainer(
+        nn.Linear(64, 32, bias=False),
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
+        microbatch_size=2,
+        tokens_per_sample=7,
+        peak_flops=1e9,
+    )
+    trainer.resume(folder)
+    return [trainer.step(torch.randn(4, 64)).loss for _ in range(3)]
+
+
+def test_rank_0_writes_what_all_ranks_did(ranks: Pool, tmp_path: Path) -> None:
+    losses, others = ranks.run(run, args=(str(tmp_path),))
+    assert losses == others
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["loss"] for row in rows] == losses
+    assert [(row["samples"], row["tokens"]) for row in rows] == [(8, 56), (16, 112), (24, 168)]
+    for row in rows:
+        assert row["step_s"] > 0
+        assert 0 <= row["comm_s"] <= row["step_s"]
+        assert row["data_s"] == 0.0
+        # Two products of 64 x 32 each in forward and backward (no gradient of the input), per sample.
+        per_sample = 2 * (2 * 64 * 32)
+        assert row["flops_per_s"] == pytest.approx(per_sample * row["samples_per_s"])
+        assert row["mfu"] == pytest.approx(row["flops_per_s"] / 2e9)
+        assert row["skipped"] is None

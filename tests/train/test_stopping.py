@@ -1,0 +1,145 @@
+"""Signals while training: the first is noted, a second one means now, others' handlers stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.train.stopping import Stopped, StopRequests
+from paceline.train.trainer import Trainer
+from tests.dist.pool import Pool, RankError
+
+
+@pytest.fixture
+def default_handlers() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.usefixtures("default_handlers")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted(signum: int) -> None:
+    requests = StopRequests()
+    requests.install()
+    requests.install()
+    assert requests.signum == 0
+    os.kill(os.getpid(), signum)
+    assert requests.signum == signum
+    # A terminal and a launcher may deliver one Ctrl-C twice, and what came first is what is told.
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert requests.signum == signum
+    requests.remove()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_second_one_later_means_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = StopRequests()
+    requests.install()
+    os.kill(os.getpid(), signal.SIGINT)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 5)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_users_own_handler_stays() -> None:
+    seen: list[int] = []
+
+    def mine(signum: int, frame: Any) -> None:
+        seen.append(signum)
+
+    signal.signal(signal.SIGTERM, mine)
+    requests = StopRequests()
+    requests.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (seen, requests.signum) == ([signal.SIGTERM], 0)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert requests.signum == signal.SIGINT
+    requests.remove()
+    assert signal.getsignal(signal.SIGTERM) is mine
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_handler_set_afterwards_stays_too() -> None:
+    requests = StopRequests()
+    requests.install()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    requests.remove()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_other_threads_leave_signals_alone() -> None:
+    requests = StopRequests()
+    thread = threading.Thread(target=requests.install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_stopped_is_an_exit_with_the_shells_code() -> None:
+    stopped = Stopped(signal.SIGINT, 12, None)
+    assert isinstance(stopped, SystemExit)
+    assert (stopped.code, stopped.step, stopped.signal_name, stopped.saved) == (130, 12, "SIGINT", None)
+    assert str(stopped) == "stopped by SIGINT after step 12; nothing saved, there is no run folder"
+    saved = Stopped(signal.SIGTERM, 3, "runs/x/checkpoints/step-00000003")
+    assert saved.code == 143
+    assert str(saved) == "stopped by SIGTERM after step 3; saved runs/x/checkpoints/step-00000003"
+
+
+def train(world: Any, both: bool) -> Any:
+    """Raw batches: the next `step` is where the run stops."""
+    trainer = Trainer(
+        nn.Linear(3, 1),
+        loss=lambda output, batch: (output.sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    )
+    for number in range(6):
+        if number == 2 and (both or world.rank == 1):
+            os.kill(os.getpid(), signal.SIGINT if world.rank == 0 else signal.SIGTERM)
+        trainer.step(torch.randn(2, 3))
+    return None
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_steps_on_raw_batches_stop_together_and_sigterm_wins(ranks: Pool, both: bool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(train, args=(both,))
+    for rank in (0, 1):
+        assert "stopped by SIGTERM after step 3" in caught.value.reports[rank]
+
+
+def handlers_after(world: Any) -> list[bool]:
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = Trainer(
+        nn.Linear(3, 1),
+        loss=lambda output, batch: (output.sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    )
+    untouched = signal.getsignal(signal.SIGTERM) == before
+    trainer.step(torch.randn(2, 3))
+    taken = signal.getsignal(signal.SIGTERM) != before
+    world.close()
+    return [untouched, taken, signal.getsignal(signal.SIGTERM) == before]
+
+
+def test_signals_are_taken_while_training_only(ranks: Pool) -> None:
+    assert ranks.run(handlers_after, nproc=1) == [[True, True, True]]
