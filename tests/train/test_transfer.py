@@ -1,0 +1,86 @@
+"""What rank 0 does alone, and the others then know."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import PacelineError
+from paceline.train.transfer import load_on_main, run_on_main
+from tests.dist.pool import Pool, RankError
+
+
+def answer(world: Any) -> tuple[Any, int]:
+    calls: list[int] = []
+    value = run_on_main(world, lambda: (calls.append(world.rank), {"from": world.rank})[1])
+    return value, len(calls)
+
+
+def test_rank_0_does_it_and_all_know(ranks: Pool) -> None:
+    for nproc in (1, 3):
+        results = ranks.run(answer, nproc=nproc)
+        assert results == [({"from": 0}, int(rank == 0)) for rank in range(nproc)]
+
+
+def fail(world: Any) -> None:
+    def do() -> None:
+        raise PacelineError("PL999", saw="saw.", rule="rule.", fix="fix.")
+
+    run_on_main(world, do)
+
+
+def test_an_error_of_ours_is_raised_on_all(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(fail, nproc=3)
+    assert [str(caught.value.causes[rank]) for rank in range(3)] == ["saw. rule. fix. [PL999]"] * 3
+
+
+def transfer(world: Any) -> tuple[Any, bool]:
+    wide = torch.arange(12.0).reshape(3, 4)
+    tree = {
+        "wide": wide,
+        "turned": wide.t(),
+        "sliced": wide[:, 1::2],
+        "same": wide,
+        "low": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "whole": torch.tensor(2**60),
+        "nothing": torch.zeros(0, 3),
+        "nan": torch.tensor(math.nan),
+        "turns": torch.tensor([1 + 2j]),
+        "deep": [{"x": (torch.ones(2), None, "text", 3, b"bytes", True, 0.5)}],
+        "array": np.arange(3),
+    }
+    return load_on_main(world, lambda: tree), world.is_main
+
+
+def test_trees_of_tensors_arrive_to_the_bit(ranks: Pool) -> None:
+    first, *others = ranks.run(transfer, nproc=3)
+    for tree, _ in others:
+        assert tree.keys() == first[0].keys()
+        for key, value in first[0].items():
+            if isinstance(value, torch.Tensor):
+                assert (tree[key].dtype, tree[key].shape) == (value.dtype, value.shape)
+                assert torch.equal(tree[key].nan_to_num(), value.nan_to_num())
+        (deep,) = tree["deep"]
+        ones, *rest = deep["x"]
+        assert torch.equal(ones, torch.ones(2))
+        assert rest == [None, "text", 3, b"bytes", True, 0.5]
+        assert tree["array"].tolist() == [0, 1, 2]
+
+
+def load_and_fail(world: Any) -> None:
+    def load() -> Any:
+        raise PacelineError("PL999", saw="saw.", rule="rule.", fix="fix.")
+
+    load_on_main(world, load)
+
+
+def test_a_load_that_fails_fails_on_all(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(load_and_fail)
+    assert sorted(caught.value.causes) == [0, 1]
