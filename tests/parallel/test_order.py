@@ -17,13 +17,6 @@ from paceline.recipe.schema import DdpSection
 from tests.dist.pool import Pool
 
 
-class Compilable(nn.Linear):
-    """Doesn't really: importing the compiler takes seconds."""
-
-    def compile(self) -> None:
-        pass
-
-
 def lay_out(world: Any) -> tuple[list[str], bool]:
     records: list[str] = []
 
@@ -31,14 +24,20 @@ def lay_out(world: Any) -> tuple[list[str], bool]:
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record.getMessage())
 
+    compiled: list[Any] = []
     logger = logging.getLogger("paceline.parallel.order")
     logger.setLevel(logging.INFO)
     handler = Handler()
     logger.addHandler(handler)
     try:
-        model = Compilable(2, 2)
+        model = nn.Linear(2, 2)
         mesh = build_mesh(Layout(), world) if world.world_size > 1 else None
-        replica = parallelize(model, mesh, ddp=DdpSection(), compile=True)
+        with pytest.MonkeyPatch.context() as patch:
+            # Importing the compiler takes seconds.
+            patch.setattr(torch, "compile", lambda forward: compiled.append(forward) or forward)
+            replica = parallelize(model, mesh, ddp=DdpSection(), compile=True)
+        assert len(compiled) == 1
+        assert torch.equal(model(torch.ones(2)), compiled[0](torch.ones(2)))
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)

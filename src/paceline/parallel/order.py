@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,7 +56,7 @@ def parallelize(
         _synchronise_batchnorm(model, mesh)
     if compile:
         # Before DDP: the model alone is one graph; collectives stay outside of it, in DDP's hooks.
-        model.compile()
+        _compile(model)
         log.info("compile: torch.compile over the whole model")
     if mesh is None:
         if comm_hook is not None:
@@ -65,6 +66,17 @@ def parallelize(
     replica = Replica(model, mesh, ddp, comm_hook)
     log.info("replicate: DistributedDataParallel over dp_replicate=%d", mesh.size())
     return replica
+
+
+def _compile(model: nn.Module) -> None:
+    call = model._call_impl
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # What Module.compile() does, with a frame of ours in between: the compiler passes over the frames of
+    # torch.nn's own classes, so that an nn.Sequential would stay as it is without a word.
+    model._compiled_call_impl = torch.compile(forward)
 
 
 def _synchronise_batchnorm(model: nn.Module, mesh: DeviceMesh | None) -> None:
