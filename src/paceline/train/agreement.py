@@ -9,6 +9,10 @@ depend on who computed what:
       per parameter: on how many ranks a gradient was computed (only with find_unused_parameters) ]
 
 It is launched before the last backward, so it travels while gradients are computed.
+
+A small vector of few ranks on the CPU is exchanged by all-to-all and summed by each rank: one hop instead
+of the 2(n-1) of a ring. Measured with gloo on one machine: 0.29 ms instead of 0.57 on 2 ranks, 1.6 instead
+of 3.7 on 4, and half of the CPU time, which it takes away from backward.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from paceline.errors import PacelineError
 
 _NUM_HEADER = 4
 _LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
+# Every rank sends all it has to every other, so this is for small numbers only.
+_MAX_EXCHANGE_RANKS = 8
+_MAX_EXCHANGE_VALUES = 4096
 
 
 @dataclass
@@ -71,15 +78,22 @@ class Agreement:
         self._width = _NUM_FIXED + num_statistics
         length = _NUM_HEADER + num_microbatches * self._width + num_parameters
         self._vector = torch.zeros(length, dtype=torch.float64, device=device)
+        # On the CPU it is filled and read through numpy, which takes a tenth of the time of tensors.
+        self._array = self._vector.numpy() if device.type == "cpu" else None
         self._group = group
+        self._received: Tensor | None = None
         self._work: dist.Work | None = None
         self._position = 0
 
     def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor, statistics: Tensor | None) -> None:
         """Fills the slot of microbatch `index`; doesn't wait for the device."""
         start = _NUM_HEADER + index * self._width
-        self._vector[start + _LOSS] = loss_sum.detach()
-        self._vector[start + _WEIGHT] = weight.detach()
+        if self._array is not None:
+            self._array[start + _LOSS] = loss_sum.item()
+            self._array[start + _WEIGHT] = weight.item()
+        else:
+            self._vector[start + _LOSS] = loss_sum.detach()
+            self._vector[start + _WEIGHT] = weight.detach()
         if statistics is not None:
             self._vector[start + _NUM_FIXED : start + self._width] = statistics
 
@@ -98,8 +112,18 @@ class Agreement:
         """
         self._position = position
         header = [stop_signum == signal.SIGINT, stop_signum == signal.SIGTERM, position, position**2]
-        self._vector[:_NUM_HEADER] = torch.tensor(header, dtype=torch.float64)
-        if self._group is not None:
+        if self._array is not None:
+            self._array[:_NUM_HEADER] = header
+        else:
+            self._vector[:_NUM_HEADER] = torch.tensor(header, dtype=torch.float64)
+        if self._group is None:
+            return
+        num_ranks, length = self._group.size(), len(self._vector)
+        if self._array is not None and num_ranks <= _MAX_EXCHANGE_RANKS and length <= _MAX_EXCHANGE_VALUES:
+            self._received = torch.empty(num_ranks * length, dtype=torch.float64)
+            sent = self._vector.repeat(num_ranks)
+            self._work = dist.all_to_all_single(self._received, sent, group=self._group, async_op=True)
+        else:
             self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
 
     def wait(self, extra: Tensor | None = None) -> tuple[Agreed, float]:
@@ -116,24 +140,27 @@ class Agreement:
         """
         if self._work is not None:
             self._work.wait()
-        tail = [] if extra is None else [extra.double().reshape(1)]
-        values = torch.cat([self._vector, *tail]).cpu()
-        rows = values[_NUM_HEADER : _NUM_HEADER + self._num_microbatches * self._width]
-        rows = rows.reshape(self._num_microbatches, self._width)
-        num_int, num_term, position_sum, square_sum = values[:_NUM_HEADER].tolist()
+        vector = self._vector
+        if self._received is not None:
+            vector = self._received.view(-1, len(vector)).sum(0)
+        if extra is not None:
+            vector = torch.cat([vector, extra.double().reshape(1)])
+        vector = vector.cpu()
+        values: list[float] = vector.tolist()
+        end = _NUM_HEADER + self._num_microbatches * self._width
+        num_int, num_term, position_sum, square_sum = values[:_NUM_HEADER]
         self._check_position(position_sum, square_sum)
         used = None
         if self._num_parameters:
-            start = len(self._vector) - self._num_parameters
-            used = [count > 0 for count in values[start : len(self._vector)].tolist()]
+            used = [count > 0 for count in values[end : end + self._num_parameters]]
         agreed = Agreed(
-            losses=rows[:, _LOSS].tolist(),
-            weights=rows[:, _WEIGHT].tolist(),
-            statistics=rows[:, _NUM_FIXED:],
+            losses=values[_NUM_HEADER + _LOSS : end : self._width],
+            weights=values[_NUM_HEADER + _WEIGHT : end : self._width],
+            statistics=vector[_NUM_HEADER:end].view(-1, self._width)[:, _NUM_FIXED:],
             stop_signum=signal.SIGTERM if num_term else signal.SIGINT if num_int else 0,
             used=used,
         )
-        return agreed, float(values[-1]) if extra is not None else 0.0
+        return agreed, values[-1] if extra is not None else 0.0
 
     def _check_position(self, position_sum: float, square_sum: float) -> None:
         num_ranks = 1 if self._group is None else self._group.size()

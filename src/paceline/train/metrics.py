@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,6 +23,8 @@ _PEAK_FLOPS = {
     "L4": {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12},
     "V100": {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
 }
+# Rows of short steps are gathered for so long.
+_FLUSH_S = 1.0
 _TENSORBOARD_KEYS = ("loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_s", "comm_s")
 
 
@@ -61,25 +64,37 @@ class MetricsWriter:
         self._tensorboard = (
             EventFile(folder / "tensorboard", purge_step=last_step + 1) if tensorboard else None
         )
+        self._pending: list[tuple[float, dict[str, Any]]] = []
+        self._last_flush_s = -math.inf
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a step's row."""
-        _append(self._steps, row)
+        """Appends a step's row; it is in the file after a second at the latest, or after `flush`."""
+        self._pending.append((time.time(), row))
+        if time.monotonic() - self._last_flush_s > _FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits. Many rows at once take half the time: short steps would feel each one."""
+        _append(self._steps, [row for _, row in self._pending])
         if self._tensorboard is not None:
-            known = {key: row[key] for key in _TENSORBOARD_KEYS if row.get(key) is not None}
-            self._tensorboard.write(
-                row["step"],
-                {f"train/{key}": value for key, value in known.items() if not _is_not_finite(value)},
-            )
+            for wall_s, row in self._pending:
+                known = {key: row[key] for key in _TENSORBOARD_KEYS if row.get(key) is not None}
+                finite = {f"train/{key}": value for key, value in known.items() if not _is_not_finite(value)}
+                self._tensorboard.write(row["step"], finite, wall_s)
+        self._pending.clear()
+        self._last_flush_s = time.monotonic()
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Appends what an evaluation after `step` gave, to `evaluations.jsonl`."""
-        _append(self._evaluations, {"step": step, **values})
+        self.flush()
+        _append(self._evaluations, [{"step": step, **values}])
         if self._tensorboard is not None:
-            self._tensorboard.write(step, {f"valid/{key}": value for key, value in values.items()})
+            named = {f"valid/{key}": value for key, value in values.items()}
+            self._tensorboard.write(step, named, time.time())
 
     def close(self) -> None:
         """Flushes and closes the files."""
+        self.flush()
         self._steps.close()
         self._evaluations.close()
         if self._tensorboard is not None:
@@ -153,9 +168,10 @@ def _drop_rows_after(path: Path, last_step: int) -> None:
     os.replace(partial, path)
 
 
-def _append(file: TextIO, row: dict[str, Any]) -> None:
+def _append(file: TextIO, rows: list[dict[str, Any]]) -> None:
     """Numbers that are not finite become null: JSON has none."""
-    file.write(json.dumps({k: None if _is_not_finite(v) else v for k, v in row.items()}) + "\n")
+    for row in rows:
+        file.write(json.dumps({k: None if _is_not_finite(v) else v for k, v in row.items()}) + "\n")
     file.flush()
 
 

@@ -295,6 +295,8 @@ class Trainer:
                 rule="Each rank's weights went their own way, so there is no state of the run to save.",
                 fix="Measure with a trainer of its own, and train with another.",
             )
+        if self._writer is not None:
+            self._writer.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(
             self.models,
             self._updates,
