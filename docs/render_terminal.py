@@ -1,4 +1,7 @@
-"""Draws what a command printed as a picture of a terminal: `COMMAND | python docs/render_terminal.py OUT.svg TITLE`."""
+"""Draws what a command printed as a picture of a terminal.
+
+    COMMAND | python docs/render_terminal.py OUT.svg TITLE
+"""
 
 from __future__ import annotations
 

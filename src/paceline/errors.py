@@ -39,7 +39,7 @@ def _rebuild(kind: type[PacelineError], code: str, saw: str, rule: str, fix: str
     return kind(code, saw=saw, rule=rule, fix=fix)
 
 
-class RecipeErrors(PacelineError):
+class RecipeErrors(PacelineError):  # noqa: N818 (it is several)
     """All problems of one recipe at once.
 
     Args:
