@@ -1,6 +1,6 @@
 """Draws what a command printed as a picture of a terminal.
 
-    COMMAND | python docs/render_terminal.py OUT.svg TITLE
+COMMAND | python docs/render_terminal.py OUT.svg TITLE
 """
 
 from __future__ import annotations
