@@ -26,7 +26,6 @@ def run_example(path: Path, folder: Path, nproc: int, monkeypatch: pytest.Monkey
 def test_example_tells_the_same_on_one_rank_and_on_three(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     alone = run_example(path, tmp_path / "one", 1, monkeypatch)
     together = run_example(path, tmp_path / "three", 3, monkeypatch)
     assert len(alone) >= 3
