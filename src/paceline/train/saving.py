@@ -109,7 +109,7 @@ class Saver:
         Returns:
             The counters that were saved, or `None` where there is no checkpoint.
         """
-        self.folder = folder
+        self.folder, self._last = folder, None
 
         def read() -> Any:
             _make_folder(folder)

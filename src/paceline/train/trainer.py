@@ -265,6 +265,9 @@ class Trainer:
         Raises:
             PacelineError: PL500 to PL530 where checkpoints are there and none can be used.
         """
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         state = self._saver.load(Path(folder), self.models, self._updates)
         if state is not None:
             self.step_number = state["step"]
