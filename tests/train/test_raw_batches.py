@@ -39,9 +39,9 @@ def unpack(batch: Any) -> Tensor:
     return batch[0] if isinstance(batch, tuple) else batch
 
 
-def build(microbatch_size: int | None) -> Trainer:
+def build(microbatch_size: int | None, dropout: float = 0.0) -> Trainer:
     def build_model() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 2))
 
     return Trainer(
         build_model,
@@ -75,6 +75,24 @@ def test_uneven_and_empty_shares_are_one_global_batch(
         assert apart(one.losses, results[0].losses) <= 1e-12
         assert tensors_apart(one.tensors, results[0].tensors) <= 1e-12
         assert all(trained.extra == 7 * NUM_STEPS for trained in results)
+
+
+def train_with_dropout(world: Any, counts: list[int]) -> Trained:
+    start = sum(counts[: world.rank])
+    return take_steps(
+        build(2, dropout=0.3),
+        [samples(step)[start : start + counts[world.rank]] for step in range(NUM_STEPS)],
+    )
+
+
+def test_microbatches_are_numbered_through_over_the_ranks(ranks: Pool) -> None:
+    """Cut alike, so dropout is the same too."""
+    one = ranks.run(train_with_dropout, nproc=1, args=([7],))[0]
+    for counts in ([4, 3], [2, 5], [2, 2, 3], [0, 6, 1]):
+        results = ranks.run(train_with_dropout, nproc=len(counts), args=(counts,))
+        assert_ranks_agree(results)
+        assert apart(one.losses, results[0].losses) <= 1e-12
+        assert tensors_apart(one.tensors, results[0].tensors) <= 1e-12
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -467,3 +467,21 @@ def test_what_is_made_after_resume_gets_its_state_then(ranks: Pool, tmp_path: Pa
 def average_of(world: Any, folder: str) -> float:
     started = Run(world, folder).train(last=3)
     return sum(float(a.sum()) for a in started.ema.average)
+
+
+def resume_elsewhere(world: Any, folders: list[str]) -> list[str]:
+    """A trainer that is sent to an empty folder goes on there."""
+    started = Run(world, folders[0]).train(last=2)
+    paths = [str(started.trainer.save())]
+    assert started.trainer.resume(folders[1]) == 2
+    paths.append(str(started.trainer.save()))
+    started.train(last=3)
+    return paths
+
+
+def test_another_folder_is_another_run(ranks: Pool, tmp_path: Path) -> None:
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    for paths in ranks.run(resume_elsewhere, args=(folders,)):
+        assert paths == [f"{folder}/checkpoints/step-00000002" for folder in folders]
+    rows = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two")]
+    assert [[json.loads(line)["step"] for line in lines] for lines in rows] == [[1, 2], [3]]

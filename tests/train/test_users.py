@@ -465,3 +465,43 @@ def test_a_factory_gives_the_same_model_on_any_number_of_ranks(ranks: Pool) -> N
     rank_0s = [p.detach() for p in build_student().parameters()]
     for weights in ranks.run(build_from, args=("module",)):
         assert all(map(torch.equal, rank_0s, weights))
+
+
+def draws(world: Any) -> dict[tuple[int, str, int], float]:
+    """A number drawn in each forward, by step, update and first sample."""
+    seen: dict[tuple[int, str, int], float] = {}
+
+    def loss(name: str) -> Any:
+        def compute(models: dict[str, nn.Module], batch: list[Tensor]) -> Any:
+            seen[trainer.step_number, name, int(batch[0][0])] = float(torch.rand(()))
+            return models["a"](batch[1]).square().sum() + models["b"](batch[1]).square().sum(), len(batch[1])
+
+        return compute
+
+    def step(update: Any) -> None:
+        for name, model in (("first", "a"), ("second", "b"), ("third", "a")):
+            update(model, loss(name))
+
+    def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.01)
+
+    trainer = Trainer(
+        {"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)},
+        optimizer={"a": sgd, "b": sgd},
+        step=step,
+        microbatch_size=3,
+    )
+    data = torch.utils.data.TensorDataset(torch.arange(18), torch.randn(18, 2))
+    for share in trainer.loader(data, global_batch_size=9, shuffle=False):
+        trainer.step(share)
+    return seen
+
+
+def test_random_numbers_differ_by_step_update_and_microbatch_alone(ranks: Pool) -> None:
+    (one,) = ranks.run(draws, nproc=1)
+    assert len(set(one.values())) == len(one) == 2 * 3 * 3
+    for nproc in (2, 4):
+        together: dict[tuple[int, str, int], float] = {}
+        for seen in ranks.run(draws, nproc=nproc):
+            together |= seen
+        assert together == one
