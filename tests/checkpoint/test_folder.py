@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -435,6 +436,46 @@ def test_an_error_at_every_operation_of_a_save(tmp_path: Path) -> None:
     assert set(outcomes) == {"PL508", "saved"}
     assert outcomes.count("PL508") > 30
     assert outcomes[-1] == "saved"
+
+
+@pytest.mark.parametrize("harm", ["remove", "cut"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_vanishes_before_the_commit_fails_the_save(
+    name: str, harm: str, folder: CheckpointFolder
+) -> None:
+    """As by a clean-up job that is too eager; the last moment is the check before the rename."""
+    save(folder, 1)
+    harmed: list[Path] = []
+
+    def do_harm(operation: str, path: Path, start: int, num_bytes: int) -> None:
+        # The last fsync of the new folder, when all of its files are there.
+        if operation == "fsync" and path.name.startswith(".tmp-"):
+            file = path / name
+            if file.exists():
+                harmed.append(file)
+                file.unlink() if harm == "remove" else os.truncate(file, file.stat().st_size - 1)
+
+    with files.inject(do_harm), pytest.raises(PacelineError, match=re.escape(name)) as caught:
+        save(folder, 2)
+    assert caught.value.code == "PL508"
+    assert len(harmed) == 1
+    assert list_names(folder.path.parent) == ["step-00000001"]
+    assert_loaded(folder.load_newest(), 1)
+    save(folder, 2)
+    assert_loaded(folder.load_newest(), 2)
+
+
+def test_a_file_that_vanishes_beside_a_replaced_checkpoint_brings_that_back(folder: CheckpointFolder) -> None:
+    save(folder, 2, size=8)
+
+    def remove(operation: str, path: Path, start: int, num_bytes: int) -> None:
+        if operation == "rename" and path.name == "step-00000002":
+            next(folder.path.glob(".tmp-*/model.safetensors")).unlink()
+
+    with files.inject(remove), pytest.raises(PacelineError, match=r"model\.safetensors.*PL508"):
+        save(folder, 2, size=16)
+    assert list_names(folder.path.parent) == ["step-00000002"]
+    assert_loaded(folder.load_newest(), 2, size=8)
 
 
 def test_a_failed_replacement_puts_the_former_one_back(folder: CheckpointFolder) -> None:

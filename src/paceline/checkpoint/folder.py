@@ -4,7 +4,7 @@ How a save goes, each step durable before the next begins:
 
 1. `.tmp-step-...` is made, every file written, hashed and fsynced, then the folder.
 2. A former checkpoint of the same step makes room: `.replaced-step-...` if it is whole, else
-   `corrupt-step-...`.
+   `corrupt-step-...`. Every file is looked at once more: what somebody removed meanwhile fails the save.
 3. One rename gives the new folder its name: that instant is the commit. Then the parent is fsynced.
 4. What is no longer to be kept is renamed to `.trash-...`, then removed.
 
@@ -162,6 +162,7 @@ class CheckpointFolder:
                 file.write(dump_manifest(manifest))
             files.sync_folder(tmp)
             aside = self._make_room(final)
+            _check_there(tmp, manifest)
             files.rename(tmp, final)
         except BaseException:
             self._remove(tmp)
@@ -256,6 +257,15 @@ class CheckpointFolder:
             logger.warning("%s can't be removed: %s", path, error)
 
 
+def _check_there(folder: Path, manifest: Manifest) -> None:
+    """Raises `OSError` if a file of a checkpoint that is about to be committed is gone or was cut."""
+    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
+    sizes[FILE_NAME] = len(dump_manifest(manifest))
+    for name, num_bytes in sizes.items():
+        if (found := (folder / name).stat().st_size) != num_bytes:
+            raise OSError(errno.EIO, f"{found} bytes are left of the {num_bytes} that were written", name)
+
+
 def _look(path: Path) -> object:
     """What a folder looks like without reading it: names, sizes and times of its files."""
     stats = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
@@ -272,6 +282,6 @@ def _save_failed(step: int, folder: Path, num_bytes: int, error: OSError) -> Pac
         fix = "Free some space, lower checkpoint.keep, or choose an --out on another disk."
     else:
         saw = f"Saving step {step} in {folder} failed: {error}."
-        fix = "Mend that (permissions, the disk), or choose another --out."
+        fix = "Mend that (permissions, the disk, whatever removes files there), or choose another --out."
     rule = "A checkpoint is complete or not there; the earlier ones are as they were."
     return PacelineError("PL508", saw=saw, rule=rule, fix=fix)
