@@ -720,7 +720,8 @@ PAGES: dict[str, Page] = {
         "The run's folder is in use",
         "A run locks its folder while it runs. Two runs in one would overwrite each other's checkpoints "
         "and metrics. "
-        "The lock goes with its process, so a killed run leaves none behind.",
+        "The lock goes with its process, so a killed run leaves none behind. Ranks whose launcher was killed "
+        "save and leave within seconds: a new start waits for them, up to half a minute.",
         "Wait for the other run, stop it, or choose another folder with --out.",
     ),
     # command line and benchmarks

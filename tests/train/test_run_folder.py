@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,8 @@ from paceline.errors import PacelineError
 from paceline.recipe import load_recipe
 from paceline.recipe.load import parse_recipe
 from paceline.recipe.schema import Recipe
+from paceline.train import run_folder
+from paceline.train.owner import read_owner
 from paceline.train.run_folder import check_run_folder, claim_run_folder
 from tests.train.cases import digits_recipe
 
@@ -33,7 +39,9 @@ def test_a_new_folder_gets_the_recipe(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "new"
     with claim_run_folder(folder, recipe()):
         assert load_recipe(folder / "recipe.toml") == recipe()
-        assert (folder / ".lock").read_text() == f"{os.getpid()}\n"
+        owner = read_owner(folder / ".lock")
+        assert owner is not None
+        assert (owner.pid, owner.launcher_pid) == (os.getpid(), os.getppid())
     assert sorted(contents(folder)) == [".lock", "recipe.toml"]
 
 
@@ -82,28 +90,113 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     with claim_run_folder(tmp_path, recipe()):
         before = contents(tmp_path)
         for refuse in (check_run_folder, claim_run_folder):
+            begin_s = time.monotonic()
             with pytest.raises(PacelineError) as caught:
                 refuse(tmp_path, recipe())
+            assert time.monotonic() - begin_s < 1, "a run that goes on is refused at once"
             assert caught.value.code == "PL533"
             assert f"in use by another run (process {os.getpid()})" in caught.value.saw
         assert contents(tmp_path) == before
     claim(tmp_path)
 
 
+HOLDER = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.train.test_run_folder import recipe
+from paceline.train.run_folder import claim_run_folder
+launcher = int(sys.argv[2]) if len(sys.argv) > 2 else None
+held = claim_run_folder(Path(sys.argv[1]), recipe(), launcher_pid=launcher)
+"""
+
+
+def hold(folder: Path, then: str, *words: str) -> subprocess.Popen[str]:
+    """A process that claims the folder and then does something."""
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER + then, str(folder), *words],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def a_dead_process() -> int:
+    with subprocess.Popen(["true"]) as process:
+        process.wait(10)
+    return process.pid
+
+
 def test_a_killed_run_leaves_the_folder_free(tmp_path: Path) -> None:
     """The lock goes with the process, whatever is in the file."""
-    code = (
-        "import os, sys\nfrom pathlib import Path\n"
-        "from tests.train.test_run_folder import recipe\n"
-        "from paceline.train.run_folder import claim_run_folder\n"
-        "held = claim_run_folder(Path(sys.argv[1]), recipe())\nos.kill(os.getpid(), 9)\n"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, check=False, timeout=60)
-    assert done.returncode == -9
-    assert (tmp_path / ".lock").read_text().strip().isdigit()
+    with hold(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)") as holder:
+        assert holder.wait(60) == -signal.SIGKILL
+    assert read_owner(tmp_path / ".lock") is not None
     check_run_folder(tmp_path, recipe())
     claim(tmp_path)
+
+
+def test_a_loader_worker_that_outlives_its_rank_holds_no_lock(tmp_path: Path) -> None:
+    then = """
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with hold(tmp_path, then) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            assert holder.wait(60) == -signal.SIGKILL
+            begin_s = time.monotonic()
+            check_run_folder(tmp_path, recipe())
+            claim(tmp_path)
+            assert time.monotonic() - begin_s < 1
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("take", [check_run_folder, claim_run_folder])
+def test_ranks_without_a_launcher_are_waited_for(
+    take: Callable[[Path, Recipe], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    then = "print('held', flush=True); time.sleep(1.0)"
+    with hold(tmp_path, then, str(a_dead_process())) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        begin_s = time.monotonic()
+        taken = take(tmp_path, recipe())
+        assert 0.5 < time.monotonic() - begin_s < 10
+        assert f"process {holder.pid}), whose launcher is gone, to save and leave" in caplog.text
+        assert caplog.text.count("waiting for rank 0") == 1
+    if taken is not None:
+        taken.close()  # type: ignore[attr-defined]
+
+
+def test_ranks_that_never_leave_are_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_LEAVING_S", 0.3)
+    with claim_run_folder(tmp_path, recipe(), launcher_pid=a_dead_process()):
+        with pytest.raises(PacelineError, match="PL533") as caught:
+            claim(tmp_path)
+        assert f"kill -9 {os.getpid()}" in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["", "1234\n", "[]", "\x00" * 40, '{"pid": 1}'])
+def test_a_lock_that_tells_nothing_is_given_a_second(text: str, tmp_path: Path) -> None:
+    """It may just be being written, or held by someone who only looks."""
+    with claim_run_folder(tmp_path, recipe()) as held:
+        (tmp_path / ".lock").write_text(text)
+        freed = threading.Timer(0.3, held.close)
+        freed.start()
+        claim(tmp_path)
+        freed.join()
+    with claim_run_folder(tmp_path, recipe()):
+        (tmp_path / ".lock").write_text(text)
+        with pytest.raises(PacelineError, match=r"unknown process.*PL533"):
+            claim(tmp_path)
 
 
 def test_looking_makes_nothing(tmp_path: Path) -> None:

@@ -73,14 +73,16 @@ def run(args: argparse.Namespace) -> int:
     results = launch(
         train_on_rank,
         nproc,
-        args=(dump_recipe(recipe), str(folder), not args.json),
+        args=(dump_recipe(recipe), str(folder), not args.json, os.getpid()),
         device=recipe.train.device,
         log_dir=folder / "logs",
     )
     return _tell(recipe, results[0], nproc, args)
 
 
-def train_on_rank(recipe_toml: str, folder: str, shows_progress: bool) -> dict[str, Any] | None:
+def train_on_rank(
+    recipe_toml: str, folder: str, shows_progress: bool, launcher_pid: int | None = None
+) -> dict[str, Any] | None:
     """What every rank does; gives the summary on rank 0."""
     import tomllib
     from dataclasses import asdict
@@ -103,7 +105,7 @@ def train_on_rank(recipe_toml: str, folder: str, shows_progress: bool) -> dict[s
         log_to_stderr(world)
         progress = Progress() if shows_progress and world.is_main else None
         try:
-            summary = train_recipe(recipe, Path(folder), world, progress)
+            summary = train_recipe(recipe, Path(folder), world, progress, launcher_pid=launcher_pid)
         except Stopped as stopped:
             if world.is_main:
                 if progress is not None:

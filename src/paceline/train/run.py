@@ -143,7 +143,14 @@ def count_steps(recipe: Recipe, num_samples: int) -> int:
     return recipe.train.epochs * -(-num_samples // recipe.train.global_batch_size)
 
 
-def train_recipe(recipe: Recipe, folder: Path, world: World, reporter: Reporter | None) -> Summary | None:
+def train_recipe(
+    recipe: Recipe,
+    folder: Path,
+    world: World,
+    reporter: Reporter | None,
+    *,
+    launcher_pid: int | None = None,
+) -> Summary | None:
     """Trains a recipe to its end, going on from the newest checkpoint in `folder`; collective.
 
     Args:
@@ -151,6 +158,7 @@ def train_recipe(recipe: Recipe, folder: Path, world: World, reporter: Reporter 
         folder: the run's folder.
         world: the ranks.
         reporter: told of progress, on rank 0.
+        launcher_pid: of the process that started the ranks; by default the parent of rank 0.
 
     Returns:
         The summary on rank 0, `None` elsewhere.
@@ -159,15 +167,16 @@ def train_recipe(recipe: Recipe, folder: Path, world: World, reporter: Reporter 
         Stopped: on request, with everything saved.
         PacelineError: for what the user can mend.
     """
-    lock: list[Any] = []
-    run_on_main(world, lambda: lock.append(claim_run_folder(folder, recipe)))
-    try:
-        run = _Run(recipe, folder, world, reporter if world.is_main else None)
-        run.train()
-        return run.summarise() if world.is_main else None
-    finally:
-        for handle in lock:
-            handle.close()
+
+    def claim() -> None:
+        lock = claim_run_folder(folder, recipe, launcher_pid=launcher_pid)
+        # The trainer, made later, closes its files before that: nothing is written to a free folder.
+        world.on_close(lock.close)
+
+    run_on_main(world, claim)
+    run = _Run(recipe, folder, world, reporter if world.is_main else None)
+    run.train()
+    return run.summarise() if world.is_main else None
 
 
 class _Run:

@@ -1,20 +1,44 @@
-"""A run's folder: whose it is, and that only one run writes to it."""
+"""A run's folder: whose it is, and that only one run writes to it.
+
+Rank 0 holds a lock on `.lock` (flock) as long as it may write anything; the kernel drops it when the
+process ends, however that happens. What is in the file only says who that is (`owner.py`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
+import time
+import weakref
 from pathlib import Path
 from typing import TextIO
 
 from paceline.errors import PacelineError
 from paceline.recipe import Recipe, check_resumable, dump_recipe, load_recipe
+from paceline.train.owner import Owner, describe_owner, read_owner
+
+log = logging.getLogger(__name__)
+
+# Ranks that have lost their launcher leave within ten seconds (launch/rank.py); twice that and more
+# for a machine that is busy.
+_LEAVING_S = 30.0
+# Someone who only looks holds the lock for an instant, and so does one who has not written his name yet.
+_LOOKING_S = 1.0
+_held: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
-def claim_run_folder(folder: Path, recipe: Recipe) -> TextIO:
+def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None = None) -> TextIO:
     """Makes the folder if need be, checks that it is for this recipe, and locks it.
 
-    Rank 0 calls it. Nothing is written into a folder that is refused.
+    Rank 0 calls it. Nothing is written into a folder that is refused. Ranks of an earlier start whose
+    launcher was killed are waited for: they save and leave.
+
+    Args:
+        folder: the run's folder.
+        recipe: what the run is.
+        launcher_pid: of the process that started the ranks; by default the parent of this one.
 
     Returns:
         The open lock file; the folder is free again when it is closed or the process is gone.
@@ -32,28 +56,28 @@ def claim_run_folder(folder: Path, recipe: Recipe) -> TextIO:
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder with --out, or change its permissions.",
         ) from None
-    if not _try_lock(lock):
-        lock.close()
-        raise _in_use(folder)
     try:
+        _take_lock(lock, folder)
+        _held.add(lock)
         _check_or_write_recipe(folder / "recipe.toml", recipe)
+        _write_owner(lock, describe_owner(launcher_pid))
     except BaseException:
-        lock.close()
+        with contextlib.suppress(OSError):  # what a full disk has not taken
+            lock.close()
         raise
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
     return lock
 
 
 def check_run_folder(folder: Path, recipe: Recipe) -> None:
-    """The checks of `claim_run_folder` that can be made before ranks start, changing nothing."""
+    """The checks of `claim_run_folder` that can be made before ranks start, changing nothing.
+
+    It waits as that does for the ranks of a start whose launcher was killed.
+    """
     if (folder / "recipe.toml").exists():
         check_resumable(load_recipe(folder / "recipe.toml"), recipe, where=str(folder))
     if (folder / ".lock").exists():
         with (folder / ".lock").open("r", encoding="utf-8") as lock:
-            if not _try_lock(lock):
-                raise _in_use(folder)
+            _take_lock(lock, folder)
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise PacelineError(
@@ -64,21 +88,70 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
         )
 
 
+def _take_lock(lock: TextIO, folder: Path) -> None:
+    """Locks the file, waiting for owners that are about to leave; refuses at once where one goes on."""
+    begin_s = time.monotonic()
+    has_told = False
+    while not _try_lock(lock):
+        owner = read_owner(folder / ".lock")
+        leaving = owner is not None and owner.has_lost_launcher()
+        patience_s = _LEAVING_S if leaving else _LOOKING_S if owner is None else 0.0
+        if time.monotonic() - begin_s >= patience_s:
+            raise _in_use(folder, owner, leaving)
+        if leaving and not has_told:
+            has_told = True
+            assert owner is not None
+            log.warning(
+                "waiting for rank 0 of an earlier start in %s (process %d), whose launcher is gone, to save "
+                "and leave",
+                folder,
+                owner.pid,
+            )
+        time.sleep(0.05)
+
+
 def _try_lock(lock: TextIO) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:  # ENOLCK, ENOTSUP, ENOSYS: some network file systems have no locks
+        return True
     return True
 
 
-def _in_use(folder: Path) -> PacelineError:
-    owner = (folder / ".lock").read_text(encoding="utf-8").strip() or "unknown"
+def _let_go_in_child() -> None:
+    """A forked loader worker may outlive a killed rank for seconds, and must not go on holding its lock.
+
+    (Record locks are not inherited, but any look at the file by this process itself would drop them.)
+    """
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _write_owner(lock: TextIO, owner: Owner) -> None:
+    try:
+        lock.truncate(0)
+        lock.write(owner.dump())
+        lock.flush()
+    except OSError as error:
+        raise _unwritable(Path(lock.name), error) from None
+
+
+def _in_use(folder: Path, owner: Owner | None, leaving: bool) -> PacelineError:
+    who = "an unknown process" if owner is None else f"process {owner.pid}"
+    fix = "Wait for it to end, or choose another folder with --out."
+    if leaving:
+        assert owner is not None
+        fix = f"Its launcher is gone and it runs on after {_LEAVING_S:.0f} s: kill -9 {owner.pid}, then try again."
     return PacelineError(
         "PL533",
-        saw=f"{folder} is in use by another run (process {owner}).",
+        saw=f"{folder} is in use by another run ({who}).",
         rule="Two runs in one folder would overwrite each other's checkpoints.",
-        fix="Wait for it to end, or choose another folder with --out.",
+        fix=fix,
     )
 
 
@@ -90,9 +163,13 @@ def _check_or_write_recipe(path: Path, recipe: Recipe) -> None:
         partial.write_text(dump_recipe(recipe), encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        raise PacelineError(
-            "PL532",
-            saw=f"{path} can't be written: {error.strerror}.",
-            rule="A run's folder says what the run is.",
-            fix="Free some space, or choose another folder with --out.",
-        ) from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> PacelineError:
+    return PacelineError(
+        "PL532",
+        saw=f"{path} can't be written: {error.strerror}.",
+        rule="A run's folder says what the run is.",
+        fix="Free some space, or choose another folder with --out.",
+    )

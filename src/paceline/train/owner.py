@@ -1,0 +1,78 @@
+"""Who holds a run's folder, as its lock file tells those who find it locked.
+
+The kernel says whether a folder is locked; this says by whom, so that the next start can tell a run that
+goes on from the ranks of one whose launcher was killed. Those save and leave within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+# A start time comes from the boot time, which moves when the clock is set.
+_SAME_START_S = 2.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that holds the lock, and the one that started it.
+
+    Attributes:
+        host: name of their machine.
+        pid: of rank 0.
+        launcher_pid: of whoever started the ranks: `paceline train`, torchrun, srun's or mpirun's daemon.
+        launcher_start_s: when that one started, in seconds since 1970, because process ids are used
+            again; `None` where it had gone before rank 0 claimed the folder.
+    """
+
+    host: str
+    pid: int
+    launcher_pid: int
+    launcher_start_s: float | None
+
+    def has_lost_launcher(self) -> bool:
+        """Whether the launcher has gone for certain; never so for one on another machine."""
+        if self.host != socket.gethostname():
+            return False
+        start_s = _start_s(self.launcher_pid)
+        if start_s is None or self.launcher_start_s is None:
+            return True
+        return abs(start_s - self.launcher_start_s) > _SAME_START_S
+
+    def dump(self) -> str:
+        """The text of the lock file."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+def describe_owner(launcher_pid: int | None) -> Owner:
+    """This process as an owner.
+
+    Args:
+        launcher_pid: of the process that started the ranks; by default the parent of this one.
+    """
+    launcher_pid = os.getppid() if launcher_pid is None else launcher_pid
+    return Owner(socket.gethostname(), os.getpid(), launcher_pid, _start_s(launcher_pid))
+
+
+def read_owner(path: Path) -> Owner | None:
+    """What a lock file tells; `None` where it tells nothing, as in the instant in which it is written."""
+    try:
+        return Owner(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _start_s(pid: int) -> float | None:
+    try:
+        process = psutil.Process(pid)
+        # A killed process that nobody has waited for yet runs no more.
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.AccessDenied:
+        return 0.0  # another user's: it is there
