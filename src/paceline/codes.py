@@ -575,6 +575,33 @@ PAGES: dict[str, Page] = {
         "Set microbatch_size to global_batch_size / ranks and drop the ragged end, or leave "
         "sync_batchnorm off.",
     ),
+    "PL425": Page(
+        "Sparse gradients in an exact reduction",
+        "The exact reduction adds dense gradients, element by element, in a fixed order. A sparse gradient "
+        "(nn.Embedding(sparse=True)) holds rows in the order in which they were seen.",
+        'Build the layer with sparse=False, or use reduction="fast".',
+    ),
+    "PL426": Page(
+        "A communication hook beside the exact reduction",
+        "The exact reduction is itself what happens to a bucket of gradients. What a hook of yours "
+        "compresses, "
+        "averages or remembers depends on how many ranks there are, and so would the weights.",
+        'Leave comm_hook out, or use reduction="fast".',
+    ),
+    "PL427": Page(
+        "sync_batchnorm beside the exact reduction",
+        "SyncBatchNorm adds up statistics of all ranks with the library's collectives, in an order that "
+        "depends on "
+        "the number of ranks.",
+        "Leave sync_batchnorm off: statistics are then those of each microbatch, which are the same on any "
+        'number of ranks. Or use reduction="fast".',
+    ),
+    "PL428": Page(
+        "Unknown reduction",
+        'Gradients are summed over microbatches and ranks in one of two ways: "fast", by the library\'s '
+        'all-reduce, or "exact", in an order that does not depend on the number of ranks.',
+        'Use one of these names; "exact" for the same bits on any number of ranks.',
+    ),
     "PL430": Page(
         "Ranks are at different steps",
         "Every rank takes the same steps. The number of the step travels with what ranks agree on, and "

@@ -13,6 +13,7 @@ Protocol of a start, in the order in which every rank does it:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import socket
@@ -33,6 +34,8 @@ from paceline.place import Launcher, Place, read_environment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+log = logging.getLogger(__name__)
 
 _COUNT, _ALL, _JOINED, _LEFT = "paceline/count", "paceline/all", "paceline/joined/", "paceline/left/"
 # How long a clean close of the rank that hosts the store waits for ranks that may still read it.
@@ -65,6 +68,7 @@ class World:
         timeout_s: seconds after which a collective fails.
         seed: what every generator was seeded with.
         deterministic: whether torch was told to use deterministic algorithms only.
+        threads_per_rank: as asked for in `start`.
     """
 
     rank: int
@@ -79,6 +83,7 @@ class World:
     timeout_s: float
     seed: int
     deterministic: bool
+    threads_per_rank: int | Literal["auto"] = "auto"
     _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _store: Store | None = field(default=None, repr=False)
     _hosts_store: bool = field(default=False, repr=False)
@@ -103,6 +108,20 @@ class World:
         through = self.device if self.backend == "nccl" else torch.device("cpu")
         dist.broadcast_object_list(box, src=src, device=through)
         return box[0]
+
+    def pin_threads(self, num_threads: int) -> None:
+        """Sets the threads of one operator on CPU, unless `start` was told a number; until close."""
+        if self.threads_per_rank != "auto":
+            return
+        torch.set_num_threads(num_threads)
+        num_usable = usable_cores() // self.local_world_size
+        if self.device.type == "cpu" and self.is_main and num_usable > num_threads:
+            log.warning(
+                "%d CPU thread per rank, where %d cores per rank are usable: the number of threads changes "
+                "bits, so it must not follow from the number of ranks. threads_per_rank sets another one",
+                num_threads,
+                num_usable,
+            )
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Has `callback` called at close, when the process group is gone; the last one comes first."""
@@ -221,6 +240,7 @@ def start(
         timeout_s=timeout_s,
         seed=seed,
         deterministic=deterministic,
+        threads_per_rank=threads_per_rank,
         _undo=undo,
         _store=store,
         _hosts_store=hosts,

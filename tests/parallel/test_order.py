@@ -46,7 +46,7 @@ def lay_out(world: Any) -> tuple[list[str], bool]:
 
 def test_the_order_is_told(ranks: Pool) -> None:
     compiled = "compile: torch.compile over the whole model"
-    replicated = "replicate: DistributedDataParallel over dp_replicate=2"
+    replicated = "replicate: DistributedDataParallel over dp_replicate=2, fast reduction"
     assert ranks.run(lay_out) == [([compiled, replicated], False)] * 2
     assert ranks.run(lay_out, nproc=1) == [([compiled], True)]
 

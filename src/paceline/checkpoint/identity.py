@@ -21,12 +21,17 @@ COMPARED: dict[str, str] = {
     "processor": "the processor",
     "accelerator": "the accelerator",
     "threads_per_rank": "the number of threads per rank",
+    "reduction": "how gradients are summed",
     "deterministic": "whether only deterministic kernels are used",
 }
 
 
 def describe_identity(
-    device: torch.device | str, *, world_size: int = 1, layout: str = "dp_replicate=1"
+    device: torch.device | str,
+    *,
+    world_size: int = 1,
+    layout: str = "dp_replicate=1",
+    reduction: str = "fast",
 ) -> dict[str, Any]:
     """What this process is: versions, device, threads. No collective; the same kind of value on every rank.
 
@@ -34,6 +39,7 @@ def describe_identity(
         device: what the model is on.
         world_size: number of ranks.
         layout: the run's layout, as text.
+        reduction: `"fast"` or `"exact"`.
 
     Returns:
         A dict of strings, numbers and bools, fit for a manifest.
@@ -51,6 +57,7 @@ def describe_identity(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "world_size": world_size,
         "layout": layout,
+        "reduction": reduction,
     }
     if device.type == "cuda":
         identity["accelerator"] = torch.cuda.get_device_name(device)

@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.fetching import Collate, Fetcher, Item, Key, SetFetcher, StreamFetcher
-from paceline.data.share import Share
+from paceline.data.share import Share, count_owned
 from paceline.errors import PacelineError
 
 __all__ = ["Loader", "Position", "Share"]
@@ -250,11 +250,12 @@ class Loader:
 
     def _give_out_epoch(self, start: Position, turn: int, source: Loader | None) -> Iterator[Share]:
         for item in self._fetch_epoch(start):
+            num_owned = count_owned(item.num_microbatches, self._fetcher.world_size)
             yield Share(
                 epoch=item.epoch,
                 number=item.number,
                 num_samples=item.num_samples,
-                num_microbatches=item.num_microbatches,
+                num_owned=num_owned,
                 microbatches=item.microbatches,
                 start=item.start,
                 last=item.last,

@@ -8,6 +8,7 @@ whatever rank it lands.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class Share:
         epoch: the pass over the data, from 0.
         number: the global batch's number within the epoch, from 0.
         num_samples: samples of the whole global batch, over all ranks.
-        num_microbatches: microbatches of the whole global batch, over all ranks.
+        num_owned: per rank, how many microbatches of the global batch it computes; ranks own blocks of
+            consecutive ones.
         microbatches: this rank's microbatches as (number within the global batch, collated samples);
             empty where there are fewer microbatches than ranks.
         start: place of the global batch's first sample in the epoch's order.
@@ -33,11 +35,16 @@ class Share:
     epoch: int
     number: int
     num_samples: int
-    num_microbatches: int
+    num_owned: tuple[int, ...]
     microbatches: list[tuple[int, Any]]
     start: int = 0
     last: bool = False
     source: Loader | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of the whole global batch, over all ranks."""
+        return sum(self.num_owned)
 
 
 def split_microbatches(num_samples: int, microbatch_size: int) -> list[tuple[int, int]]:
@@ -57,3 +64,9 @@ def owned_microbatches(num_microbatches: int, world_size: int, rank: int) -> ran
     size, num_larger = divmod(num_microbatches, world_size)
     start = rank * size + min(rank, num_larger)
     return range(start, start + size + (rank < num_larger))
+
+
+@lru_cache(maxsize=64)
+def count_owned(num_microbatches: int, world_size: int) -> tuple[int, ...]:
+    """Per rank, how many microbatches `owned_microbatches` gives it."""
+    return tuple(len(owned_microbatches(num_microbatches, world_size, rank)) for rank in range(world_size))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import PacelineError
+from paceline.parallel.exact import ExactReduction
 from paceline.parallel.replicate import CommHook, Replica
 from paceline.recipe.schema import DdpSection
 
@@ -21,6 +22,7 @@ def parallelize(
     mesh: DeviceMesh | None,
     *,
     ddp: DdpSection,
+    exact: ExactReduction | None = None,
     comm_hook: tuple[Any, CommHook] | None = None,
     sync_batchnorm: bool = False,
     compile: bool = False,
@@ -33,6 +35,7 @@ def parallelize(
         model: on its device, in its final dtype.
         mesh: the ranks, or `None` for a world of one.
         ddp: settings of the replication.
+        exact: sums the gradients over the ranks, in place of the library's all-reduce.
         comm_hook: the user's `(state, hook)` for the gradients.
         sync_batchnorm: turn BatchNorm into `SyncBatchNorm`.
         compile: `torch.compile` the model.
@@ -63,8 +66,12 @@ def parallelize(
             log.warning("comm_hook is not used: one rank has nobody to communicate with")
         return None
     # Last: DDP broadcasts what the parameters are by now, and hooks these very tensors.
-    replica = Replica(model, mesh, ddp, comm_hook)
-    log.info("replicate: DistributedDataParallel over dp_replicate=%d", mesh.size())
+    replica = Replica(model, mesh, ddp, exact, comm_hook)
+    log.info(
+        "replicate: DistributedDataParallel over dp_replicate=%d, %s reduction",
+        mesh.size(),
+        "fast" if exact is None else "exact",
+    )
     return replica
 
 

@@ -3,8 +3,9 @@
 Protocol of one optimizer step, on every rank of the group:
 
 1. All microbatches but the last run under `no_sync`: their gradients add up locally.
-2. The last one runs with synchronisation: DDP all-reduces one bucket after another while backward
-   is still computing earlier layers. That is the only round of gradient traffic per step.
+2. The last one runs with synchronisation: DDP has one bucket after another summed over the ranks while
+   backward is still computing earlier layers. That is the only round of gradient traffic per step. The
+   fast reduction is the library's all-reduce; for the exact one see `exact.py`.
 3. A rank that owns no microbatch runs `forward_nothing()`: a loss of zero that reaches every
    parameter, so that it joins the same all-reduces with zeros.
 
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
+from paceline.parallel.exact import ExactReduction
 from paceline.recipe.schema import DdpSection
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -95,6 +97,7 @@ class Replica:
         model: the model, on its device, in its final dtype, with parameters to train.
         mesh: one-dimensional mesh over the ranks that hold copies.
         settings: DDP's settings.
+        exact: what sums the buckets in place of the library's all-reduce.
         comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
             average over the ranks, which is what torch's own hooks do.
 
@@ -104,7 +107,7 @@ class Replica:
         silent: whether backwards reduce nothing at the moment, see `silenced`.
 
     Communication: one all-reduce of the gradients per synchronising backward, 2(n-1)/n times their
-    bytes per rank on a ring of n.
+    bytes per rank on a ring of n; for the exact reduction see `comm/exchange.py`.
     """
 
     def __init__(
@@ -112,10 +115,13 @@ class Replica:
         model: nn.Module,
         mesh: DeviceMesh,
         settings: DdpSection,
+        exact: ExactReduction | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
     ) -> None:
+        assert exact is None or comm_hook is None
         self._loss_module = LossModule(model)
         self.group = mesh.get_group()
+        self._exact = exact
         self._averaging_hook: tuple[Any, CommHook] | None = None
         self.num_ranks = mesh.size()
         self.silent = False
@@ -224,6 +230,8 @@ class Replica:
         self._last_launch_s = time.perf_counter()
         if bucket.is_last():
             self.last_bucket_launched = True
+        if self._exact is not None:
+            return self._exact.reduce_bucket(bucket)
         if self._averaging_hook is not None:
             state, hook = self._averaging_hook
             future = hook(state, bucket)

@@ -15,6 +15,7 @@ RESUMABLE: dict[str, str] = {
     "train.eval_every": "looking does not change the run",
     "train.eval_samples": "looking does not change the run",
     "train.max_skipped_in_a_row": "a limit, not a part of the arithmetic",
+    "train.reduction": "changes last bits only, and resuming says so",
     "train.threads_per_rank": "changes last bits only, and resuming says so",
     "train.device": "changes last bits only, and resuming says so",
     "train.compile": "changes last bits only",

@@ -228,8 +228,10 @@ class TrainSection(Section):
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """fp64 and fp32: everything in that type. bf16 and fp16: autocast over fp32 weights, fp16 with a
     gradient scaler."""
-    reduction: Literal["fast"] = "fast"
-    """How gradients are summed over ranks. `"fast"`: the library's all-reduce."""
+    reduction: Literal["fast", "exact"] = "fast"
+    """How gradients are summed over microbatches and ranks. `"fast"`: by accumulation and the library's
+    all-reduce, in an order that depends on the number of ranks. `"exact"`: in an order that doesn't, so
+    that the weights have the same bits on any number of ranks; see `docs/exact.md`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of samples and dropout."""
     clip_norm: NonNegativeFloat = 1.0
@@ -245,8 +247,8 @@ class TrainSection(Section):
     compile: bool = False
     """`torch.compile` the model."""
     threads_per_rank: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of a rank; `"auto"`: cores / ranks on the machine. Another number gives other last
-    bits, so it is recorded in checkpoints."""
+    """CPU threads of a rank. `"auto"`: cores / ranks on the machine with the fast reduction, 1 with the exact
+    one. Another number gives other last bits, so it is recorded in checkpoints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`"auto"`: CUDA where there is a device for every local rank."""
     timeout_s: PositiveFloat = 600.0

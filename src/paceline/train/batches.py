@@ -76,7 +76,7 @@ def share_batch(batch: Any, world: World, microbatch_size: int | None) -> Share:
         epoch=0,
         number=0,
         num_samples=sum(counts),
-        num_microbatches=sum(len(cut) for cut in cuts),
+        num_owned=tuple(map(len, cuts)),
         microbatches=[
             (first + number, _cut_samples(batch, start, stop))
             for number, (start, stop) in enumerate(cuts[world.rank])

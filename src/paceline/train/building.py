@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import PacelineError
+from paceline.mesh import build_private_group
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.exact import ExactReduction
 from paceline.parallel.order import parallelize
 from paceline.parallel.replicate import CommHook
 from paceline.recipe.schema import DdpSection
@@ -41,6 +43,7 @@ class UpdateSettings:
         statistics: BatchNorm's, of all models.
         ddp: settings of DistributedDataParallel.
         schedule: from an optimizer to its learning-rate scheduler.
+        reduction: `"fast"` or `"exact"`.
         comm_hook: the user's, for gradients.
         clip_norm: global gradient norm to clip to.
         seed: base of the microbatches' seeds.
@@ -53,6 +56,7 @@ class UpdateSettings:
     statistics: RunningStatistics
     ddp: DdpSection
     schedule: ScheduleFactory | None
+    reduction: str
     comm_hook: tuple[Any, CommHook] | None
     clip_norm: float
     seed: int
@@ -75,10 +79,14 @@ def build_models(models: Mapping[str, Model], precision: Precision, seed: int) -
 
 def build_update(name: str, model: nn.Module, factory: OptimizerFactory, settings: UpdateSettings) -> Update:
     """A model laid out over the ranks, with its optimizer; collective."""
+    mesh, exact = settings.mesh, None
+    if settings.reduction == "exact":
+        exact = ExactReduction(model, None if mesh is None else build_private_group(mesh))
     replica = parallelize(
         model,
-        settings.mesh,
+        mesh,
         ddp=settings.ddp,
+        exact=exact,
         comm_hook=settings.comm_hook,
         sync_batchnorm=settings.sync_batchnorm,
         compile=settings.compile,
@@ -90,6 +98,7 @@ def build_update(name: str, model: nn.Module, factory: OptimizerFactory, setting
         optimizer,
         settings.schedule(optimizer) if settings.schedule is not None else None,
         replica,
+        exact,
         statistics=settings.statistics,
         precision=settings.precision,
         clip_norm=settings.clip_norm,
@@ -173,6 +182,36 @@ def check_functions(
                 rule="Optimizers and models share their names.",
                 fix="Use the same names in both dicts.",
             )
+
+
+def check_reduction(reduction: str, *, has_comm_hook: bool, sync_batchnorm: bool) -> None:
+    """Raises where the reduction is unknown, or something would make the exact one inexact.
+
+    Raises:
+        PacelineError: PL426 to PL428.
+    """
+    if reduction not in ("fast", "exact"):
+        raise PacelineError(
+            "PL428",
+            saw=f"reduction={reduction!r}.",
+            rule='A reduction is "fast" or "exact".',
+            fix='Use "exact" for the same bits on any number of ranks.',
+        )
+    if reduction == "exact" and has_comm_hook:
+        raise PacelineError(
+            "PL426",
+            saw='comm_hook beside reduction="exact".',
+            rule="The exact reduction takes the place of a communication hook: what a hook compresses or "
+            "averages over the ranks depends on how many there are.",
+            fix='Leave comm_hook out, or use reduction="fast".',
+        )
+    if reduction == "exact" and sync_batchnorm:
+        raise PacelineError(
+            "PL427",
+            saw='sync_batchnorm beside reduction="exact".',
+            rule="SyncBatchNorm adds up statistics in an order that depends on the number of ranks.",
+            fix='Leave sync_batchnorm off (statistics are then those of each microbatch), or use "fast".',
+        )
 
 
 def check_numbers(**limits: tuple[float | None, int]) -> None:

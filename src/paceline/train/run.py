@@ -104,6 +104,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         schedule=lambda optimizer: build_lr_schedule(recipe, optimizer, num_steps),
         layout=Layout(None if degree == "auto" else degree),
         dtype=train.dtype,
+        reduction=train.reduction,
         microbatch_size=train.microbatch_size,
         clip_norm=train.clip_norm,
         seed=train.seed,

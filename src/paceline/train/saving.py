@@ -32,14 +32,18 @@ class Saver:
         world: the ranks.
         keep: checkpoints to keep.
         layout: as text, for the checkpoint's identity.
+        reduction: the same.
         recipe_toml: the recipe to put beside the state.
     """
 
-    def __init__(self, world: World, *, keep: int, layout: str, recipe_toml: str | None) -> None:
+    def __init__(
+        self, world: World, *, keep: int, layout: str, reduction: str, recipe_toml: str | None
+    ) -> None:
         self.folder: Path | None = None
         self._world = world
         self._keep = keep
         self._layout = layout
+        self._reduction = reduction
         self._recipe_toml = recipe_toml
         self._tracked: dict[str, Any] = {}
         self._loaded_tracked: dict[str, Any] = {}
@@ -139,7 +143,12 @@ class Saver:
         return counters
 
     def _describe(self) -> dict[str, Any]:
-        return describe_identity(self._world.device, world_size=self._world.world_size, layout=self._layout)
+        return describe_identity(
+            self._world.device,
+            world_size=self._world.world_size,
+            layout=self._layout,
+            reduction=self._reduction,
+        )
 
     def _require_folder(self) -> CheckpointFolder:
         if self.folder is None:

@@ -35,6 +35,7 @@ from paceline.train.building import (
     call_model,
     check_functions,
     check_numbers,
+    check_reduction,
     refuse_sync_batchnorm,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
@@ -76,6 +77,11 @@ class Trainer:
         layout: degrees, for example `"dp_replicate=2"`. Default: all ranks replicate.
         schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
         dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.
+        reduction: how gradients are summed over microbatches and ranks. `"fast"`: by accumulation and the
+            library's all-reduce, in an order that depends on the number of ranks. `"exact"`: in an order
+            that doesn't, so that the weights have the same bits on any number of ranks. It computes with
+            one CPU thread per rank unless `start(threads_per_rank=...)` says another number, because
+            that changes bits too.
         microbatch_size: samples per forward. Part of the result (dropout and BatchNorm see
             microbatches), so it never follows from the number of ranks. Default: an eighth of the
             global batch.
@@ -107,6 +113,7 @@ class Trainer:
         layout: str | Layout = "",
         schedule: ScheduleFactory | None = None,
         dtype: str = "fp32",
+        reduction: str = "fast",
         microbatch_size: int | None = None,
         clip_norm: float = 0.0,
         seed: int = 0,
@@ -149,6 +156,9 @@ class Trainer:
         self._tensorboard = tensorboard
         names = dict(model) if isinstance(model, Mapping) else None
         check_functions(names, step, forward, loss, optimizer)
+        check_reduction(reduction, has_comm_hook=comm_hook is not None, sync_batchnorm=sync_batchnorm)
+        if reduction == "exact":
+            self.world.pin_threads(1)
         self.models = build_models(names or {"model": model}, self._precision, seed)  # type: ignore[dict-item]
         self._mesh = build_mesh(self.layout, self.world) if self.world.world_size > 1 else None
         factories = dict(optimizer) if isinstance(optimizer, Mapping) else {"model": optimizer}
@@ -158,6 +168,7 @@ class Trainer:
             statistics=RunningStatistics(self.models.values()),
             ddp=ddp if isinstance(ddp, DdpSection) else validate_section("ddp", DdpSection, ddp or {}),
             schedule=schedule,
+            reduction=reduction,
             comm_hook=comm_hook,
             clip_norm=clip_norm,
             seed=seed,
@@ -172,7 +183,9 @@ class Trainer:
             align_with_main(self.models[name], self._mesh)
         peak = peak_flops or find_peak_flops(self.world.device, dtype)
         self._peak_flops = peak * self.world.world_size if peak else None
-        self._saver = Saver(self.world, keep=keep, layout=str(self.layout), recipe_toml=recipe_toml)
+        self._saver = Saver(
+            self.world, keep=keep, layout=str(self.layout), reduction=reduction, recipe_toml=recipe_toml
+        )
         self._loaders: dict[str, Loader] = {}
         self._requests = StopRequests()
         self._stop_signum = 0
@@ -449,6 +462,8 @@ class Trainer:
     def close(self) -> None:
         """Closes files and gives signals back; `World.close` calls it."""
         self._requests.remove()
+        for update in self._updates.values():
+            update.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -29,6 +29,7 @@ from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimize
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.exact import ExactReduction
 from paceline.parallel.replicate import Compute, Replica
 from paceline.train.agreement import Agreed, Agreement
 from paceline.train.precision import Precision
@@ -74,6 +75,7 @@ class Update:
         optimizer: over the model's parameters.
         schedule: a learning-rate scheduler stepped once per update, or `None`.
         replica: who reduces the gradients, or `None` in a world of one.
+        exact: sums them in an order that doesn't depend on the layout, or `None` for the fast reduction.
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
         clip_norm: global norm to clip to, 0 for none.
@@ -88,6 +90,7 @@ class Update:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler | None,
         replica: Replica | None,
+        exact: ExactReduction | None,
         *,
         statistics: RunningStatistics,
         precision: Precision,
@@ -102,6 +105,7 @@ class Update:
         self.gradient_hooks: list[GradientHook] = []
         self.flops_per_sample: float | None = None
         self._replica = replica
+        self._exact = exact
         self._statistics = statistics
         self._precision = precision
         self._clip_norm = clip_norm
@@ -158,6 +162,8 @@ class Update:
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
         self._statistics.begin()
+        if self._exact is not None:
+            self._exact.begin(share.num_owned)
         launch = _Launch(agreement, stop_signum, step, self._used)
         comm_s = 0.0
         for number, (index, batch) in enumerate(share.microbatches):
@@ -165,10 +171,14 @@ class Update:
             is_last = number == len(share.microbatches) - 1
             with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
                 comm_s += self._run_microbatch(compute, index, batch, agreement, launch if is_last else None)
+            if self._exact is not None and (talking is None or not is_last):
+                self._exact.set_aside(index)
         if not share.microbatches:
             comm_s += self._run_nothing(launch)
         if talking is not None and self._used is None:
             talking.check_reduced()
+        if self._exact is not None:
+            self._exact.end(reduced=talking is not None)
         return self._finish(agreement, comm_s)
 
     def silenced(self) -> AbstractContextManager[None]:
@@ -194,6 +204,11 @@ class Update:
             self._scaler.load_state_dict(state["scaler"])
         self._unit = state["unit"]
         self.flops_per_sample = state["flops_per_sample"]
+
+    def close(self) -> None:
+        """Ends what runs beside the training."""
+        if self._exact is not None:
+            self._exact.close()
 
     def optimizer_state(self) -> Any:
         """The optimizer's state by parameter name."""

@@ -1,0 +1,1 @@
+"""Collectives of our own, where the libraries' give other bits or no bits at all."""

@@ -1,0 +1,261 @@
+"""Exact reduction: gradients are summed in an order that doesn't depend on who computed them.
+
+The order is the tree of `comm/tree.py` over the microbatches of the global batch. Protocol of one step,
+on every rank:
+
+1. `begin` with how many microbatches each rank owns.
+2. After the backward of every microbatch but the last, `set_aside`: its gradients leave the parameters
+   and are added to those of the nodes that they complete. (DDP's own accumulation goes from left to right.)
+3. The last backward synchronises: per bucket of DDP, `reduce_bucket` adds what was set aside, then
+   `comm/exchange.py` sums the nodes of all ranks into the bucket. In a world of one there are no buckets:
+   the last microbatch is set aside too.
+4. `end`, which in a world of one puts the sum into the parameters.
+
+Who may issue what, and when: one thread takes bucket after bucket, in DDP's order, and issues both
+collectives of one before the first of the next, on a group of its own. Chained by callbacks instead, two
+ranks may come to the second half of one bucket and the first half of the next in different orders, and
+get each other's data without any error. On CUDA the order is that of the calls on a stream of its own.
+
+Memory: up to log2(microbatches of the rank) + 1 gradients beside the current one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from paceline.comm.exchange import CollectiveExchange, Exchange
+from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm.tree import Node, Plan, TreeSum, plan_reduction
+from paceline.errors import PacelineError
+
+# Per parameter, in one order; `None` where no gradient reached it.
+Gradients = list[Tensor | None]
+
+
+class ExactReduction:
+    """The gradients of one model, summed in the order of the tree.
+
+    Collective: every rank of the group must construct it and run the same buckets.
+
+    Args:
+        model: its parameters to train.
+        group: the ranks, which nobody else may use; `None` in a world of one.
+
+    Attributes:
+        exchange: what sums over ranks; `None` in a world of one.
+
+    Raises:
+        PacelineError: PL425 for sparse gradients.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in named]
+        self._places = {id(p): place for place, (_, p) in enumerate(named)}
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", False) is True:
+                raise _refuse_sparse(f"{name} ({type(module).__name__}) is built with sparse=True.")
+        self._rank = 0 if group is None else group.rank()
+        self._plan: Plan | None = None
+        self._last_leaf: int | None = None
+        self._sum: TreeSum[Gradients] = TreeSum(0, _add_gradients)
+        self.exchange: Exchange | None = None
+        self._line: _Line | None = None
+        if group is not None:
+            on_cpu = self._parameters[0].device.type == "cpu"
+            self.exchange = SharedMemoryExchange(group) if on_cpu else CollectiveExchange(group)
+            self._line = _Line() if on_cpu else None
+            self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def begin(self, num_owned: tuple[int, ...]) -> None:
+        """Starts a global batch.
+
+        Args:
+            num_owned: per rank of the group, how many microbatches it computes; numbered through.
+        """
+        self._plan = plan_reduction(num_owned)
+        self._sum = TreeSum(self._plan.num_leaves, _add_gradients)
+        before, own = sum(num_owned[: self._rank]), num_owned[self._rank]
+        self._last_leaf = before + own - 1 if own else None
+
+    @torch.no_grad()
+    def set_aside(self, index: int) -> None:
+        """Takes the gradients of microbatch `index` off the parameters."""
+        gradients: Gradients = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        if any(g is not None and g.layout != torch.strided for g in gradients):
+            raise _refuse_sparse("a gradient is a sparse tensor.")
+        self._sum.push((index, index + 1), gradients)
+
+    @torch.no_grad()
+    def end(self, *, reduced: bool) -> None:
+        """Ends a global batch.
+
+        Args:
+            reduced: whether the last microbatch was reduced over ranks; if not, the sum of all that was set
+                aside goes into the parameters.
+        """
+        nodes, self._sum.nodes, self._plan = self._sum.nodes, [], None
+        if reduced or not nodes:
+            return
+        # More than one node only where the other ranks' are left out on purpose (`Replica.silenced`).
+        *others, (_, total) = nodes
+        for _, gradients in reversed(others):
+            total = _add_gradients(gradients, total)
+        for parameter, gradient in zip(self._parameters, total, strict=True):
+            parameter.grad = gradient
+
+    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Sums a bucket with what was set aside, and over ranks; DDP's hook calls it."""
+        total = bucket.buffer()
+        if self._plan is None:  # DDP's first look at the graph, with zeros
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(total)
+            return future
+        parameters = bucket.parameters()
+        views = _view_gradients(total, parameters)
+        places = [self._places[id(parameter)] for parameter in parameters]
+        aside = [(node, [values[place] for place in places]) for node, values in self._sum.nodes]
+        plan, leaf = self._plan, self._last_leaf
+
+        def work() -> Tensor:
+            assert self.exchange is not None
+            with torch.no_grad():
+                nodes = _complete_nodes(plan, aside, leaf, views, total)
+                self.exchange.sum_nodes(nodes, plan, total)
+            return total
+
+        if self._line is not None:
+            return self._line.submit(work)
+        return self._run_on_stream(work, [g for _, values in aside for g in values if g is not None])
+
+    def close(self) -> None:
+        """Ends the issuing thread."""
+        if self._line is not None:
+            self._line.close()
+
+    def _run_on_stream(self, work: Callable[[], Tensor], aside: list[Tensor]) -> torch.futures.Future[Tensor]:
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        for gradient in aside:  # freed by the host while the stream may still read it
+            gradient.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            total = work()
+            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[total.device])
+            future.set_result(total)
+        return future
+
+
+class _Line:
+    """A thread that does one thing after the other, in the order in which they were handed in."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._queue,), name="paceline-exact", daemon=True).start()
+        # The thread knows the queue alone, so a forgotten reduction is collected and ends it.
+        self._end = weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, work: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._queue.put((work, future))
+        return future
+
+    def close(self) -> None:
+        self._end()
+
+
+_Task = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]"]
+
+
+def _serve(tasks: queue.SimpleQueue[_Task | None]) -> None:
+    failure: Exception | None = None
+    while (task := tasks.get()) is not None:
+        work, future = task
+        if failure is None:
+            try:
+                future.set_result(work())
+                continue
+            except Exception as error:
+                # What comes next would meet peers that are a bucket ahead or behind.
+                failure = error
+        future.set_exception(failure)  # type: ignore[arg-type]  # torch takes its T for the error's type
+        del work, future, task
+
+
+def _complete_nodes(
+    plan: Plan,
+    aside: list[tuple[Node, Gradients]],
+    leaf: int | None,
+    views: Sequence[Tensor],
+    total: Tensor,
+) -> list[list[Tensor]]:
+    """This rank's nodes of one bucket, flat: what was set aside, and the last microbatch in `views`."""
+    if leaf is None:
+        return []
+    tree = TreeSum(plan.num_leaves, _add_gradients, aside)
+    tree.push((leaf, leaf + 1), list(views))
+    *others, _ = tree.nodes
+    flat = [[_flatten_like(g, view) for g, view in zip(values, views, strict=True)] for _, values in others]
+    return [*flat, [total]]
+
+
+def _view_gradients(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients that lie in a bucket, with the strides that DDP gave them: those of their parameters.
+
+    `GradBucket.gradients()` ignores strides, so a channels-last weight would be read in another order.
+    """
+    views, start = [], 0
+    for parameter in parameters:
+        part = buffer[start : start + parameter.numel()]
+        start += parameter.numel()
+        if parameter.is_contiguous() or torch.empty_like(parameter).stride() != parameter.stride():
+            views.append(part.view(parameter.shape))
+        else:
+            views.append(part.as_strided(parameter.size(), parameter.stride()))
+    assert start == buffer.numel()
+    return views
+
+
+def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """The sum, in place of `right`. A missing gradient counts as zero, as in a bucket of DDP."""
+    lefts, rights = [g for g in left if g is not None], [g for g in right if g is not None]
+    if len(lefts) < len(left) or len(rights) < len(right):
+        return [_add_optional(a, b) for a, b in zip(left, right, strict=True)]
+    torch._foreach_add_(rights, lefts)
+    return right
+
+
+def _add_optional(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if right is None:
+        left, right = right, left
+    if right is None:
+        return None
+    return right.add_(0.0 if left is None else left)  # adding 0 makes a zero of -0, as a bucket's zeros do
+
+
+def _flatten_like(gradient: Tensor | None, view: Tensor) -> Tensor:
+    """The elements in the order in which `view` has them in memory: buckets follow parameters' strides."""
+    if gradient is None:
+        return torch.zeros_like(view).reshape(-1)
+    if view.is_contiguous():
+        return gradient.reshape(-1)
+    order = sorted(range(view.dim()), key=view.stride, reverse=True)
+    return gradient.permute(order).reshape(-1)
+
+
+def _refuse_sparse(saw: str) -> PacelineError:
+    return PacelineError(
+        "PL425",
+        saw=saw,
+        rule="The exact reduction adds dense gradients, element by element.",
+        fix='Build it with sparse=False, or use reduction="fast".',
+    )

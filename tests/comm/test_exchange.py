@@ -1,0 +1,170 @@
+"""Sums over real ranks in the order of the tree, by both ways of exchanging."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm import shared_memory
+from paceline.comm.exchange import CollectiveExchange, Exchange
+from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm.tree import TreeSum, plan_reduction
+from tests.dist.pool import Pool, RankError
+
+KINDS = {"collective": CollectiveExchange, "shared": SharedMemoryExchange}
+
+
+def draw_leaves(num_leaves: int, length: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    # Of many sizes, so that another order of additions has other last bits almost everywhere.
+    return [
+        (
+            torch.randn(length, generator=generator, dtype=torch.float64)
+            * 10 ** torch.empty(length, dtype=torch.float64).uniform_(-3, 3, generator=generator)
+        ).to(dtype)
+        for _ in range(num_leaves)
+    ]
+
+
+def sum_alone(leaves: list[Tensor]) -> Tensor:
+    tree: TreeSum[Tensor] = TreeSum(len(leaves), torch.add)
+    for number, leaf in enumerate(leaves):
+        tree.push((number, number + 1), leaf)
+    return tree.nodes[0][1]
+
+
+def sum_on_ranks(exchange: Exchange, shares: tuple[int, ...], leaves: list[Tensor]) -> Tensor:
+    plan, rank = plan_reduction(shares), dist.get_rank()
+    first = sum(shares[:rank])
+    tree: TreeSum[Tensor] = TreeSum(len(leaves), torch.add)
+    for leaf in range(first, first + shares[rank]):
+        tree.push((leaf, leaf + 1), leaves[leaf])
+    total = torch.full_like(leaves[0], torch.nan)
+    nodes = [list(value.split(max(1, len(value) // 3))) for _, value in tree.nodes]
+    if nodes:  # as a bucket does: the last node is where the sum goes
+        total.copy_(tree.nodes[-1][1])
+        nodes[-1] = [total]
+    exchange.sum_nodes(nodes, plan, total)
+    return total
+
+
+def exchange_many(world: Any, kind: str, cases: list[tuple[tuple[int, ...], int, str]]) -> int:
+    exchange, chance = KINDS[kind](dist.group.WORLD), random.Random(world.rank)
+    num_wrong = 0
+    for seed, (shares, length, dtype) in enumerate(cases):
+        leaves = draw_leaves(sum(shares), length, getattr(torch, dtype), seed)
+        time.sleep(chance.uniform(0, 0.004))
+        total = sum_on_ranks(exchange, shares, leaves)
+        num_wrong += not torch.equal(total, sum_alone(leaves))
+    assert kind == "collective" or exchange._otherwise is None  # type: ignore[attr-defined]
+    return num_wrong
+
+
+def list_cases(num_ranks: int) -> list[tuple[tuple[int, ...], int, str]]:
+    chance = random.Random(num_ranks)
+    cases = []
+    for _ in range(40):
+        shares = tuple(chance.choice([0, 1, 1, 2, 3, 4, 5, 8]) for _ in range(num_ranks))
+        length = chance.choice([1, 2, 3, 7, 64, 1000, 65_537, 140_001])
+        if any(shares):
+            cases.append((shares, length, chance.choice(["float32", "float64"])))
+    return cases
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_sums_are_those_of_one_process(ranks: Pool, kind: str, nproc: int) -> None:
+    assert ranks.run(exchange_many, nproc, (kind, list_cases(nproc))) == [0] * nproc
+
+
+def count_bytes(world: Any, kind: str, shares: tuple[int, ...], length: int) -> int:
+    exchange = KINDS[kind](dist.group.WORLD)
+    sum_on_ranks(exchange, shares, draw_leaves(sum(shares), length, torch.float32, 0))
+    return exchange.sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("shares", "nodes"), [((1, 1, 1, 1), 1), ((2, 2, 2, 2), 1), ((3, 3, 3, 3), 2), ((5, 5, 3, 3), 3)]
+)
+def test_bytes_are_a_rings_where_each_rank_owns_one_node(
+    ranks: Pool, shares: tuple[int, ...], nodes: int
+) -> None:
+    ring = 2 * 3 / 4 * 4000 * 4
+    sent = ranks.run(count_bytes, 4, ("collective", shares, 4000))
+    assert max(sent) == ring * (nodes + 1) / 2
+    # A meeting is a byte per peer, and there are two.
+    assert ranks.run(count_bytes, 4, ("shared", shares, 4000)) == [6] * 4
+
+
+def exchange_without_memory(world: Any, missing_on: int) -> tuple[bool, int]:
+    original = shared_memory._map_segment
+    if world.rank == missing_on:
+        shared_memory._map_segment = lambda path, token, num_bytes: None
+    try:
+        exchange = SharedMemoryExchange(dist.group.WORLD)  # type: ignore[arg-type]
+        leaves = draw_leaves(4, 1001, torch.float32, 0)
+        totals = [sum_on_ranks(exchange, (2, 1, 1), leaves) for _ in range(3)]
+    finally:
+        shared_memory._map_segment = original
+    is_right = all(torch.equal(total, sum_alone(leaves)) for total in totals)
+    return is_right and exchange._otherwise is not None, exchange.sent_bytes
+
+
+@pytest.mark.parametrize("missing_on", [0, 2])
+def test_one_rank_without_shared_memory_moves_all_to_collectives(ranks: Pool, missing_on: int) -> None:
+    results = ranks.run(exchange_without_memory, 3, (missing_on,))
+    assert [is_right for is_right, _ in results] == [True] * 3
+    assert all(num_bytes > 0 for _, num_bytes in results), "what was sent by collectives counts"
+
+
+def hold_and_count(world: Any) -> tuple[list[int], int]:
+    """Sizes of the segment as vectors grow and shrink, and what is left open when nobody uses it."""
+    exchange = SharedMemoryExchange(dist.group.WORLD)  # type: ignore[arg-type]
+    sizes = []
+    for length in (10, 100_000, 10, 50_000, 200_000):
+        leaves = draw_leaves(2, length, torch.float32, length)
+        assert torch.equal(sum_on_ranks(exchange, (1, 1), leaves), sum_alone(leaves))
+        assert exchange._memory is not None
+        sizes.append(len(exchange._memory))
+    assert count_segments() == 1
+    del exchange
+    return sizes, count_segments()
+
+
+def count_segments() -> int:
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    return sum("paceline-exchange" in link for link in links)
+
+
+def test_the_segment_grows_and_leaves_nothing(ranks: Pool) -> None:
+    for sizes, still_open in ranks.run(hold_and_count):
+        assert sizes == sorted(sizes)
+        assert len(set(sizes)) == 3
+        assert sizes[-1] < 3 * (200_000 * 4 + 64)
+        assert still_open == 0
+
+
+def die_before_the_second_meeting(world: Any) -> None:
+    exchange = SharedMemoryExchange(dist.group.WORLD)  # type: ignore[arg-type]
+    leaves = draw_leaves(2, 100, torch.float32, 0)
+    sum_on_ranks(exchange, (1, 1), leaves)
+    if world.rank == 1:
+        os.kill(os.getpid(), 9)
+    sum_on_ranks(exchange, (1, 1), leaves)
+
+
+def test_a_dead_rank_is_an_error_and_no_hang(ranks: Pool) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks.run(die_before_the_second_meeting)
+    assert caught.value.exit_codes == {1: -9}
+    assert "Connection closed by peer" in caught.value.reports[0]
+    assert time.monotonic() - started_s < 10

@@ -1,0 +1,109 @@
+"""The order of an exact sum: the same whoever brings what."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.comm.tree import Plan, TreeSum, are_siblings, plan_reduction, split_block
+from paceline.data.share import owned_microbatches
+
+
+def write_sum(left: str, right: str) -> str:
+    return f"({left}+{right})"
+
+
+def sum_as(num_owned: tuple[int, ...]) -> str:
+    """The whole sum as a formula, computed as ranks with such shares would."""
+    plan = plan_reduction(num_owned)
+    places, start = [], 0
+    for nodes, count in zip(plan.nodes, num_owned, strict=True):
+        tree = TreeSum(plan.num_leaves, write_sum)
+        for leaf in range(start, start + count):
+            tree.push((leaf, leaf + 1), str(leaf))
+        assert tuple(node for node, _ in tree.nodes) == nodes
+        places += [value for _, value in tree.nodes]
+        start += count
+    for left, right in plan.additions:
+        places[left] = write_sum(places[left], places[right])
+    return places[0]
+
+
+@pytest.mark.parametrize(
+    ("num_leaves", "formula"),
+    [
+        (1, "0"),
+        (2, "(0+1)"),
+        (3, "((0+1)+2)"),
+        (4, "((0+1)+(2+3))"),
+        (5, "(((0+1)+(2+3))+4)"),
+        (6, "(((0+1)+(2+3))+(4+5))"),
+        (7, "(((0+1)+(2+3))+((4+5)+6))"),
+    ],
+)
+def test_the_tree_of_one_rank(num_leaves: int, formula: str) -> None:
+    assert sum_as((num_leaves,)) == formula
+
+
+@given(st.integers(1, 70), st.integers(1, 12))
+def test_even_shares_make_the_same_sum(num_leaves: int, num_ranks: int) -> None:
+    shares = tuple(len(owned_microbatches(num_leaves, num_ranks, rank)) for rank in range(num_ranks))
+    assert sum_as(shares) == sum_as((num_leaves,))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any))
+def test_any_shares_make_the_same_sum(shares: list[int]) -> None:
+    assert sum_as(tuple(shares)) == sum_as((sum(shares),))
+
+
+@given(st.integers(1, 200), st.data())
+def test_a_block_is_few_whole_nodes(num_leaves: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, num_leaves))
+    stop = data.draw(st.integers(start, num_leaves))
+    nodes = split_block(start, stop, num_leaves)
+    assert [leaf for node in nodes for leaf in range(*node)] == list(range(start, stop))
+    assert len(nodes) <= 2 * max(1, (stop - start).bit_length())
+    for left, right in itertools.pairwise(nodes):
+        assert not are_siblings(left, right, num_leaves)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("share", [1, 2, 4, 8])
+def test_even_shares_of_a_power_of_two_are_one_node_each(num_ranks: int, share: int) -> None:
+    plan = plan_reduction((share,) * num_ranks)
+    assert [len(nodes) for nodes in plan.nodes] == [1] * num_ranks
+    assert plan.num_nodes == num_ranks
+
+
+def test_ranks_without_microbatches_bring_nothing() -> None:
+    plan = plan_reduction((1, 1, 0, 0))
+    assert plan == Plan(2, (((0, 1),), ((1, 2),), (), ()), ((0, 1),))
+    assert plan_reduction((0, 0)) == Plan(0, ((), ()), ())
+
+
+def test_a_left_to_right_sum_would_show() -> None:
+    """The reason for all this: in floating point the orders differ, in the tree they can't."""
+    chance = random.Random(3)
+    numbers = [chance.uniform(-1, 1) for _ in range(13)]
+
+    def total(shares: tuple[int, ...]) -> float:
+        plan, start, places = plan_reduction(shares), 0, []
+        for count in shares:
+            tree = TreeSum(13, lambda left, right: left + right)
+            for leaf in range(start, start + count):
+                tree.push((leaf, leaf + 1), numbers[leaf])
+            places += [value for _, value in tree.nodes]
+            start += count
+        for left, right in plan.additions:
+            places[left] += places[right]
+        return places[0]
+
+    totals = {total(shares) for shares in [(13,), (7, 6), (5, 4, 4), (1,) * 13, (0, 13, 0), (2, 11)]}
+    assert len(totals) == 1
+    assert totals != {functools.reduce(operator.add, numbers)}

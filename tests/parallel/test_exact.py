@@ -1,0 +1,166 @@
+"""The exact reduction under everything that could bring ranks out of step, against one process."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from paceline.comm import shared_memory
+from paceline.parallel.exact import ExactReduction, _flatten_like
+from paceline.train.trainer import Trainer
+from tests.dist.pool import Pool
+from tests.train.cases import Trained, take_steps
+
+WIDTH = 24
+GLOBAL_BATCH, MICROBATCH = 10, 2
+
+
+class Deep(nn.Module):
+    """Twelve layers, a bucket for each; a weight that is used twice; a channels-last convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+        self.filter = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        image = self.filter(x.view(-1, 2, 3, 4)).flatten(1)
+        output: Tensor = self.head(self.layers[0](image))
+        return output
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
+    return x, torch.randn(GLOBAL_BATCH, 3, generator=generator) * x.abs().amax(1, keepdim=True)
+
+
+class Steps:
+    """A data set of 200 global batches."""
+
+    def __len__(self) -> int:
+        return 200 * GLOBAL_BATCH
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(place // GLOBAL_BATCH)
+        return x[place % GLOBAL_BATCH], y[place % GLOBAL_BATCH]
+
+
+def delay_everything(chance: random.Random) -> Callable[[], None]:
+    """Random waits before a bucket is handed in, before it is worked on, and in a meeting."""
+    reduce_bucket, complete = ExactReduction.reduce_bucket, shared_memory.lay_end_to_end
+
+    def wait() -> None:
+        if chance.random() < 0.15:
+            time.sleep(chance.expovariate(1 / 0.001))
+
+    def reduce_late(self: ExactReduction, bucket: GradBucket) -> Any:
+        wait()
+        return reduce_bucket(self, bucket)
+
+    def complete_late(*args: Any) -> None:
+        wait()
+        complete(*args)
+        wait()
+
+    ExactReduction.reduce_bucket = reduce_late  # type: ignore[method-assign]
+    shared_memory.lay_end_to_end = complete_late
+
+    def undo() -> None:
+        ExactReduction.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
+        shared_memory.lay_end_to_end = complete
+
+    return undo
+
+
+def train_deep(world: Any, num_steps: int, delays: bool, without_memory: bool) -> tuple[Trained, int]:
+    torch.manual_seed(1)
+    undo = delay_everything(random.Random(world.rank)) if delays else lambda: None
+    map_segment = shared_memory._map_segment
+    if without_memory:
+        shared_memory._map_segment = lambda path, token, num_bytes: None
+    try:
+        trainer = Trainer(
+            Deep(),
+            forward=lambda model, batch: model(batch[0]),
+            loss=lambda output, batch: ((output - batch[1]).square().sum(), len(output)),
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+            microbatch_size=MICROBATCH,
+            clip_norm=0.5,
+            reduction="exact",
+            ddp={"bucket_cap_mb": 0.001},
+        )
+        seen: list[int] = []
+        trainer.on_gradients(lambda named: seen.append(len(named)))
+        trained = take_steps(
+            trainer,
+            trainer.loader(Steps(), global_batch_size=GLOBAL_BATCH, shuffle=False, epochs=1),
+            num_steps,
+        )
+        replica = trainer._updates["model"]._replica
+        assert len(seen) == num_steps
+        return trained, 0 if replica is None else count_buckets(replica)
+    finally:
+        undo()
+        shared_memory._map_segment = map_segment
+
+
+def count_buckets(replica: Any) -> int:
+    data = replica._ddp._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+    return len(sizes.split(","))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Pool) -> Callable[[int], Trained]:
+    @functools.cache
+    def train(num_steps: int) -> Trained:
+        ((trained, _),) = ranks.run(train_deep, 1, (num_steps, False, False), timeout_s=60)
+        assert isinstance(trained, Trained)
+        return trained
+
+    return train
+
+
+@pytest.mark.parametrize(("nproc", "without_memory"), [(2, False), (4, False), (3, True)])
+def test_two_hundred_delayed_steps_have_the_bits_of_one_process(
+    ranks: Pool, alone: Callable[[int], Trained], nproc: int, without_memory: bool
+) -> None:
+    expected = alone(200)
+    for trained, num_buckets in ranks.run(train_deep, nproc, (200, True, without_memory), timeout_s=100):
+        assert num_buckets >= 8
+        assert trained.losses == expected.losses
+        assert trained.grad_norms == expected.grad_norms
+        assert trained.hash == expected.hash
+
+
+@pytest.mark.parametrize("nproc", [6, 8])
+def test_ranks_without_microbatches_change_nothing(
+    ranks: Pool, alone: Callable[[int], Trained], nproc: int
+) -> None:
+    """A global batch has five microbatches."""
+    expected = alone(20)
+    for trained, _ in ranks.run(train_deep, nproc, (20, False, False), timeout_s=60):
+        assert (trained.losses, trained.hash) == (expected.losses, expected.hash)
+
+
+def test_flattening_follows_the_memory_of_the_bucket() -> None:
+    gradient = torch.randn(2, 3, 4, 5)
+    view = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    view.copy_(gradient)
+    in_memory = view.as_strided((120,), (1,))
+    assert torch.equal(_flatten_like(gradient, view), in_memory)
+    assert torch.equal(_flatten_like(view.clone(), view), in_memory)
+    assert torch.equal(_flatten_like(gradient, gradient.clone()), gradient.view(-1))
+    assert torch.equal(_flatten_like(None, view), torch.zeros(120))

@@ -1,0 +1,59 @@
+"""Exact reduction: the weights have the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.dist.pool import Pool
+from tests.train.cases import Trained, digits_recipe, text_recipe, train_recipe_table
+
+NUM_STEPS = 16
+DTYPES = ["fp32", "bf16", "fp16", "fp64"]
+SETTINGS = ["train.reduction=exact", "ddp.bucket_cap_mb=0.01"]
+
+
+def first_steps(world: Any, table: dict[str, Any], settings: list[str], num_steps: int) -> list[Trained]:
+    """The first steps in every dtype."""
+    return [
+        train_recipe_table(world, table, [*SETTINGS, *settings, f"train.dtype={dtype}"], num_steps)
+        for dtype in DTYPES
+    ]
+
+
+def show(trained: Trained) -> tuple[Any, ...]:
+    return (trained.hash, trained.losses, trained.grad_norms, trained.weights)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """By kind of model, its recipe and what one rank makes of it."""
+    folder = tmp_path_factory.mktemp("recipes")
+
+    @functools.cache
+    def train(kind: str) -> Any:
+        table = digits_recipe() if kind == "resnet" else text_recipe(folder / kind, kind)
+        return table, ranks.run(first_steps, nproc=1, args=(table, [], NUM_STEPS))[0]
+
+    return train
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["gpt", "encoder", "resnet"])
+def test_recipes_have_the_same_bits(ranks: Pool, alone: Callable[[str], Any], kind: str, nproc: int) -> None:
+    table, expected = alone(kind)
+    assert len(set(expected[0].weights)) > 1, "an epoch's ragged end should be among the steps"
+    results = ranks.run(first_steps, nproc, (table, [], NUM_STEPS), timeout_s=100)
+    for trained in results:
+        assert [show(t) for t in trained] == [show(t) for t in expected]
+    assert len({t.hash for t in expected}) == len(DTYPES)
+
+
+def test_the_fast_reduction_has_other_bits(ranks: Pool, alone: Callable[[str], Any]) -> None:
+    """Or the tests above would show nothing."""
+    table, expected = alone("gpt")
+    fast = ranks.run(train_recipe_table, 3, (table, ["train.reduction=fast"], NUM_STEPS))[0]
+    assert fast.hash != expected[0].hash
