@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import shared_memory
-from paceline.comm.exchange import CollectiveExchange, Exchange
+from paceline.comm.exchange import Exchange, MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import TreeSum, plan_reduction
 from tests.dist.pool import Pool, RankError
 
-KINDS = {"collective": CollectiveExchange, "shared": SharedMemoryExchange}
+KINDS = {"messages": MessageExchange, "shared": SharedMemoryExchange}
 
 
 def draw_leaves(num_leaves: int, length: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -64,7 +65,7 @@ def exchange_many(world: Any, kind: str, cases: list[tuple[tuple[int, ...], int,
         time.sleep(chance.uniform(0, 0.004))
         total = sum_on_ranks(exchange, shares, leaves)
         num_wrong += not torch.equal(total, sum_alone(leaves))
-    assert kind == "collective" or exchange._otherwise is None  # type: ignore[attr-defined]
+    assert kind == "messages" or exchange._otherwise is None  # type: ignore[attr-defined]
     return num_wrong
 
 
@@ -98,7 +99,7 @@ def test_bytes_are_a_rings_where_each_rank_owns_one_node(
     ranks: Pool, shares: tuple[int, ...], nodes: int
 ) -> None:
     ring = 2 * 3 / 4 * 4000 * 4
-    sent = ranks.run(count_bytes, 4, ("collective", shares, 4000))
+    sent = ranks.run(count_bytes, 4, ("messages", shares, 4000))
     assert max(sent) == ring * (nodes + 1) / 2
     # A meeting is a byte per peer, and there are two.
     assert ranks.run(count_bytes, 4, ("shared", shares, 4000)) == [6] * 4
@@ -119,10 +120,10 @@ def exchange_without_memory(world: Any, missing_on: int) -> tuple[bool, int]:
 
 
 @pytest.mark.parametrize("missing_on", [0, 2])
-def test_one_rank_without_shared_memory_moves_all_to_collectives(ranks: Pool, missing_on: int) -> None:
+def test_one_rank_without_shared_memory_moves_all_to_messages(ranks: Pool, missing_on: int) -> None:
     results = ranks.run(exchange_without_memory, 3, (missing_on,))
     assert [is_right for is_right, _ in results] == [True] * 3
-    assert all(num_bytes > 0 for _, num_bytes in results), "what was sent by collectives counts"
+    assert all(num_bytes > 0 for _, num_bytes in results), "what was sent in messages counts"
 
 
 def hold_and_count(world: Any) -> tuple[list[int], int]:
@@ -166,5 +167,5 @@ def test_a_dead_rank_is_an_error_and_no_hang(ranks: Pool) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(die_before_the_second_meeting)
     assert caught.value.exit_codes == {1: -9}
-    assert "Connection closed by peer" in caught.value.reports[0]
+    assert re.search("Connection (closed|reset) by peer", caught.value.reports[0])
     assert time.monotonic() - started_s < 10

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import random
+import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 from paceline.comm import shared_memory
 from paceline.parallel.exact import ExactReduction, _flatten_like
 from paceline.train.trainer import Trainer
-from tests.dist.pool import Pool
+from tests.dist.pool import Pool, RankError
 from tests.train.cases import Trained, take_steps
 
 WIDTH = 24
@@ -59,7 +63,7 @@ class Steps:
 
 def delay_everything(chance: random.Random) -> Callable[[], None]:
     """Random waits before a bucket is handed in, before it is worked on, and in a meeting."""
-    reduce_bucket, complete = ExactReduction.reduce_bucket, shared_memory.lay_end_to_end
+    reduce_bucket, complete = ExactReduction.reduce_bucket, shared_memory._lay_end_to_end
 
     def wait() -> None:
         if chance.random() < 0.15:
@@ -75,11 +79,11 @@ def delay_everything(chance: random.Random) -> Callable[[], None]:
         wait()
 
     ExactReduction.reduce_bucket = reduce_late  # type: ignore[method-assign]
-    shared_memory.lay_end_to_end = complete_late
+    shared_memory._lay_end_to_end = complete_late
 
     def undo() -> None:
         ExactReduction.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
-        shared_memory.lay_end_to_end = complete
+        shared_memory._lay_end_to_end = complete
 
     return undo
 
@@ -153,6 +157,31 @@ def test_ranks_without_microbatches_change_nothing(
     expected = alone(20)
     for trained, _ in ranks.run(train_deep, nproc, (20, False, False), timeout_s=60):
         assert (trained.losses, trained.hash) == (expected.losses, expected.hash)
+
+
+def die_in_a_bucket(world: Any) -> None:
+    reduce_bucket, calls = ExactReduction.reduce_bucket, itertools.count()
+
+    def reduce_or_die(self: ExactReduction, bucket: GradBucket) -> Any:
+        if world.rank == 1 and next(calls) == 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return reduce_bucket(self, bucket)
+
+    ExactReduction.reduce_bucket = reduce_or_die  # type: ignore[method-assign]
+    try:
+        train_deep(world, 20, False, False)
+    finally:
+        ExactReduction.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
+
+
+def test_a_rank_that_dies_in_a_bucket_is_told_on_the_others(ranks: Pool) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks.run(die_in_a_bucket)
+    assert caught.value.exit_codes == {1: -signal.SIGKILL}
+    assert re.search("Connection (closed|reset) by peer", caught.value.reports[0])
+    assert "train_deep" in caught.value.reports[0], "where this rank was"
+    assert time.monotonic() - started_s < 15
 
 
 def test_flattening_follows_the_memory_of_the_bucket() -> None:

@@ -12,8 +12,8 @@ Protocol for one vector, with one segment that all ranks have mapped:
 
 The memory is used again for the next vector: that of nodes after the second meeting, when nobody reads nodes
 any more, and that of the sum after the first meeting of the next vector, when everybody has copied the last
-one out. So the two never overlap, whatever the lengths of two vectors in a row; and the segment is as large as
-the largest vector needs, not as large as the model.
+one out. So the two never overlap, whatever the lengths of two vectors in a row, and the segment is as large
+as the largest vector needs, not as large as the model.
 
 A meeting is an all-to-all of one byte per pair of ranks: a library's collective, because it knows what to do
 when a rank has died or hangs.
@@ -21,7 +21,7 @@ when a rank has died or hangs.
 The segment is an anonymous file (memfd_create) of the first rank, which the others open through
 /proc/PID/fd. It has no name, so it is gone with the last rank, however the ranks die, and it does not count
 against the size of /dev/shm (64 MiB in a container by default). Where that can't be had, on any rank, all
-ranks take `CollectiveExchange`: ranks on several machines or in containers of their own, systems other than
+ranks take `MessageExchange`: ranks on several machines or in containers of their own, systems other than
 Linux, vectors on a GPU.
 """
 
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import CollectiveExchange, Exchange, lay_end_to_end
+from paceline.comm.exchange import Exchange, MessageExchange, cut_evenly
 from paceline.comm.tree import Plan
 
 log = logging.getLogger(__name__)
@@ -82,12 +82,11 @@ class SharedMemoryExchange:
         )
         first = sum(map(len, plan.nodes[: self._rank]))
         for number, node in enumerate(nodes, start=first):
-            lay_end_to_end(node, places[number])
+            _lay_end_to_end(node, places[number])
         self._meet()
-        chunk = -(-length // self._num_ranks)
-        start, stop = min(self._rank * chunk, length), min((self._rank + 1) * chunk, length)
-        for at in range(start, stop, _BLOCK):
-            block = slice(at, min(at + _BLOCK, stop))
+        own = cut_evenly(length, self._num_ranks)[self._rank]
+        for at in range(own.start, own.stop, _BLOCK):
+            block = slice(at, min(at + _BLOCK, own.stop))
             _add([place[block] for place in places], plan, result[block])
         self._meet()
         total.copy_(result)
@@ -112,8 +111,8 @@ class SharedMemoryExchange:
         if everywhere.item():
             self._memory = memory
             return
-        log.info("exact reduction: ranks share no memory, so they exchange through the library's collectives")
-        self._otherwise = CollectiveExchange(self._group)
+        log.info("exact reduction: ranks share no memory, so they send messages")
+        self._otherwise = MessageExchange(self._group)
 
     def _share(self, num_bytes: int) -> Tensor | None:
         """The segment, or `None` where this rank can't have it; collective."""
@@ -161,6 +160,15 @@ def _map_segment(path: str, token: bytes, num_bytes: int) -> Tensor | None:
     if hasattr(mmap, "MADV_DONTFORK"):  # a loader worker, forked from this rank, has no use for it
         view.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(view, dtype=torch.uint8, offset=mmap.PAGESIZE)
+
+
+def _lay_end_to_end(parts: list[Tensor], target: Tensor) -> None:
+    """Copies tensors one after the other into a vector of their total length."""
+    start = 0
+    for part in parts:
+        target[start : start + part.numel()].copy_(part)
+        start += part.numel()
+    assert start == target.numel()
 
 
 def _add(rows: list[Tensor], plan: Plan, total: Tensor) -> None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from paceline.comm.exchange import CollectiveExchange, Exchange
+from paceline.comm.exchange import Exchange, MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import Node, Plan, TreeSum, plan_reduction
 from paceline.errors import PacelineError
@@ -71,7 +71,7 @@ class ExactReduction:
         self._line: _Line | None = None
         if group is not None:
             on_cpu = self._parameters[0].device.type == "cpu"
-            self.exchange = SharedMemoryExchange(group) if on_cpu else CollectiveExchange(group)
+            self.exchange = SharedMemoryExchange(group) if on_cpu else MessageExchange(group)
             self._line = _Line() if on_cpu else None
             self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
