@@ -72,6 +72,18 @@ def test_scaling_refuses(recipe: Path, words: tuple[str, ...], code: str, seen: 
     assert seen in str(caught.value)
 
 
+def test_reduction_tells_ratio_and_bytes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--nproc", 2, "--steps", 1, "--repeats", 2, "--set", "train.global_batch_size=12")
+    assert run("reduction", recipe, *words) == 0
+    out = capsys.readouterr().out
+    assert "exact against fast reduction" in out
+    assert "on 2 ranks, cpu" in out
+    assert "2 pairs of blocks of 1 steps" in out
+    assert "per rank and step, 1.50 of a ring's" in out, "three microbatches per rank are two nodes"
+    with pytest.raises(PacelineError, match=r"repeats=0\..*PL620"):
+        run("reduction", recipe, "--nproc", 2, "--repeats", 0)
+
+
 def test_overhead_refuses_one_rank(recipe: Path) -> None:
     with pytest.raises(PacelineError, match="PL622"):
         run("overhead", recipe, "--nproc", 1)

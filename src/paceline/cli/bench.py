@@ -1,4 +1,4 @@
-"""`paceline bench`: measured tables of throughput and of what communication costs."""
+"""`paceline bench`: measured tables of throughput and of what communication and exactness cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Adds the command `bench` and its benchmarks to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="measured tables and plots: scaling, overhead",
+        help="measured tables and plots: scaling, overhead, reduction",
         description="Trains a recipe for a few steps on ranks of this machine and measures. Nothing is "
         "written into run folders.",
     )
@@ -50,6 +50,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "whole steps against compute alone: the share of communication",
         "Blocks of whole steps and of the same steps without communication alternate in one run; what they "
         "differ by is the share of communication.",
+        steps=5,
+        repeats=10,
+    )
+    _add(
+        kinds,
+        "reduction",
+        "the exact reduction against the fast one: what it costs",
+        "Blocks of steps with the exact and with the fast reduction alternate in one run; their ratio says "
+        "what the same bits on any number of ranks cost for this recipe.",
         steps=5,
         repeats=10,
     )
@@ -94,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.settings)
-    return {"scaling": _scaling, "overhead": _overhead}[args.bench](recipe, args)
+    return {"scaling": _scaling, "overhead": _overhead, "reduction": _reduction}[args.bench](recipe, args)
 
 
 def _scaling(recipe: Recipe, args: argparse.Namespace) -> int:
@@ -125,6 +134,17 @@ def _overhead(recipe: Recipe, args: argparse.Namespace) -> int:
     _tell(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
     overhead = measure_overhead(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
     print(json.dumps(asdict(overhead)) if args.json else describe_overhead(overhead))
+    return 0
+
+
+def _reduction(recipe: Recipe, args: argparse.Namespace) -> int:
+    from paceline.bench.reduction import measure_reduction
+    from paceline.cli.bench_report import describe_reduction
+
+    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
+    _tell(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
+    reduction = measure_reduction(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
+    print(json.dumps(asdict(reduction)) if args.json else describe_reduction(reduction))
     return 0
 
 

@@ -9,6 +9,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paceline.bench.overhead import Overhead
+    from paceline.bench.reduction import Reduction
     from paceline.bench.scaling import Scaling, ScalingPoint
     from paceline.bench.spread import Spread
 
@@ -36,22 +37,7 @@ def describe_scaling(scaling: Scaling) -> str:
 
 def describe_overhead(overhead: Overhead) -> str:
     """What a step takes with and without communication, and what was measured."""
-    threads = overhead.threads_per_rank
-    conditions = [
-        f"overhead of communication: {format_count(overhead.num_parameters)} parameters on "
-        f"{overhead.num_ranks} ranks, {overhead.device}",
-        f"  global batch of {overhead.global_batch_size} samples, "
-        f"microbatches of {overhead.microbatch_size}, "
-        f"{format_bytes(overhead.gradient_bytes)} of gradients per step, "
-        f"{threads} thread{'s' if threads > 1 else ''} per rank",
-        f"  {overhead.num_repeats} pairs of blocks of {overhead.num_steps} steps, alternating; median and "
-        f"{overhead.comm_share.confidence:.0%} confidence interval",
-    ]
-    if overhead.device == "cpu" and overhead.num_ranks * threads > overhead.num_cores:
-        conditions.append(
-            f"  {overhead.num_ranks} ranks of {threads} thread{'s' if threads > 1 else ''} are more than the "
-            f"{overhead.num_cores} cores: they wait for each other"
-        )
+    conditions = _describe_pairs("overhead of communication", overhead, overhead.comm_share.confidence)
     rows = [
         ("whole step", _milliseconds(overhead.total_s), ""),
         ("compute alone", _milliseconds(overhead.compute_s), "on the slowest rank"),
@@ -65,9 +51,49 @@ def describe_overhead(overhead: Overhead) -> str:
         else ("waited for ranks and wire", "-", "not seen by the host on CUDA"),
         ("uneven compute", f"{overhead.imbalance:.1%}", "the average rank has so much less than the slowest"),
     ]
+    return "\n\n".join([conditions, _format_facts(rows)])
+
+
+def describe_reduction(reduction: Reduction) -> str:
+    """What the exact reduction takes against the fast one, and what was measured."""
+    conditions = _describe_pairs("exact against fast reduction", reduction, reduction.ratio.confidence)
+    of_a_ring = reduction.network_bytes / reduction.ring_bytes if reduction.ring_bytes else 1.0
+    rows = [
+        ("step, fast", _milliseconds(reduction.fast_s), ""),
+        ("step, exact", _milliseconds(reduction.exact_s), ""),
+        ("exact / fast", _span(reduction.ratio, ".3f"), "pair by pair"),
+        (
+            "sent over a network",
+            format_bytes(reduction.network_bytes),
+            f"per rank and step, {of_a_ring:.2f} of a ring's; CPU ranks of one machine share memory instead",
+        ),
+    ]
+    return "\n\n".join([conditions, _format_facts(rows)])
+
+
+def _describe_pairs(title: str, found: Overhead | Reduction, confidence: float) -> str:
+    """Under what conditions pairs of blocks were measured."""
+    threads = f"{found.threads_per_rank} thread{'s' if found.threads_per_rank > 1 else ''}"
+    lines = [
+        f"{title}: {format_count(found.num_parameters)} parameters on {found.num_ranks} "
+        f"rank{'s' if found.num_ranks > 1 else ''}, {found.device}",
+        f"  global batch of {found.global_batch_size} samples, microbatches of {found.microbatch_size}, "
+        f"{format_bytes(found.gradient_bytes)} of gradients per step, {threads} per rank",
+        f"  {found.num_repeats} pairs of blocks of {found.num_steps} steps, alternating; median and "
+        f"{confidence:.0%} confidence interval",
+    ]
+    if found.device == "cpu" and found.num_ranks * found.threads_per_rank > found.num_cores:
+        lines.append(
+            f"  {found.num_ranks} ranks of {threads} are more than the {found.num_cores} cores: "
+            "they wait for each other"
+        )
+    return "\n".join(lines)
+
+
+def _format_facts(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Names, values and remarks in columns."""
     width, values = (max(len(row[column]) for row in rows) for column in (0, 1))
-    table = "\n".join(f"{a:<{width}}  {b:<{values}}  {c}".rstrip() for a, b, c in rows)
-    return "\n\n".join(["\n".join(conditions), table])
+    return "\n".join(f"{a:<{width}}  {b:<{values}}  {c}".rstrip() for a, b, c in rows)
 
 
 def format_rows(rows: Sequence[tuple[str, ...]]) -> str:

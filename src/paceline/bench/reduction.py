@@ -1,0 +1,161 @@
+"""What the exact reduction costs: its steps against those of the fast one.
+
+Both kinds run in the same processes, in blocks that alternate (A B, B A, A B ...), so that a machine that
+slows down hits both. Each has its own model, optimizer and buckets and takes the same steps on the same
+batches, with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.bench.ranks import NUM_WARM_UP, Bench, adapt_recipe, check_counts, choose_threads, open_bench
+from paceline.bench.spread import Spread
+from paceline.comm.tree import plan_reduction
+from paceline.data import build_data, prepare_data
+from paceline.launch.local import check_launch, launch
+from paceline.recipe import Recipe
+from paceline.train.run import build_trainer
+from paceline.train.trainer import Trainer
+from paceline.world import usable_cores
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What `measure_reduction` found; `dataclasses.asdict` of it is JSON-able.
+
+    Attributes:
+        num_ranks: how many.
+        fast_s: seconds per step with the fast reduction, over blocks.
+        exact_s: the same with the exact one.
+        ratio: exact over fast, over pairs of blocks.
+        num_parameters: of the model.
+        gradient_bytes: reduced per step.
+        network_bytes: what the exact reduction sends per step over a network, of the rank that sends most;
+            ranks of one machine exchange through memory instead.
+        ring_bytes: what a ring all-reduce sends per rank.
+        global_batch_size: samples per step over all ranks.
+        microbatch_size: samples per forward.
+        device: `"cpu"` or `"cuda"`.
+        threads_per_rank: the same on all.
+        num_cores: that this process may use.
+        num_steps: in a block.
+        num_repeats: pairs of blocks.
+    """
+
+    num_ranks: int
+    fast_s: Spread
+    exact_s: Spread
+    ratio: Spread
+    num_parameters: int
+    gradient_bytes: int
+    network_bytes: int
+    ring_bytes: int
+    global_batch_size: int
+    microbatch_size: int
+    device: str
+    threads_per_rank: int
+    num_cores: int
+    num_steps: int
+    num_repeats: int
+
+
+def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats: int = 10) -> Reduction:
+    """Times steps with the exact reduction against steps with the fast one, alternating in one run.
+
+    Call it in a process that is not a rank itself: it starts ranks of its own.
+
+    Args:
+        recipe: what to train. Its layout, length, reduction and checkpoints play no part.
+        num_ranks: how many; on 1 rank only the order of the additions differs.
+        steps: in a block.
+        repeats: pairs of blocks.
+
+    Raises:
+        PacelineError: PL620 for numbers below 1, PL320 to PL326 for ranks that can't be started.
+    """
+    check_counts(steps=steps, repeats=repeats, nproc=num_ranks)
+    check_launch(num_ranks, recipe.train.device)
+    prepare_data(recipe)
+    threads = choose_threads(recipe, num_ranks)
+    num_steps = NUM_WARM_UP + steps * repeats
+    adapted = adapt_recipe(recipe, threads=threads, num_steps=num_steps)
+    found: list[_Times] = launch(_run, num_ranks, (adapted, steps, repeats), device=recipe.train.device)
+    return _summarise(found, adapted, steps)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of a step on one rank, the mean of each block."""
+
+    block_s: dict[str, list[float]]
+    device: str
+    num_parameters: int
+    gradient_bytes: int
+    num_owned: tuple[int, ...]
+
+
+def _run(recipe: Recipe, steps: int, repeats: int) -> _Times:
+    with open_bench(_with_reduction(recipe, "fast")) as bench:
+        assert recipe.train.steps is not None
+        exact = build_trainer(_with_reduction(recipe, "exact"), build_data(recipe), recipe.train.steps)
+        trainers = {"fast": bench.trainer, "exact": exact}
+        block_s: dict[str, list[float]] = {name: [] for name in trainers}
+        for trainer in trainers.values():
+            num_owned = _run_block(bench, trainer, NUM_WARM_UP)[1]
+        for number in range(repeats):
+            for name in trainers if number % 2 == 0 else reversed(trainers):
+                block_s[name].append(_run_block(bench, trainers[name], steps)[0])
+        trained = [p for p in exact.model.parameters() if p.requires_grad]
+        return _Times(
+            block_s,
+            bench.world.device.type,
+            bench.num_parameters,
+            sum(p.numel() * p.element_size() for p in trained),
+            num_owned,
+        )
+
+
+def _run_block(bench: Bench, trainer: Trainer, steps: int) -> tuple[float, tuple[int, ...]]:
+    """Seconds per step, and how many microbatches each rank had in the last one."""
+    shares = [next(bench.shares) for _ in range(steps)]  # reading data is no part of either
+    bench.synchronise()
+    start_s = time.perf_counter()
+    for share in shares:
+        trainer.step(share)
+    bench.wait_for_device()
+    return (time.perf_counter() - start_s) / steps, shares[-1].num_owned
+
+
+def _with_reduction(recipe: Recipe, name: Literal["fast", "exact"]) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"reduction": name})})
+
+
+def _summarise(found: list[_Times], recipe: Recipe, steps: int) -> Reduction:
+    first, num_ranks = found[0], len(found)
+    # A step is over when the last rank is through.
+    fast_s, exact_s = (
+        [max(block) for block in zip(*(times.block_s[name] for times in found), strict=True)]
+        for name in ("fast", "exact")
+    )
+    num_nodes = max(map(len, plan_reduction(first.num_owned).nodes))
+    to_others = first.gradient_bytes * (num_ranks - 1) // num_ranks
+    return Reduction(
+        num_ranks=num_ranks,
+        fast_s=Spread.of(fast_s),
+        exact_s=Spread.of(exact_s),
+        ratio=Spread.of(exact / fast for exact, fast in zip(exact_s, fast_s, strict=True)),
+        num_parameters=first.num_parameters,
+        gradient_bytes=first.gradient_bytes,
+        network_bytes=(num_nodes + 1) * to_others,
+        ring_bytes=2 * to_others,
+        global_batch_size=recipe.train.global_batch_size,
+        microbatch_size=recipe.train.microbatch_size,
+        device=first.device,
+        threads_per_rank=recipe.train.threads_per_rank,  # type: ignore[arg-type]  # a number by now
+        num_cores=usable_cores(),
+        num_steps=steps,
+        num_repeats=len(fast_s),
+    )
