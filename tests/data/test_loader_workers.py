@@ -10,8 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -245,6 +247,47 @@ print(*[worker.pid for worker in processes_of(loader)])
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+class Large(Numbers):
+    """Samples of which a few fill the pipe from a worker to its rank."""
+
+    def __getitem__(self, index: int) -> Any:
+        return bytes(1 << 18)
+
+
+def test_a_killed_process_leaves_no_workers(tmp_path: Path) -> None:
+    """They wait for room in a pipe that nobody reads any more, and that never breaks: all hold its end."""
+    code = """
+import os, signal, time
+from tests.data.test_loader_workers import Large, make, processes_of
+loader = make(Large(300), num_workers=3, prefetch=20)
+shares = iter(loader)
+next(shares)
+time.sleep(0.5)
+print(*[worker.pid for worker in processes_of(loader)], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # Their output goes to a file: a pipe would stay open with them.
+    with (tmp_path / "out").open("w+") as out:
+        done = subprocess.run([sys.executable, "-c", code], stdout=out, timeout=60, check=False)
+        out.seek(0)
+        pids = [int(pid) for pid in out.read().split()]
+    assert done.returncode == -signal.SIGKILL
+    assert len(pids) == 3
+    end = time.monotonic() + 15
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def processes_of(loader: Loader) -> list[Any]:

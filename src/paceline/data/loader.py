@@ -21,7 +21,6 @@ from __future__ import annotations
 import collections.abc
 import itertools
 import os
-import signal
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -32,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.fetching import Collate, Fetcher, Item, Key, SetFetcher, StreamFetcher
 from paceline.data.share import Share, count_owned
+from paceline.data.workers import end_workers, let_workers_be_killed, prepare_worker
 from paceline.errors import PacelineError
 
 __all__ = ["Loader", "Position", "Share"]
@@ -148,7 +148,7 @@ class Loader:
         self._torch_loader = self._build_torch_loader(num_workers, prefetch, _choose_pinning(pin_memory))
         # Holds torch's loader until ours is gone: in a garbage cycle its queues would go first, and ending
         # each worker would take 10 s. So nothing in torch's loader may refer to ours.
-        weakref.finalize(self, _end_workers, self._torch_loader, os.getpid())
+        weakref.finalize(self, end_workers, self._torch_loader, os.getpid())
 
     @property
     def epoch(self) -> int:
@@ -237,7 +237,7 @@ class Loader:
     def close(self) -> None:
         """Ends the workers. Iterating again starts new ones."""
         self._turn += 1
-        _end_workers(self._torch_loader, os.getpid())
+        end_workers(self._torch_loader, os.getpid())
 
     def _give_out(self, turn: int) -> Iterator[Share]:
         while self.epochs is None or self._position.epoch < self.epochs:
@@ -271,7 +271,7 @@ class Loader:
         with warnings.catch_warnings():
             _ignore_worker_warnings()
             items = iter(self._torch_loader)
-        _let_workers_be_killed(items)
+        let_workers_be_killed(items)
         for item in items:
             if isinstance(item, PacelineError):
                 raise item
@@ -323,7 +323,7 @@ class Loader:
                 prefetch_factor=prefetch if num_workers else None,
                 persistent_workers=num_workers > 0,
                 pin_memory=pin_memory,
-                worker_init_fn=_prepare_worker,
+                worker_init_fn=prepare_worker,
                 generator=torch.Generator(),  # else it draws from the rank's own
             )
 
@@ -367,27 +367,6 @@ class _Sampler:
 def _keep(item: Any) -> Any:
     """Instead of torch's `default_convert`, which would turn a user's arrays into tensors."""
     return item
-
-
-def _prepare_worker(worker_id: int) -> None:
-    """Lets a worker outlive the signals that ask a run to stop: terminals and schedulers send them to all
-    processes, and the rank still wants to finish its step and save. Workers end with their rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _let_workers_be_killed(torch_iterator: Any) -> None:
-    """Makes `terminate()`, which torch and a rank that exits call on workers, kill them for certain, as they
-    ignore SIGTERM."""
-    for worker in getattr(torch_iterator, "_workers", ()):
-        worker._popen.terminate = worker._popen.kill
-
-
-def _end_workers(torch_loader: DataLoader[Any], owner_pid: int) -> None:
-    iterator: Any = torch_loader._iterator
-    if iterator is not None and os.getpid() == owner_pid:  # a forked worker must not end its siblings
-        iterator._shutdown_workers()
-        torch_loader._iterator = None
 
 
 def _list_keys(

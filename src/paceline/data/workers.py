@@ -1,0 +1,54 @@
+"""How a loader's worker processes live and end.
+
+A worker ends with its rank, and not before: it ignores the signals that ask a run to stop, is killed when
+the rank has no more use for it, and kills itself when the rank has gone without a word.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+_LOOK_S = 0.5
+
+
+def prepare_worker(worker_id: int) -> None:
+    """Lets a worker outlive the signals that ask a run to stop: terminals and schedulers send them to all
+    processes, and the rank still wants to finish its step and save. Workers end with their rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    threading.Thread(target=_end_with, args=(rank.pid,), name="paceline-end-with-rank", daemon=True).start()
+
+
+def _end_with(rank_pid: int | None) -> None:
+    """Ends this worker when its rank has gone. Torch's own watch never ends one that waits for room in its
+    full pipe: the other workers hold the reading end too, so it doesn't break.
+
+    (Not PR_SET_PDEATHSIG: that strikes when the thread ends that made the worker.)
+    """
+    while os.getppid() == rank_pid:
+        time.sleep(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def let_workers_be_killed(torch_iterator: Any) -> None:
+    """Makes `terminate()`, which torch and a rank that exits call on workers, kill them for certain, as they
+    ignore SIGTERM."""
+    for worker in getattr(torch_iterator, "_workers", ()):
+        worker._popen.terminate = worker._popen.kill
+
+
+def end_workers(torch_loader: DataLoader[Any], owner_pid: int) -> None:
+    """Ends the workers of a loader; only the process that made them does."""
+    iterator: Any = torch_loader._iterator
+    if iterator is not None and os.getpid() == owner_pid:  # a forked worker must not end its siblings
+        iterator._shutdown_workers()
+        torch_loader._iterator = None
