@@ -51,6 +51,13 @@ def raise_ours_on_one():
         dist.barrier()
 
 
+def tell_where_sockets_go(then_sleep_s):
+    from multiprocessing import util
+
+    print(util.get_temp_dir(), flush=True)
+    time.sleep(then_sleep_s)
+
+
 def killed_on_one():
     with start(device="cpu", timeout_s=60) as world:
         if world.rank == 1:

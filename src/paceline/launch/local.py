@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -26,6 +25,7 @@ from typing import Any, Literal, NoReturn
 
 from paceline.errors import PacelineError
 from paceline.launch.failure import ASKED_TO_STOP, RankFailed, find_cause, read_endings
+from paceline.launch.leftovers import ALIVE, launch_folder
 from paceline.launch.rank import STOPPING, Job, run_rank
 from paceline.place import is_launched
 
@@ -79,7 +79,7 @@ def launch(
     check_launch(nproc, device)
     method, payload = _choose_start(fn, tuple(args))
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-launch-")))
+        folder = stack.enter_context(launch_folder())
         alive = stack.enter_context(_alive_pipe(folder))
         job = Job(
             payload=payload,
@@ -299,7 +299,7 @@ def _raise_failure(folder: Path, rank: int, status: int) -> NoReturn:
 @contextmanager
 def _alive_pipe(folder: Path) -> Iterator[int]:
     """A named pipe that reads as ended once this process has gone, whatever ended it."""
-    path = folder / "alive"
+    path = folder / ALIVE
     os.mkfifo(path)
     # Opened for both, because opening for writing alone waits for a reader.
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.failure import ASKED_TO_STOP, describe_ending, find_cause, read_endings, write_ending
+from paceline.launch.leftovers import ALIVE
 
 # Set per rank by torchelastic's agent; everything else comes from the launcher's environment.
 _OF_THE_AGENT = (
@@ -154,7 +155,7 @@ def _watch(folder: Path, rank: int) -> None:
     """Ends this rank when the launcher has gone, or when it is stuck after another rank's failure."""
     pipe = -1
     with suppress(FileNotFoundError):  # the launcher is gone and has cleared up already
-        pipe = os.open(folder / "alive", os.O_RDONLY | os.O_NONBLOCK)
+        pipe = os.open(folder / ALIVE, os.O_RDONLY | os.O_NONBLOCK)
     while pipe >= 0:
         try:
             if not os.read(pipe, 1):
