@@ -146,7 +146,7 @@ def _in_use(folder: Path, owner: Owner | None, leaving: bool) -> PacelineError:
     fix = "Wait for it to end, or choose another folder with --out."
     if leaving:
         assert owner is not None
-        fix = f"Its launcher is gone and it runs on after {_LEAVING_S:.0f} s: kill -9 {owner.pid}, then try again."
+        fix = f"Its launcher is gone and it runs on after {_LEAVING_S:.0f} s: kill -9 {owner.pid}"
     return PacelineError(
         "PL533",
         saw=f"{folder} is in use by another run ({who}).",
