@@ -256,10 +256,12 @@ class Large(Numbers):
         return bytes(1 << 18)
 
 
-def test_a_killed_process_leaves_no_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_killed_process_leaves_no_workers(method: str, tmp_path: Path) -> None:
     """They wait for room in a pipe that nobody reads any more, and that never breaks: all hold its end."""
     code = """
-import os, signal, time
+import multiprocessing, os, signal, sys, time
+multiprocessing.set_start_method(sys.argv[1])
 from tests.data.test_loader_workers import Large, make, processes_of
 loader = make(Large(300), num_workers=3, prefetch=20)
 shares = iter(loader)
@@ -270,7 +272,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     # Their output goes to a file: a pipe would stay open with them.
     with (tmp_path / "out").open("w+") as out:
-        done = subprocess.run([sys.executable, "-c", code], stdout=out, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", code, method], stdout=out, timeout=60, check=False)
         out.seek(0)
         pids = [int(pid) for pid in out.read().split()]
     assert done.returncode == -signal.SIGKILL

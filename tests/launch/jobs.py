@@ -58,6 +58,12 @@ def tell_where_sockets_go(then_sleep_s):
     time.sleep(then_sleep_s)
 
 
+def tell_start_method():
+    import multiprocessing
+
+    return multiprocessing.get_start_method()
+
+
 def killed_on_one():
     with start(device="cpu", timeout_s=60) as world:
         if world.rank == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -54,6 +55,11 @@ def test_ranks_have_the_present_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert launch(jobs.sees, nproc=2, args=("PACELINE_TEST_WORD",)) == ["new", "new"]
     monkeypatch.delenv("PACELINE_TEST_WORD")
     assert launch(jobs.sees, nproc=1, args=("PACELINE_TEST_WORD",)) == [None]
+
+
+def test_a_rank_starts_processes_as_any_other_process_does() -> None:
+    """And not from a fork server of its own, in which each loader worker would import torch again."""
+    assert launch(jobs.tell_start_method, nproc=1) == [multiprocessing.get_start_method()]
 
 
 PROGRAM = """

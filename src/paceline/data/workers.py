@@ -6,6 +6,7 @@ the rank has no more use for it, and kills itself when the rank has gone without
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 from torch.utils.data import DataLoader
 
 _LOOK_S = 0.5
@@ -23,19 +25,22 @@ def prepare_worker(worker_id: int) -> None:
     processes, and the rank still wants to finish its step and save. Workers end with their rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    threading.Thread(target=_end_with, args=(rank.pid,), name="paceline-end-with-rank", daemon=True).start()
+    threading.Thread(target=_end_with_rank, name="paceline-end-with-rank", daemon=True).start()
 
 
-def _end_with(rank_pid: int | None) -> None:
+def _end_with_rank() -> None:
     """Ends this worker when its rank has gone. Torch's own watch never ends one that waits for room in its
     full pipe: the other workers hold the reading end too, so it doesn't break.
 
-    (Not PR_SET_PDEATHSIG: that strikes when the thread ends that made the worker.)
+    (Not PR_SET_PDEATHSIG: that strikes when the thread ends that made the worker. Nor the parent's id:
+    with multiprocessing's fork server, the default from Python 3.14 on, the parent is that server.)
     """
-    while os.getppid() == rank_pid:
-        time.sleep(_LOOK_S)
+    maker = multiprocessing.parent_process()
+    assert maker is not None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank = psutil.Process(maker.pid)
+        while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_LOOK_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import multiprocessing
 import os
 import pickle
 import select
@@ -79,6 +80,9 @@ def run_rank(job: Job) -> bytes | None:
     if job.forked:
         os.close(job.alive_fd)
         _forget_parent_threads()
+    # As under torchrun. The fork server's way would go on in this rank, whose loader workers would come
+    # from another such server, without torch in it: seconds for each.
+    multiprocessing.set_start_method(None, force=True)
     _take_environment(job)
     folder, rank = Path(job.folder), int(os.environ["RANK"])
     (folder / f"began-{rank}").write_text(str(os.getpid()))
