@@ -64,6 +64,16 @@ def tell_start_method():
     return multiprocessing.get_start_method()
 
 
+def leave_workers_running():
+    import builtins
+
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(list(range(8)), num_workers=2, persistent_workers=True)
+    builtins.held = iter(loader)  # as a cycle of references or a traceback would
+    return next(builtins.held).item()
+
+
 def killed_on_one():
     with start(device="cpu", timeout_s=60) as world:
         if world.rank == 1:

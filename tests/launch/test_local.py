@@ -62,6 +62,10 @@ def test_a_rank_starts_processes_as_any_other_process_does() -> None:
     assert launch(jobs.tell_start_method, nproc=1) == [multiprocessing.get_start_method()]
 
 
+def test_a_rank_may_end_before_its_loader_workers() -> None:
+    assert launch(jobs.leave_workers_running, nproc=2) == [0, 0]
+
+
 PROGRAM = """
 import os, torch
 from paceline.launch.local import launch

@@ -108,6 +108,8 @@ def run_rank(job: Job) -> bytes | None:
             _await_cause(folder)
         raise SystemExit(ending.code) from None
     finally:
+        # Torch's loader has it raise when a worker is killed; now multiprocessing kills those that are left.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # a closed or broken stream must not hide the result
                 stream.flush()
