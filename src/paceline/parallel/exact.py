@@ -96,6 +96,14 @@ class ExactReduction:
             raise _refuse_sparse("a gradient is a sparse tensor.")
         self._sum.push((index, index + 1), gradients)
 
+    def fill_missing(self) -> None:
+        """Before a last microbatch that may leave parameters out: gives all a gradient that adds nothing.
+
+        DDP wants one for every parameter that an earlier microbatch has used.
+        """
+        for parameter in self._parameters:
+            parameter.grad = _nothing_like(parameter)
+
     @torch.no_grad()
     def end(self, *, reduced: bool) -> None:
         """Ends a global batch.
@@ -226,30 +234,28 @@ def _view_gradients(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor
 
 
 def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """The sum, in place of `right`. A missing gradient counts as zero, as in a bucket of DDP."""
+    """The sum, in place of `right`. A missing gradient adds nothing, not even the sign of a zero."""
     lefts, rights = [g for g in left if g is not None], [g for g in right if g is not None]
     if len(lefts) < len(left) or len(rights) < len(right):
-        return [_add_optional(a, b) for a, b in zip(left, right, strict=True)]
+        pairs = zip(left, right, strict=True)
+        return [b if a is None else a if b is None else b.add_(a) for a, b in pairs]
     torch._foreach_add_(rights, lefts)
     return right
-
-
-def _add_optional(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if right is None:
-        left, right = right, left
-    if right is None:
-        return None
-    return right.add_(0.0 if left is None else left)  # adding 0 makes a zero of -0, as a bucket's zeros do
 
 
 def _flatten_like(gradient: Tensor | None, view: Tensor) -> Tensor:
     """The elements in the order in which `view` has them in memory: buckets follow parameters' strides."""
     if gradient is None:
-        return torch.zeros_like(view).reshape(-1)
+        return _nothing_like(view).reshape(-1)
     if view.is_contiguous():
         return gradient.reshape(-1)
     order = sorted(range(view.dim()), key=view.stride, reverse=True)
     return gradient.permute(order).reshape(-1)
+
+
+def _nothing_like(tensor: Tensor) -> Tensor:
+    """Zeros that change no bit of what they are added to: x + -0.0 is x, also for -0.0."""
+    return torch.full_like(tensor, -0.0)
 
 
 def _refuse_sparse(saw: str) -> PacelineError:

@@ -236,6 +236,8 @@ class Update:
             agreement.put_microbatch(index, loss_sum, weight, statistics)
             if launch is not None and self._used is None:
                 launch.now()
+            if self._exact is not None and self._replica is not None and launch is not None and self._used:
+                self._exact.fill_missing()
             scaled = loss_sum / self._unit
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
