@@ -280,9 +280,7 @@ class Update:
         gradients = [p.grad for _, p in self._updated if p.grad is not None]
         if self._scaler is not None and gradients:
             self._scaler.unscale_(self.optimizer)
-        norm_tensor = (
-            get_total_norm(gradients) if gradients else torch.zeros((), device=self._precision.device)
-        )
+        norm_tensor = self._measure_norm()
         compute_s = time.perf_counter() - started_s
         agreed, norm = agreement.wait(norm_tensor)
         if self._precision.device.type != "cuda":  # there the wait is for kernels, ours included
@@ -309,6 +307,25 @@ class Update:
         if self.schedule is not None:
             self._step_schedule(was_skipped=skipped is not None)
         return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s)
+
+    def _measure_norm(self) -> Tensor:
+        """The norm of all gradients, those that no microbatch of this rank reached counted as zero.
+
+        Left out, they would make the list of norms shorter than on a rank where DDP has filled them in, and
+        a shorter list is added up in another order.
+        """
+        gradients = [p.grad for _, p in self._updated]
+        present = [g for g in gradients if g is not None]
+        if not present:
+            return torch.zeros((), device=self._precision.device)
+        if len(present) == len(gradients):
+            return get_total_norm(present)
+        norms = iter(torch._foreach_norm(present))
+        zero = torch.zeros((), dtype=present[0].dtype, device=present[0].device)
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack([zero if g is None else next(norms) for g in gradients])
+        )
+        return norm
 
     def _apply(self, gradients: list[Tensor], scale: float, norm: float) -> None:
         if self.gradient_hooks:
