@@ -64,12 +64,14 @@ def tell_start_method():
     return multiprocessing.get_start_method()
 
 
-def leave_workers_running():
+def leave_workers_running(method):
     import builtins
 
     from torch.utils.data import DataLoader
 
-    loader = DataLoader(list(range(8)), num_workers=2, persistent_workers=True)
+    loader = DataLoader(
+        list(range(8)), num_workers=2, persistent_workers=True, multiprocessing_context=method
+    )
     builtins.held = iter(loader)  # as a cycle of references or a traceback would
     return next(builtins.held).item()
 

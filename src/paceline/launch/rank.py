@@ -80,9 +80,9 @@ def run_rank(job: Job) -> bytes | None:
     if job.forked:
         os.close(job.alive_fd)
         _forget_parent_threads()
-    # As under torchrun. The fork server's way would go on in this rank, whose loader workers would come
-    # from another such server, without torch in it: seconds for each.
-    multiprocessing.set_start_method(None, force=True)
+    # Loader workers come from a fork server of this rank, multiprocessing's default in its child. A fork
+    # of the rank itself can hang in Python 3.11: it waits for a lock that a thread of gloo held just then.
+    multiprocessing.set_forkserver_preload(["paceline.data.fetching"])
     _take_environment(job)
     folder, rank = Path(job.folder), int(os.environ["RANK"])
     (folder / f"began-{rank}").write_text(str(os.getpid()))
@@ -108,7 +108,8 @@ def run_rank(job: Job) -> bytes | None:
             _await_cause(folder)
         raise SystemExit(ending.code) from None
     finally:
-        # Torch's loader has it raise when a worker is killed; now multiprocessing kills those that are left.
+        # Torch's loader has it raise when a worker that was forked here is killed, and multiprocessing now
+        # kills those that are left.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # a closed or broken stream must not hide the result
