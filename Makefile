@@ -1,18 +1,20 @@
 # make env     .venv with everything pinned in requirements.lock; does nothing the second time
 # make train   trains the small GPT on 2 ranks, on the text of Python's standard library
 # make test    the tests, without those marked slow or chaos
+# make chaos   kills processes of real runs, a hundred times, and compares the bits: about half an hour
 # make check   format, lint, types, layers
 # make bench   the speed tables, with the peers beside us (an environment of its own)
 # make docs    the generated pages of docs/
 # make clean   removes what the tools above left behind, except runs/
 #
 # Settable: PYTHON=python3.12   the Python that environments are made with
-#           ARGS="..."          more words for train and test (ARGS="--set train.steps=20", ARGS="-k recipe")
+#           ARGS="..."          more words for train, test and chaos (ARGS="--set train.steps=20",
+#                               ARGS="-k recipe", ARGS="--kills 10 --seed 7")
 
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: help env env-bench train test check bench docs clean
+.PHONY: help env env-bench train test chaos check bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +35,9 @@ train: env
 
 test: env
 	.venv/bin/python -m pytest -m "not slow and not chaos" $(ARGS)
+
+chaos: env
+	.venv/bin/python -m tests.chaos.run $(ARGS)
 
 check: env
 	.venv/bin/ruff format --check .

@@ -1,0 +1,151 @@
+"""Faults in saving, struck by what is written and not by the clock.
+
+A `Fault` sits under the file operations of rank 0 (`paceline.checkpoint.files.inject`). It waits for a
+save and an instant in it, then kills a process or makes the file system fail, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.names import LOCK, TMP
+from tests.chaos.processes import find_marked, kill, sort_by_role
+from tests.chaos.setting import MARK
+
+# What happens; the first word tells whether a process is killed or the file system fails.
+KINDS = (
+    "kill before an operation",
+    "kill in a write",
+    "kill before the rename",
+    "fail a write",
+    "fail the rename",
+    "fill the disk",
+    "remove a file",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: of `KINDS`.
+        save: in which save of this start, from 1.
+        place: where in it: the number of the operation, the byte, or the number of the file.
+        victim: who is killed, where somebody is.
+        fired: a file that is made when it strikes.
+    """
+
+    kind: str
+    save: int
+    place: int
+    victim: str
+    fired: str
+
+    @property
+    def kills(self) -> bool:
+        """Whether it kills a process; otherwise the save fails."""
+        return self.kind.startswith("kill")
+
+    def dump(self) -> str:
+        """As text, for the command line."""
+        return json.dumps(asdict(self))
+
+
+def load_fault(text: str) -> Fault:
+    """What `dump` gave."""
+    return Fault(**json.loads(text))
+
+
+class Hook:
+    """The fault as a hook under the file operations.
+
+    Args:
+        fault: what and when.
+        strike: kills the victim; takes its role.
+    """
+
+    def __init__(self, fault: Fault, strike: Callable[[str], None]) -> None:
+        self.fault = fault
+        self._strike = strike
+        self._saves = self._operations = self._bytes = 0
+        self._fired = False
+
+    def __call__(self, operation: str, path: Path, start: int, num_bytes: int) -> int | None:
+        if operation == "make" and path.name == LOCK:
+            self._saves += 1
+            self._operations = self._bytes = 0
+        if self._fired or self._saves != self.fault.save:
+            return None
+        self._operations += 1
+        kind, place = self.fault.kind, self.fault.place
+        if kind == "kill before an operation" and self._operations == place:
+            self._kill()
+        elif kind == "remove a file":
+            self._remove_a_file()
+        elif operation == "rename" and path.name.startswith(TMP):
+            if kind == "kill before the rename":
+                self._kill()
+            elif kind == "fail the rename":
+                self._fail(errno.EIO, path)
+        elif operation == "write" and kind in ("kill in a write", "fail a write", "fill the disk"):
+            if self._bytes < place < self._bytes + num_bytes:
+                num_bytes = place - self._bytes  # up to the byte, and then we are asked again
+            elif self._bytes <= place < self._bytes + num_bytes:
+                if kind == "kill in a write":
+                    self._kill()
+                else:
+                    self._fail(errno.EIO if kind == "fail a write" else errno.ENOSPC, path)
+            self._bytes += num_bytes
+            return num_bytes or None
+        return None
+
+    def _remove_a_file(self) -> None:
+        """Removes the n-th of the files that are in the new folder, once the one after it is there."""
+        for folder in Path(self.fault.fired).parent.glob(f"out/checkpoints/{TMP}*"):
+            files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+            if len(files) > self.fault.place:
+                self._note()
+                files[self.fault.place - 1].unlink()
+
+    def _kill(self) -> None:
+        self._note()
+        self._strike(self.fault.victim)
+
+    def _fail(self, number: int, path: Path) -> None:
+        self._note()
+        raise OSError(number, os.strerror(number), str(path))
+
+    def _note(self) -> None:
+        self._fired = True
+        Path(self.fault.fired).touch()
+
+
+def train_with_fault(fault: str, *args: Any) -> Any:
+    """What a rank does, with a fault under its file operations."""
+    from paceline.checkpoint import files
+    from paceline.cli.train import train_on_rank
+
+    launcher_pid = args[-1]
+
+    def strike(victim: str) -> None:
+        if victim == "rank 0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        marked = find_marked(os.environ[MARK])
+        if victim == "everything":  # as far as one process can: itself last
+            kill(process.pid for process in marked if process.pid != os.getpid())
+            os.kill(os.getpid(), signal.SIGKILL)
+        by_role = sort_by_role(marked, launcher_pid, Path(os.environ["TMPDIR"]))
+        kill(by_role.get(victim, [])[:1])
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(files.inject(Hook(load_fault(fault), strike)))
+        return train_on_rank(*args)

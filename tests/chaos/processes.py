@@ -1,0 +1,79 @@
+"""Who is who among the processes of a start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.setting import MARK
+
+ROLES = ("launcher", "rank 0", "another rank", "loader worker", "fork server", "tee", "resource tracker")
+
+
+def find_marked(mark: str) -> list[psutil.Process]:
+    """All living processes of the start `mark`, those included whose parent is gone."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+    return found
+
+
+def sort_by_role(processes: Iterable[psutil.Process], launcher_pid: int, tmp: Path) -> dict[str, list[int]]:
+    """Process ids by role; a role that nobody has (yet) is left out."""
+    ranks: dict[int, int] = {}
+    for path in tmp.glob("paceline-launch-*/began-*"):
+        with contextlib.suppress(OSError, ValueError):  # just being written, or cleared
+            ranks[int(path.read_text())] = int(path.name.removeprefix("began-"))
+    by_role: dict[str, list[int]] = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            role = _role(process, launcher_pid, ranks)
+            if role is not None:
+                by_role.setdefault(role, []).append(process.pid)
+    return by_role
+
+
+def _role(process: psutil.Process, launcher_pid: int, ranks: dict[int, int]) -> str | None:
+    if process.pid == launcher_pid:
+        return "launcher"
+    if process.pid in ranks:
+        return "rank 0" if ranks[process.pid] == 0 else "another rank"
+    words = " ".join(process.cmdline())
+    if "tee.py" in words:
+        return "tee"
+    if "resource_tracker" in words:
+        return "resource tracker"
+    parent = process.parent()
+    if parent is None or "forkserver" not in words:
+        return None  # an orphan, or just being made
+    if parent.pid == launcher_pid or parent.pid in ranks:
+        return "fork server"  # the one that ranks come from, or one from which a rank's workers come
+    if parent.ppid() in ranks:
+        return "loader worker"
+    return None  # a rank that has not begun
+
+
+def kill(pids: Iterable[int]) -> int:
+    """SIGKILL to all of them; how many were there."""
+    killed = 0
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+    return killed
+
+
+def wait_until_gone(mark: str, limit_s: float) -> list[int]:
+    """Waits for all processes of a start to end; those that are still there after the limit."""
+    deadline = time.monotonic() + limit_s
+    while (left := find_marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return [process.pid for process in left]

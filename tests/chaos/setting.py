@@ -1,0 +1,105 @@
+"""What is trained while processes die: a small run with everything that could go wrong in resuming.
+
+Dropout, several DDP buckets, a ragged end of each epoch (also fewer microbatches than ranks), clipping,
+a schedule, evaluations that fall between saves and on them, and a tokenizer whose cache is built by the
+first start.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SAVE_EVERY = 4
+# Every process of a start can be told by this variable of its environment, orphans too.
+MARK = "PACELINE_CHAOS_START"
+
+RECIPE = f"""
+[model]
+kind = "gpt"
+layers = 3
+hidden = 48
+heads = 4
+dropout = 0.1
+[data]
+kind = "text"
+files = ["text/*.txt"]
+tokenizer = "bpe"
+vocab_size = 320
+seq_len = 48
+cache_dir = "cache"
+valid_fraction = 0.1
+[train]
+epochs = 3
+global_batch_size = 24
+microbatch_size = 4
+eval_every = 5
+eval_samples = 16
+clip_norm = 0.5
+threads_per_rank = 1
+timeout_s = 60
+[optimizer]
+kind = "adamw"
+lr = 1e-3
+[checkpoint]
+every = {SAVE_EVERY}
+keep = 3
+[ddp]
+bucket_cap_mb = 0.05
+"""
+_WORDS = re.findall(
+    r"\w+", "the quick brown fox jumps over a lazy dog while nobody is dropped from the paceline"
+)
+
+
+def write_setting(folder: Path) -> None:
+    """Writes the recipe and its text."""
+    chance = random.Random(0)
+    (folder / "text").mkdir(parents=True)
+    for number in range(4):
+        words = [chance.choice(_WORDS) + chance.choice(("", "", "s", "ed", ",", ".")) for _ in range(2600)]
+        (folder / "text" / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
+    (folder / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run it.
+
+    Attributes:
+        reduction: `train.reduction`.
+        nproc: ranks, or `None` where each start draws its own number.
+        num_workers: loader workers of a rank.
+    """
+
+    reduction: str
+    nproc: int | None
+    num_workers: int
+
+    @property
+    def reference(self) -> str:
+        """The uninterrupted run whose bits this one has: with exact reduction the same for any ranks."""
+        return "exact" if self.reduction == "exact" else f"fast-{self.nproc}"
+
+    def words(self, out: str, nproc: int) -> list[str]:
+        """The command line after `paceline`."""
+        settings = [f"train.reduction={self.reduction}", f"loader.num_workers={self.num_workers}"]
+        words = ["train", "recipe.toml", "--out", out, "--nproc", str(nproc)]
+        return words + [word for setting in settings for word in ("--set", setting)]
+
+
+def environment(mark: str, tmp: Path) -> dict[str, str]:
+    """The environment of a start: its mark, and a folder of its own for temporary files."""
+    foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+    variables = {key: value for key, value in os.environ.items() if key not in foreign}
+    path = os.pathsep.join(filter(None, (str(ROOT), variables.get("PYTHONPATH"))))
+    return variables | {MARK: mark, "TMPDIR": str(tmp), "PYTHONPATH": path}
+
+
+PLAIN = [sys.executable, "-m", "paceline"]
+FAULTY = [sys.executable, "-m", "tests.chaos.faulty"]
