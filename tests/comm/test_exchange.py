@@ -39,7 +39,7 @@ def sum_alone(leaves: list[Tensor]) -> Tensor:
     tree: TreeSum[Tensor] = TreeSum(len(leaves), torch.add)
     for number, leaf in enumerate(leaves):
         tree.push((number, number + 1), leaf)
-    return tree.nodes[0][1]
+    return tree.subtrees[0][1]
 
 
 def sum_on_ranks(exchange: Exchange, shares: tuple[int, ...], leaves: list[Tensor]) -> Tensor:
@@ -49,11 +49,11 @@ def sum_on_ranks(exchange: Exchange, shares: tuple[int, ...], leaves: list[Tenso
     for leaf in range(first, first + shares[rank]):
         tree.push((leaf, leaf + 1), leaves[leaf])
     total = torch.full_like(leaves[0], torch.nan)
-    nodes = [list(value.split(max(1, len(value) // 3))) for _, value in tree.nodes]
-    if nodes:  # as a bucket does: the last node is where the sum goes
-        total.copy_(tree.nodes[-1][1])
-        nodes[-1] = [total]
-    exchange.sum_nodes(nodes, plan, total)
+    subtrees = [list(value.split(max(1, len(value) // 3))) for _, value in tree.subtrees]
+    if subtrees:  # as a bucket does: the last subtree is where the sum goes
+        total.copy_(tree.subtrees[-1][1])
+        subtrees[-1] = [total]
+    exchange.sum_subtrees(subtrees, plan, total)
     return total
 
 
@@ -93,14 +93,14 @@ def count_bytes(world: Any, kind: str, shares: tuple[int, ...], length: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("shares", "nodes"), [((1, 1, 1, 1), 1), ((2, 2, 2, 2), 1), ((3, 3, 3, 3), 2), ((5, 5, 3, 3), 3)]
+    ("shares", "subtrees"), [((1, 1, 1, 1), 1), ((2, 2, 2, 2), 1), ((3, 3, 3, 3), 2), ((5, 5, 3, 3), 3)]
 )
 def test_bytes_are_a_rings_where_each_rank_owns_one_node(
-    ranks: Pool, shares: tuple[int, ...], nodes: int
+    ranks: Pool, shares: tuple[int, ...], subtrees: int
 ) -> None:
     ring = 2 * 3 / 4 * 4000 * 4
     sent = ranks.run(count_bytes, 4, ("messages", shares, 4000))
-    assert max(sent) == ring * (nodes + 1) / 2
+    assert max(sent) == ring * (subtrees + 1) / 2
     # A meeting is a byte per peer, and there are two.
     assert ranks.run(count_bytes, 4, ("shared", shares, 4000)) == [6] * 4
 

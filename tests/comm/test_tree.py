@@ -23,12 +23,12 @@ def sum_as(num_owned: tuple[int, ...]) -> str:
     """The whole sum as a formula, computed as ranks with such shares would."""
     plan = plan_reduction(num_owned)
     places, start = [], 0
-    for nodes, count in zip(plan.nodes, num_owned, strict=True):
+    for subtrees, count in zip(plan.subtrees, num_owned, strict=True):
         tree = TreeSum(plan.num_leaves, write_sum)
         for leaf in range(start, start + count):
             tree.push((leaf, leaf + 1), str(leaf))
-        assert tuple(node for node, _ in tree.nodes) == nodes
-        places += [value for _, value in tree.nodes]
+        assert tuple(subtree for subtree, _ in tree.subtrees) == subtrees
+        places += [value for _, value in tree.subtrees]
         start += count
     for left, right in plan.additions:
         places[left] = write_sum(places[left], places[right])
@@ -66,10 +66,10 @@ def test_any_shares_make_the_same_sum(shares: list[int]) -> None:
 def test_a_block_is_few_whole_nodes(num_leaves: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, num_leaves))
     stop = data.draw(st.integers(start, num_leaves))
-    nodes = split_block(start, stop, num_leaves)
-    assert [leaf for node in nodes for leaf in range(*node)] == list(range(start, stop))
-    assert len(nodes) <= 2 * max(1, (stop - start).bit_length())
-    for left, right in itertools.pairwise(nodes):
+    subtrees = split_block(start, stop, num_leaves)
+    assert [leaf for subtree in subtrees for leaf in range(*subtree)] == list(range(start, stop))
+    assert len(subtrees) <= 2 * max(1, (stop - start).bit_length())
+    for left, right in itertools.pairwise(subtrees):
         assert not are_siblings(left, right, num_leaves)
 
 
@@ -77,8 +77,8 @@ def test_a_block_is_few_whole_nodes(num_leaves: int, data: st.DataObject) -> Non
 @pytest.mark.parametrize("share", [1, 2, 4, 8])
 def test_even_shares_of_a_power_of_two_are_one_node_each(num_ranks: int, share: int) -> None:
     plan = plan_reduction((share,) * num_ranks)
-    assert [len(nodes) for nodes in plan.nodes] == [1] * num_ranks
-    assert plan.num_nodes == num_ranks
+    assert [len(subtrees) for subtrees in plan.subtrees] == [1] * num_ranks
+    assert plan.num_subtrees == num_ranks
 
 
 def test_ranks_without_microbatches_bring_nothing() -> None:
@@ -98,7 +98,7 @@ def test_a_left_to_right_sum_would_show() -> None:
             tree = TreeSum(13, lambda left, right: left + right)
             for leaf in range(start, start + count):
                 tree.push((leaf, leaf + 1), numbers[leaf])
-            places += [value for _, value in tree.nodes]
+            places += [value for _, value in tree.subtrees]
             start += count
         for left, right in plan.additions:
             places[left] += places[right]

@@ -140,7 +140,7 @@ def _summarise(found: list[_Times], recipe: Recipe, steps: int) -> Reduction:
         [max(block) for block in zip(*(times.block_s[name] for times in found), strict=True)]
         for name in ("fast", "exact")
     )
-    num_nodes = max(map(len, plan_reduction(first.num_owned).nodes))
+    num_subtrees = max(map(len, plan_reduction(first.num_owned).subtrees))
     to_others = first.gradient_bytes * (num_ranks - 1) // num_ranks
     return Reduction(
         num_ranks=num_ranks,
@@ -149,7 +149,7 @@ def _summarise(found: list[_Times], recipe: Recipe, steps: int) -> Reduction:
         ratio=Spread.of(exact / fast for exact, fast in zip(exact_s, fast_s, strict=True)),
         num_parameters=first.num_parameters,
         gradient_bytes=first.gradient_bytes,
-        network_bytes=(num_nodes + 1) * to_others,
+        network_bytes=(num_subtrees + 1) * to_others,
         ring_bytes=2 * to_others,
         global_batch_size=recipe.train.global_batch_size,
         microbatch_size=recipe.train.microbatch_size,

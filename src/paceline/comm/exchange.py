@@ -1,13 +1,13 @@
 """Adds what ranks hold in the order of a tree, and gives every rank the sum.
 
-Protocol for a vector of n elements on W ranks, of which rank r brings k_r nodes of the tree:
+Protocol for a vector of n elements on W ranks, of which rank r brings k_r subtrees of the tree:
 
-1. The vector is cut into W chunks; chunk r is rank r's to add. Every rank sends each of its nodes' chunk r to
-   rank r.
-2. Every rank adds its chunk of all nodes in the order of the plan.
+1. The vector is cut into W chunks; chunk r is rank r's to add. Every rank sends rank r that chunk of each
+   of its subtrees.
+2. Every rank adds its chunk of all subtrees in the order of the plan.
 3. Every rank sends its chunk of the sum to all others.
 
-Sent per rank: (k + 1)(W - 1)/W n elements. With one node per rank that is a ring all-reduce's
+Sent per rank: (k + 1)(W - 1)/W n elements. With one subtree per rank that is a ring all-reduce's
 2(W - 1)/W n; with uneven shares (k = 2 or more) it is (k + 1)/2 times as much.
 
 An exchange issues its messages one vector after the other, on a group that nobody else uses, so their order
@@ -34,13 +34,13 @@ class Exchange(Protocol):
 
     sent_bytes: int
 
-    def sum_nodes(self, nodes: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
-        """Sums the nodes of all ranks into `total`; collective.
+    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
+        """Sums the subtrees of all ranks into `total`; collective.
 
         Args:
-            nodes: this rank's, each as one-dimensional tensors that laid end to end have the length of
+            subtrees: this rank's, each as one-dimensional tensors that laid end to end have the length of
                 `total`. The last one may be `[total]`. May be overwritten.
-            plan: which nodes each rank brings and how they are added.
+            plan: which subtrees each rank brings and how they are added.
             total: one-dimensional and contiguous; holds the same bits on every rank afterwards.
         """
 
@@ -64,12 +64,12 @@ class MessageExchange:
         # Kept from vector to vector: fresh memory costs a page fault for every 4 KiB.
         self._memory: dict[torch.dtype, Tensor] = {}
 
-    def sum_nodes(self, nodes: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
+    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
         chunks = cut_evenly(total.numel(), self._num_ranks)
         own = chunks[self._rank]
-        own_nodes = [node[0] if len(node) == 1 else torch.cat(node) for node in nodes]
-        rows, arrivals = self._place_rows([node[own] for node in own_nodes], plan, total)
-        departures = [(peer, node[chunks[peer]]) for peer in self._peers for node in own_nodes]
+        own_subtrees = [subtree[0] if len(subtree) == 1 else torch.cat(subtree) for subtree in subtrees]
+        rows, arrivals = self._place_rows([subtree[own] for subtree in own_subtrees], plan, total)
+        departures = [(peer, subtree[chunks[peer]]) for peer in self._peers for subtree in own_subtrees]
         self._pass_on(departures, arrivals)
         for left, right in plan.additions:
             rows[left].add_(rows[right])
@@ -82,15 +82,15 @@ class MessageExchange:
     def _place_rows(
         self, own_rows: list[Tensor], plan: Plan, total: Tensor
     ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-        """This rank's chunk of all nodes, in the order of the plan; and those that come from peers."""
+        """This rank's chunk of all subtrees, in the order of the plan; and those that come from peers."""
         length = total[cut_evenly(total.numel(), self._num_ranks)[self._rank]].numel()
-        needed = (plan.num_nodes - len(own_rows)) * length
+        needed = (plan.num_subtrees - len(own_rows)) * length
         memory = self._memory.get(total.dtype)
         if memory is None or memory.numel() < needed:
             memory = self._memory[total.dtype] = total.new_empty(needed)
         rows: list[Tensor] = []
         arrivals: list[tuple[int, Tensor]] = []
-        for rank, brought in enumerate(plan.nodes):
+        for rank, brought in enumerate(plan.subtrees):
             if rank == self._rank:
                 assert len(brought) == len(own_rows)
                 rows += own_rows

@@ -2,18 +2,18 @@
 
 Protocol for one vector, with one segment that all ranks have mapped:
 
-    [ a place for the sum | a place for each node of all ranks ]
+    [ a place for the sum | a place for each subtree of all ranks ]
 
-1. Every rank copies its nodes into their places.
+1. Every rank copies its subtrees into their places.
 2. All ranks meet.
-3. Rank r adds chunk r of all nodes, in the order of the plan, and puts it into the place of the sum.
+3. Rank r adds chunk r of all subtrees, in the order of the plan, and puts it into the place of the sum.
 4. All ranks meet.
 5. Every rank copies the sum out.
 
-The memory is used again for the next vector: that of nodes after the second meeting, when nobody reads nodes
-any more, and that of the sum after the first meeting of the next vector, when everybody has copied the last
-one out. So the two never overlap, whatever the lengths of two vectors in a row, and the segment is as large
-as the largest vector needs, not as large as the model.
+The memory is used again for the next vector: that of the subtrees after the second meeting, when nobody reads
+them any more, and that of the sum after the first meeting of the next vector, when everybody has copied the
+last one out. So the two never overlap, whatever the lengths of two vectors in a row, and the segment is as
+large as the largest vector needs, not as large as the model.
 
 A meeting is an all-to-all of one byte per pair of ranks: a library's collective, because it knows what to do
 when a rank has died or hangs.
@@ -63,26 +63,26 @@ class SharedMemoryExchange:
         self._rank = group.rank()
         self._memory: Tensor | None = None
         self._sum_bytes = 0
-        self._nodes_bytes = 0
+        self._subtrees_bytes = 0
         self._otherwise: Exchange | None = None
 
-    def sum_nodes(self, nodes: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
+    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
         length, size = total.numel(), total.element_size()
         place_bytes = -(-length * size // _ALIGN_BYTES) * _ALIGN_BYTES
-        self._reserve(place_bytes, plan.num_nodes * place_bytes)
+        self._reserve(place_bytes, plan.num_subtrees * place_bytes)
         if self._otherwise is not None:
             before = self._otherwise.sent_bytes
-            self._otherwise.sum_nodes(nodes, plan, total)
+            self._otherwise.sum_subtrees(subtrees, plan, total)
             self.sent_bytes += self._otherwise.sent_bytes - before
             return
         assert self._memory is not None
-        starts = range(self._sum_bytes, self._sum_bytes + plan.num_nodes * place_bytes, place_bytes)
+        starts = range(self._sum_bytes, self._sum_bytes + plan.num_subtrees * place_bytes, place_bytes)
         result, *places = (
             self._memory[start : start + length * size].view(total.dtype) for start in (0, *starts)
         )
-        first = sum(map(len, plan.nodes[: self._rank]))
-        for number, node in enumerate(nodes, start=first):
-            _lay_end_to_end(node, places[number])
+        first = sum(map(len, plan.subtrees[: self._rank]))
+        for number, subtree in enumerate(subtrees, start=first):
+            _lay_end_to_end(subtree, places[number])
         self._meet()
         own = cut_evenly(length, self._num_ranks)[self._rank]
         for at in range(own.start, own.stop, _BLOCK):
@@ -97,15 +97,15 @@ class SharedMemoryExchange:
         dist.all_to_all_single(torch.empty_like(sent), sent, group=self._group)
         self.sent_bytes += self._num_ranks - 1
 
-    def _reserve(self, sum_bytes: int, nodes_bytes: int) -> None:
+    def _reserve(self, sum_bytes: int, subtrees_bytes: int) -> None:
         """Makes both parts at least so large; the same call on all ranks decides the same."""
-        is_enough = sum_bytes <= self._sum_bytes and nodes_bytes <= self._nodes_bytes
+        is_enough = sum_bytes <= self._sum_bytes and subtrees_bytes <= self._subtrees_bytes
         if self._otherwise is not None or is_enough:
             return
         self._sum_bytes = max(self._sum_bytes, sum_bytes)
-        self._nodes_bytes = max(self._nodes_bytes, nodes_bytes)
+        self._subtrees_bytes = max(self._subtrees_bytes, subtrees_bytes)
         self._memory = None
-        memory = self._share(self._sum_bytes + self._nodes_bytes)
+        memory = self._share(self._sum_bytes + self._subtrees_bytes)
         everywhere = torch.tensor([memory is not None], dtype=torch.int32)
         dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._group)
         if everywhere.item():

@@ -5,9 +5,9 @@ on every rank:
 
 1. `begin` with how many microbatches each rank owns.
 2. After the backward of every microbatch but the last, `set_aside`: its gradients leave the parameters
-   and are added to those of the nodes that they complete. (DDP's own accumulation goes from left to right.)
+   and are added to what they complete a subtree with. (DDP's own accumulation goes from left to right.)
 3. The last backward synchronises: per bucket of DDP, `reduce_bucket` adds what was set aside, then
-   `comm/exchange.py` sums the nodes of all ranks into the bucket. In a world of one there are no buckets:
+   `comm/exchange.py` sums the subtrees of all ranks into the bucket. In a world of one there are no buckets:
    the last microbatch is set aside too.
 4. `end`, which in a world of one puts the sum into the parameters.
 
@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from paceline.comm.exchange import Exchange, MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
-from paceline.comm.tree import Node, Plan, TreeSum, plan_reduction
+from paceline.comm.tree import Subtree, Plan, TreeSum, plan_reduction
 from paceline.errors import PacelineError
 
 # Per parameter, in one order; `None` where no gradient reached it.
@@ -112,11 +112,11 @@ class ExactReduction:
             reduced: whether the last microbatch was reduced over ranks; if not, the sum of all that was set
                 aside goes into the parameters.
         """
-        nodes, self._sum.nodes, self._plan = self._sum.nodes, [], None
-        if reduced or not nodes:
+        subtrees, self._sum.subtrees, self._plan = self._sum.subtrees, [], None
+        if reduced or not subtrees:
             return
-        # More than one node only where the other ranks' are left out on purpose (`Replica.silenced`).
-        *others, (_, total) = nodes
+        # More than one subtree only where the other ranks' are left out on purpose (`Replica.silenced`).
+        *others, (_, total) = subtrees
         for _, gradients in reversed(others):
             total = _add_gradients(gradients, total)
         for parameter, gradient in zip(self._parameters, total, strict=True):
@@ -132,14 +132,14 @@ class ExactReduction:
         parameters = bucket.parameters()
         views = _view_gradients(total, parameters)
         places = [self._places[id(parameter)] for parameter in parameters]
-        aside = [(node, [values[place] for place in places]) for node, values in self._sum.nodes]
+        aside = [(subtree, [values[place] for place in places]) for subtree, values in self._sum.subtrees]
         plan, leaf = self._plan, self._last_leaf
 
         def work() -> Tensor:
             assert self.exchange is not None
             with torch.no_grad():
-                nodes = _complete_nodes(plan, aside, leaf, views, total)
-                self.exchange.sum_nodes(nodes, plan, total)
+                subtrees = _complete_subtrees(plan, aside, leaf, views, total)
+                self.exchange.sum_subtrees(subtrees, plan, total)
             return total
 
         if self._line is not None:
@@ -199,19 +199,19 @@ def _serve(tasks: queue.SimpleQueue[_Task | None]) -> None:
         del work, future, task
 
 
-def _complete_nodes(
+def _complete_subtrees(
     plan: Plan,
-    aside: list[tuple[Node, Gradients]],
+    aside: list[tuple[Subtree, Gradients]],
     leaf: int | None,
     views: Sequence[Tensor],
     total: Tensor,
 ) -> list[list[Tensor]]:
-    """This rank's nodes of one bucket, flat: what was set aside, and the last microbatch in `views`."""
+    """This rank's subtrees of one bucket, flat: what was set aside, and the last microbatch in `views`."""
     if leaf is None:
         return []
     tree = TreeSum(plan.num_leaves, _add_gradients, aside)
     tree.push((leaf, leaf + 1), list(views))
-    *others, _ = tree.nodes
+    *others, _ = tree.subtrees
     flat = [[_flatten_like(g, view) for g, view in zip(values, views, strict=True)] for _, values in others]
     return [*flat, [total]]
 
