@@ -304,6 +304,12 @@ def test_ranks_die_with_the_launcher(running: Running) -> None:
     assert running.wait_for_ranks(20) == []
 
 
+def test_a_killed_fork_server_is_told_from_a_failed_rank() -> None:
+    with pytest.raises(RankFailed, match=r"lives on: the server that ranks are forked from was killed"):
+        launch(jobs.kill_fork_server, nproc=1)
+    assert launch(os.getpid, nproc=1) != [os.getpid()], "the next launch starts another server"
+
+
 # ---- logs
 
 

@@ -284,7 +284,12 @@ def _raise_failure(folder: Path, rank: int, status: int) -> NoReturn:
     cause = find_cause(read_endings(folder))
     if cause is None or (cause.follower and status < 0):
         hint = ""
-        if status >= 0 and not (folder / f"began-{rank}").exists():
+        if _lives(folder, rank):
+            hint = (
+                "Its process lives on: the server that ranks are forked from was killed. The ranks notice that "
+                "this process has gone, save and leave."
+            )
+        elif status >= 0 and not (folder / f"began-{rank}").exists():
             hint = (
                 "It ended before it reached the function: a script that calls launch() needs the line "
                 'if __name__ == "__main__": above the call.'
@@ -294,6 +299,15 @@ def _raise_failure(folder: Path, rank: int, status: int) -> NoReturn:
     if ours is not None:
         raise ours from None
     raise RankFailed(cause.rank, cause.code, cause.trace) from None
+
+
+def _lives(folder: Path, rank: int) -> bool:
+    import psutil
+
+    with suppress(OSError, ValueError, psutil.NoSuchProcess):
+        process = psutil.Process(int((folder / f"began-{rank}").read_text()))
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextmanager
