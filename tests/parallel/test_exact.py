@@ -180,7 +180,7 @@ def test_a_rank_that_dies_in_a_bucket_is_told_on_the_others(ranks: Pool) -> None
         ranks.run(die_in_a_bucket)
     assert caught.value.exit_codes == {1: -signal.SIGKILL}
     assert re.search("Connection (closed|reset) by peer", caught.value.reports[0])
-    assert "train_deep" in caught.value.reports[0], "where this rank was"
+    assert "sum_subtrees" in caught.value.reports[0], "where this rank was"
     assert time.monotonic() - started_s < 15
 
 

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from paceline.comm.exchange import Exchange, MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
-from paceline.comm.tree import Subtree, Plan, TreeSum, plan_reduction
+from paceline.comm.tree import Plan, Subtree, TreeSum, plan_reduction
 from paceline.errors import PacelineError
 
 # Per parameter, in one order; `None` where no gradient reached it.
@@ -111,7 +111,12 @@ class ExactReduction:
         Args:
             reduced: whether the last microbatch was reduced over ranks; if not, the sum of all that was set
                 aside goes into the parameters.
+
+        Raises:
+            Exception: what went wrong while a bucket was summed over ranks.
         """
+        if self._line is not None and self._line.failures:
+            raise self._line.failures[0]
         subtrees, self._sum.subtrees, self._plan = self._sum.subtrees, [], None
         if reduced or not subtrees:
             return
@@ -135,68 +140,75 @@ class ExactReduction:
         aside = [(subtree, [values[place] for place in places]) for subtree, values in self._sum.subtrees]
         plan, leaf = self._plan, self._last_leaf
 
-        def work() -> Tensor:
+        def work() -> None:
             assert self.exchange is not None
             with torch.no_grad():
                 subtrees = _complete_subtrees(plan, aside, leaf, views, total)
                 self.exchange.sum_subtrees(subtrees, plan, total)
-            return total
 
         if self._line is not None:
-            return self._line.submit(work)
-        return self._run_on_stream(work, [g for _, values in aside for g in values if g is not None])
+            return self._line.submit(work, total)
+        return self._run_on_stream(work, total, [g for _, values in aside for g in values if g is not None])
 
     def close(self) -> None:
         """Ends the issuing thread."""
         if self._line is not None:
             self._line.close()
 
-    def _run_on_stream(self, work: Callable[[], Tensor], aside: list[Tensor]) -> torch.futures.Future[Tensor]:
+    def _run_on_stream(
+        self, work: Callable[[], None], total: Tensor, aside: list[Tensor]
+    ) -> torch.futures.Future[Tensor]:
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream())
         for gradient in aside:  # freed by the host while the stream may still read it
             gradient.record_stream(self._stream)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[total.device])
         with torch.cuda.stream(self._stream):
-            total = work()
-            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[total.device])
+            work()
             future.set_result(total)
         return future
 
 
 class _Line:
-    """A thread that does one thing after the other, in the order in which they were handed in."""
+    """A thread that does one thing after the other, in the order in which they were handed in.
+
+    Attributes:
+        failures: what was raised, at most one thing: after it nothing is done any more, because what comes
+            next would meet peers that are a bucket ahead or behind. The futures are completed all the same;
+            one with an exception would reach DDP as something that is no tensor, its message lost.
+    """
 
     def __init__(self) -> None:
+        self.failures: list[Exception] = []
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._queue,), name="paceline-exact", daemon=True).start()
-        # The thread knows the queue alone, so a forgotten reduction is collected and ends it.
+        # The thread doesn't know this object, so a forgotten reduction is collected and ends it.
+        arguments = (self._queue, self.failures)
+        threading.Thread(target=_serve, args=arguments, name="paceline-exact", daemon=True).start()
         self._end = weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, work: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+    def submit(self, work: Callable[[], None], result: Tensor) -> torch.futures.Future[Tensor]:
+        """A future that gives `result` once `work` is done."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._queue.put((work, future))
+        self._queue.put((work, result, future))
         return future
 
     def close(self) -> None:
         self._end()
 
 
-_Task = tuple[Callable[[], Tensor], "torch.futures.Future[Tensor]"]
+_Task = tuple[Callable[[], None], Tensor, "torch.futures.Future[Tensor]"]
 
 
-def _serve(tasks: queue.SimpleQueue[_Task | None]) -> None:
-    failure: Exception | None = None
+def _serve(tasks: queue.SimpleQueue[_Task | None], failures: list[Exception]) -> None:
     while (task := tasks.get()) is not None:
-        work, future = task
-        if failure is None:
+        work, result, future = task
+        if not failures:
             try:
-                future.set_result(work())
-                continue
+                work()
             except Exception as error:
-                # What comes next would meet peers that are a bucket ahead or behind.
-                failure = error
-        future.set_exception(failure)  # type: ignore[arg-type]  # torch takes its T for the error's type
-        del work, future, task
+                failures.append(error)
+        future.set_result(result)
+        del work, result, future, task  # nothing is kept alive while this waits
 
 
 def _complete_subtrees(
