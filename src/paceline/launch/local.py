@@ -286,8 +286,8 @@ def _raise_failure(folder: Path, rank: int, status: int) -> NoReturn:
         hint = ""
         if _lives(folder, rank):
             hint = (
-                "Its process lives on: the server that ranks are forked from was killed. The ranks notice that "
-                "this process has gone, save and leave."
+                "Its process lives on: the server that ranks are forked from was killed. The ranks notice "
+                "that this process has gone, save and leave."
             )
         elif status >= 0 and not (folder / f"began-{rank}").exists():
             hint = (
