@@ -306,7 +306,7 @@ def _lives(folder: Path, rank: int) -> bool:
 
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
         process = psutil.Process(int((folder / f"began-{rank}").read_text()))
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
