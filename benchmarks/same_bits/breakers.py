@@ -56,7 +56,7 @@ def find_hash(recipe: str, words: list[str], variables: dict[str, str], out: Pat
             timeout=600,
         )
         if done.returncode != 0:
-            return f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1]}"
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout.split()[0]
 
 
@@ -76,7 +76,7 @@ def main() -> int:
                 given = [word.format(half=sizes[recipe] // 2) for word in words]
                 found = find_hash(recipe, given, variables, Path(folder) / f"{recipe}-{number}")
                 same = found == first.setdefault(recipe, found)
-                cells.append("same" if same else "other" if len(found) == 64 else found)
+                cells.append("same" if same else "other")
             lines.append(f"{name:<{width}}  " + "  ".join(f"{cell:<16}" for cell in cells).rstrip())
             print(lines[-1], flush=True)
     (HERE / "breakers.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -156,6 +156,20 @@ def test_samples_that_ranks_bring_along(ranks: Pool) -> None:
             assert show(trained) == show(expected), counts
 
 
+def step_on_nothing(world: Any) -> tuple[str | None, float]:
+    trainer = build_trainer(ddp=FIND)
+    empty = {key: value[None][:0] for key, value in Data()[0].items()}
+    step = trainer.step(empty)
+    return step.skipped, step.grad_norm
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_no_samples_at_all_skip_the_step(ranks: Pool, nproc: int) -> None:
+    for skipped, norm in ranks.run(step_on_nothing, nproc):
+        assert skipped is not None
+        assert norm == 0
+
+
 def train_part(world: Any, table: dict[str, Any], folder: str, until: int) -> tuple[str, list[float]]:
     from paceline.data import build_data
     from paceline.train.run import build_loader

@@ -70,7 +70,7 @@ class ExactReduction:
         self.exchange: Exchange | None = None
         self._line: _Line | None = None
         if group is not None:
-            on_cpu = self._parameters[0].device.type == "cpu"
+            on_cpu = next(model.parameters()).device.type == "cpu"
             self.exchange = SharedMemoryExchange(group) if on_cpu else MessageExchange(group)
             self._line = _Line() if on_cpu else None
             self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -130,7 +130,9 @@ class ExactReduction:
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Sums a bucket with what was set aside, and over ranks; DDP's hook calls it."""
         total = bucket.buffer()
-        if self._plan is None:  # DDP's first look at the graph, with zeros
+        if (
+            self._plan is None or not self._plan.num_leaves
+        ):  # DDP's first look at the graph; no samples at all
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             future.set_result(total)
             return future
