@@ -99,3 +99,18 @@ def test_paths_are_told_from_other_words() -> None:
         "`src/paceline/x.py` `recipes/` `a/b` `float` `make env` `Makefile.py` `runs/demo` `--set x=y.toml`"
     )
     assert paths_in(text) == ["src/paceline/x.py", "recipes/", "Makefile.py"]
+
+
+QUOTED = re.compile(r"<!-- ([\w./-]+) -->\n```\n(.*?)\n```", re.S)
+
+
+def test_measured_tables_are_those_of_the_benchmarks() -> None:
+    """A block after `<!-- benchmarks/... -->` is that file."""
+    quoted = [
+        (document.name, name, block)
+        for document in DOCUMENTS
+        for name, block in QUOTED.findall(document.read_text(encoding="utf-8"))
+    ]
+    assert len(quoted) >= 2
+    for document, name, block in quoted:
+        assert block == (ROOT / name).read_text(encoding="utf-8").rstrip("\n"), f"{document} quotes {name}"

@@ -62,7 +62,7 @@ def step_apart(world: Any, recipe: Recipe) -> dict[str, Any]:
 
 
 def test_nothing_is_communicated_inside_and_all_outside(ranks: Pool, tmp_path: Path) -> None:
-    recipe = adapt_recipe(tiny_recipe(tmp_path), threads=1, num_steps=10)
+    recipe = adapt_recipe(tiny_recipe(tmp_path, "train.reduction=fast"), threads=1, num_steps=10)
     first, second = ranks.run(step_apart, nproc=2, args=(recipe,))
     assert first["silent"] == second["silent"] == 0
     assert first["loud"] == second["loud"] >= 1

@@ -30,7 +30,7 @@ def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
         loss=lambda output, batch: (output.square().sum(), len(output)),
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
         microbatch_size=2,
-        **settings,
+        **{"reduction": "fast", **settings},
     )
 
 
@@ -76,6 +76,21 @@ def test_a_step_is_one_agreement_and_one_round_of_gradients(
             assert {name for name, _ in gradients} == {"all_reduce"}
             assert sum(size for _, (size,) in gradients) == NUM_PARAMETERS
     assert all(steps == results[0] for steps in results)
+
+
+def test_an_exact_reduction_meets_twice_per_bucket(ranks: Pool) -> None:
+    """Through shared memory; on the wire there is a byte per pair of ranks."""
+    settings = {"reduction": "exact", "ddp": {"bucket_cap_mb": 0.01}}
+    args = (8, 5, settings)
+    for steps in ranks.run(collectives_of_a_step, nproc=3, args=args, env=RECORD):
+        assert len(steps) == 4
+        for collectives in steps:
+            agreement = ("all_to_all", (3 * (HEADER + PER_MICROBATCH * 4),))
+            assert collectives.count(agreement) == 1
+            meetings = [other for other in collectives if other != agreement]
+            assert set(meetings) == {("all_to_all", (3,))}
+            assert len(meetings) >= 4
+            assert len(meetings) % 2 == 0
 
 
 def batchnorm_steps(world: Any, settings: dict[str, Any]) -> Any:

@@ -154,7 +154,11 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
         lambda: build(model=nn.Linear(3, 2).requires_grad_(False)),
         "none of the 2 parameters",
     ),
-    "sync_batchnorm on CPU": ("PL422", lambda: build(sync_batchnorm=True), "the model is on cpu"),
+    "sync_batchnorm on CPU": (
+        "PL422",
+        lambda: build(sync_batchnorm=True, reduction="fast"),
+        "the model is on cpu",
+    ),
     # ---- batches and losses
     "a batch of numbers": ("PL409", lambda: build().step([1, 2, 3]), "a batch of type list without a tensor"),
     "a batch of scalars": ("PL409", lambda: build().step({"x": torch.tensor(1.0)}), "a batch of type dict"),
