@@ -117,7 +117,8 @@ class ExactReduction:
         """
         if self._line is not None and self._line.failures:
             raise self._line.failures[0]
-        subtrees, self._sum.subtrees, self._plan = self._sum.subtrees, [], None
+        subtrees = self._sum.subtrees
+        self._sum, self._plan = TreeSum(0, _add_gradients), None
         if reduced or not subtrees:
             return
         # More than one subtree only where the other ranks' are left out on purpose (`Replica.silenced`).
@@ -130,12 +131,9 @@ class ExactReduction:
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Sums a bucket with what was set aside, and over ranks; DDP's hook calls it."""
         total = bucket.buffer()
-        if (
-            self._plan is None or not self._plan.num_leaves
-        ):  # DDP's first look at the graph; no samples at all
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(total)
-            return future
+        if self._plan is None or not self._plan.num_leaves:
+            # DDP's first look at the graph, or a global batch without samples: zeros everywhere.
+            return _complete(total)
         parameters = bucket.parameters()
         views = _view_gradients(total, parameters)
         places = [self._places[id(parameter)] for parameter in parameters]
@@ -164,11 +162,9 @@ class ExactReduction:
         self._stream.wait_stream(torch.cuda.current_stream())
         for gradient in aside:  # freed by the host while the stream may still read it
             gradient.record_stream(self._stream)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[total.device])
         with torch.cuda.stream(self._stream):
             work()
-            future.set_result(total)
-        return future
+            return _complete(total)
 
 
 class _Line:
@@ -211,6 +207,14 @@ def _serve(tasks: queue.SimpleQueue[_Task | None], failures: list[Exception]) ->
                 failures.append(error)
         future.set_result(result)
         del work, result, future, task  # nothing is kept alive while this waits
+
+
+def _complete(total: Tensor) -> torch.futures.Future[Tensor]:
+    """A future of what is there already, or on CUDA, of what the current stream will have made by then."""
+    future: torch.futures.Future[Tensor]
+    future = torch.futures.Future(devices=[total.device] if total.is_cuda else [])
+    future.set_result(total)
+    return future
 
 
 def _complete_subtrees(
