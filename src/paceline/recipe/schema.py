@@ -266,6 +266,14 @@ class TrainSection(Section):
                 "A global batch is cut into microbatches.",
                 f"Set microbatch_size to {self.global_batch_size} or less.",
             )
+        if self.sync_batchnorm and self.reduction == "exact":
+            raise broken_rule(
+                "PL427",
+                'train.sync_batchnorm=true with train.reduction="exact".',
+                "SyncBatchNorm adds up statistics in an order that depends on the number of ranks.",
+                "Set train.sync_batchnorm=false (statistics are then those of each microbatch), or "
+                'train.reduction="fast".',
+            )
         if self.steps is None and self.epochs is None:
             raise broken_rule(
                 "PL107",
