@@ -49,6 +49,7 @@ bench: env-bench
 	.venv-bench/bin/paceline bench scaling recipes/gpt-stdlib.toml
 	.venv-bench/bin/paceline bench overhead recipes/gpt-stdlib.toml
 	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/step_time/run.sh
+	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/exact_reduction/run.sh
 
 docs: env
 	.venv/bin/python docs/generate.py

@@ -38,6 +38,7 @@ def find_hash(recipe: str, words: list[str], variables: dict[str, str], out: Pat
     settings = [
         *CASES[recipe],
         f"train.steps={NUM_STEPS}",
+        "optimizer.warmup_steps=5",
         "train.reduction=exact",
         "train.threads_per_rank=1",
         "train.eval_samples=32",

@@ -43,6 +43,8 @@ class Reduction:
         num_cores: that this process may use.
         num_steps: in a block.
         num_repeats: pairs of blocks.
+        fast_blocks_s: every block's seconds per step, in order of time.
+        exact_blocks_s: the same.
     """
 
     num_ranks: int
@@ -60,6 +62,8 @@ class Reduction:
     num_cores: int
     num_steps: int
     num_repeats: int
+    fast_blocks_s: list[float]
+    exact_blocks_s: list[float]
 
 
 def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats: int = 10) -> Reduction:
@@ -158,4 +162,6 @@ def _summarise(found: list[_Times], recipe: Recipe, steps: int) -> Reduction:
         num_cores=usable_cores(),
         num_steps=steps,
         num_repeats=len(fast_s),
+        fast_blocks_s=fast_s,
+        exact_blocks_s=exact_s,
     )
