@@ -621,8 +621,10 @@ PAGES: dict[str, Page] = {
         "Out of memory",
         "Weights, gradients, optimizer state and one microbatch's activations must fit into the memory "
         "of a rank. The "
-        "global batch doesn't have to: it is run microbatch by microbatch.",
-        "--set train.microbatch_size=1 and upwards; the global batch, and with it the learning rate, stays.",
+        "global batch doesn't have to: it is run microbatch by microbatch. The exact reduction keeps up to "
+        "log2(microbatches of a rank) + 1 gradients beside the current one.",
+        "--set train.microbatch_size=1 and upwards; the global batch, and with it the learning rate, stays. "
+        "More ranks, or train.reduction=fast, for fewer gradients.",
     ),
     "PL433": Page(
         "Saving after steps without communication",

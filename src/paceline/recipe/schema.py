@@ -228,10 +228,11 @@ class TrainSection(Section):
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     """fp64 and fp32: everything in that type. bf16 and fp16: autocast over fp32 weights, fp16 with a
     gradient scaler."""
-    reduction: Literal["fast", "exact"] = "fast"
-    """How gradients are summed over microbatches and ranks. `"fast"`: by accumulation and the library's
-    all-reduce, in an order that depends on the number of ranks. `"exact"`: in an order that doesn't, so
-    that the weights have the same bits on any number of ranks; see `docs/exact.md`."""
+    reduction: Literal["fast", "exact"] = "exact"
+    """How gradients are summed over microbatches and ranks. `"exact"`: in an order that doesn't depend on the
+    number of ranks, so that the weights have the same bits on any number of them (`docs/exact.md`).
+    `"fast"`: by accumulation and the library's all-reduce; it keeps fewer gradients in memory where a rank
+    has several microbatches, and takes communication hooks."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of samples and dropout."""
     clip_norm: NonNegativeFloat = 1.0

@@ -77,11 +77,11 @@ class Trainer:
         layout: degrees, for example `"dp_replicate=2"`. Default: all ranks replicate.
         schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
         dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.
-        reduction: how gradients are summed over microbatches and ranks. `"fast"`: by accumulation and the
-            library's all-reduce, in an order that depends on the number of ranks. `"exact"`: in an order
-            that doesn't, so that the weights have the same bits on any number of ranks. It computes with
-            one CPU thread per rank unless `start(threads_per_rank=...)` says another number, because
-            that changes bits too.
+        reduction: how gradients are summed over microbatches and ranks. `"exact"`: in an order that doesn't
+            depend on the number of ranks, so that the weights have the same bits on any number of them. It
+            computes with one CPU thread per rank unless `start(threads_per_rank=...)` says another number,
+            because that changes bits too. `"fast"`: by accumulation and the library's all-reduce; needed
+            for `comm_hook` and `sync_batchnorm`.
         microbatch_size: samples per forward. Part of the result (dropout and BatchNorm see
             microbatches), so it never follows from the number of ranks. Default: an eighth of the
             global batch.
@@ -113,7 +113,7 @@ class Trainer:
         layout: str | Layout = "",
         schedule: ScheduleFactory | None = None,
         dtype: str = "fp32",
-        reduction: str = "fast",
+        reduction: str = "exact",
         microbatch_size: int | None = None,
         clip_norm: float = 0.0,
         seed: int = 0,
