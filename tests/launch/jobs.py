@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -77,6 +78,8 @@ def leave_workers_running(method):
 
 
 def kill_fork_server():
+    parent = psutil.Process(os.getppid())
+    assert any("forkserver" in word for word in parent.cmdline()), "or it would be the launcher"
     os.kill(os.getppid(), signal.SIGKILL)
     while True:
         time.sleep(1)
