@@ -19,7 +19,9 @@ def run_example(path: Path, folder: Path, nproc: int, monkeypatch: pytest.Monkey
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(path.parent))
     launch(importlib.import_module(path.stem).main, nproc, log_dir=folder)
-    return (folder / "rank-0000.log").read_text(encoding="utf-8").splitlines()
+    lines = (folder / "rank-0000.log").read_text(encoding="utf-8").splitlines()
+    # One rank has more cores to itself than three have, and is told that it uses one of them.
+    return [line for line in lines if "CPU thread per rank" not in line]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ from paceline.parallel.replicate import Replica
 from paceline.train.agreement import Agreement
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
-from tests.dist.recorder import RECORD, recorded_collectives
+from tests.dist.recorder import RECORD, count_recorded, recorded_collectives
 
 NUM_PARAMETERS = 12 * 64 + 64 + 64 * 64 + 64 + 64 * 3 + 3
 HEADER, PER_MICROBATCH, PER_BATCHNORM = 4, 2, 2 * 64 + 1
@@ -52,7 +52,7 @@ def collectives_of_a_step(
     for number, share in enumerate(
         trainer.loader(data(global_batch_size * num_steps), global_batch_size=global_batch_size)
     ):
-        before = len(recorded_collectives())
+        before = count_recorded()
         trainer.step(share)
         if number >= 1:
             steps.append(recorded_collectives(before))
@@ -147,7 +147,7 @@ def other_collectives(world: Any) -> dict[str, Any]:
     loader, result = trainer.loader(data(30), global_batch_size=10, shuffle=False), {}
 
     def record(name: str, do: Any) -> None:
-        before = len(recorded_collectives())
+        before = count_recorded()
         do()
         result[name] = [kind for kind, _ in recorded_collectives(before)]
 
@@ -169,7 +169,7 @@ def test_evaluation_is_one_collective_and_a_raw_batch_costs_one_more(ranks: Pool
 
 
 def one_rank(world: Any) -> list[Any]:
-    before = len(recorded_collectives())
+    before = count_recorded()
     trainer = build_trainer()
     for share in trainer.loader(data(8), global_batch_size=4):
         trainer.step(share)
