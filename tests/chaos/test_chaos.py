@@ -1,4 +1,4 @@
-"""Real runs whose processes are killed: a short one here, `make chaos` for long ones."""
+"""Real runs whose processes are killed, in short; `make chaos` is long. `pytest -m chaos` runs these."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 def test_killed_in_the_middle_of_a_save_and_given_again(folder: Path) -> None:
     in_a_write = Plan("save", "rank 0", 0.0, "kill in a write", 3, 0.5, None, 1)

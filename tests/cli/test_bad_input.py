@@ -153,13 +153,17 @@ CASES = {
 }
 
 
+def fill(folder: Path) -> Path:
+    (folder / "text").mkdir()
+    for number in range(4):
+        (folder / "text" / f"{number}.txt").write_text("nobody is dropped, " * 40 + str(number))
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "text").mkdir()
-    for number in range(4):
-        (tmp_path / "text" / f"{number}.txt").write_text("nobody is dropped, " * 40 + str(number))
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    return tmp_path
+    return fill(tmp_path)
 
 
 def paceline(
@@ -207,11 +211,19 @@ def test_mistake_is_told_and_nothing_is_written(name: str, folder: Path) -> None
 # ---- mistakes around a run that exists
 
 
-@pytest.fixture
-def trained(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once; whoever wants to spoil it takes a copy, `trained`."""
+    folder = fill(tmp_path_factory.mktemp("finished"))
     done = paceline(folder, *_train())
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture
+def trained(finished_run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
+    return tmp_path
 
 
 def checkpoint_hash(folder: Path) -> str:
