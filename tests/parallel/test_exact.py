@@ -137,7 +137,7 @@ def alone(ranks: Pool) -> Callable[[int], Trained]:
     return train
 
 
-@pytest.mark.parametrize(("nproc", "without_memory"), [(4, False), (3, True)])
+@pytest.mark.parametrize(("nproc", "without_memory"), [(3, False), (3, True)])
 def test_two_hundred_delayed_steps_have_the_bits_of_one_process(
     ranks: Pool, alone: Callable[[int], Trained], nproc: int, without_memory: bool
 ) -> None:
