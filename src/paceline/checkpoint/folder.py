@@ -162,7 +162,8 @@ class CheckpointFolder:
                 file.write(dump_manifest(manifest))
             files.sync_folder(tmp)
             aside = self._make_room(final)
-            _check_there(tmp, manifest)
+            if findings := verify(tmp, read_all=False):
+                raise OSError(errno.EIO, findings[0].saw)
             files.rename(tmp, final)
         except BaseException:
             self._remove(tmp)
@@ -255,15 +256,6 @@ class CheckpointFolder:
             pass
         except OSError as error:
             logger.warning("%s can't be removed: %s", path, error)
-
-
-def _check_there(folder: Path, manifest: Manifest) -> None:
-    """Raises `OSError` if a file of a checkpoint that is about to be committed is gone or was cut."""
-    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
-    sizes[FILE_NAME] = len(dump_manifest(manifest))
-    for name, num_bytes in sizes.items():
-        if (found := (folder / name).stat().st_size) != num_bytes:
-            raise OSError(errno.EIO, f"{found} bytes are left of the {num_bytes} that were written", name)
 
 
 def _look(path: Path) -> object:
