@@ -53,10 +53,12 @@ class MessageExchange:
 
     Args:
         group: the ranks; nobody else may use it.
+        device: where the vectors are.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> None:
         self.sent_bytes = 0
+        self._device = device
         self._group = group
         self._num_ranks = group.size()
         self._rank = group.rank()
@@ -68,7 +70,8 @@ class MessageExchange:
         chunks = cut_evenly(total.numel(), self._num_ranks)
         own = chunks[self._rank]
         own_subtrees = [subtree[0] if len(subtree) == 1 else torch.cat(subtree) for subtree in subtrees]
-        rows, arrivals = self._place_rows([subtree[own] for subtree in own_subtrees], plan, total)
+        own_rows = [subtree[own] for subtree in own_subtrees]
+        rows, arrivals = self._place_rows(own_rows, plan, own.stop - own.start, total.dtype)
         departures = [(peer, subtree[chunks[peer]]) for peer in self._peers for subtree in own_subtrees]
         self._pass_on(departures, arrivals)
         for left, right in plan.additions:
@@ -80,14 +83,13 @@ class MessageExchange:
         )
 
     def _place_rows(
-        self, own_rows: list[Tensor], plan: Plan, total: Tensor
+        self, own_rows: list[Tensor], plan: Plan, length: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
         """This rank's chunk of all subtrees, in the order of the plan; and those that come from peers."""
-        length = total[cut_evenly(total.numel(), self._num_ranks)[self._rank]].numel()
         needed = (plan.num_subtrees - len(own_rows)) * length
-        memory = self._memory.get(total.dtype)
+        memory = self._memory.get(dtype)
         if memory is None or memory.numel() < needed:
-            memory = self._memory[total.dtype] = total.new_empty(needed)
+            memory = self._memory[dtype] = torch.empty(needed, dtype=dtype, device=self._device)
         rows: list[Tensor] = []
         arrivals: list[tuple[int, Tensor]] = []
         for rank, brought in enumerate(plan.subtrees):

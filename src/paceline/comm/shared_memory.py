@@ -153,7 +153,6 @@ def _map_segment(path: str, token: bytes, num_bytes: int) -> Tensor | None:
         with open(path, "r+b", buffering=0) as file:
             if os.pread(file.fileno(), _TOKEN_BYTES, 0) != token:
                 return None
-
             view = mmap.mmap(file.fileno(), mmap.PAGESIZE + num_bytes)
     except (OSError, ValueError):
         return None

@@ -48,6 +48,7 @@ class ExactReduction:
     Args:
         model: its parameters to train.
         group: the ranks, which nobody else may use; `None` in a world of one.
+        device: of the model.
 
     Attributes:
         exchange: what sums over ranks; `None` in a world of one.
@@ -56,7 +57,7 @@ class ExactReduction:
         PacelineError: PL425 for sparse gradients.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
         self._places = {id(p): place for place, (_, p) in enumerate(named)}
@@ -70,8 +71,8 @@ class ExactReduction:
         self.exchange: Exchange | None = None
         self._line: _Line | None = None
         if group is not None:
-            on_cpu = next(model.parameters()).device.type == "cpu"
-            self.exchange = SharedMemoryExchange(group) if on_cpu else MessageExchange(group)
+            on_cpu = device.type == "cpu"
+            self.exchange = SharedMemoryExchange(group) if on_cpu else MessageExchange(group, device)
             self._line = _Line() if on_cpu else None
             self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 

@@ -81,7 +81,8 @@ def build_update(name: str, model: nn.Module, factory: OptimizerFactory, setting
     """A model laid out over the ranks, with its optimizer; collective."""
     mesh, exact = settings.mesh, None
     if settings.reduction == "exact":
-        exact = ExactReduction(model, None if mesh is None else build_private_group(mesh))
+        group = None if mesh is None else build_private_group(mesh)
+        exact = ExactReduction(model, group, settings.precision.device)
     replica = parallelize(
         model,
         mesh,

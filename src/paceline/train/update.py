@@ -277,10 +277,11 @@ class Update:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""
         assert self._unit is not None
         started_s = time.perf_counter()
-        gradients = [p.grad for _, p in self._updated if p.grad is not None]
+        found = [p.grad for _, p in self._updated]
+        gradients = [g for g in found if g is not None]
         if self._scaler is not None and gradients:
             self._scaler.unscale_(self.optimizer)
-        norm_tensor = self._measure_norm()
+        norm_tensor = self._measure_norm(found, gradients)
         compute_s = time.perf_counter() - started_s
         agreed, norm = agreement.wait(norm_tensor)
         if self._precision.device.type != "cuda":  # there the wait is for kernels, ours included
@@ -308,14 +309,12 @@ class Update:
             self._step_schedule(was_skipped=skipped is not None)
         return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s)
 
-    def _measure_norm(self) -> Tensor:
+    def _measure_norm(self, gradients: list[Tensor | None], present: list[Tensor]) -> Tensor:
         """The norm of all gradients, those that no microbatch of this rank reached counted as zero.
 
         Left out, they would make the list of norms shorter than on a rank where DDP has filled them in, and
         a shorter list is added up in another order.
         """
-        gradients = [p.grad for _, p in self._updated]
-        present = [g for g in gradients if g is not None]
         if not present:
             return torch.zeros((), device=self._precision.device)
         if len(present) == len(gradients):
