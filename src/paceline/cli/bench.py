@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,21 +131,23 @@ def _overhead(recipe: Recipe, args: argparse.Namespace) -> int:
     from paceline.bench.overhead import measure_overhead
     from paceline.cli.bench_report import describe_overhead
 
-    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
-    _tell(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
-    overhead = measure_overhead(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
-    print(json.dumps(asdict(overhead)) if args.json else describe_overhead(overhead))
-    return 0
+    return _measure_pairs(recipe, args, measure_overhead, describe_overhead)
 
 
 def _reduction(recipe: Recipe, args: argparse.Namespace) -> int:
     from paceline.bench.reduction import measure_reduction
     from paceline.cli.bench_report import describe_reduction
 
+    return _measure_pairs(recipe, args, measure_reduction, describe_reduction)
+
+
+def _measure_pairs(
+    recipe: Recipe, args: argparse.Namespace, measure: Callable[..., Any], describe: Callable[[Any], str]
+) -> int:
     num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
     _tell(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
-    reduction = measure_reduction(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
-    print(json.dumps(asdict(reduction)) if args.json else describe_reduction(reduction))
+    found = measure(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
+    print(json.dumps(asdict(found)) if args.json else describe(found))
     return 0
 
 
