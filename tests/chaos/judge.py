@@ -20,14 +20,6 @@ from tests.chaos.start import Start
 
 # What a step computed; the rest of a row is time and memory.
 _COMPUTED = ("step", "epoch", "loss", "grad_norm", "lr", "samples", "skipped")
-# In the state of a run: where it stood in its seconds and its workers, not in its numbers.
-_RULES = (
-    "steps lost",
-    "differing bits",
-    "corrupt checkpoints loaded",
-    "ends that should not be",
-    "leftovers",
-)
 
 
 @dataclass(frozen=True)

@@ -265,12 +265,15 @@ def main(words: list[str] | None = None) -> int:
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
     args = parser.parse_args(words)
+    cases = make_cases(args.reductions.split(","))
+    if not cases:
+        parser.error(f"--reductions {args.reductions}: neither fast nor exact is among them")
     folder = args.keep or Path(tempfile.mkdtemp(prefix="paceline-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     begin_s = time.monotonic()
     chaos = Chaos(folder.resolve(), args.seed, quiet=args.json)
     try:
-        chaos.run(make_cases(args.reductions.split(",")), args.kills)
+        chaos.run(cases, args.kills)
         chaos.check_shared_memory()
     finally:
         if args.keep is None:
