@@ -1,0 +1,3 @@
+"""A package that is run with `-m trainer.main`."""
+
+VERSION = "1.2"
