@@ -19,8 +19,9 @@ import torch.distributed as dist
 import paceline.world
 from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
+from paceline.place import usable_cores
 from paceline.recipe.layout import Layout
-from paceline.world import start, usable_cores
+from paceline.world import start
 from tests.dist.pool import Pool, RankError
 
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

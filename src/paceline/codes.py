@@ -461,6 +461,60 @@ PAGES: dict[str, Page] = {
         "memory running out; SIGSEGV and SIGABRT are crashes of a library.",
         "Look at `dmesg` for 'Out of memory' and at the rank's log; use a smaller microbatch or fewer ranks.",
     ),
+    "PL340": Page(
+        "There is no such script",
+        "Every rank runs the script that you name: a file, a folder or archive with a __main__.py, or with "
+        "-m a module.",
+        "Check the path. Flags of paceline run come before the script, those of the script after it.",
+    ),
+    "PL341": Page(
+        "A setting came too late, and the script can't be started over",
+        "The warm start has imported torch before the script begins. Variables that torch or numpy read "
+        "while they are imported are compared when the script imports them; where one differs, the rank "
+        "starts over in a fresh Python. That would do harm where the script has started threads or processes "
+        "before.",
+        "Start it with `paceline run --cold`, or set the variables in the shell.",
+    ),
+    "PL342": Page(
+        "--no-python and -m together",
+        "--no-python executes a program; -m has Python run a module.",
+        "Leave one of them out.",
+    ),
+    "PL343": Page(
+        "torchrun's flags don't fit together",
+        "`paceline run` hands torchrun's flags to torch, which reads them as torchrun does.",
+        "See `paceline run --help`.",
+    ),
+    "PL344": Page(
+        "The ranks could not be started",
+        "Before any rank starts, all nodes meet at the rendezvous; then the program must be found.",
+        "Give the same --rdzv-endpoint, --rdzv-id and --nnodes on every node, start all nodes within the "
+        "rendezvous' time, and check that the port is open between them.",
+    ),
+    "PL345": Page(
+        "Less than one thread per rank",
+        "Every rank computes with one thread at least.",
+        "Leave --threads-per-rank out: cores / ranks.",
+    ),
+    "PL346": Page(
+        "The place where the nodes meet is out of reach",
+        "The host of --rdzv-endpoint or --master-addr must resolve on every node, and there must be a route.",
+        "Give an IP address, or put the name into /etc/hosts or DNS on every node.",
+    ),
+    "PL347": Page(
+        "This node's own name stands for the loopback address",
+        "Debian's installer gives the machine's name to 127.0.1.1. Ranks would tell the other nodes that "
+        "address, and those would connect to themselves. Where one interface could serve it is taken; where "
+        "several could, you must say which.",
+        "Give --local-addr, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between the "
+        "nodes, for example eth0.",
+    ),
+    "PL348": Page(
+        "Ranks per node times tasks per node",
+        "srun or mpirun has started several tasks on this node, and each would start --nproc-per-node ranks.",
+        "Start one task per node (`srun --ntasks-per-node=1 paceline run --nproc-per-node 8 ...`), or leave "
+        "--nproc-per-node out: each task then becomes a rank (`srun -n 16 paceline run train.py`).",
+    ),
     # training
     "PL400": Page(
         "An argument of the trainer is out of range",

@@ -1,7 +1,8 @@
-"""Reads from environment variables which rank this process is. No torch, nothing but the variables."""
+"""Reads from environment variables which rank this process is, and how many cores it has. No torch."""
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -95,6 +96,13 @@ def is_launched(environ: Mapping[str, str]) -> bool:
     if _in_slurm_step(env):
         return _slurm_tasks(env) > 1
     return "OMPI_COMM_WORLD_RANK" in env and env.get("OMPI_COMM_WORLD_SIZE") != "1"
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def expand_hosts(hosts: str) -> list[str]:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
-from paceline.place import Launcher, Place, read_environment
+from paceline.place import Launcher, Place, read_environment, usable_cores
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -338,13 +338,6 @@ def _pick_backend(backend: str | None, device: torch.device) -> str:
                 fix="Leave backend out: gloo on CPU, NCCL on CUDA.",
             )
     return backend
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _set_threads(threads: int | str, place: Place, undo: contextlib.ExitStack) -> None:

@@ -10,8 +10,8 @@ from paceline.bench import scaling
 from paceline.bench.ranks import NUM_WARM_UP, adapt_recipe, choose_threads
 from paceline.bench.scaling import _check_one_device, _Run, _summarise, list_ranks, measure_scaling
 from paceline.errors import PacelineError
+from paceline.place import usable_cores
 from paceline.recipe.schema import LayoutSection
-from paceline.world import usable_cores
 from tests.bench.recipes import tiny_recipe
 
 

@@ -161,7 +161,7 @@ def test_a_log_folder_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
-    with pytest.raises(RankFailed, match="rank 1 failed first: ValueError: boo") as caught:
+    with pytest.raises(RankFailed, match=r"rank 1 failed first, at .*jobs.py:\d+ in raise_on_one: ValueError: boo") as caught:
         launch(jobs.raise_on_one, nproc=3)
     assert caught.value.rank == 1
     assert caught.value.exit_code == 1

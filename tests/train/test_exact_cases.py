@@ -13,9 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import Dataset
 
 from paceline.errors import PacelineError
+from paceline.place import usable_cores
 from paceline.recipe import parse_recipe
 from paceline.train.trainer import Trainer
-from paceline.world import start, usable_cores
+from paceline.world import start
 from tests.dist.pool import Pool
 from tests.train.cases import Trained, take_steps, text_recipe, train_recipe_table
 

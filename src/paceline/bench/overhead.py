@@ -22,8 +22,8 @@ from paceline.bench.spread import Spread
 from paceline.data import prepare_data
 from paceline.errors import PacelineError
 from paceline.launch.local import check_launch, launch
+from paceline.place import usable_cores
 from paceline.recipe import Recipe
-from paceline.world import usable_cores
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ import torch
 from paceline.data import build_data
 from paceline.data.share import Share
 from paceline.errors import PacelineError
+from paceline.place import usable_cores
 from paceline.recipe import Recipe
 from paceline.recipe.schema import LayoutSection
 from paceline.train.run import build_loader, build_trainer
 from paceline.train.trainer import Trainer
-from paceline.world import World, start, usable_cores
+from paceline.world import World, start
 
 # The first step counts operations, the second lets DDP arrange its buckets by what it saw.
 NUM_WARM_UP = 3

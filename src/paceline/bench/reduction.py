@@ -16,10 +16,10 @@ from paceline.bench.spread import Spread
 from paceline.comm.tree import plan_reduction
 from paceline.data import build_data, prepare_data
 from paceline.launch.local import check_launch, launch
+from paceline.place import usable_cores
 from paceline.recipe import Recipe
 from paceline.train.run import build_trainer
 from paceline.train.trainer import Trainer
-from paceline.world import usable_cores
 
 
 @dataclass(frozen=True)

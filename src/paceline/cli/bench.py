@@ -167,7 +167,7 @@ def _parse_ranks(text: str, nproc: int | None) -> list[int]:
 def _default_ranks(recipe: Recipe) -> int:
     import torch
 
-    from paceline.world import usable_cores
+    from paceline.place import usable_cores
 
     gpus = torch.cuda.device_count() if recipe.train.device != "cpu" else 0
     return max(2, min(_MAX_DEFAULT_RANKS, gpus if gpus > 1 else usable_cores()))

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import paceline
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.launch.failure import RankFailed
+from paceline.launch.script import Become, run_as_main
 
 # One module per command; each has `register(subparsers)` and is light to import.
-_COMMANDS = ("train", "checkpoint", "bench", "explain")
+_COMMANDS = ("run", "train", "checkpoint", "bench", "explain")
 _DESCRIPTION = "Distributed PyTorch training that gives the same answer on any number of machines."
 
 
@@ -49,6 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 good, 1 found something, 2 wrong input; 128 + the signal's number where it was asked to stop.
     """
+    try:
+        return _run_command(argv)
+    except Become as wish:
+        script, place, prepare = wish.script, wish.place, wish.prepare
+    # A rank of `paceline run`: everything above is left, and this process is the script from here on.
+    run_as_main(script, place, prepare)
+    return 0
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):

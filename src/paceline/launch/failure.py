@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import PacelineError
+from paceline.launch.trace import find_own_frame, fold, tell_last_line
 
 # How gloo, NCCL and the store word it when a peer has gone.
 _PEER_GONE = (
@@ -58,19 +59,26 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
         self.signal_name = _signal_name(status)
 
     def __str__(self) -> str:
-        if self.trace:
-            last = self.trace.strip().splitlines()[-1]
-            text = f"rank {self.rank} failed first: {last} [PL330]\n\n{self.trace.rstrip()}"
-        elif self.signal_name == "SIGKILL":
-            text = (
-                f"rank {self.rank} was killed by SIGKILL. Maybe memory ran out and the kernel chose it: see "
-                "dmesg, and use a smaller microbatch or fewer ranks. [PL331]"
-            )
-        elif self.signal_name is not None:
-            text = f"rank {self.rank} was killed by {self.signal_name}. [PL331]"
+        frame = find_own_frame(self.trace)
+        where = f", at {frame.where}" if frame is not None else ""
+        if self.signal_name is not None:
+            maybe = ""
+            if self.signal_name == "SIGKILL" and not self.hint:
+                maybe = (
+                    " Maybe memory ran out and the kernel chose it: see dmesg, and use a smaller microbatch or "
+                    "fewer ranks."
+                )
+            text = f"rank {self.rank} was killed by {self.signal_name}{where}.{maybe} [PL331]"
+        elif self.trace:
+            text = f"rank {self.rank} failed first{where}: {tell_last_line(self.trace)} [PL330]"
         else:
             text = f"rank {self.rank} exited with code {self.status} and left no traceback. [PL331]"
-        return f"{text}\n{self.hint}" if self.hint else text
+        parts = [
+            text,
+            *([f"\n{fold(self.trace)}\n"] if self.trace else []),
+            *([self.hint] if self.hint else []),
+        ]
+        return "\n".join(parts).rstrip()
 
 
 def _signal_name(status: int) -> str | None:
@@ -125,8 +133,13 @@ def describe_ending(rank: int, error: BaseException) -> Ending:
     if isinstance(error, PacelineError):
         pickled = base64.b64encode(pickle.dumps(error)).decode()
         return Ending(rank, "error", error.exit_code, now, trace=trace, pickled=pickled)
-    words = str(error).lower()
-    return Ending(rank, "error", 1, now, any(phrase in words for phrase in _PEER_GONE), trace)
+    return Ending(rank, "error", 1, now, has_lost_peer(str(error)), trace)
+
+
+def has_lost_peer(words: str) -> bool:
+    """Whether an error says that another rank has gone."""
+    words = words.lower()
+    return any(phrase in words for phrase in _PEER_GONE)
 
 
 def write_ending(folder: Path, ending: Ending) -> None:

@@ -126,7 +126,7 @@ def _check_room(nproc: int, device: str) -> None:
     import psutil
     import torch
 
-    from paceline.world import usable_cores
+    from paceline.place import usable_cores
 
     if device == "cuda" and nproc > torch.cuda.device_count():
         raise PacelineError(

@@ -1,0 +1,63 @@
+"""`paceline run SCRIPT`: torchrun for any script."""
+
+from __future__ import annotations
+
+import argparse
+
+_DESCRIPTION = """
+Runs a script on many ranks, as torchrun does and with torchrun's flags. torch is imported once and the ranks
+are forked from that, so they start in a fraction of the time; where one fails, the last message names the one
+that failed first, with its traceback.
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's parser."""
+    from paceline.launch.flags import add_torchrun_flags
+
+    parser = subparsers.add_parser(
+        "run", help="run any script on many ranks: torchrun's flags, started warm", description=_DESCRIPTION
+    )
+    ours = parser.add_argument_group("paceline's own flags")
+    ours.add_argument(
+        "--cold", action="store_true", help="start a Python of its own for every rank, as torchrun does"
+    )
+    ours.add_argument(
+        "--threads-per-rank",
+        type=int,
+        metavar="N",
+        help="OMP_NUM_THREADS of every rank (default: as the environment says, else cores / ranks)",
+    )
+    add_torchrun_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    import logging
+    import sys
+
+    from paceline.errors import PacelineError
+    from paceline.launch.failure import RankFailed
+    from paceline.launch.run import run_script
+    from paceline.launch.stop import Interrupted
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("paceline: %(message)s"))
+    logger = logging.getLogger("paceline.launch")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if args.threads_per_rank is not None and args.threads_per_rank < 1:
+        raise PacelineError(
+            "PL345",
+            saw=f"--threads-per-rank {args.threads_per_rank}.",
+            rule="A rank computes with one thread at least.",
+            fix="Leave it out for cores / ranks.",
+        )
+    try:
+        run_script(args, cold=args.cold, threads=args.threads_per_rank)
+    except (RankFailed, Interrupted) as end:
+        print(f"paceline: {end}", file=sys.stderr, flush=True)
+        return end.exit_code
+    return 0

@@ -1,0 +1,65 @@
+"""One job on this node: what is run, and where it leaves its logs and its word."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.keeper import Start
+from paceline.launch.memory import OomCounts, count_oom_kills
+from paceline.launch.ranks import Rounds
+from paceline.launch.script import Script
+
+
+@dataclass
+class Job:
+    """One run of a script on this node.
+
+    Attributes:
+        flags: torchrun's, as parsed.
+        script: what to run; None for a program that is no Python script.
+        folder: the launcher's folder for what ranks leave word of.
+        logs: the folder of the ranks' logs.
+        keeps_logs: whether it stays; set when a rank fails.
+        is_warm: whether ranks are forked, rather than started by a Python of their own.
+        rounds: how often ranks were started, and whether they shall stop.
+        ooms: what the kernel had killed for memory before.
+    """
+
+    flags: argparse.Namespace
+    script: Script | None
+    folder: Path
+    logs: Path
+    keeps_logs: bool
+    is_warm: bool
+    rounds: Rounds = field(default_factory=Rounds)
+    ooms: OomCounts = field(default_factory=count_oom_kills)
+
+    @property
+    def attempt(self) -> Path:
+        """Where the ranks of this round leave word."""
+        return self.folder / f"attempt-{max(0, self.rounds.number)}"
+
+    def build_start(self, *, args: tuple[str, ...], env: dict[str, str], **wishes: Any) -> Start:
+        """What torchelastic wants started, in the keeper's words."""
+        self.attempt.mkdir(exist_ok=True)
+        rank = int(env["RANK"])
+        command = (wishes["entrypoint"], *map(str, args))
+        if wishes.get("numa_options") is not None:
+            from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as bind
+
+            command = bind(command, gpu_index=wishes["local_rank_id"], numa_options=wishes["numa_options"])
+        return Start(
+            local_rank=wishes["local_rank_id"],
+            rank=rank,
+            environ={**os.environ, **env},
+            command=tuple(command),
+            script=self.script if self.is_warm else None,
+            stdout=wishes["stdout"] or "",
+            stderr=wishes["stderr"] or "",
+            log=str(self.logs / f"rank-{rank:04d}.log"),
+            folder=str(self.attempt),
+        )

@@ -1,0 +1,167 @@
+"""Where the nodes of a job meet, and by which address and interface they reach this one.
+
+torchrun and gloo go by this machine's name. Where it stands for 127.0.1.1 (Debian's habit) gloo tells its
+peers that address, and they connect to themselves; where it stands for nothing, the rendezvous fails. The
+route to the place where the nodes meet knows better: its local end is where others reach this node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import socket
+from collections.abc import MutableMapping
+
+import psutil
+
+from paceline.errors import PacelineError
+from paceline.place import Place
+
+log = logging.getLogger(__name__)
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_DEFAULT_PORT = 29500
+
+
+def choose_rendezvous(flags: argparse.Namespace, place: Place, environ: MutableMapping[str, str]) -> None:
+    """Completes torchrun's flags (in place): by what SLURM or MPI tell, and by the route to the other nodes.
+
+    Sets `GLOO_SOCKET_IFNAME` for several nodes, where it is not set.
+
+    Raises:
+        PacelineError: PL346 for a host that does not resolve, PL347 where no interface can be chosen.
+    """
+    if place.launcher in ("slurm", "mpi") and flags.nnodes is None:
+        _follow_scheduler(flags, place, environ)
+    flags.nnodes = flags.nnodes or "1:1"
+    if _most_nodes(flags.nnodes) == 1:
+        has_address = flags.rdzv_endpoint or flags.master_port is not None
+        if flags.standalone or (flags.rdzv_backend == "static" and not has_address):
+            flags.standalone = True  # what torchrun makes of it
+        return
+    endpoint = flags.rdzv_endpoint or (flags.master_addr if flags.rdzv_backend == "static" else "")
+    host = endpoint.rpartition(":")[0] if ":" in endpoint and not endpoint.endswith("]") else endpoint
+    host = host.strip("[]")
+    if flags.standalone or not host or (flags.rdzv_backend.startswith("etcd") and "," in endpoint):
+        return
+    meeting = _resolve(host)
+    if flags.rdzv_backend == "c10d" and "is_host" not in flags.rdzv_conf:
+        # torch compares names with this machine's, which must resolve for that.
+        is_host = f"is_host={str(meeting in _own_addresses()).lower()}"
+        flags.rdzv_conf = ",".join(part for part in (flags.rdzv_conf, is_host) if part)
+    address = flags.local_addr or _find_own_address(host, meeting)
+    if address is None or ipaddress.ip_address(_resolve(address)).is_loopback:
+        return  # all nodes are this machine
+    flags.local_addr = address
+    if _INTERFACE not in environ:
+        name = _own_addresses().get(_resolve(address))
+        if name is not None:
+            environ[_INTERFACE] = name
+            log.info("this node is reached at %s, on %s (%s)", address, name, _INTERFACE)
+
+
+def _follow_scheduler(flags: argparse.Namespace, place: Place, environ: MutableMapping[str, str]) -> None:
+    """One task of srun or mpirun on each node: the tasks are the nodes."""
+    flags.nnodes = str(place.world_size)
+    if flags.rdzv_endpoint or flags.master_port is not None:
+        flags.node_rank = flags.node_rank or place.rank
+        return
+    flags.rdzv_backend = "c10d"
+    flags.rdzv_endpoint = f"{place.master_addr}:{place.master_port}"
+    if flags.rdzv_id == "none":
+        job = environ.get("SLURM_JOB_ID") or environ.get("PMIX_NAMESPACE") or "job"
+        flags.rdzv_id = f"{job}.{environ.get('SLURM_STEP_ID', '0')}"
+    if "is_host" not in flags.rdzv_conf:
+        is_host = f"is_host={str(place.rank == 0).lower()}"
+        flags.rdzv_conf = ",".join(part for part in (flags.rdzv_conf, is_host) if part)
+
+
+def _most_nodes(nnodes: str) -> int:
+    most = nnodes.rpartition(":")[2]
+    return int(most) if most.isdigit() else 1  # torch says what is wrong with it
+
+
+def _resolve(host: str) -> str:
+    """A host's address.
+
+    Raises:
+        PacelineError: PL346 where its name stands for nothing.
+    """
+    try:
+        found = socket.getaddrinfo(host, _DEFAULT_PORT, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PacelineError(
+            "PL346",
+            saw=f"{host!r} does not resolve on this node ({socket.gethostname()}): {error.strerror}.",
+            rule="Every node must reach the place where the nodes meet.",
+            fix="Give its IP address, or put the name into /etc/hosts or DNS on every node.",
+        ) from None
+    return str(sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
+
+
+def _own_addresses() -> dict[str, str]:
+    """This machine's addresses, with the names of their interfaces."""
+    return {
+        entry.address.partition("%")[0]: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    } | {f"127.0.{a}.1": "lo" for a in (0, 1)}
+
+
+def _find_own_address(host: str, meeting: str) -> str | None:
+    """This node's address as the others see it; None where the nodes meet at the loopback on purpose."""
+    if not ipaddress.ip_address(meeting).is_loopback:
+        family = socket.AF_INET6 if ":" in meeting else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((meeting, _DEFAULT_PORT))  # sends nothing: it only looks the route up
+            except OSError as error:
+                raise PacelineError(
+                    "PL346",
+                    saw=f"No route from this node ({socket.gethostname()}) to {host}: {error.strerror}.",
+                    rule="Every node must reach the place where the nodes meet.",
+                    fix="Check the address, and this node's network interfaces (ip addr).",
+                ) from None
+            return str(probe.getsockname()[0])
+    if host in ("localhost", meeting):
+        return None
+    # This node's own name stands for the loopback here, and for a real address elsewhere.
+    candidates = {address: name for address, name in _own_addresses().items() if _is_reachable(address)}
+    if len(candidates) == 1:
+        return next(iter(candidates))
+    listed = ", ".join(f"{name} {address}" for address, name in candidates.items()) or "none"
+    raise PacelineError(
+        "PL347",
+        saw=f"The name {host!r} stands for {meeting} on this node, which other nodes can't reach, and "
+        f"{'several interfaces could serve' if candidates else 'there is no other interface'}: {listed}.",
+        rule="Ranks on other nodes connect to the address that this node tells them.",
+        fix=f"Give this node's address by --local-addr, or set {_INTERFACE} (and NCCL_SOCKET_IFNAME); "
+        "or have /etc/hosts give its name its own address instead of 127.0.1.1.",
+    )
+
+
+def _is_reachable(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    name = _own_addresses().get(address, "")
+    stats = psutil.net_if_stats().get(name)
+    is_up = stats is not None and stats.isup
+    virtual = name.startswith(("docker", "veth", "virbr", "br-"))
+    return (
+        is_up and not virtual and parsed.version == 4 and not parsed.is_loopback and not parsed.is_link_local
+    )
+
+
+def describe_place(place: Place) -> dict[str, str]:
+    """torchrun's variables for a rank that srun or mpirun has started."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "MASTER_ADDR": str(place.master_addr),
+        "MASTER_PORT": str(place.master_port),
+    }

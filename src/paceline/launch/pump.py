@@ -1,0 +1,163 @@
+"""The process that carries what ranks print: to the terminal, and to each rank's log.
+
+A rank writes into a pipe, or into a pseudo-terminal where the launcher writes to a terminal, so that
+progress bars work. Whole lines reach the terminal, so that ranks don't write into each other's; a line that
+isn't ended within a moment is passed on as it is. The log gets no control sequences, and of a line that is
+drawn over and over (a progress bar) the last state only. It is a process of its own, forked before anything
+is imported: it outlives a rank that crashes and so keeps its last words, and a terminal that is stopped stops
+only those who write to it.
+
+Protocol, on one socket (`SOCK_SEQPACKET`): a message `{"log": path, "to": 1, 2 or 0}` with one file
+descriptor to read from; `drain` is answered with `dry` once everything that was written has been passed on.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import time
+from dataclasses import dataclass
+
+_CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>78]")
+# How long an unfinished line waits for its end, and how long it may get meanwhile.
+_PATIENCE_S = 0.05
+_MOST_BYTES = 65536
+# A child of a rank may hold its pipe open for ever; this long after the last output it is dry all the same.
+_DRY_AFTER_S = 0.2
+DRAIN, DRY = b"drain", b"dry"
+
+
+@dataclass
+class _Stream:
+    log: int
+    to: int
+    # What waits for the end of its line: on its way to the terminal, and to the log.
+    rest: bytes = b""
+    log_rest: bytes = b""
+    since_s: float = 0.0
+
+
+def send_stream(channel: socket.socket, fd: int, log: str, to: int) -> None:
+    """Gives a descriptor to the pump, which copies what it reads to the log and, unless 0, to `to`."""
+    words = json.dumps({"log": log, "to": to}).encode()
+    channel.sendmsg([words], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+
+
+def run_pump(channel: socket.socket) -> None:
+    """Copies until the other ends of the channel and of all streams are closed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    _Pump(channel).run()
+
+
+class _Pump:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._inputs = selectors.DefaultSelector()
+        self._inputs.register(channel, selectors.EVENT_READ, None)
+        self._streams: dict[int, _Stream] = {}
+        self._is_draining = False
+        self._last_s = time.monotonic()
+
+    def run(self) -> None:
+        while self._inputs.get_map():
+            waiting = any(stream.rest for stream in self._streams.values())
+            ready = self._inputs.select(_PATIENCE_S if waiting or self._is_draining else None)
+            for key, _ in ready:
+                if key.data is None:
+                    self._listen()
+                else:
+                    self._read(int(key.fd), key.data)
+            self._pass_on_old()
+            if not self._streams or time.monotonic() - self._last_s > _DRY_AFTER_S:
+                self._tell_dry()
+
+    def _listen(self) -> None:
+        words, ancillary, _, _ = self._channel.recvmsg(4096, socket.CMSG_SPACE(4))
+        if not words:
+            self._inputs.unregister(self._channel)
+        elif words == DRAIN:
+            self._is_draining = True
+            self._last_s = time.monotonic()
+        else:
+            fds = array.array("i")
+            fds.frombytes(ancillary[0][2][:4])
+            wish = json.loads(words)
+            log = os.open(wish["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._streams[fds[0]] = _Stream(log, wish["to"])
+            self._inputs.register(fds[0], selectors.EVENT_READ, self._streams[fds[0]])
+
+    def _tell_dry(self) -> None:
+        if self._is_draining:
+            self._is_draining = False
+            with contextlib.suppress(OSError):
+                self._channel.send(DRY)
+
+    def _read(self, fd: int, stream: _Stream) -> None:
+        try:
+            data = os.read(fd, _MOST_BYTES)
+        except OSError:  # how the end of a pseudo-terminal shows
+            data = b""
+        self._last_s = time.monotonic()
+        if not data:
+            self._close(fd, stream)
+            return
+        self._log(stream, data)
+        if not stream.to:
+            return
+        if not stream.rest:
+            stream.since_s = self._last_s
+        stream.rest += data
+        cut = max(stream.rest.rfind(b"\n"), stream.rest.rfind(b"\r")) + 1
+        if len(stream.rest) > _MOST_BYTES:
+            cut = len(stream.rest)
+        self._write(fd, stream, cut)
+
+    def _pass_on_old(self) -> None:
+        now = time.monotonic()
+        for fd, stream in list(self._streams.items()):
+            if stream.rest and now - stream.since_s >= _PATIENCE_S:
+                self._write(fd, stream, len(stream.rest))
+
+    def _write(self, fd: int, stream: _Stream, num_bytes: int) -> None:
+        data, stream.rest = stream.rest[:num_bytes], stream.rest[num_bytes:]
+        stream.since_s = time.monotonic()
+        try:
+            _write_all(stream.to, data)
+        except OSError:  # whoever read the output has gone: the rank shall notice, as it would without us
+            stream.rest = b""
+            self._close(fd, stream)
+
+    def _log(self, stream: _Stream, data: bytes) -> None:
+        *lines, last = (stream.log_rest + data).split(b"\n")
+        # A bar that is redrawn for hours never ends its line: only its last state is kept.
+        stream.log_rest = last.rsplit(b"\r", 1)[-1] if len(last) > _MOST_BYTES else last
+        with contextlib.suppress(OSError):  # a full disk must not stop the ranks
+            _write_all(stream.log, b"".join(_plain(line) + b"\n" for line in lines))
+
+    def _close(self, fd: int, stream: _Stream) -> None:
+        with contextlib.suppress(OSError):
+            if stream.to:
+                _write_all(stream.to, stream.rest)
+            if stream.log_rest:
+                _write_all(stream.log, _plain(stream.log_rest) + b"\n")
+        self._inputs.unregister(fd)
+        del self._streams[fd]
+        os.close(fd)
+        os.close(stream.log)
+
+
+def _plain(line: bytes) -> bytes:
+    text = _CONTROL.sub(b"", line.rstrip(b"\r"))
+    return text.rsplit(b"\r", 1)[-1]
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

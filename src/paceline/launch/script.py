@@ -1,0 +1,211 @@
+"""Runs somebody's script as `__main__`, in a process that Python started for something else.
+
+The script must see what it would see as `python -u script.py ARGS`: `sys.argv`, `sys.path`, `__main__` with
+`__file__` and a spec, unbuffered standard streams; and leave as it would: by its exit code, with its atexit
+handlers run. (`python -m MODULE` is the standard library's own `runpy`.) A process on its way to become the
+script raises `Become`, so that whatever stood on the stack before is left, up to `cli/main.py`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.launch.failure import describe_ending, write_ending
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run.
+
+    Attributes:
+        target: a path, or a module's name.
+        args: the words after it.
+        is_module: whether to run it as `python -m` does.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As they follow `python -u` on a command line."""
+        return (*(("-m",) if self.is_module else ()), self.target, *self.args)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank leaves word of its end.
+
+    Attributes:
+        rank: which one.
+        folder: the launcher's folder for this attempt.
+        log: the rank's log; an uncaught exception is written there, and told by the launcher.
+    """
+
+    rank: int
+    folder: str
+    log: str
+
+
+class Become(BaseException):
+    """Raised in a process that shall leave everything that it is in and run a script."""
+
+    def __init__(self, script: Script, place: Place | None, prepare: Callable[[], None]) -> None:
+        super().__init__(script)
+        self.script = script
+        self.place = place
+        self.prepare = prepare
+
+
+def check_script(script: Script) -> None:
+    """Raises PL340 where there is nothing to run."""
+    if script.is_module:
+        return
+    path = Path(script.target)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        saw, fix = f"{script.target} is a folder without a __main__.py.", "Name the script in it."
+    elif not path.exists():
+        saw, fix = f"{script.target} does not exist (seen from {Path.cwd()}).", "Check the path."
+    elif not path.is_dir() and not os.access(path, os.R_OK):
+        saw, fix = f"{script.target} can't be read.", "Check who may read it."
+    else:
+        return
+    raise PacelineError("PL340", saw=saw, rule="Every rank runs the script that you name.", fix=fix)
+
+
+def run_as_main(script: Script, place: Place | None, prepare: Callable[[], None]) -> None:
+    """Runs the script as Python would have, and leaves as the script does: by its exception or its return."""
+    if place is not None:
+        # So that a crash in compiled code leaves the Python line that called it. Kept open until the end.
+        log = open(place.log, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        faulthandler.enable(log, all_threads=False)
+    _take_streams()
+    sys.argv = [script.target, *script.args]
+    sys.orig_argv = [sys.executable, "-u", *script.words]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    try:
+        prepare()
+        _execute(script, main)
+    except BaseException as error:
+        _strip(error)
+        if place is not None:
+            _leave_word(place, error)
+        # What is raised again is told already; Python then leaves as it does after any such exception.
+        if not isinstance(error, SystemExit):
+            if place is None or not _is_default_hook():
+                sys.excepthook(type(error), error, error.__traceback__)
+            sys.excepthook = lambda *_: None
+        raise
+
+
+def _execute(script: Script, main: types.ModuleType) -> None:
+    if script.is_module:
+        _put_first_on_path(os.getcwd())
+        sys.argv[0] = "-m"
+        runpy._run_module_as_main(script.target)  # type: ignore[attr-defined]
+        return
+    if os.path.isdir(script.target) or not _is_source(script.target):
+        # A folder or an archive with a __main__.py.
+        _put_first_on_path(os.path.abspath(script.target))
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    path = os.path.abspath(script.target)
+    _put_first_on_path(os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __spec__=None)
+    with io.open_code(path) as file:
+        text = file.read()
+    exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _is_source(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) != b"PK\x03\x04"
+
+
+def _put_first_on_path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _take_streams() -> None:
+    """Standard streams as `python -u` makes them: what is printed is written at once."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        with suppress(Exception):
+            old.flush()
+        try:
+            raw = io.FileIO(fd, "wb", closefd=False)
+        except OSError:  # started with the stream closed
+            continue
+        raw.name = f"<{name}>"
+        stream = io.TextIOWrapper(
+            raw,
+            encoding=getattr(old, "encoding", None) or "utf-8",
+            errors=getattr(old, "errors", None) or ("backslashreplace" if fd == 2 else "strict"),
+            newline="\n",
+            line_buffering=raw.isatty() or fd == 2,
+            write_through=True,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+# ---- how it ended
+
+
+def _strip(error: BaseException) -> None:
+    """Takes the frames of this file and of `runpy` off the traceback, as if the script had begun it."""
+    frames = error.__traceback__
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while frames is not None and frames.tb_frame.f_code.co_filename in own:
+        frames = frames.tb_next
+    error.__traceback__ = frames
+
+
+def _is_default_hook() -> bool:
+    """Whether uncaught exceptions are only printed: by Python, or by torch with the rank before each line."""
+    hook = sys.excepthook
+    return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
+
+
+def _leave_word(place: Place, error: BaseException) -> None:
+    ending = describe_ending(place.rank, error)
+    if ending.kind == "exit" and ending.code == 0:
+        return
+    with suppress(OSError):  # the launcher is gone
+        write_ending(Path(place.folder), ending)
+    if ending.kind == "error":
+        with suppress(OSError), open(place.log, "a", encoding="utf-8", errors="backslashreplace") as log:
+            log.writelines(traceback.format_exception(error))
+
+
+def list_sources(script: Script) -> Iterator[Path]:
+    """The script's file, where it has one that can be read as text."""
+    if not script.is_module:
+        path = Path(script.target)
+        yield path / "__main__.py" if path.is_dir() else path
+        return
+    parts = script.target.split(".")
+    for root in ([] if sys.flags.safe_path else [Path.cwd()]) + [Path(entry) for entry in sys.path if entry]:
+        whole = root.joinpath(*parts)
+        for path in (whole.with_suffix(".py"), whole / "__main__.py"):
+            if path.is_file():
+                yield path
+                return

@@ -1,0 +1,113 @@
+"""What is said at the end of a job: which rank failed first, by what and where, and where the rest is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+
+from paceline.errors import PacelineError
+from paceline.launch.failure import Ending, RankFailed, find_cause, has_lost_peer, read_endings
+from paceline.launch.job import Job
+from paceline.launch.memory import explain_kill
+from paceline.launch.ranks import COLD, Ranks
+from paceline.launch.stop import Interrupted, Stop
+from paceline.launch.trace import find_last
+
+log = logging.getLogger(__name__)
+
+_LOG_TAIL_BYTES = 65536
+
+
+def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
+    """Raises what ended the job, if it did not end well.
+
+    Raises:
+        RankFailed: a rank failed; the first one that did not just lose its peer.
+        Interrupted: the job was asked to stop.
+        PacelineError: PL344 where the ranks could not be started.
+    """
+    ranks.pump.drain()
+    endings = _collect_endings(job, ranks)
+    cause = find_cause(endings)
+    if job.rounds.asked is not None:
+        if cause is not None and not cause.follower and cause.kind == "error":
+            raise _fail(job, ranks, cause)
+        raise Interrupted(job.rounds.asked, stop.num_killed)
+    _tell_late_settings(job)
+    if error is None:
+        return
+    if cause is not None:
+        raise _fail(job, ranks, cause) from None
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    if isinstance(error, RendezvousError | OSError | RuntimeError | ValueError):
+        raise PacelineError(
+            "PL344",
+            saw=f"The ranks could not be started: {type(error).__name__}: {str(error).strip()}",
+            rule="Before ranks start, the nodes meet at the rendezvous, and each program must be found.",
+            fix="Check --rdzv-endpoint (or --master-addr and --master-port) and --nnodes on every node.",
+        ) from error
+    raise error
+
+
+def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
+    """Logs why all ranks of this node start again."""
+    cause = find_cause(_collect_endings(job, ranks))
+    if cause is None:
+        log.warning("the nodes have changed; all ranks start again")
+        return
+    what = str(RankFailed(cause.rank, cause.code, cause.trace)).splitlines()[0]
+    log.warning("%s", what)
+    log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
+
+
+def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
+    """How each rank of the last round ended: by its own word, or else by its status and its log."""
+    told = {ending.rank: ending for ending in read_endings(job.attempt)}
+    for process in ranks.latest:
+        rank, status = process.start.rank, process.returncode
+        if rank in told or status in (0, None) or process.asked:
+            continue
+        trace = find_last(_read_tail(process.start.log))
+        ended_s = process.ended_s or time.time()
+        told[rank] = Ending(rank, "error", status or 1, ended_s, has_lost_peer(trace), trace)
+    return sorted(told.values(), key=lambda ending: ending.time_s)
+
+
+def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed:
+    process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
+    hints = []
+    if ranks.keeper_died:
+        hints.append("The process that ranks are forked from was killed, and the ranks with it.")
+    elif cause.code == -signal.SIGKILL and process is not None:
+        hints.append(explain_kill(process.pid, job.ooms))
+    if cause.follower:
+        hints.append(
+            "It lost its peer: the cause is what ended a rank on another node, see the output there."
+        )
+    if process is not None:
+        hints.append(f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}")
+    job.keeps_logs = True
+    return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
+
+
+def _read_tail(path: str) -> str:
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - _LOG_TAIL_BYTES))
+        return file.read().decode("utf-8", errors="replace")
+    return ""
+
+
+def _tell_late_settings(job: Job) -> None:
+    names = {
+        word for path in job.attempt.glob(f"{COLD}*") for word in path.read_text(encoding="utf-8").split()
+    }
+    if names:
+        log.warning(
+            "the script set %s before it imported torch, which the warm start had imported already, so its "
+            "ranks started over, cold; --cold saves the attempt",
+            ", ".join(sorted(names)),
+        )
