@@ -284,7 +284,7 @@ def main() -> int:
                 print(skipped[-1], flush=True)
                 continue
             rows.append(cells)
-            differences += found
+            differences += [text.replace(str(Path(place) / "work"), "<folder>") for text in found]
             print("  ".join(cells), flush=True)
             print("\n\n".join(found), flush=True, end="\n" if found else "")
     import torch
