@@ -2,6 +2,7 @@
 # make train   trains the small GPT on 2 ranks, on the text of Python's standard library
 # make test    the tests, without those marked slow or chaos
 # make chaos   kills processes of real runs, a hundred times, and compares the bits: about half an hour
+# make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
 # make check   format, lint, types, layers
 # make bench   the speed tables, with the peers beside us (an environment of its own)
 # make docs    the generated pages of docs/
@@ -9,12 +10,12 @@
 #
 # Settable: PYTHON=python3.12   the Python that environments are made with
 #           ARGS="..."          more words for train, test and chaos (ARGS="--set train.steps=20",
-#                               ARGS="-k recipe", ARGS="--kills 10 --seed 7")
+#                               ARGS="-k recipe", ARGS="--kills 10 --seed 7", ARGS="--only B --jobs 1")
 
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: help env env-bench train test chaos check bench docs clean
+.PHONY: help env env-bench train test chaos chaos-launcher check bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +39,9 @@ test: env
 
 chaos: env
 	.venv/bin/python -m tests.chaos.run $(ARGS)
+
+chaos-launcher: env
+	.venv/bin/python -m tests.chaos.launcher $(ARGS)
 
 check: env
 	.venv/bin/ruff format --check .

@@ -1,0 +1,117 @@
+"""Runs the launcher's suites and counts: `python -m tests.chaos.launcher [--only A B C D] [--times 10]`.
+
+A restarts, B what is left of a job, C Ctrl-C at any time, D two nodes. The table goes to
+tests/chaos/launcher.txt, and so does every failure, with what the job has printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.launcher_cases import interrupts, orphans, restarts, two_nodes
+from tests.chaos.launcher_cases.case import Case
+from tests.launch.nodes import why_no_nodes
+
+TABLE = Path(__file__).with_name("launcher.txt")
+SUITES = {"A": restarts.cases, "B": orphans.cases, "C": interrupts.cases, "D": two_nodes.cases}
+_TITLES = {
+    "A": "Restarts: a rank dies twice and comes back, exit code 0",
+    "B": "Orphans: within 15 s no process, port, shared memory or temporary file is left",
+    "C": "Ctrl-C and other requests to end, at any time",
+    "D": "Two nodes in network namespaces",
+}
+_say = threading.Lock()
+
+
+@dataclass
+class Result:
+    """How a case went; `fault` is empty where it passed."""
+
+    case: Case
+    fault: str
+    seconds: float
+
+
+def run_case(case: Case) -> Result:
+    """Runs one case in a temporary folder."""
+    folder = Path(tempfile.mkdtemp(prefix="launcher-chaos-"))
+    began_s, fault = time.monotonic(), ""
+    try:
+        case.check(folder)
+    except AssertionError as error:
+        fault = str(error) or traceback.format_exc()
+    except Exception:
+        fault = traceback.format_exc()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result = Result(case, fault, time.monotonic() - began_s)
+    with _say:
+        print(f"{'FAILED' if fault else 'ok':6} {result.seconds:5.1f} s  {_name(case)}", flush=True)
+        if fault and not case.is_peer:
+            print("    " + fault.replace("\n", "\n    "), flush=True)
+    return result
+
+
+def _name(case: Case) -> str:
+    return f"{case.suite}  {case.row}: {case.name}"
+
+
+def make_table(results: Sequence[Result], seconds: float) -> Iterator[str]:
+    """The lines of the table: passed and tried per row."""
+    for suite, title in _TITLES.items():
+        ours = [r for r in results if r.case.suite == suite]
+        if not ours:
+            continue
+        proof = [r for r in ours if not r.case.is_peer]
+        yield f"{suite}  {title}"
+        for row in dict.fromkeys(r.case.row for r in ours):
+            of_row = [r for r in ours if r.case.row == row]
+            passed = sum(not r.fault for r in of_row)
+            yield f"   {row:44} {passed:3} of {len(of_row):3}   {_median(of_row):5.1f} s"
+        yield f"   {'together':44} {sum(not r.fault for r in proof):3} of {len(proof):3}"
+        yield ""
+    yield f"{len(results)} cases in {seconds / 60:.1f} min; seconds are medians of a whole case"
+
+
+def _median(results: Sequence[Result]) -> float:
+    return sorted(r.seconds for r in results)[len(results) // 2]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what was asked for; 1 where a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[*SUITES], default=[*SUITES], help="suites")
+    parser.add_argument("--times", type=int, default=10, help="how often each restart is tried")
+    parser.add_argument("--match", default="", help="only cases with these words in their names")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
+    parser.add_argument("--table", type=Path, default=TABLE, help="where the table goes")
+    args = parser.parse_args(argv)
+    reason = why_no_nodes()
+    chosen = [case for suite in args.only for case in SUITES[suite](args.times)]
+    chosen = [case for case in chosen if args.match in _name(case)]
+    if reason is not None:
+        print(f"without cases on several nodes: {reason}", flush=True)
+        chosen = [case for case in chosen if "node" not in case.row.replace("one node", "")]
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = list(pool.map(run_case, chosen))
+    lines = list(make_table(results, time.monotonic() - began_s))
+    faults = [r for r in results if r.fault and not r.case.is_peer]
+    print("\n" + "\n".join(lines))
+    lines += ["", *(f"FAILED {_name(r.case)}\n    " + r.fault.replace("\n", "\n    ") for r in faults)]
+    args.table.write_text("\n".join(lines).rstrip() + "\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Nodes as network namespaces: each with an address, a host name and a hosts file of its own.
+
+The nodes hang on one bridge, which lives in a namespace too, so the machine's own network is not touched and
+all test processes may use the same addresses. The namespaces' names carry the process id.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+OwnName = Literal["address", "loopback", "nothing"]
+_PROGRAMS = ("ip", "nsenter", "unshare", "mount")
+_numbers = itertools.count()
+
+
+def why_no_nodes() -> str | None:
+    """The reason why namespaces can't be made here."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not found"
+    name = f"paceline-probe-{os.getpid()}"
+    made = _run("ip", "netns", "add", name)
+    if made.returncode != 0:
+        return f"no network namespace can be made here: {made.stderr.strip()}"
+    linked = _run("ip", "-n", name, "link", "add", "br0", "type", "bridge")
+    unshared = _run("unshare", "--uts", "--mount", "--pid", "--fork", "true")
+    _run("ip", "netns", "del", name)
+    if linked.returncode != 0:
+        return f"no bridge can be made here: {linked.stderr.strip()}"
+    if unshared.returncode != 0:
+        return f"no namespaces for mounts, names and processes: {unshared.stderr.strip()}"
+    return None
+
+
+class Nodes:
+    """So many nodes, from `__enter__` to `__exit__`; node i is called `node<i>`."""
+
+    def __init__(self, count: int) -> None:
+        self._name = f"pl{os.getpid()}-{next(_numbers)}"
+        self._count = count
+        self._switch = f"{self._name}-sw"
+        self._folder = Path()
+
+    def __enter__(self) -> Nodes:
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-nodes-"))
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def address(self, node: int) -> str:
+        """A node's address, on its interface eth0."""
+        return f"10.77.0.{10 + node}"
+
+    def command(
+        self, node: int, words: Sequence[str], *, own_name: OwnName = "address", own_host: bool = True
+    ) -> list[str]:
+        """What runs a program in a node, in place of the process that is started.
+
+        Args:
+            node: its number.
+            words: the program and its arguments.
+            own_name: what the node's own name stands for there: its address, 127.0.1.1, or nothing.
+            own_host: whether it has a host name of its own; else this machine's, which stands for nothing.
+        """
+        # /sys stays as it is, unlike under `ip netns exec`.
+        script = f"mount --bind {self._hosts(node, own_name)} /etc/hosts; "
+        script += f"mount --bind {self._folder}/resolv.conf /etc/resolv.conf; "
+        script += f'hostname node{node}; exec "$@"' if own_host else 'exec "$@"'
+        unshare = ["unshare", "--mount", "--propagation", "private", *(["--uts"] if own_host else [])]
+        return ["nsenter", f"--net=/run/netns/{self._node(node)}", *unshare, "sh", "-c", script, "sh", *words]
+
+    def powered(self, words: Sequence[str]) -> list[str]:
+        """Around `command`: a node whose processes all end with the one that is started."""
+        return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *words]
+
+    def cut(self, node: int) -> None:
+        """Takes a node's link down, without a word to its interface's user."""
+        _do("ip", "-n", self._switch, "link", "set", f"p{node}", "down")
+
+    def heal(self, node: int) -> None:
+        """Undoes `cut`."""
+        _do("ip", "-n", self._switch, "link", "set", f"p{node}", "up")
+
+    def _node(self, node: int) -> str:
+        return f"{self._name}-{node}"
+
+    def _hosts(self, node: int, own_name: OwnName) -> Path:
+        path = self._folder / f"hosts-{node}-{own_name}"
+        lines = ["127.0.0.1 localhost"]
+        for other in range(self._count):
+            address = self.address(other)
+            if other == node and own_name != "address":
+                address = "127.0.1.1" if own_name == "loopback" else ""
+            if address:
+                lines.append(f"{address} node{other}")
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def _build(self) -> None:
+        (self._folder / "resolv.conf").write_text("")  # so that a name which is not known fails at once
+        _do("ip", "netns", "add", self._switch)
+        _do("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _do("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for i in range(self._count):
+            name = self._node(i)
+            _do("ip", "netns", "add", name)
+            veth = ("type", "veth", "peer", "name", f"p{i}", "netns", self._switch)
+            _do("ip", "-n", self._switch, "link", "add", "eth0", "netns", name, *veth)
+            _do("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _do("ip", "-n", name, "link", "set", device, "up")
+            _do("ip", "-n", self._switch, "link", "set", f"p{i}", "master", "br0")
+            _do("ip", "-n", self._switch, "link", "set", f"p{i}", "up")
+
+    def _remove(self) -> None:
+        for name in [*map(self._node, range(self._count)), self._switch]:
+            for pid in _run("ip", "netns", "pids", name).stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            _run("ip", "netns", "del", name)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+
+
+def _do(*words: str) -> None:
+    done = _run(*words)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")

@@ -1,0 +1,41 @@
+"""However `paceline run` ends, nothing of it is left; all events and kinds: tests/chaos/launcher.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.launcher_cases.interrupts import check_early, check_once, check_twice
+from tests.chaos.launcher_cases.orphans import check_orphans
+
+pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "is_cold"),
+    [
+        ("SIGTERM", "loader-fork", False),
+        ("SIGTERM", "ignores SIGTERM", True),
+        ("closed terminal", "daemon", False),
+        ("SIGKILL launcher", "spawn", False),
+        ("SIGKILL keeper", "daemon", False),
+        ("SIGKILL launcher and keeper", "plain", False),
+        ("SIGKILL pump", "plain", False),
+    ],
+)
+def test_nothing_is_left(tmp_path: Path, event: str, kind: str, is_cold: bool) -> None:
+    check_orphans(tmp_path, event=event, kind=kind, is_cold=is_cold)
+
+
+def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
+    check_once(tmp_path, by_terminal=True, is_cold=False)
+
+
+def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
+    check_twice(tmp_path, by_terminal=True, is_cold=False)
+
+
+@pytest.mark.parametrize("after_s", [0.3, 1.2])
+def test_ctrl_c_before_there_are_ranks(tmp_path: Path, after_s: float) -> None:
+    check_early(tmp_path, after_s=after_s, name="Ctrl-C", is_cold=False)
