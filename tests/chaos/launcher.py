@@ -1,19 +1,20 @@
 """Runs the launcher's suites and counts: `python -m tests.chaos.launcher [--only A B C D] [--times 10]`.
 
-A restarts, B what is left of a job, C Ctrl-C at any time, D two nodes. The table goes to
-tests/chaos/launcher.txt, and so does every failure, with what the job has printed.
+A restarts, B what is left of a job, C Ctrl-C at any time, D two nodes. Each suite that was run in full puts
+its part of the table into tests/chaos/launcher.txt.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ _TITLES = {
     "C": "Ctrl-C and other requests to end, at any time",
     "D": "Two nodes in network namespaces",
 }
+_MOST_CHARS = 300
 _say = threading.Lock()
 
 
@@ -66,21 +68,27 @@ def _name(case: Case) -> str:
     return f"{case.suite}  {case.row}: {case.name}"
 
 
-def make_table(results: Sequence[Result], seconds: float) -> Iterator[str]:
-    """The lines of the table: passed and tried per row."""
-    for suite, title in _TITLES.items():
-        ours = [r for r in results if r.case.suite == suite]
-        if not ours:
-            continue
-        proof = [r for r in ours if not r.case.is_peer]
-        yield f"{suite}  {title}"
-        for row in dict.fromkeys(r.case.row for r in ours):
-            of_row = [r for r in ours if r.case.row == row]
-            passed = sum(not r.fault for r in of_row)
-            yield f"   {row:44} {passed:3} of {len(of_row):3}   {_median(of_row):5.1f} s"
-        yield f"   {'together':44} {sum(not r.fault for r in proof):3} of {len(proof):3}"
-        yield ""
-    yield f"{len(results)} cases in {seconds / 60:.1f} min; seconds are medians of a whole case"
+def make_block(suite: str, results: Sequence[Result], seconds: float) -> str:
+    """A suite's part of the table: passed and tried per row, and what failed."""
+    proof = [r for r in results if not r.case.is_peer]
+    lines = [f"{suite}  {_TITLES[suite]}"]
+    for row in dict.fromkeys(r.case.row for r in results):
+        of_row = [r for r in results if r.case.row == row]
+        passed = sum(not r.fault for r in of_row)
+        lines.append(f"   {row:44} {passed:3} of {len(of_row):3}   {_median(of_row):5.1f} s")
+    lines.append(f"   {'together':44} {sum(not r.fault for r in proof):3} of {len(proof):3}")
+    lines.append(f"   {len(results)} cases in {seconds / 60:.1f} min; seconds are medians of a whole case")
+    for r in proof:
+        if r.fault:
+            lines.append(f"   FAILED {_name(r.case)}: {' '.join(r.fault.split())[:_MOST_CHARS]}")
+    return "\n".join(lines)
+
+
+def write_table(path: Path, blocks: Mapping[str, str]) -> None:
+    """Puts the blocks in the place of those of the same suites."""
+    old = path.read_text() if path.exists() else ""
+    kept = {part[0]: part.rstrip() for part in re.split(r"^(?=[A-D]  )", old, flags=re.MULTILINE) if part}
+    path.write_text("\n\n".join(block for _, block in sorted({**kept, **blocks}.items())) + "\n")
 
 
 def _median(results: Sequence[Result]) -> float:
@@ -94,7 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=10, help="how often each restart is tried")
     parser.add_argument("--match", default="", help="only cases with these words in their names")
     parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
-    parser.add_argument("--table", type=Path, default=TABLE, help="where the table goes")
     args = parser.parse_args(argv)
     reason = why_no_nodes()
     chosen = [case for suite in args.only for case in SUITES[suite](args.times)]
@@ -102,15 +109,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         print(f"without cases on several nodes: {reason}", flush=True)
         chosen = [case for case in chosen if "node" not in case.row.replace("one node", "")]
-    began_s = time.monotonic()
-    with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(run_case, chosen))
-    lines = list(make_table(results, time.monotonic() - began_s))
-    faults = [r for r in results if r.fault and not r.case.is_peer]
-    print("\n" + "\n".join(lines))
-    lines += ["", *(f"FAILED {_name(r.case)}\n    " + r.fault.replace("\n", "\n    ") for r in faults)]
-    args.table.write_text("\n".join(lines).rstrip() + "\n")
-    return 1 if faults else 0
+    blocks, is_good = {}, True
+    for suite in args.only:
+        began_s = time.monotonic()
+        with ThreadPoolExecutor(args.jobs) as pool:
+            results = list(pool.map(run_case, [case for case in chosen if case.suite == suite]))
+        if results:
+            blocks[suite] = make_block(suite, results, time.monotonic() - began_s)
+        is_good &= all(not r.fault or r.case.is_peer for r in results)
+        if not args.match:  # a part of a suite is no proof
+            write_table(TABLE, blocks)
+    print("\n" + "\n\n".join(blocks.values()))
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

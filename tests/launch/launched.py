@@ -212,6 +212,13 @@ class Launched:
         keeper = next(child for child in children if child != pump)
         return keeper.pid, pump.pid
 
+    def wait_for_threads(self, seconds: float) -> None:
+        """Waits until the launcher has threads: torch is imported, and the agent at work."""
+        end = time.monotonic() + seconds
+        while psutil.Process(self.process.pid).num_threads() == 1:
+            assert time.monotonic() < end, f"no agent after {seconds} s:\n{self.text}"
+            time.sleep(0.05)
+
     def note_ports(self) -> None:
         """Remembers the ports where it listens now."""
         for process in self.processes():

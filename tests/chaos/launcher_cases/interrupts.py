@@ -90,7 +90,8 @@ def check_waiting(folder: Path, *, meeting: str, node: int, name: str) -> None:
         command = paceline_run(*words, script("endless.py"), "plain")
         with Launched(folder, command, around=partial(nodes.command, node)) as job:
             job.wait_for("this node is reached at", 30)
-            time.sleep(4)  # torch is imported, and the rendezvous has begun
+            job.wait_for_threads(30)
+            time.sleep(1)  # into the wait
             job.signal(signal.Signals[name])
             code = job.wait(8)
             assert code == 1, f"exit code {code}:\n{job.text}"

@@ -20,9 +20,9 @@ ONE_NODE: dict[str, Callable[[], list[str]]] = {
     "static": lambda: ["--master-port", str(free_port())],
 }
 TWO_NODES = ("c10d", "static")
-# torchrun's first restart often hangs until the group's timeout: a short one there.
-_PEER_TIMEOUT_S = 5
-_LIMIT_S = 60
+# A restart of torchrun often hangs until the group's timeout, or five times as long: a short one there.
+_PEER_TIMEOUT_S = 10
+_LIMIT_S, _PEER_LIMIT_S = 60, 120
 
 
 def check_one_node(
@@ -33,7 +33,7 @@ def check_one_node(
     words += [*(["--cold"] if is_cold else []), script("restarted.py"), str(rank), ",".join(deaths)]
     command = torchrun(*words, str(_PEER_TIMEOUT_S)) if peer else paceline_run(*words)
     with Launched(folder, command) as job:
-        code = job.wait(_LIMIT_S)
+        code = job.wait(_PEER_LIMIT_S if peer else _LIMIT_S)
         _check_end([job], [code], rank, deaths, size=2)
         if not peer:
             assert "Traceback" not in job.text.replace("Traceback", "", deaths.count("raise"))
@@ -64,7 +64,7 @@ def check_two_nodes(
             (place / "work").symlink_to(folder / "work")
             job = Launched(place, command, env=env, around=partial(nodes.command, node))
             jobs.append(stack.enter_context(job))
-        codes = [job.wait(_LIMIT_S) for job in jobs]
+        codes = [job.wait(_PEER_LIMIT_S if peer else _LIMIT_S) for job in jobs]
         _check_end(jobs, codes, rank, deaths, size=2)
         if not peer:
             for job in jobs:
