@@ -461,6 +461,12 @@ PAGES: dict[str, Page] = {
         "memory running out; SIGSEGV and SIGABRT are crashes of a library.",
         "Look at `dmesg` for 'Out of memory' and at the rank's log; use a smaller microbatch or fewer ranks.",
     ),
+    "PL332": Page(
+        "The ranks' output has lost its way",
+        "A process of its own carries what ranks print to the terminal and to their logs. It was killed from "
+        "outside, and the ranks were ended with it rather than left to run unseen.",
+        "Start again. Where it was the kernel, `dmesg` tells.",
+    ),
     "PL340": Page(
         "There is no such script",
         "Every rank runs the script that you name: a file, a folder or archive with a __main__.py, or with "

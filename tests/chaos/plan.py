@@ -13,8 +13,9 @@ _VICTIMS = {
     "another rank": 4,
     "launcher": 5,
     "loader worker": 4,
+    "keeper": 2,
     "fork server": 2,
-    "tee": 1,
+    "pump": 1,
     "resource tracker": 1,
     "everything": 1,
 }

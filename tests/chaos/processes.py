@@ -13,7 +13,16 @@ import psutil
 
 from tests.chaos.setting import MARK
 
-ROLES = ("launcher", "rank 0", "another rank", "loader worker", "fork server", "tee", "resource tracker")
+ROLES = (
+    "launcher",
+    "rank 0",
+    "another rank",
+    "loader worker",
+    "keeper",
+    "fork server",
+    "pump",
+    "resource tracker",
+)
 
 
 def find_marked(mark: str) -> list[psutil.Process]:
@@ -47,15 +56,17 @@ def _role(process: psutil.Process, launcher_pid: int, ranks: dict[int, int]) -> 
     if process.pid in ranks:
         return "rank 0" if ranks[process.pid] == 0 else "another rank"
     words = " ".join(process.cmdline())
-    if "tee.py" in words:
-        return "tee"
+    if "pump.py" in words:
+        return "pump"
+    if "launch.keeper" in words and process.pid not in ranks and process.ppid() in (launcher_pid, 1):
+        return "keeper"
     if "resource_tracker" in words:
         return "resource tracker"
     parent = process.parent()
     if parent is None or "forkserver" not in words:
         return None  # an orphan, or just being made
-    if parent.pid == launcher_pid or parent.pid in ranks:
-        return "fork server"  # the one that ranks come from, or one from which a rank's workers come
+    if parent.pid in ranks:
+        return "fork server"  # the one from which a rank's loader workers come
     if parent.ppid() in ranks:
         return "loader worker"
     return None  # a rank that has not begun

@@ -90,9 +90,7 @@ class Chaos:
             plan = self._plans.deal(case.nproc, case.num_workers)
             mark = f"{name}-{number:02d}"
             # Orphans may still be saving: then the newest checkpoint is not ours to damage.
-            if plan.damage is not None and (
-                before is None or before.killed not in ("launcher", "fork server")
-            ):
+            if plan.damage is not None and (before is None or before.killed not in ("launcher", "keeper")):
                 damaged |= self._damage(folder, plan.damage)
             before = self._start(folder, case, plan, mark, damaged)
             if before.status == 0:

@@ -77,9 +77,9 @@ def leave_workers_running(method):
     return next(builtins.held).item()
 
 
-def kill_fork_server():
+def kill_keeper():
     parent = psutil.Process(os.getppid())
-    assert any("forkserver" in word for word in parent.cmdline()), "or it would be the launcher"
+    assert any("keeper" in word for word in parent.cmdline()), "or it would be the launcher"
     os.kill(os.getppid(), signal.SIGKILL)
     while True:
         time.sleep(1)

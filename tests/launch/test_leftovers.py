@@ -6,14 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from multiprocessing import util
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
-from paceline.launch.leftovers import ALIVE, SOCKETS, clear_abandoned, launch_folder
+from paceline.launch.leftovers import ALIVE, clear_abandoned, launch_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +35,6 @@ def abandoned(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_there_for_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    util.get_temp_dir()  # made once per process, wherever temporary files go then
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with launch_folder() as folder:
         assert folder.parent == tmp_path
@@ -42,15 +42,12 @@ def test_a_folder_is_there_for_the_launch(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_abandoned_folder_goes_with_the_sockets(abandoned: Path) -> None:
-    sockets, other = abandoned.with_name("pymp-a"), abandoned.with_name("pymp-b")
-    for folder in (sockets, other):
-        folder.mkdir()
-        (folder / "listener-x").touch()
-    (abandoned / SOCKETS).write_text(str(sockets))
+def test_an_abandoned_folder_goes_with_what_is_in_it(abandoned: Path) -> None:
+    (abandoned / "m0").mkdir()
+    (abandoned / "m0" / "listener-x").touch()
     make_old(abandoned)
     clear_abandoned(abandoned.parent)
-    assert list(abandoned.parent.iterdir()) == [other]
+    assert list(abandoned.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("reader", ["launcher", "rank"])
@@ -72,39 +69,74 @@ def test_one_that_is_just_being_made_stays(abandoned: Path) -> None:
     assert not abandoned.exists()
 
 
-def test_what_is_named_but_not_ours_stays(abandoned: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere" / "pymp-c"
-    elsewhere.mkdir(parents=True)
-    (abandoned / SOCKETS).write_text(str(elsewhere))
-    make_old(abandoned)
-    clear_abandoned(tmp_path)
-    assert not abandoned.exists()
-    assert elsewhere.exists()
+@pytest.fixture
+def tmp() -> Iterator[Path]:
+    """A folder with a short name: the path of a socket may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="paceline-test-") as name:
+        yield Path(name)
 
 
-def test_a_killed_launch_is_cleared_by_the_next(tmp_path: Path) -> None:
-    """Its sockets, the ranks' included, are in one folder, which the launch's folder names."""
-    tmp = tmp_path / "tmp"
-    tmp.mkdir()
-    command = [sys.executable, "-c", PROGRAM, "600"]
-    options: dict[str, Any] = {"env": os.environ | {"TMPDIR": str(tmp)}, "cwd": ROOT, "text": True}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as launcher:
-        assert launcher.stdout is not None
-        where = launcher.stdout.readline().strip()
+def test_a_killed_launch_is_cleared_by_its_keeper(tmp: Path) -> None:
+    with start_launch(tmp) as launcher:
         launcher.send_signal(signal.SIGKILL)
-        launcher.wait(10)
-        assert launcher.stdout.read() == "", "read to the end: the ranks have ended"
-    [left] = tmp.glob("paceline-launch-*")
-    assert list(tmp.glob("pymp-*")) == [Path(where)]
+        wait_until_ranks_are_gone(launcher)
+        wait_until(lambda: list_left(tmp) == [])
+
+
+def test_where_the_keeper_was_killed_too_the_next_launch_clears(tmp: Path) -> None:
+    """The sockets of ranks and loader workers are in the launch's folder, so they go with it."""
+    with start_launch(tmp) as launcher:
+        [keeper] = [
+            child
+            for child in psutil.Process(launcher.pid).children()
+            if "keeper" in " ".join(child.cmdline())
+        ]
+        for pid in (launcher.pid, keeper.pid):
+            os.kill(pid, signal.SIGKILL)
+        wait_until_ranks_are_gone(launcher)
+    [left] = list_left(tmp)
+    assert left.name.startswith("paceline-launch-")
     make_old(left)
-    done = subprocess.run([*command[:-1], "0"], capture_output=True, timeout=60, **options)
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in tmp.iterdir() if not path.name.startswith("torchinductor")] == []
+    clear_abandoned(tmp)
+    assert list_left(tmp) == []
 
 
 PROGRAM = """
-import sys
 from paceline.launch.local import launch
 from tests.launch.jobs import tell_where_sockets_go
-launch(tell_where_sockets_go, nproc=1, args=(float(sys.argv[1]),))
+launch(tell_where_sockets_go, nproc=1, args=(600,))
 """
+
+
+def start_launch(tmp: Path) -> subprocess.Popen[str]:
+    """A launcher whose rank has told where multiprocessing's sockets go: below the launch's folder."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"TMPDIR": str(tmp)},
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    assert launcher.stdout is not None
+    where = Path(launcher.stdout.readline().strip())
+    if where.parent.parent != tmp:
+        launcher.kill()
+    assert where.parent.parent == tmp
+    return launcher
+
+
+def wait_until_ranks_are_gone(launcher: subprocess.Popen[str]) -> None:
+    assert launcher.stdout is not None
+    launcher.wait(10)
+    assert launcher.stdout.read() == "", "read to the end: all who could write have ended"
+
+
+def list_left(tmp: Path) -> list[Path]:
+    return [path for path in tmp.iterdir() if not path.name.startswith("torchinductor")]
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not is_done() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert is_done()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import paceline
 from paceline.errors import PacelineError, RecipeErrors
-from paceline.launch.failure import RankFailed
+from paceline.launch.failure import PumpLost, RankFailed
 from paceline.launch.script import Become, run_as_main
 
 # One module per command; each has `register(subparsers)` and is light to import.
@@ -72,7 +72,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except PacelineError as error:
         _tell(error, as_json=getattr(args, "json", False))
         return error.exit_code
-    except RankFailed as failure:
+    except (RankFailed, PumpLost) as failure:
         print(f"paceline: {failure}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:

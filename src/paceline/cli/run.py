@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 _DESCRIPTION = """
 Runs a script on many ranks, as torchrun does and with torchrun's flags. torch is imported once and the ranks
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     import sys
 
     from paceline.errors import PacelineError
-    from paceline.launch.failure import RankFailed
+    from paceline.launch.failure import PumpLost, RankFailed
     from paceline.launch.run import run_script
     from paceline.launch.stop import Interrupted
 
@@ -55,9 +56,13 @@ def run(args: argparse.Namespace) -> int:
             rule="A rank computes with one thread at least.",
             fix="Leave it out for cores / ranks.",
         )
+    code = 0
     try:
         run_script(args, cold=args.cold, threads=args.threads_per_rank)
-    except (RankFailed, Interrupted) as end:
+    except (RankFailed, Interrupted, PumpLost) as end:
         print(f"paceline: {end}", file=sys.stderr, flush=True)
-        return end.exit_code
-    return 0
+        code = end.exit_code
+    # All that was ours is closed. Python's own end, with torch loaded, would hold up the shell's prompt, and
+    # the agent's thread may be waiting in torch for a node that is gone.
+    sys.stdout.flush()
+    os._exit(code)

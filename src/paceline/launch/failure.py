@@ -65,8 +65,8 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
             maybe = ""
             if self.signal_name == "SIGKILL" and not self.hint:
                 maybe = (
-                    " Maybe memory ran out and the kernel chose it: see dmesg, and use a smaller microbatch or "
-                    "fewer ranks."
+                    " Maybe memory ran out and the kernel chose it: see dmesg, and use a smaller microbatch "
+                    "or fewer ranks."
                 )
             text = f"rank {self.rank} was killed by {self.signal_name}{where}.{maybe} [PL331]"
         elif self.trace:
@@ -79,6 +79,18 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
             *([self.hint] if self.hint else []),
         ]
         return "\n".join(parts).rstrip()
+
+
+class PumpLost(Exception):  # noqa: N818 (an event, told as one)
+    """The process that carries the ranks' output was killed, and the ranks were ended."""
+
+    exit_code = 1
+
+    def __str__(self) -> str:
+        return (
+            "the process that carries the ranks' output was killed from outside; the ranks were ended, as "
+            "nobody would have seen what they print. [PL332]"
+        )
 
 
 def _signal_name(status: int) -> str | None:
@@ -132,7 +144,9 @@ def describe_ending(rank: int, error: BaseException) -> Ending:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, PacelineError):
         pickled = base64.b64encode(pickle.dumps(error)).decode()
-        return Ending(rank, "error", error.exit_code, now, trace=trace, pickled=pickled)
+        # One of ours may tell of a peer's end too: that ranks don't find each other, for example.
+        follower = has_lost_peer(str(error))
+        return Ending(rank, "error", error.exit_code, now, follower, trace, pickled)
     return Ending(rank, "error", 1, now, has_lost_peer(str(error)), trace)
 
 

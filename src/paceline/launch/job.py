@@ -12,6 +12,7 @@ from paceline.launch.keeper import Start
 from paceline.launch.memory import OomCounts, count_oom_kills
 from paceline.launch.ranks import Rounds
 from paceline.launch.script import Script
+from paceline.launch.streams import Pump, open_streams
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Job:
         folder: the launcher's folder for what ranks leave word of.
         logs: the folder of the ranks' logs.
         keeps_logs: whether it stays; set when a rank fails.
+        pump: copies what ranks print.
         is_warm: whether ranks are forked, rather than started by a Python of their own.
         rounds: how often ranks were started, and whether they shall stop.
         ooms: what the kernel had killed for memory before.
@@ -34,6 +36,7 @@ class Job:
     folder: Path
     logs: Path
     keeps_logs: bool
+    pump: Pump
     is_warm: bool
     rounds: Rounds = field(default_factory=Rounds)
     ooms: OomCounts = field(default_factory=count_oom_kills)
@@ -43,8 +46,10 @@ class Job:
         """Where the ranks of this round leave word."""
         return self.folder / f"attempt-{max(0, self.rounds.number)}"
 
-    def build_start(self, *, args: tuple[str, ...], env: dict[str, str], **wishes: Any) -> Start:
-        """What torchelastic wants started, in the keeper's words."""
+    def build_start(
+        self, *, args: tuple[str, ...], env: dict[str, str], **wishes: Any
+    ) -> tuple[Start, tuple[int, int]]:
+        """What torchelastic wants started, in the keeper's words, and its stdout and stderr."""
         self.attempt.mkdir(exist_ok=True)
         rank = int(env["RANK"])
         command = (wishes["entrypoint"], *map(str, args))
@@ -52,14 +57,16 @@ class Job:
             from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as bind
 
             command = bind(command, gpu_index=wishes["local_rank_id"], numa_options=wishes["numa_options"])
-        return Start(
+        log = str(self.logs / f"rank-{rank:04d}.log")
+        start = Start(
             local_rank=wishes["local_rank_id"],
             rank=rank,
             environ={**os.environ, **env},
             command=tuple(command),
-            script=self.script if self.is_warm else None,
-            stdout=wishes["stdout"] or "",
-            stderr=wishes["stderr"] or "",
-            log=str(self.logs / f"rank-{rank:04d}.log"),
+            entry=self.script if self.is_warm else None,
+            log=log,
             folder=str(self.attempt),
+            launch_folder=str(self.folder),
         )
+        files = (wishes["stdout"] or "", wishes["stderr"] or "")
+        return start, open_streams(self.pump, *files, log, shows=True, persists=False)

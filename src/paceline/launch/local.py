@@ -1,48 +1,51 @@
-"""Starts ranks on this machine and waits for them, on torchelastic's agent.
+"""Starts ranks on this machine for a function and waits for them, on torchelastic's agent.
 
-Who does what: the agent (torch's) starts the processes, hosts the store where they meet and notices
-when one ends. `rank.py` runs around the function inside each. Here: what is checked before, how a
-function gets into another process, signals, and one verdict at the end.
+Who does what: the agent (torch's) gives numbers to ranks, hosts the store where they meet and notices when
+one ends (`agent.py`). The keeper starts them (`keeper.py`); `call.py` runs around the function inside each.
+Here: what is checked before, how a function gets into another process, and one verdict at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import pickle
 import signal
 import sys
-import threading
-import time
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.launch.failure import ASKED_TO_STOP, RankFailed, find_cause, read_endings
-from paceline.launch.leftovers import ALIVE, launch_folder
-from paceline.launch.rank import STOPPING, Job, run_rank
+from paceline.launch.call import Call, prepare_main
+from paceline.launch.failure import ASKED_TO_STOP, PumpLost, RankFailed, find_cause, read_endings
+from paceline.launch.import_environment import READ_AT_IMPORT
+from paceline.launch.keeper import Start
+from paceline.launch.leftovers import launch_folder
+from paceline.launch.memory import OomCounts, count_oom_kills, explain_kill
+from paceline.launch.ranks import (
+    RankHandler,
+    RankProcess,
+    Ranks,
+    Rounds,
+    fork_keeper_for_call,
+    spawn_keeper,
+)
+from paceline.launch.stop import stop_by_signals
+from paceline.launch.streams import Pump, open_streams
 from paceline.place import is_launched
 
 # What importing torch in a fresh process costs before any model (220 MB measured with gloo).
 RANK_BYTES = 250_000_000
 _RANKS_PER_CORE = 8
-_PRELOAD = [
-    "paceline.launch.own_session",
-    *("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "paceline.launch.rank"),
-]
-# `timeout` and some schedulers send a signal twice, to the process and to its group.
-_SECOND_AFTER_S = 0.5
-# torch reads some of these when it is imported, which the fork server did when it started.
-_READ_AT_IMPORT = ("TORCH", "PYTORCH", "CUDA", "NCCL", "GLOO", "OMP", "MKL", "KMP", "LD_", "PYTHON")
-_server_environ: dict[str, str] | None = None
-
-StartMethod = Literal["forkserver", "spawn", "fork"]
+# How long a rank may be stuck after another one has failed, before it is killed. torchelastic waits for 30 s.
+_STUCK_S = 5.0
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP"
+# torch reads them when it is imported, which the keeper did when it started.
+_READ = sorted(set().union(*READ_AT_IMPORT.values()))
 
 
 def launch(
@@ -77,20 +80,19 @@ def launch(
         SystemExit: the ranks stopped because they were asked to (130 for Ctrl-C, 143 for SIGTERM).
     """
     check_launch(nproc, device)
-    method, payload = _choose_start(fn, tuple(args))
-    with ExitStack() as stack:
-        folder = stack.enter_context(launch_folder())
-        alive = stack.enter_context(_alive_pipe(folder))
-        job = Job(
-            payload=payload,
-            environ=dict(os.environ),
-            path=list(sys.path),
-            folder=str(folder),
-            log_dir=None if log_dir is None else str(_make_log_dir(log_dir)),
-            forked=method == "fork",
-            alive_fd=alive,
-        )
-        return _run(job, nproc, method, folder, stop_timeout_s)
+    call = _choose_call(fn, tuple(args))
+    logs = None if log_dir is None else _make_log_dir(log_dir)
+    ranks = fork_keeper_for_call(call) if call.is_forked else _take_keeper()
+    copier = None if logs is None else Pump()
+    try:
+        with launch_folder() as folder:
+            job = _Job(call, folder, logs, copier)
+            return _run(job, ranks, nproc, stop_timeout_s)
+    finally:
+        if copier is not None:
+            copier.close()
+        if call.is_forked:
+            ranks.finish(kills=True)
 
 
 def check_launch(nproc: int, device: str = "auto") -> None:
@@ -157,15 +159,13 @@ def _check_room(nproc: int, device: str) -> None:
 # ---- how a function gets into another process
 
 
-def _choose_start(
-    fn: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[StartMethod, bytes | tuple[Callable[..., Any], tuple[Any, ...]]]:
+def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Call:
     """Fresh processes where the function can be found by name, forks of this one where it can't."""
     try:
         payload = pickle.dumps((fn, args))
         trouble = "it is defined in a notebook, in a shell or on standard input"
-        if b"__main__" not in payload or _main_is_importable():
-            return _fresh_method(), payload
+        if sys.platform == "linux" and (b"__main__" not in payload or _main_is_importable()):
+            return Call(payload, prepare_main(needs_main=b"__main__" in payload))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         trouble = str(error)
     import torch
@@ -180,7 +180,7 @@ def _choose_start(
             rule="Such a function is reached by forking this process, and CUDA does not survive a fork.",
             fix="Put the function into a module and import it, or call launch() before CUDA is first used.",
         )
-    return "fork", (fn, args)
+    return Call((fn, args))
 
 
 def _main_is_importable() -> bool:
@@ -192,211 +192,132 @@ def _main_is_importable() -> bool:
     return os.path.isfile(getattr(main, "__file__", None) or "")
 
 
-def _fresh_method() -> StartMethod:
-    """Forks of a server that has torch loaded; cold processes where the server would be out of date."""
-    global _server_environ
-    if sys.platform != "linux":
-        return "spawn"
-    now = {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_IMPORT)}
-    if _server_environ is None:
-        _server_environ = now
-    return "forkserver" if now == _server_environ else "spawn"
+# The keeper of this process, kept for the next launch, and the environment that it has imported torch in.
+_keeper: tuple[Ranks, int, dict[str, str]] | None = None
 
 
-@contextmanager
-def _main_without_file() -> Iterator[None]:
-    """Hides the `<stdin>` that multiprocessing would take for a script's path."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if path is None or os.path.isfile(path):
-        yield
-        return
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = path
+def warm_up() -> None:
+    """Starts the process that ranks are forked from; it imports torch while this one does other things."""
+    global _keeper
+    now = {name: os.environ[name] for name in _READ if name in os.environ}
+    if _keeper is not None:
+        ranks, owner, environ = _keeper
+        if owner == os.getpid() and environ == now and not ranks.keeper_died:
+            return
+        if owner == os.getpid():
+            ranks.finish(kills=False)
+    _keeper = spawn_keeper(), os.getpid(), now
+
+
+def _take_keeper() -> Ranks:
+    warm_up()
+    assert _keeper is not None
+    return _keeper[0]
 
 
 # ---- running
 
 
-def _run(job: Job, nproc: int, method: StartMethod, folder: Path, stop_timeout_s: float) -> list[Any]:
-    # These take a second to import, and only a launcher needs them.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+@dataclass
+class _Job:
+    """What the launcher keeps of one launch."""
 
-    if method == "forkserver":
-        import multiprocessing
-        from multiprocessing import resource_tracker
+    call: Call
+    folder: Path
+    logs: Path | None
+    pump: Pump | None
+    rounds: Rounds = field(default_factory=Rounds)
+    ooms: OomCounts = field(default_factory=count_oom_kills)
 
-        multiprocessing.set_forkserver_preload(_PRELOAD)
-        # It ignores Ctrl-C and SIGTERM by itself, but a closing terminal would end it before the ranks.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-        try:
-            resource_tracker.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    def build_start(
+        self, *, env: dict[str, str], local_rank_id: int, **wishes: Any
+    ) -> tuple[Start, tuple[int, int]]:
+        """What torchelastic wants started, in the keeper's words, and its stdout and stderr."""
+        rank = int(env["RANK"])
+        log = "" if self.logs is None else str(self.logs / f"rank-{rank:04d}.log")
+        folder = str(self.folder)
+        # A forked keeper has the function already, which can't be sent.
+        entry = Call(b"") if self.call.is_forked else self.call
+        start = Start(local_rank_id, rank, {**os.environ, **env}, (), entry, log, folder, folder)
+        return start, open_streams(self.pump, "", "", log, shows=rank == 0, persists=True)
+
+
+def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any]:
+    # These take a while to import, and only a launcher needs them.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from paceline.launch.agent import ONE_NODE, quiet_torchelastic, run_agent, start_thread
+
+    patience_s = max(1, round(stop_timeout_s))
     settings: dict[str, Any] = {
         "min_nodes": 1,
         "max_nodes": 1,
         "nproc_per_node": nproc,
         "run_id": uuid.uuid4().hex,
         "role": "paceline",
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "127.0.0.1:0",
-        "local_addr": "127.0.0.1",
+        "rdzv_backend": ONE_NODE,
         "max_restarts": 0,
         "monitor_interval": 0.05,
-        "start_method": method,
-        "logs_specs": DefaultLogsSpecs(log_dir=str(folder / "torchelastic")),
-        "shutdown_timeout": max(1, round(stop_timeout_s)),
-        "signals_to_handle": "",  # `_signals` does
+        "logs_specs": DefaultLogsSpecs(log_dir=str(job.folder / "torchelastic")),
+        "shutdown_timeout": patience_s,
     }
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}  # older torch has fewer
-    extra = {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(settings["shutdown_timeout"]),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",
-        # Counting CUDA devices the other way would spoil CUDA in forked ranks.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }
+    known = {entry.name for entry in dataclasses.fields(LaunchConfig)}  # older torch has fewer
+    config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
+    build = partial(RankHandler, ranks, job.build_start, _STUCK_S)
+    outcome: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run_agent(config, "paceline.launch", [], build, ranks, job.rounds)
+        except BaseException as error:
+            outcome.append(error)
+
     try:
-        with _environment(extra), _quiet_torchelastic(), _signals(folder), _main_without_file():
-            config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
-            results = elastic_launch(config, run_rank)(job)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        _raise_failure(folder, rank, failure.exitcode)
-    except SignalException as error:
-        cause = find_cause(read_endings(folder))
-        if cause is not None and not cause.follower:
-            _raise_failure(folder, cause.rank, cause.code)
-        raise SystemExit(128 + error.sigval) from None
-    stopped = [ending.code for ending in read_endings(folder) if ending.code in ASKED_TO_STOP]
+        stopping = stop_by_signals(_SIGNALS, patience_s, job.rounds, ranks, hangup=signal.SIGTERM)
+        with stopping as stop, quiet_torchelastic():
+            stop.supervise(start_thread(work), job.pump)
+        if stop.lost:
+            raise PumpLost
+        _judge(job, ranks, outcome[0] if outcome else None)
+        return [pickle.loads((job.folder / f"result-{rank}").read_bytes()) for rank in range(nproc)]
+    finally:
+        if job.pump is not None:
+            job.pump.drain()
+        ranks.sweep(kills=True)
+
+
+def _judge(job: _Job, ranks: Ranks, error: BaseException | None) -> None:
+    """Raises what ended the launch, if it did not end well: the error of the rank that failed first."""
+    endings = read_endings(job.folder)
+    cause = find_cause(endings)
+    stopped = [ending.code for ending in endings if ending.code in ASKED_TO_STOP]
+    if job.rounds.asked is not None and (cause is None or cause.follower):
+        raise SystemExit(128 + job.rounds.asked)
+    failed = [rank for rank in ranks.latest if rank.returncode not in (0, None) and not rank.asked]
+    died = min(failed, key=lambda rank: rank.ended_s or 0.0, default=None)
+    if died is not None and (cause is None or (cause.follower and (died.returncode or 0) < 0)):
+        raise RankFailed(died.start.rank, died.returncode or 1, hint=_explain(job, ranks, died)) from None
+    if cause is not None:
+        ours = cause.error()
+        if ours is not None:
+            raise ours from None
+        raise RankFailed(cause.rank, cause.code, cause.trace) from None
     if stopped:
         raise SystemExit(stopped[0])
-    return [pickle.loads(results[rank]) for rank in range(nproc)]
+    if error is not None:
+        raise error
 
 
-def _raise_failure(folder: Path, rank: int, status: int) -> NoReturn:
-    """One error for the whole launch: that of the rank that failed first."""
-    cause = find_cause(read_endings(folder))
-    if cause is None or (cause.follower and status < 0):
-        hint = ""
-        if _lives(folder, rank):
-            hint = (
-                "Its process lives on: the server that ranks are forked from was killed. The ranks notice "
-                "that this process has gone, save and leave."
-            )
-        elif status >= 0 and not (folder / f"began-{rank}").exists():
-            hint = (
-                "It ended before it reached the function: a script that calls launch() needs the line "
-                'if __name__ == "__main__": above the call.'
-            )
-        raise RankFailed(rank, status, hint=hint) from None
-    ours = cause.error()
-    if ours is not None:
-        raise ours from None
-    raise RankFailed(cause.rank, cause.code, cause.trace) from None
-
-
-def _lives(folder: Path, rank: int) -> bool:
-    import psutil
-
-    with suppress(OSError, ValueError, psutil.NoSuchProcess):
-        process = psutil.Process(int((folder / f"began-{rank}").read_text()))
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-@contextmanager
-def _alive_pipe(folder: Path) -> Iterator[int]:
-    """A named pipe that reads as ended once this process has gone, whatever ended it."""
-    path = folder / ALIVE
-    os.mkfifo(path)
-    # Opened for both, because opening for writing alone waits for a reader.
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _signals(folder: Path) -> Iterator[None]:
-    """Passes the first Ctrl-C or SIGTERM on to the ranks by way of the agent; a second Ctrl-C kills them."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
-        return
-    asked_s: float | None = None
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_s
-        if asked_s is not None:
-            if number == signal.SIGINT and time.monotonic() - asked_s > _SECOND_AFTER_S:
-                _kill_ranks(folder)
-            return
-        asked_s = time.monotonic()
-        (folder / STOPPING).touch()
-        # A closed terminal asks for the same as SIGTERM: save and leave.
-        wish = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-        raise SignalException(f"got {wish.name}", sigval=wish)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        # nohup stays immune to hang-ups. An ignored SIGINT is taken all the same, as torchrun does: shells
-        # ignore it for every background job, and whoever sends it by hand means it.
-        if number != signal.SIGHUP or handler is not signal.SIG_IGN:
-            signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-def _kill_ranks(folder: Path) -> None:
-    for path in folder.glob("began-*"):
-        with suppress(ProcessLookupError, ValueError):
-            os.kill(int(path.read_text()), signal.SIGKILL)
-
-
-@contextmanager
-def _environment(extra: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in extra}
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _quiet_torchelastic() -> Iterator[None]:
-    """Silences the agent's log lines: `launch` tells the same, once and with the cause."""
-    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
-    loggers = [
-        logger
-        for name, logger in logging.root.manager.loggerDict.items()
-        if name.startswith(names) and isinstance(logger, logging.Logger) and not logger.disabled
-    ]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            # Python 3.12 warns of a fork beside threads; `_choose_start` says when that is right.
-            warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
-            yield
-    finally:
-        for logger in loggers:
-            logger.disabled = False
+def _explain(job: _Job, ranks: Ranks, died: RankProcess) -> str:
+    if ranks.keeper_died:
+        return "The process that ranks are forked from was killed, and the ranks with it."
+    if (died.returncode or 0) >= 0 and not (job.folder / f"began-{died.start.rank}").exists():
+        return (
+            "It ended before it reached the function: a script that calls launch() needs the line "
+            'if __name__ == "__main__": above the call.'
+        )
+    return "" if died.returncode != -signal.SIGKILL else explain_kill(died.pid, job.ooms)
 
 
 def _make_log_dir(path: str | os.PathLike[str]) -> Path:

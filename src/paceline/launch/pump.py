@@ -1,26 +1,30 @@
 """The process that carries what ranks print: to the terminal, and to each rank's log.
 
-A rank writes into a pipe, or into a pseudo-terminal where the launcher writes to a terminal, so that
-progress bars work. Whole lines reach the terminal, so that ranks don't write into each other's; a line that
-isn't ended within a moment is passed on as it is. The log gets no control sequences, and of a line that is
-drawn over and over (a progress bar) the last state only. It is a process of its own, forked before anything
-is imported: it outlives a rank that crashes and so keeps its last words, and a terminal that is stopped stops
-only those who write to it.
+A rank writes into a pipe, or into a pseudo-terminal where the launcher writes to a terminal, so that progress
+bars work. Whole lines reach the terminal, so that ranks don't write into each other's; a line that isn't
+ended within a moment is passed on as it is. The log gets no control sequences, and of a line that is drawn
+over and over (a progress bar) the last state only. It is a process of its own (`pump.py FD`), with the
+standard library only: it outlives a rank that crashes and so keeps its last words, and a terminal that is
+stopped stops only those who write to it.
 
-Protocol, on one socket (`SOCK_SEQPACKET`): a message `{"log": path, "to": 1, 2 or 0}` with one file
-descriptor to read from; `drain` is answered with `dry` once everything that was written has been passed on.
+Protocol, on one socket (`SOCK_SEQPACKET`): a message `{"log": path, "to": 1, 2 or 0, "persists": bool}` with
+one file descriptor to read from; `drain` is answered with `dry` once everything that was written has been
+passed on. Where the socket ends, launcher and keeper have gone, both: after some seconds it kills whoever
+still writes to its pipes, and leaves.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import json
 import os
 import re
 import selectors
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass
 
@@ -30,6 +34,10 @@ _PATIENCE_S = 0.05
 _MOST_BYTES = 65536
 # A child of a rank may hold its pipe open for ever; this long after the last output it is dry all the same.
 _DRY_AFTER_S = 0.2
+# How long ranks may take once launcher and keeper have gone; longer than the keeper gives them.
+_GRACE_S = 12.0
+# The number of a pseudo-terminal (ioctl_tty(2)).
+_TIOCGPTN = 0x80045430
 DRAIN, DRY = b"drain", b"dry"
 
 
@@ -37,16 +45,11 @@ DRAIN, DRY = b"drain", b"dry"
 class _Stream:
     log: int
     to: int
+    persists: bool
     # What waits for the end of its line: on its way to the terminal, and to the log.
     rest: bytes = b""
     log_rest: bytes = b""
     since_s: float = 0.0
-
-
-def send_stream(channel: socket.socket, fd: int, log: str, to: int) -> None:
-    """Gives a descriptor to the pump, which copies what it reads to the log and, unless 0, to `to`."""
-    words = json.dumps({"log": log, "to": to}).encode()
-    channel.sendmsg([words], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
 
 
 def run_pump(channel: socket.socket) -> None:
@@ -63,12 +66,17 @@ class _Pump:
         self._inputs.register(channel, selectors.EVENT_READ, None)
         self._streams: dict[int, _Stream] = {}
         self._is_draining = False
+        self._alone_s: float | None = None
         self._last_s = time.monotonic()
 
     def run(self) -> None:
         while self._inputs.get_map():
+            if self._alone_s is not None and time.monotonic() - self._alone_s > _GRACE_S:
+                self._end_writers()
+                return
             waiting = any(stream.rest for stream in self._streams.values())
-            ready = self._inputs.select(_PATIENCE_S if waiting or self._is_draining else None)
+            is_idle = not waiting and not self._is_draining and self._alone_s is None
+            ready = self._inputs.select(None if is_idle else _PATIENCE_S)
             for key, _ in ready:
                 if key.data is None:
                     self._listen()
@@ -82,6 +90,7 @@ class _Pump:
         words, ancillary, _, _ = self._channel.recvmsg(4096, socket.CMSG_SPACE(4))
         if not words:
             self._inputs.unregister(self._channel)
+            self._alone_s = time.monotonic()
         elif words == DRAIN:
             self._is_draining = True
             self._last_s = time.monotonic()
@@ -90,7 +99,7 @@ class _Pump:
             fds.frombytes(ancillary[0][2][:4])
             wish = json.loads(words)
             log = os.open(wish["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            self._streams[fds[0]] = _Stream(log, wish["to"])
+            self._streams[fds[0]] = _Stream(log, wish["to"], wish["persists"])
             self._inputs.register(fds[0], selectors.EVENT_READ, self._streams[fds[0]])
 
     def _tell_dry(self) -> None:
@@ -119,6 +128,17 @@ class _Pump:
             cut = len(stream.rest)
         self._write(fd, stream, cut)
 
+    def _end_writers(self) -> None:
+        """Kills the processes that hold the other end of one of the streams: nobody else is left to do it."""
+        names = {_name_of_peer(fd) for fd in self._streams}
+        for entry in os.listdir("/proc"):
+            if not entry.isdigit() or int(entry) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                folder = f"/proc/{entry}/fd"
+                if any(os.readlink(f"{folder}/{fd}") in names for fd in os.listdir(folder)):
+                    os.kill(int(entry), signal.SIGKILL)
+
     def _pass_on_old(self) -> None:
         now = time.monotonic()
         for fd, stream in list(self._streams.items()):
@@ -130,9 +150,11 @@ class _Pump:
         stream.since_s = time.monotonic()
         try:
             _write_all(stream.to, data)
-        except OSError:  # whoever read the output has gone: the rank shall notice, as it would without us
+        except OSError:  # whoever read the output has gone
             stream.rest = b""
-            self._close(fd, stream)
+            stream.to = 0
+            if not stream.persists:  # the rank shall notice, as it would without us
+                self._close(fd, stream)
 
     def _log(self, stream: _Stream, data: bytes) -> None:
         *lines, last = (stream.log_rest + data).split(b"\n")
@@ -153,6 +175,15 @@ class _Pump:
         os.close(stream.log)
 
 
+def _name_of_peer(fd: int) -> str:
+    """How the writing end of a pipe or pseudo-terminal is named in /proc."""
+    name = os.readlink(f"/proc/self/fd/{fd}")
+    if name.startswith("pipe:"):
+        return name
+    number = fcntl.ioctl(fd, _TIOCGPTN, b"\0" * 4)
+    return f"/dev/pts/{int.from_bytes(number, sys.byteorder)}"
+
+
 def _plain(line: bytes) -> bytes:
     text = _CONTROL.sub(b"", line.rstrip(b"\r"))
     return text.rsplit(b"\r", 1)[-1]
@@ -161,3 +192,7 @@ def _plain(line: bytes) -> bytes:
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+if __name__ == "__main__":
+    run_pump(socket.socket(fileno=int(sys.argv[1])))

@@ -1,6 +1,6 @@
-"""The launcher's side of `keeper.py`: starts the keeper and the pump, and holds this node's ranks.
+"""The launcher's side of `keeper.py`: starts the keeper, and holds this node's ranks.
 
-`start_keeper` forks, so it comes before any thread, any context and anything of torchelastic. In a forked
+`fork_keeper` forks, so it comes before any thread, any context and anything of torchelastic. In a forked
 rank it does not return: it raises `Become`.
 """
 
@@ -8,74 +8,47 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.keeper import Ended, Finish, Finished, Keeper, Kill, Refused, Start, Started
-from paceline.launch.pump import DRAIN, run_pump
-from paceline.launch.script import Become, Place
+from paceline.launch.call import Call
+from paceline.launch.family import adopt_orphans, end_descendants, send_to_group
+from paceline.launch.keeper import (
+    Ended,
+    Keeper,
+    Kill,
+    Refused,
+    Start,
+    Started,
+    Sweep,
+    Swept,
+    leave_terminal,
+    serve_calls,
+)
+from paceline.launch.script import Become, Place, Script
+from paceline.launch.streams import Pump
 from paceline.launch.warm import Warmth
 
 COLD = "cold-"
 """Begins the name of a file that a rank leaves which has started over, with the variables that made it."""
-_DRY_S = 3.0
-_FINISH_S = 30.0
+_SWEEP_S = 30.0
 _START_S = 60.0
 
 
-@dataclass(frozen=True)
-class Pump:
-    """The pump's process, and the socket to it."""
-
-    pid: int
-    channel: socket.socket
-
-    def drain(self) -> None:
-        """Waits until what ranks have printed has been passed on, a few seconds at most."""
-        with suppress(OSError):
-            self.channel.settimeout(_DRY_S)
-            self.channel.send(DRAIN)
-            self.channel.recv(16)
-
-    def close(self) -> None:
-        """Ends the process."""
-        self.channel.close()
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-
-
-def start_pump() -> Pump:
-    """Forks the pump; the earlier, the smaller it is."""
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            ours.close()
-            run_pump(its)
-        finally:
-            os._exit(0)
-    its.close()
-    return Pump(pid, ours)
-
-
-def start_keeper(pump: Pump, folder: str, warmth: Warmth | None, load: Sequence[str] = ()) -> Ranks:
-    """Forks the keeper from this process.
+def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> Ranks:
+    """Forks the keeper from this process, for scripts.
 
     Args:
-        pump: takes what ranks print.
-        folder: the launcher's folder, which the keeper removes where the launcher can't.
+        pump: the one that ranks print through.
         warmth: what this process has imported for the ranks; None where all of them start cold.
         load: what the keeper shall import besides, while the launcher does other things.
 
@@ -86,20 +59,48 @@ def start_keeper(pump: Pump, folder: str, warmth: Warmth | None, load: Sequence[
     pid = os.fork()
     if pid:
         its.close()
-        return Ranks(pid, ours, pump)
+        adopt_orphans()
+        return Ranks(pid, ours, ends_orphans_except={pump.pid})
     try:
+        leave_terminal()
         ours.close()
         if warmth is not None:
             warmth.load(load)
             warmth.freeze()
-        start = Keeper(its, pump.channel, folder).serve()
+        start = Keeper(its, pump).serve()
     except BaseException:
         # Nobody above may take this process for the launcher.
         sys.excepthook(*sys.exc_info())
         os._exit(1)
-    assert start.script is not None
+    assert isinstance(start.entry, Script)
     place = Place(start.rank, start.folder, start.log)
-    raise Become(start.script, place, partial(_prepare, start, warmth))
+    raise Become(start.entry, place, partial(_prepare, start, warmth))
+
+
+def spawn_keeper() -> Ranks:
+    """Starts a keeper for functions in a process of its own, which imports torch meanwhile."""
+    ours, its = Pipe()
+    code = "import sys; sys.path[:] = eval(sys.argv.pop()); from paceline.launch.keeper import main; main()"
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-c", code, str(its.fileno()), repr(sys.path)]
+    with its:
+        process = subprocess.Popen(command, pass_fds=[its.fileno()], start_new_session=True)
+    return Ranks(process.pid, ours, process)
+
+
+def fork_keeper_for_call(call: Call) -> Ranks:
+    """Forks a keeper whose ranks have all that this process has, a notebook's functions for example."""
+    ours, its = Pipe()
+    pid = os.fork()
+    if pid:
+        its.close()
+        return Ranks(pid, ours)
+    try:
+        leave_terminal()
+        ours.close()
+        serve_calls(its, call)
+    finally:
+        os._exit(1)
 
 
 def _prepare(start: Start, warmth: Warmth | None) -> None:
@@ -125,8 +126,8 @@ def _start_over(start: Start, variables: list[str]) -> None:
         (Path(start.folder) / f"{COLD}{start.rank}").write_text(" ".join(variables), encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    assert start.script is not None
-    os.execve(sys.executable, [sys.executable, "-u", *start.script.words], start.environ)
+    assert isinstance(start.entry, Script)
+    os.execve(sys.executable, [sys.executable, "-u", *start.entry.words], start.environ)
 
 
 class RankProcess:
@@ -172,8 +173,7 @@ class RankProcess:
         """Sends a signal to its process group, as torchrun does; the same one once only."""
         if self.returncode is None and self.pid and number not in self.asked:
             self.asked.add(number)
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+            send_to_group(self.pid, number)
 
 
 class Ranks:
@@ -183,15 +183,22 @@ class Ranks:
         keeper_died: whether the keeper ended before it was told to.
     """
 
-    def __init__(self, keeper_pid: int, connection: Connection, pump: Pump) -> None:
+    def __init__(
+        self,
+        keeper_pid: int,
+        connection: Connection,
+        process: subprocess.Popen[bytes] | None = None,
+        ends_orphans_except: set[int] | None = None,
+    ) -> None:
         self.keeper_pid = keeper_pid
-        self.pump = pump
         self.keeper_died = False
         self._connection = connection
+        self._process = process
+        self._spared = ends_orphans_except
         self._lock = threading.Lock()
         self._started: list[RankProcess] = []
-        self._finished = threading.Event()
-        self._reader: threading.Thread | None = None
+        self._swept = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="paceline-ranks", daemon=True)
 
     @property
     def running(self) -> list[RankProcess]:
@@ -203,18 +210,24 @@ class Ranks:
         """The newest process of each local rank."""
         return list({rank.start.local_rank: rank for rank in self._started}.values())
 
-    def start(self, start: Start) -> RankProcess:
-        """Starts a rank.
+    def start(self, start: Start, streams: tuple[int, int]) -> RankProcess:
+        """Starts a rank with these descriptors as stdout and stderr, which it closes here.
 
         Raises:
-            OSError: it could not be.
+            OSError: it could not be started.
         """
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read, name="paceline-ranks", daemon=True)
+        if self._reader.ident is None:
             self._reader.start()
         rank = RankProcess(start)
         self._started.append(rank)
-        self._tell(start)
+        try:
+            with self._lock, suppress(OSError):  # the reader notices that the keeper has gone
+                self._connection.send(start)
+                for fd in streams:
+                    send_handle(self._connection, fd, self.keeper_pid)
+        finally:
+            for fd in streams:
+                os.close(fd)
         rank.await_start()
         return rank
 
@@ -229,17 +242,33 @@ class Ranks:
             rank.asked.add(signal.SIGKILL)
             self._tell(Kill(rank.pid))
 
-    def finish(self, *, kills: bool) -> None:
-        """Ends the keeper and the pump; with `kills` also everything that ranks have left behind."""
-        self.pump.drain()
-        self._tell(Finish(kills))
-        if self._reader is not None and not self._finished.wait(_FINISH_S) and not self.keeper_died:
-            os.kill(self.keeper_pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.keeper_pid, 0)
-        self.pump.close()
+    def sweep(self, *, kills: bool) -> None:
+        """Ends the job; with `kills`, also everything that ranks have left behind."""
+        self._ask(Sweep(kills, leaves=False))
+        self._started.clear()
 
-    def _tell(self, message: Any) -> None:
+    def finish(self, *, kills: bool) -> None:
+        """Ends the job and the keeper."""
+        self._ask(Sweep(kills, leaves=True))
+        with suppress(ChildProcessError):
+            if self._process is not None:
+                self._process.wait()
+            else:
+                os.waitpid(self.keeper_pid, 0)
+        if self.keeper_died and self._spared is not None:
+            # What it had adopted, and its ranks' children, are this process's own now.
+            end_descendants(lambda: None, self._spared)
+        self._connection.close()
+
+    def _ask(self, sweep: Sweep) -> None:
+        if self._reader.ident is None:
+            self._reader.start()
+        self._swept.clear()
+        self._tell(sweep)
+        if not self.keeper_died and not self._swept.wait(_SWEEP_S):
+            os.kill(self.keeper_pid, signal.SIGKILL)
+
+    def _tell(self, message: Kill | Sweep) -> None:
         with self._lock, suppress(OSError):  # the reader notices that the keeper has gone
             self._connection.send(message)
 
@@ -261,16 +290,15 @@ class Ranks:
                 for rank in self._started:
                     if rank.pid == message.pid and rank.returncode is None:
                         rank.note_ended(message.status, message.time_s)
-            elif isinstance(message, Finished):
-                self._finished.set()
-                return
+            elif isinstance(message, Swept):
+                self._swept.set()
 
     def _lose_keeper(self) -> None:
-        self.keeper_died = not self._finished.is_set()
+        self.keeper_died = True
         for rank in self.running:  # the kernel has killed them with their parent
             rank.note_ended(-signal.SIGKILL, None)
             rank.note_started(rank.pid, "" if rank.pid else "the process that starts ranks has died")
-        self._finished.set()
+        self._swept.set()
 
 
 class Rounds:
@@ -295,14 +323,25 @@ class Rounds:
 class RankHandler:
     """Takes the place of torchelastic's `SubprocessHandler`: a rank comes from the keeper, not from Popen."""
 
-    def __init__(self, ranks: Ranks, build: Callable[..., Start], **wishes: Any) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        build: Callable[..., tuple[Start, tuple[int, int]]],
+        stuck_s: float | None = None,
+        **wishes: Any,
+    ) -> None:
         self._ranks = ranks
+        self._stuck_s = stuck_s
         self.local_rank_id: int = wishes["local_rank_id"]
-        self.proc = ranks.start(build(**wishes))
+        self.proc = ranks.start(*build(**wishes))
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Asks the rank to end; SIGKILL ends all that it has started too."""
         if death_sig == signal.SIGKILL:
             self._ranks.kill(self.proc)
-        else:
-            self.proc.send(death_sig or signal.SIGTERM)
+            return
+        self.proc.send(death_sig or signal.SIGTERM)
+        if self._stuck_s is not None:
+            timer = threading.Timer(self._stuck_s, self._ranks.kill, [self.proc])
+            timer.daemon = True
+            timer.start()

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
 from paceline.launch.job import Job
-from paceline.launch.leftovers import PREFIX, clear_abandoned
+from paceline.launch.leftovers import launch_folder
 from paceline.launch.network import choose_rendezvous, describe_place
-from paceline.launch.ranks import RankHandler, Ranks, start_keeper, start_pump
+from paceline.launch.ranks import RankHandler, Ranks, fork_keeper
 from paceline.launch.script import Become, Script, check_script
 from paceline.launch.sources import choose_modules, find_settings, find_shadowed
-from paceline.launch.stop import stop_by_signals
+from paceline.launch.stop import raise_on_signals, stop_by_signals
+from paceline.launch.streams import Pump
 from paceline.launch.verdict import judge, tell_restart
 from paceline.launch.warm import Warmth, why_not_fork
 from paceline.place import Place, read_environment, usable_cores
@@ -63,31 +64,45 @@ def run_script(flags: argparse.Namespace, *, cold: bool = False, threads: int | 
     place = read_environment(os.environ)
     if place.launcher != "single":
         _join(flags, script, place, threads)
-    choose_rendezvous(flags, place, os.environ)
-    flags.nproc_per_node = _count_ranks(flags.nproc_per_node)
-    _set_threads(int(flags.nproc_per_node), threads)
+    with raise_on_signals():
+        choose_rendezvous(flags, place, os.environ)
+        flags.nproc_per_node = _count_ranks(flags.nproc_per_node)
+        _set_threads(int(flags.nproc_per_node), threads)
+        pump = Pump()
+        try:
+            ranks, is_warm = _warm_up(flags, script, pump, cold)
+            with launch_folder() as folder:
+                logs, keeps_logs = _make_logs(flags)
+                _run(Job(flags, script, folder, logs, keeps_logs, pump, is_warm), ranks)
+        except Become:  # this is a rank, which prints through the pump
+            raise
+        except BaseException:
+            pump.close()
+            raise
+        pump.close()
+
+
+def _warm_up(flags: argparse.Namespace, script: Script | None, pump: Pump, cold: bool) -> tuple[Ranks, bool]:
+    """Imports torch and forks the keeper; gives the ranks to be, and whether they start warm.
+
+    Raises:
+        Become: in ranks. Contexts that are open then end in the rank too.
+    """
     reason = _why_cold(flags, script, cold)
-    pump = start_pump()
-    warmth, load = None, []
+    warmth: Warmth | None = None
+    load: list[str] = []
     if not reason and script is not None:
         warmth = Warmth()
-        modules = choose_modules(script)
-        load = [name for name in modules if name not in _FIRST]
+        load = [name for name in choose_modules(script) if name not in _FIRST]
         warmth.load(_FIRST)
-        shadowed = find_shadowed(script)
+        shadowed = ", ".join(find_shadowed(script))
         if shadowed:
-            names = ", ".join(shadowed)
-            reason = f"{names} lies beside the script, and torch has loaded another module of that name"
+            reason = f"{shadowed} lies beside the script, and torch has loaded another module of that name"
         else:
             reason = why_not_fork() or ""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    # In ranks this raises `Become`: no context may be open that would end there.
-    ranks = start_keeper(pump, str(folder), None if reason else warmth, load)
-    logs, keeps_logs = _make_logs(flags)
-    job = Job(flags, script, folder, logs, keeps_logs, is_warm=not reason)
     if reason and not cold and script is not None:
         log.warning("the ranks start cold, as under torchrun: %s", reason)
-    _run(job, ranks)
+    return fork_keeper(pump, None if reason else warmth, load), not reason
 
 
 # ---- before
@@ -226,16 +241,15 @@ def _run(job: Job, ranks: Ranks) -> None:
 
     succeeded = False
     try:
-        clear_abandoned(Path(tempfile.gettempdir()))
         signals = flags.signals_to_handle, flags.shutdown_timeout
         with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():
             config, command, args = _configure(job)
-            stop.supervise(start_thread(work))
+            stop.supervise(start_thread(work), job.pump)
         judge(job, ranks, outcome[0] if outcome else None, stop)
         succeeded = True
     finally:
+        job.pump.drain()
         ranks.finish(kills=not succeeded)
-        shutil.rmtree(job.folder, ignore_errors=True)
         if not job.keeps_logs:
             shutil.rmtree(job.logs, ignore_errors=True)
             with suppress(OSError):

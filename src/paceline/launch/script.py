@@ -125,7 +125,7 @@ def _execute(script: Script, main: types.ModuleType) -> None:
         _put_first_on_path(os.path.abspath(script.target))
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
-    path = os.path.abspath(script.target)
+    path = os.path.join(os.getcwd(), script.target)  # not normalized, as Python leaves it
     _put_first_on_path(os.path.dirname(os.path.realpath(path)))
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __spec__=None)
@@ -146,6 +146,8 @@ def _put_first_on_path(folder: str) -> None:
 
 def _take_streams() -> None:
     """Standard streams as `python -u` makes them: what is printed is written at once."""
+    with suppress(Exception):  # started with stdin closed
+        sys.stdin.reconfigure(write_through=True)  # type: ignore[union-attr]
     for name, fd in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
         with suppress(Exception):
@@ -160,7 +162,6 @@ def _take_streams() -> None:
             encoding=getattr(old, "encoding", None) or "utf-8",
             errors=getattr(old, "errors", None) or ("backslashreplace" if fd == 2 else "strict"),
             newline="\n",
-            line_buffering=raw.isatty() or fd == 2,
             write_through=True,
         )
         setattr(sys, name, stream)

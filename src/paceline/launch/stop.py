@@ -12,11 +12,14 @@ from types import FrameType
 
 from paceline.errors import PacelineError
 from paceline.launch.ranks import Ranks, Rounds
+from paceline.launch.streams import Pump
 
 # `timeout` and some schedulers send a signal twice, to the process and to its group.
 _SECOND_AFTER_S = 0.5
 # How long the agent may take to pass a signal on; it may be waiting for a node that is gone.
 _AGENT_S = 1.0
+# The same where there are no ranks.
+_NOBODY_S = 0.2
 _SHUTDOWN_S = 30.0
 
 
@@ -42,7 +45,34 @@ class Interrupted(Exception):  # noqa: N818 (an event, told as one)
 
 
 @contextmanager
-def stop_by_signals(names: str, patience_s: int | None, rounds: Rounds, ranks: Ranks) -> Iterator[Stop]:
+def raise_on_signals() -> Iterator[None]:
+    """Has SIGTERM, SIGHUP, SIGQUIT and Ctrl-C raise `Interrupted`, as long as there are no ranks to ask.
+
+    Where the block ends by forking ranks, each leaves it with handlers of its own.
+    """
+    launcher = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == launcher:
+            raise Interrupted(number, 0)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if number != signal.SIGHUP or handler is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        if os.getpid() == launcher:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def stop_by_signals(
+    names: str, patience_s: int | None, rounds: Rounds, ranks: Ranks, *, hangup: int = signal.SIGHUP
+) -> Iterator[Stop]:
     """Takes torchrun's signals while ranks run.
 
     Args:
@@ -50,8 +80,12 @@ def stop_by_signals(names: str, patience_s: int | None, rounds: Rounds, ranks: R
         patience_s: how long ranks may take to leave; None: as TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, else 30.
         rounds: where the agent learns that it is asked to stop.
         ranks: those to pass signals on to.
+        hangup: what ranks get where the terminal closes.
     """
-    stop = Stop(rounds, ranks, float(patience_s or _read_shutdown_s()))
+    stop = Stop(rounds, ranks, float(patience_s or _read_shutdown_s()), hangup)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # Python delivers signals to the main thread only
+        return
     try:
         numbers = {signal.Signals[name.strip()] for name in names.split(",") if name.strip()}
         numbers.add(signal.SIGINT)
@@ -85,28 +119,38 @@ class Stop:
     """Passes the first signal on to the ranks; a second Ctrl-C, or too long a wait, ends them.
 
     The agent passes it on by itself, unless it waits for a store that is out of reach: then this does.
+
+    Attributes:
+        num_killed: how many ranks had to be killed.
+        lost: whether the pump was killed.
     """
 
-    def __init__(self, rounds: Rounds, ranks: Ranks, patience_s: float) -> None:
+    def __init__(self, rounds: Rounds, ranks: Ranks, patience_s: float, hangup: int) -> None:
         self._rounds = rounds
         self._ranks = ranks
         self._patience_s = patience_s
+        self._hangup = hangup
         self._asked_s = 0.0
         self._is_urgent = False
         self.num_killed = 0
+        self.lost = False
 
     def take(self, number: int, frame: FrameType | None) -> None:
         """The signals' handler."""
         now = time.monotonic()
         if self._rounds.asked is None:
-            self._rounds.asked, self._asked_s = number, now
+            self._asked_s = now
+            self._rounds.asked = self._hangup if number == signal.SIGHUP else number
         elif number == signal.SIGINT and now - self._asked_s > _SECOND_AFTER_S:
             self._is_urgent = True
 
-    def supervise(self, agent: threading.Thread) -> None:
+    def supervise(self, agent: threading.Thread, pump: Pump | None) -> None:
         """Waits for the agent's end, or for that of the ranks after a signal."""
         while agent.is_alive():
             agent.join(0.1)
+            if pump is not None and pump.has_died():
+                self.lost = self._is_urgent = True
+                self._rounds.asked = self._rounds.asked or signal.SIGTERM
             if self._rounds.asked is None:
                 continue
             waited_s = time.monotonic() - self._asked_s
@@ -116,6 +160,8 @@ class Stop:
                     self._ranks.kill(rank)
                 agent.join(_AGENT_S)
                 return
+            if not self._ranks.latest and waited_s > _NOBODY_S:
+                return  # it waits for other nodes
             if waited_s > _AGENT_S:
                 self._ranks.send(self._rounds.asked)
                 if not self._ranks.running:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from paceline.errors import PacelineError
-from paceline.launch.failure import Ending, RankFailed, find_cause, has_lost_peer, read_endings
+from paceline.launch.failure import Ending, PumpLost, RankFailed, find_cause, has_lost_peer, read_endings
 from paceline.launch.job import Job
 from paceline.launch.memory import explain_kill
 from paceline.launch.ranks import COLD, Ranks
@@ -29,7 +29,9 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         Interrupted: the job was asked to stop.
         PacelineError: PL344 where the ranks could not be started.
     """
-    ranks.pump.drain()
+    if stop.lost:
+        raise PumpLost
+    job.pump.drain()
     endings = _collect_endings(job, ranks)
     cause = find_cause(endings)
     if job.rounds.asked is not None:

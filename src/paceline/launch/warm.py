@@ -97,11 +97,13 @@ class Warmth:
         rest = [name for name in late if name not in REAPPLIED]
         if rest:
             restart(rest)
+        # Where nobody seeds them, a process of its own has random numbers of its own.
         if package == "numpy":
-            _set_openblas_threads()
+            set_openblas_threads()
             if "numpy.random" in sys.modules:
-                # Where nobody seeds it, a process of its own has numbers of its own.
                 sys.modules["numpy.random"].seed()
+        elif package == "torch":
+            sys.modules["torch"].default_generator.seed()
 
 
 def _names_read_by(package: str) -> set[str]:
@@ -225,7 +227,7 @@ def _reapply_logs() -> None:
 
 
 def _nothing_to_do() -> None:
-    """For what `hide` or `_set_openblas_threads` sees to anyway."""
+    """For what `hide` or `set_openblas_threads` sees to anyway."""
 
 
 # OMP_NUM_THREADS is not among them: torch takes another number, but threads that the script starts itself
@@ -254,7 +256,7 @@ def _one_thread_in_openblas() -> Iterator[None]:
             os.environ[_OPENBLAS] = before
 
 
-def _set_openblas_threads() -> None:
+def set_openblas_threads() -> None:
     """Gives OpenBLAS the threads that the environment tells, as it would have taken them when loaded."""
     wanted = os.environ.get(_OPENBLAS) or os.environ.get("OMP_NUM_THREADS") or ""
     num_threads = int(wanted) if wanted.isdigit() and int(wanted) > 0 else len(os.sched_getaffinity(0))
