@@ -36,6 +36,5 @@ def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
     check_twice(tmp_path, by_terminal=True, is_cold=False)
 
 
-@pytest.mark.parametrize("after_s", [0.3, 1.2])
-def test_ctrl_c_before_there_are_ranks(tmp_path: Path, after_s: float) -> None:
-    check_early(tmp_path, after_s=after_s, name="Ctrl-C", is_cold=False)
+def test_ctrl_c_before_there_are_ranks(tmp_path: Path) -> None:
+    check_early(tmp_path, after_s=1.0, name="Ctrl-C", is_cold=False)

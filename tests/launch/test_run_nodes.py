@@ -23,10 +23,6 @@ def test_own_name_that_stands_for_the_loopback(tmp_path: Path) -> None:
     check_sums(tmp_path, meeting="c10d by name", own_name="loopback")
 
 
-def test_own_name_that_stands_for_nothing(tmp_path: Path) -> None:
-    check_sums(tmp_path, meeting="static by address", own_name="nothing")
-
-
 def test_an_endpoint_that_does_not_resolve_is_told_at_once(tmp_path: Path) -> None:
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "nowhere.invalid:29501"]
     check_unknown_name(tmp_path, words=words)

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.timeout(100)
     ("meeting", "rank", "deaths"),
     [
         ("default", 1, ("raise", "kill")),
-        ("c10d", 0, ("kill", "exit")),
-        ("static", 1, ("exit", "raise")),
+        ("static", 0, ("exit", "raise")),
     ],
 )
 def test_a_rank_comes_back(tmp_path: Path, meeting: str, rank: int, deaths: tuple[str, str]) -> None:

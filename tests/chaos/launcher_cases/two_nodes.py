@@ -89,19 +89,20 @@ def check_unknown_name(folder: Path, *, words: Sequence[str]) -> None:
             assert not (left := job.find_left(2)), f"left: {left}"
 
 
-def _elastic(nodes: Nodes, steps: int) -> list[str]:
+def _elastic(nodes: Nodes) -> list[str]:
     conf = "last_call_timeout=1,join_timeout=60"
     words = ["--nnodes", "1:2", "--max-restarts", "2", *_c10d(nodes.address(0)), "--rdzv-conf", conf]
-    return [*words, script("sums.py"), str(steps), "10"]
+    return [*words, script("sums.py"), "40", "10"]
 
 
 def check_joins_late(folder: Path) -> None:
     """The first node goes on with the second when that comes."""
     with Nodes(2) as nodes:
-        words = _elastic(nodes, 200)
-        with _start(folder, nodes, 0, words) as first:
+        words = _elastic(nodes)
+        env = {"UNTIL": "2"}
+        with _start(folder, nodes, 0, words, env=env) as first:
             first.wait_for("runs as 0 of 1", _LIMIT_S)
-            with _start(folder, nodes, 1, words) as second:
+            with _start(folder, nodes, 1, words, env=env) as second:
                 codes = [first.wait(_LIMIT_S), second.wait(_LIMIT_S)]
                 text = first.text + second.text
                 assert codes == [0, 0], f"{codes}:\n{text}"
@@ -113,10 +114,11 @@ def check_joins_late(folder: Path) -> None:
 def check_power_cut(folder: Path, *, cuts_link: bool) -> None:
     """The second node loses its power: the first one goes on alone."""
     with Nodes(2) as nodes:
-        words = _elastic(nodes, 200)
-        with _start(folder, nodes, 0, words) as first:
+        words = _elastic(nodes)
+        env = {"UNTIL": "21"}
+        with _start(folder, nodes, 0, words, env=env) as first:
             first.wait_for("runs as 0 of 1", _LIMIT_S)
-            with _start(folder, nodes, 1, words, powered=True) as second:
+            with _start(folder, nodes, 1, words, env=env, powered=True) as second:
                 second.wait_for("runs as . of 2", _LIMIT_S)
                 if cuts_link:
                     nodes.cut(1)

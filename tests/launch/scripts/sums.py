@@ -1,4 +1,7 @@
-"""Sums over all ranks and tells the place: `sums.py [STEPS [SECONDS]]`, with FAIL=rank to raise there."""
+"""Sums over all ranks and tells the place: `sums.py [STEPS [SECONDS]]`, with FAIL=rank to raise there.
+
+With UNTIL="21" it goes on for ever, but where 2 ranks were followed by 1.
+"""
 
 import os
 import sys
@@ -12,6 +15,12 @@ steps = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 timeout_s = int(sys.argv[2]) if len(sys.argv) > 2 else 30
 dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
 rank, size = dist.get_rank(), dist.get_world_size()
+if "UNTIL" in os.environ:
+    with open("sizes", "a+") as file:
+        file.write(str(size))
+        file.seek(0)
+        if not file.read().endswith(os.environ["UNTIL"]):
+            steps = sys.maxsize
 for step in range(steps):
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
