@@ -7,8 +7,10 @@ its part of the table into tests/chaos/launcher.txt.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -18,10 +20,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from tests.chaos.launcher_cases import interrupts, orphans, restarts, two_nodes
 from tests.chaos.launcher_cases.case import Case
-from tests.launch.nodes import why_no_nodes
+from tests.launch.launched import end_jobs_in
+from tests.launch.nodes import remove_all_nodes, why_no_nodes
 
 TABLE = Path(__file__).with_name("launcher.txt")
 SUITES = {"A": restarts.cases, "B": orphans.cases, "C": interrupts.cases, "D": two_nodes.cases}
@@ -33,6 +37,7 @@ _TITLES = {
 }
 _MOST_CHARS = 300
 _say = threading.Lock()
+_folders: set[Path] = set()
 
 
 @dataclass
@@ -47,6 +52,7 @@ class Result:
 def run_case(case: Case) -> Result:
     """Runs one case in a temporary folder."""
     folder = Path(tempfile.mkdtemp(prefix="launcher-chaos-"))
+    _folders.add(folder)
     began_s, fault = time.monotonic(), ""
     try:
         case.check(folder)
@@ -95,6 +101,15 @@ def _median(results: Sequence[Result]) -> float:
     return sorted(r.seconds for r in results)[len(results) // 2]
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Asked to end: takes the cases that run just now along, which are in other threads."""
+    end_jobs_in(_folders)
+    remove_all_nodes()
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(128 + number)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what was asked for; 1 where a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -103,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--match", default="", help="only cases with these words in their names")
     parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
     args = parser.parse_args(argv)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     reason = why_no_nodes()
     chosen = [case for suite in args.only for case in SUITES[suite](args.times)]
     chosen = [case for case in chosen if args.match in _name(case)]

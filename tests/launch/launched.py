@@ -254,6 +254,16 @@ class Launched:
         return ", ".join(parts)
 
 
+def end_jobs_in(folders: Iterable[Path]) -> None:
+    """Kills all processes of the jobs that were started in these folders."""
+    wanted = {f"TMPDIR={folder}/".encode() for folder in folders}
+    for pid in psutil.pids():
+        words = _read_environ(pid).split(b"\0")
+        if any(word.startswith(tuple(wanted)) for word in words if word.startswith(b"TMPDIR=")):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @cache
 def _can_mount() -> bool:
     if shutil.which("unshare") is None or os.geteuid() != 0:
