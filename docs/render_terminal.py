@@ -20,8 +20,11 @@ def render(text: str, title: str) -> str:
     console = Console(record=True, width=max(map(len, lines)) + 1, file=io.StringIO(), highlight=False)
     for line in lines:
         console.print(Text(line), no_wrap=True, crop=False)
-    svg = console.export_svg(title=title)
-    # rich names fonts on the web; a picture in a repository should fetch nothing.
+    return without_web_fonts(console.export_svg(title=title))
+
+
+def without_web_fonts(svg: str) -> str:
+    """rich names fonts on the web; a picture in a repository should fetch nothing."""
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
 
 
