@@ -1,6 +1,6 @@
 """How long until all ranks have done their first all-reduce: under torchrun and `paceline run`, in turn.
 
-    python benchmarks/start_time/run.py                            # about ten minutes on two quiet cores
+    python benchmarks/start_time/run.py           # eleven minutes on two cores, seven with --no-cold
     python benchmarks/start_time/run.py --pairs 2 --ranks 2 --out /tmp/start.txt    # a quick look
 
 Prints a table and writes it to results.txt, with the seconds of every single run in results.json beside it.
@@ -102,11 +102,11 @@ def build_environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1"}
 
 
-def measure(case: Case, num_pairs: int) -> dict[str, list[Times]]:
-    """All launchers one after the other, then in reverse order, and so on."""
-    times: dict[str, list[Times]] = {name: [] for name in LAUNCHERS}
+def measure(case: Case, names: list[str], num_pairs: int) -> dict[str, list[Times]]:
+    """The launchers one after the other, then in reverse order, and so on."""
+    times: dict[str, list[Times]] = {name: [] for name in names}
     for number in range(num_pairs):
-        for name in LAUNCHERS if number % 2 == 0 else reversed(LAUNCHERS):
+        for name in names if number % 2 == 0 else reversed(names):
             times[name].append(time_once(case, name))
     return times
 
@@ -152,6 +152,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=HERE / "results.txt", help="the table; the seconds beside it"
     )
+    parser.add_argument("--no-cold", action="store_true", help="without `paceline run --cold`")
     args = parser.parse_args()
     if args.pairs < 2:
         parser.error("quartiles need --pairs 2 or more")
@@ -159,39 +160,36 @@ def main() -> int:
     import torch
 
     began_s, load = time.monotonic(), os.getloadavg()[0]
+    confidence = Spread.of(range(args.pairs)).confidence
+    names = [name for name in LAUNCHERS if name != "cold" or not args.no_cold]
     rows, raw = [HEADS], []
     cases = [Case("first_all_reduce.py", n) for n in args.ranks] + [Case("first_step.py", min(args.ranks))]
-    for name in LAUNCHERS:  # so that the first row has torch's files in memory too
+    for name in names:  # so that the first row has torch's files in memory too
         time_once(cases[-1], name)
     for case in cases:
-        times = measure(case, args.pairs)
+        times = measure(case, names, args.pairs)
         rows += describe(case, times)
-        print(*format_table([HEADS, *rows[-len(LAUNCHERS) :]]), "", sep="\n", flush=True)
-        raw.append(
-            {
-                "script": case.script,
-                "ranks": case.num_ranks,
-                **{
-                    f"{name}_first_s": [round(run.first_s, 4) for run in runs] for name, runs in times.items()
-                },
-                **{
-                    f"{name}_total_s": [round(run.total_s, 4) for run in runs] for name, runs in times.items()
-                },
-            }
-        )
-    confidence = Spread.of(range(args.pairs)).confidence
-    about = [
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, gloo; load "
-        f"{load:.1f} before, {os.getloadavg()[0]:.1f} after; {(time.monotonic() - began_s) / 60:.1f} minutes",
-        f"{args.pairs} pairs a row; medians, (quartiles); torchrun's : its, the median of the pairs' "
-        f"ratios and its {confidence:.0%} interval",
-    ]
-    write(args.out, "\n".join([*about, "", *format_table(rows)]), raw)
+        seconds = {
+            f"{name}_{column}": [round(getattr(run, column), 4) for run in runs]
+            for name, runs in times.items()
+            for column in ("first_s", "total_s")
+        }
+        raw.append({"script": case.script, "ranks": case.num_ranks, **seconds})
+        minutes = (time.monotonic() - began_s) / 60
+        about = [
+            f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, gloo; "
+            f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after; {minutes:.1f} minutes",
+            f"{args.pairs} pairs a row; medians, (quartiles); torchrun's : its, the median of the pairs' "
+            f"ratios and its {confidence:.0%} interval",
+        ]
+        print(*format_table([HEADS, *rows[-len(names) :]]), "", sep="\n", flush=True)
+        # After each row, so that an early end leaves what there is.
+        write(args.out, "\n".join([*about, "", *format_table(rows)]), raw)
+    print(args.out.read_text(encoding="utf-8"), end="")
     return 0
 
 
 def write(path: Path, table: str, raw: list[dict[str, Any]]) -> None:
-    print(table)
     path.write_text(table + "\n", encoding="utf-8")
     path.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
