@@ -146,6 +146,10 @@ def test_the_same_command_line_gives_the_same(argv: list[str]) -> None:
     assert_same(argv)
 
 
+def test_an_empty_list_of_filters_means_the_same() -> None:
+    assert_same(["--duplicate-stdout-filters", "", "train.py"])
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -6,15 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from paceline.launch.leftovers import ALIVE, clear_abandoned, launch_folder
+from paceline.launch.leftovers import ALIVE, SOCKETS, clear_abandoned, launch_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,16 +37,29 @@ def test_a_folder_is_there_for_the_launch(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with launch_folder() as folder:
         assert folder.parent == tmp_path
-        assert list(tmp_path.iterdir()) == [folder]
+        assert sorted(tmp_path.iterdir()) == sorted([folder, (folder / SOCKETS).readlink()])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_abandoned_folder_goes_with_what_is_in_it(abandoned: Path) -> None:
-    (abandoned / "m0").mkdir()
-    (abandoned / "m0" / "listener-x").touch()
+def test_an_abandoned_folder_goes_with_its_sockets(abandoned: Path) -> None:
+    sockets, other = abandoned.with_name("pymp-pl-a"), abandoned.with_name("pymp-b")
+    for folder in (sockets, other):
+        folder.mkdir()
+        (folder / "listener-x").touch()
+    (abandoned / SOCKETS).symlink_to(sockets)
     make_old(abandoned)
     clear_abandoned(abandoned.parent)
-    assert list(abandoned.parent.iterdir()) == []
+    assert list(abandoned.parent.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("where", ["elsewhere/pymp-pl-c", "other"])
+def test_what_the_link_should_not_lead_to_stays(where: str, abandoned: Path, tmp_path: Path) -> None:
+    (tmp_path / where).mkdir(parents=True)
+    (abandoned / SOCKETS).symlink_to(tmp_path / where)
+    make_old(abandoned)
+    clear_abandoned(tmp_path)
+    assert not abandoned.exists()
+    assert (tmp_path / where).exists()
 
 
 @pytest.mark.parametrize("reader", ["launcher", "rank"])
@@ -69,22 +81,17 @@ def test_one_that_is_just_being_made_stays(abandoned: Path) -> None:
     assert not abandoned.exists()
 
 
-@pytest.fixture
-def tmp() -> Iterator[Path]:
-    """A folder with a short name: the path of a socket may have 107 characters."""
-    with tempfile.TemporaryDirectory(prefix="paceline-test-") as name:
-        yield Path(name)
-
-
-def test_a_killed_launch_is_cleared_by_its_keeper(tmp: Path) -> None:
+def test_a_killed_launch_is_cleared_by_its_keeper(tmp_path: Path) -> None:
+    tmp = tmp_path
     with start_launch(tmp) as launcher:
         launcher.send_signal(signal.SIGKILL)
         wait_until_ranks_are_gone(launcher)
         wait_until(lambda: list_left(tmp) == [])
 
 
-def test_where_the_keeper_was_killed_too_the_next_launch_clears(tmp: Path) -> None:
-    """The sockets of ranks and loader workers are in the launch's folder, so they go with it."""
+def test_where_the_keeper_was_killed_too_the_next_launch_clears(tmp_path: Path) -> None:
+    """The sockets of ranks and loader workers go with the launch's folder."""
+    tmp = tmp_path
     with start_launch(tmp) as launcher:
         [keeper] = [
             child
@@ -94,8 +101,7 @@ def test_where_the_keeper_was_killed_too_the_next_launch_clears(tmp: Path) -> No
         for pid in (launcher.pid, keeper.pid):
             os.kill(pid, signal.SIGKILL)
         wait_until_ranks_are_gone(launcher)
-    [left] = list_left(tmp)
-    assert left.name.startswith("paceline-launch-")
+    [left] = [path for path in list_left(tmp) if path.name.startswith("paceline-launch-")]
     make_old(left)
     clear_abandoned(tmp)
     assert list_left(tmp) == []
@@ -109,7 +115,7 @@ launch(tell_where_sockets_go, nproc=1, args=(600,))
 
 
 def start_launch(tmp: Path) -> subprocess.Popen[str]:
-    """A launcher whose rank has told where multiprocessing's sockets go: below the launch's folder."""
+    """A launcher whose rank has told where multiprocessing's sockets go."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | {"TMPDIR": str(tmp)},
@@ -119,9 +125,9 @@ def start_launch(tmp: Path) -> subprocess.Popen[str]:
     )
     assert launcher.stdout is not None
     where = Path(launcher.stdout.readline().strip())
-    if where.parent.parent != tmp:
+    if where.parent != tmp:
         launcher.kill()
-    assert where.parent.parent == tmp
+    assert where.parent == tmp
     return launcher
 
 

@@ -233,6 +233,15 @@ def test_with_several_interfaces_the_user_must_say(machine: Machine) -> None:
     assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "ib0"}
 
 
+def test_with_several_interfaces_a_set_one_serves(machine: Machine) -> None:
+    """As the error's own advice has it."""
+    machine.names["node1"] = ["127.0.1.1"]
+    machine.interfaces["ib0"] = ["10.99.0.11"]
+    flags = read_flags(*OWN_NAME)
+    assert machine.choose(flags, environ={"GLOO_SOCKET_IFNAME": "ib0"}) == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert flags.local_addr == "10.99.0.11"
+
+
 def test_without_an_interface_there_is_none_to_choose(machine: Machine) -> None:
     machine.names["node1"] = ["127.0.1.1"]
     machine.down = {"eth0"}

@@ -150,7 +150,7 @@ def lay_out(runner: Runner, way: str) -> list[str]:
         runner.write("print('first')", "pack/__init__.py")
         runner.write(TELL, "pack/__main__.py")
         return ["-m", "pack"]
-    if way in ("folder", "archive"):
+    if way in ("folder", "archive", "zipapp"):
         runner.write("from beside import word; print(word)" + TELL, "app/__main__.py")
         runner.write("word = 'beside'", "app/beside.py")
         if way == "folder":
@@ -174,14 +174,20 @@ def lay_out(runner: Runner, way: str) -> list[str]:
 @pytest.mark.parametrize(
     "way",
     [
-        *("path", "dots", "whole", "link", "no suffix"),
-        *("-m", "-m package", "folder", "archive"),
+        *("path", "dots", "whole", "link", "no suffix", "compiled"),
+        *("-m", "-m package", "folder", "archive", "zipapp"),
     ],
 )
 def test_a_script_sees_what_python_shows_it(way: str, runner: Runner) -> None:
     done = runner.compare(*lay_out(runner, way), "--lr", "1", "-x", "")
     assert done.code == 0, done.err
     assert '"--lr"' in done.out
+
+
+def test_the_mode_of_streams(runner: Runner) -> None:
+    """It is part of what `print(sys.stdout)` tells."""
+    runner.write("import sys; print(sys.stdout, sys.stdout.mode, sys.stderr)")
+    runner.compare("train.py")
 
 
 def test_encodings_are_the_sources_own(runner: Runner) -> None:
@@ -344,7 +350,9 @@ def test_a_rank_that_ends_well_leaves_none(runner: Runner) -> None:
     assert runner.run("train.py") == Outcome(0, "good\n", "")
 
 
-@pytest.mark.parametrize(("end", "code", "trace"), [("3", 3, ""), ("'no more road'", 1, "no more road")])
+@pytest.mark.parametrize(
+    ("end", "code", "trace"), [("3", 3, ""), ("'no more road'", 1, "no more road"), ("-1", 255, "")]
+)
 def test_exit_codes_are_left(end: str, code: int, trace: str, runner: Runner) -> None:
     runner.write(f"import sys; sys.exit({end})")
     done = runner.run("train.py")
@@ -407,6 +415,14 @@ def test_a_syntax_error_is_told(runner: Runner) -> None:
     assert done.ending["trace"] == done.log
     assert done.log.startswith(f'  File "{path}", line 1\n    x = = 2\n')
     assert done.log.endswith("SyntaxError: invalid syntax\n")
+
+
+def test_an_error_that_can_not_be_put_in_words_is_told(runner: Runner) -> None:
+    runner.write(SCRIPTS["unprintable error"])
+    done = runner.run("train.py")
+    assert (done.code, done.err) == (1, "")
+    assert done.log.endswith("Odd: <exception str() failed>\n")
+    assert done.ending is not None
 
 
 def test_an_interrupt_ends_it_as_python_does(runner: Runner) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
 import sys
 import timeit
 from pathlib import Path
@@ -87,6 +89,21 @@ def test_they_are_followed_further(tmp_path: Path) -> None:
     write(tmp_path, "", "nets/deep/__init__.py")
     names = choose_modules(write(tmp_path, "import nets\nimport train\n"))
     assert {"torch.fft", "torch.special"} <= set(names)
+
+
+def test_a_package_that_names_itself_in_full_is_followed(tmp_path: Path) -> None:
+    """`from nets.layers import ...` within nets is found from the script's folder, as Python finds it."""
+    write(tmp_path, "from nets.layers import Block\n", "nets/__init__.py")
+    write(tmp_path, "from torch import optim\n", "nets/layers.py")
+    assert "torch._dynamo" in choose_modules(write(tmp_path, "import nets\n"))
+
+
+def test_the_own_package_of_a_module_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "", "pack/__init__.py")
+    write(tmp_path, "from pack.layers import Block\n", "pack/train.py")
+    write(tmp_path, "from torch import optim\n", "pack/layers.py")
+    assert "torch._dynamo" in choose_modules(Script("pack.train", is_module=True))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +195,7 @@ def test_taking_one_away_is_setting_it(line: str, tmp_path: Path) -> None:
         'os.environ["OMP_NUM_THREADS"] = "2"',
         'os.environ.update({"OMP_NUM_THREADS": "2"})',
         'os.environ.setdefault("OMP_NUM_THREADS", "7")',
+        'os.environ.pop("MKL_NUM_THREADS", None)',
     ],
 )
 def test_what_changes_nothing_is_ignored(line: str, tmp_path: Path) -> None:
@@ -257,6 +275,13 @@ def test_of_a_module_it_is_the_working_folder(tmp_path: Path, monkeypatch: pytes
     assert find_shadowed(Script("pack.train", is_module=True)) == ["timeit"]
 
 
+def test_of_a_folder_it_is_the_folder_itself(tmp_path: Path) -> None:
+    write(tmp_path, "", "timeit.py")
+    write(tmp_path, "", "app/platform.py")
+    write(tmp_path, "", "app/__main__.py")
+    assert find_shadowed(Script(str(tmp_path / "app"))) == ["platform"]
+
+
 def test_modules_that_were_loaded_from_there_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "", "loaded_from_here.py")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -269,3 +294,19 @@ def test_modules_that_were_loaded_from_there_do_not(tmp_path: Path, monkeypatch:
 
 def test_missing_folders_are_harmless() -> None:
     assert find_shadowed(Script("no/such/train.py")) == []
+
+
+def test_a_module_that_only_dynamo_loads_is_the_scripts_own(tmp_path: Path) -> None:
+    """It is loaded after the first look, by the keeper."""
+    write(tmp_path, "", "statistics.py")
+    write(tmp_path, "import statistics\nprint('from', statistics.__file__)\nfrom torch import optim\n")
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("paceline")), "run", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"from {tmp_path / 'statistics.py'}\n" in done.stdout

@@ -137,6 +137,7 @@ def test_the_innermost_frame_of_ones_own_before_libraries() -> None:
             ["first", "direct cause", "second", "During handling", "third"],
             "RuntimeError: third",
         ),
+        (chain_to_an_odd_name, ["first", "direct cause", "the last one"], f"{__name__}.Boom: the last one"),
     ],
 )
 def test_chained_errors(fn: Callable[[], None], words: list[str], last: str) -> None:
@@ -244,6 +245,11 @@ def test_an_error_in_a_loader_worker_is_where_the_dataset_raised(worker_error: s
     assert "Original Traceback" in folded
 
 
+def test_it_is_found_whole_in_a_log(worker_error: str) -> None:
+    found = find_last(f"step 1\n{worker_error}")
+    assert found == worker_error.rstrip()
+
+
 PREFIXED = """
 import os, sys, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -305,6 +311,17 @@ def test_the_later_one_counts(tmp_path: Path) -> None:
     assert find_last(surround(crash) + surround(error)) == error.rstrip()
 
 
+def test_a_syntax_error_of_the_script(tmp_path: Path) -> None:
+    """Python writes no `Traceback` above it."""
+    err = run_python("def f():\n    x = = 2\n", tmp_path)
+    trace = find_last(surround(err))
+    assert trace == err.rstrip()
+    assert tell_last_line(trace) == "SyntaxError: invalid syntax"
+    frame = find_own_frame(trace)
+    assert frame is not None
+    assert (Path(frame.path).name, frame.line) == ("train.py", 2)
+
+
 def test_a_syntax_error_of_an_imported_module(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text("x = = 2\n")
     trace = find_last(surround(run_python("import nets\n", tmp_path)))
@@ -312,3 +329,15 @@ def test_a_syntax_error_of_an_imported_module(tmp_path: Path) -> None:
     frame = find_own_frame(trace)
     assert frame is not None
     assert Path(frame.path).name == "nets.py"
+
+
+def test_a_group_of_errors() -> None:
+    def gather() -> None:
+        raise ExceptionGroup("both", [ValueError("one"), KeyError("two")])
+
+    trace = format_error(gather)
+    assert find_last(surround(trace)) == trace.rstrip()
+    assert tell_last_line(trace) == "ExceptionGroup: both (2 sub-exceptions)"
+    frame = find_own_frame(trace)
+    assert frame is not None
+    assert frame.name == "gather"

@@ -62,13 +62,7 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
         frame = find_own_frame(self.trace)
         where = f", at {frame.where}" if frame is not None else ""
         if self.signal_name is not None:
-            maybe = ""
-            if self.signal_name == "SIGKILL" and not self.hint:
-                maybe = (
-                    " Maybe memory ran out and the kernel chose it: see dmesg, and use a smaller microbatch "
-                    "or fewer ranks."
-                )
-            text = f"rank {self.rank} was killed by {self.signal_name}{where}.{maybe} [PL331]"
+            text = f"rank {self.rank} was killed by {self.signal_name}{where}. [PL331]"
         elif self.trace:
             text = f"rank {self.rank} failed first{where}: {tell_last_line(self.trace)} [PL330]"
         else:
@@ -138,7 +132,8 @@ def describe_ending(rank: int, error: BaseException) -> Ending:
     if isinstance(error, KeyboardInterrupt):
         return Ending(rank, "exit", 128 + signal.SIGINT, now)
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        # A process's status has eight bits.
+        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
         trace = "" if isinstance(error.code, int | None) else str(error.code)
         return Ending(rank, "exit", code, now, trace=trace)
     trace = "".join(traceback.format_exception(error))
@@ -147,7 +142,8 @@ def describe_ending(rank: int, error: BaseException) -> Ending:
         # One of ours may tell of a peer's end too: that ranks don't find each other, for example.
         follower = has_lost_peer(str(error))
         return Ending(rank, "error", error.exit_code, now, follower, trace, pickled)
-    return Ending(rank, "error", 1, now, has_lost_peer(str(error)), trace)
+    words = "".join(traceback.format_exception_only(error))  # it guards against a __str__ that raises
+    return Ending(rank, "error", 1, now, has_lost_peer(words), trace)
 
 
 def has_lost_peer(words: str) -> bool:

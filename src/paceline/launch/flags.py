@@ -17,7 +17,7 @@ _NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
 def _split_words(text: str) -> list[str]:
     """`"a,b,,c"` gives a and `b,c`: a comma that is doubled belongs to the word."""
-    return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")] if text else []
+    return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
 
 _WORDS: dict[str, Any] = {"type": _split_words}
@@ -50,8 +50,8 @@ _VALUES: tuple[tuple[str, Any, dict[str, Any], str], ...] = (
     ("--redirects", "0", {"short": "-r"}, "send streams to files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3"),
     ("--tee", "0", {"short": "-t"}, "to files and to the terminal; the same numbers"),
     ("--local-ranks-filter", "", {}, "only these local ranks write to the terminal: 0,1"),
-    ("--duplicate-stdout-filters", "", _WORDS, "copy lines of stdout with these words to a file"),
-    ("--duplicate-stderr-filters", "", _WORDS, "copy lines of stderr with these words to a file"),
+    ("--duplicate-stdout-filters", [], _WORDS, "copy lines of stdout with these words to a file"),
+    ("--duplicate-stderr-filters", [], _WORDS, "copy lines of stderr with these words to a file"),
     ("--node-rank", 0, {"type": int}, "number of this node, for a static rendezvous"),
     ("--master-addr", "127.0.0.1", {}, "address of node 0, for a static rendezvous"),
     ("--master-port", None, {"type": int}, "port on node 0, for a static rendezvous (default 29500)"),

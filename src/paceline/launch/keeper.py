@@ -20,7 +20,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import selectors
-import shutil
 import signal
 import sys
 import time
@@ -40,7 +39,7 @@ from paceline.launch.family import (
     send_to_group,
     wait,
 )
-from paceline.launch.leftovers import ALIVE
+from paceline.launch.leftovers import ALIVE, SOCKETS, remove_folder
 from paceline.launch.script import Script
 from paceline.launch.streams import Pump
 from paceline.launch.warm import Warmth
@@ -232,7 +231,7 @@ class Keeper:
             os.close(fd)
         os.environ.clear()
         os.environ.update(start.environ)
-        _keep_sockets_in(start.launch_folder, start.local_rank)
+        _keep_sockets_in(start.launch_folder)
         if start.entry is None:
             try:
                 os.execvpe(start.command[0], start.command, start.environ)
@@ -263,19 +262,15 @@ class Keeper:
         wait(lambda: not self._ranks, _GRACE_S, self._reap)
         end_descendants(self._reap)
         if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(Path(self._folder))
         os._exit(1)
 
 
-def _keep_sockets_in(launch_folder: str, local_rank: int) -> None:
-    """Has multiprocessing put its sockets into the launcher's folder, which goes whoever is killed."""
-    folder = os.path.join(launch_folder, f"m{local_rank}")
-    # A socket's path may have 107 characters, and its name in the folder takes 18 of them.
-    if len(folder) < 89:
-        with suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
-            process: Any = multiprocessing.current_process()
-            process._config["tempdir"] = folder
+def _keep_sockets_in(launch_folder: str) -> None:
+    """Has multiprocessing put its sockets where they go with the job, whoever is killed."""
+    with suppress(OSError):
+        process: Any = multiprocessing.current_process()
+        process._config["tempdir"] = os.readlink(os.path.join(launch_folder, SOCKETS))
 
 
 # ---- a keeper in a process of its own, for functions

@@ -18,6 +18,8 @@ from pathlib import Path
 
 PREFIX = "paceline-launch-"
 ALIVE = "alive"
+SOCKETS = "sockets"
+SOCKETS_PREFIX = "pymp-pl-"
 # A launcher that is just beginning has not opened its pipe yet.
 _YOUNG_S = 10.0
 
@@ -30,12 +32,25 @@ def launch_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         os.mkfifo(folder / ALIVE)
+        # multiprocessing's sockets lie beside, as their paths may not be long; the folder leads there.
+        sockets = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX))
+        (folder / SOCKETS).symlink_to(sockets)
         # Opened for both, because opening for reading alone waits for a writer.
         fd = os.open(folder / ALIVE, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield folder
         finally:
             os.close(fd)
+            shutil.rmtree(sockets, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes the folder of a launch that has ended, and the sockets that belong to it."""
+    with contextlib.suppress(OSError):
+        sockets = Path(os.readlink(folder / SOCKETS))
+        if sockets.parent == folder.parent and sockets.name.startswith(SOCKETS_PREFIX):
+            shutil.rmtree(sockets, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_abandoned(tmp: Path) -> None:
@@ -43,7 +58,7 @@ def clear_abandoned(tmp: Path) -> None:
     for folder in tmp.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or somebody else is clearing it
             if _is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
 
 
 def _is_abandoned(folder: Path) -> bool:

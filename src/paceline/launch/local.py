@@ -25,7 +25,7 @@ from paceline.launch.failure import ASKED_TO_STOP, PumpLost, RankFailed, find_ca
 from paceline.launch.import_environment import READ_AT_IMPORT
 from paceline.launch.keeper import Start
 from paceline.launch.leftovers import launch_folder
-from paceline.launch.memory import OomCounts, count_oom_kills, explain_kill
+from paceline.launch.memory import OomCounts, count_oom_kills, describe_kill
 from paceline.launch.ranks import (
     RankHandler,
     RankProcess,
@@ -317,7 +317,7 @@ def _explain(job: _Job, ranks: Ranks, died: RankProcess) -> str:
             "It ended before it reached the function: a script that calls launch() needs the line "
             'if __name__ == "__main__": above the call.'
         )
-    return "" if died.returncode != -signal.SIGKILL else explain_kill(died.pid, job.ooms)
+    return "" if died.returncode != -signal.SIGKILL else describe_kill(died.pid, job.ooms)
 
 
 def _make_log_dir(path: str | os.PathLike[str]) -> Path:

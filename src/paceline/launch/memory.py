@@ -43,6 +43,16 @@ def explain_kill(pid: int, before: OomCounts) -> str:
     return ""
 
 
+def describe_kill(pid: int, before: OomCounts) -> str:
+    """One sentence on a SIGKILL, also where the kernel tells nothing."""
+    known = explain_kill(pid, before)
+    if known:
+        return known
+    if before.in_group is None and before.on_machine is None:
+        return "Maybe memory ran out and the kernel chose it: see dmesg, and use a smaller microbatch."
+    return "The kernel has not killed it for memory: somebody, or a scheduler, sent the signal."
+
+
 def _event_files() -> list[Path]:
     """The files with the counts of this process's cgroup: version 2's, then version 1's."""
     files = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
+import re
 import socket
 from collections.abc import MutableMapping
 
@@ -50,7 +51,7 @@ def choose_rendezvous(flags: argparse.Namespace, place: Place, environ: MutableM
         # torch compares names with this machine's, which must resolve for that.
         is_host = f"is_host={str(meeting in _own_addresses()).lower()}"
         flags.rdzv_conf = ",".join(part for part in (flags.rdzv_conf, is_host) if part)
-    address = flags.local_addr or _find_own_address(host, meeting)
+    address = flags.local_addr or _find_own_address(host, meeting, environ.get(_INTERFACE, ""))
     if address is None or ipaddress.ip_address(_resolve(address)).is_loopback:
         return  # all nodes are this machine
     flags.local_addr = address
@@ -78,8 +79,14 @@ def _follow_scheduler(flags: argparse.Namespace, place: Place, environ: MutableM
 
 
 def _most_nodes(nnodes: str) -> int:
-    most = nnodes.rpartition(":")[2]
-    return int(most) if most.isdigit() else 1  # torch says what is wrong with it
+    if re.fullmatch(r"\d+(:\d+)?", nnodes) is None:
+        raise PacelineError(
+            "PL343",
+            saw=f"--nnodes {nnodes}.",
+            rule="It is the number of nodes, or a range MIN:MAX.",
+            fix="Use for example --nnodes 2, or leave it out for one node.",
+        )
+    return int(nnodes.rpartition(":")[2])
 
 
 def _resolve(host: str) -> str:
@@ -110,7 +117,7 @@ def _own_addresses() -> dict[str, str]:
     } | {f"127.0.{a}.1": "lo" for a in (0, 1)}
 
 
-def _find_own_address(host: str, meeting: str) -> str | None:
+def _find_own_address(host: str, meeting: str, interfaces: str) -> str | None:
     """This node's address as the others see it; None where the nodes meet at the loopback on purpose."""
     if not ipaddress.ip_address(meeting).is_loopback:
         family = socket.AF_INET6 if ":" in meeting else socket.AF_INET
@@ -129,6 +136,9 @@ def _find_own_address(host: str, meeting: str) -> str | None:
         return None
     # This node's own name stands for the loopback here, and for a real address elsewhere.
     candidates = {address: name for address, name in _own_addresses().items() if _is_reachable(address)}
+    chosen = [address for address, name in candidates.items() if name in interfaces.split(",")]
+    if chosen:
+        return chosen[0]
     if len(candidates) == 1:
         return next(iter(candidates))
     listed = ", ".join(f"{name} {address}" for address, name in candidates.items()) or "none"

@@ -28,7 +28,7 @@ from paceline.launch.leftovers import launch_folder
 from paceline.launch.network import choose_rendezvous, describe_place
 from paceline.launch.ranks import RankHandler, Ranks, fork_keeper
 from paceline.launch.script import Become, Script, check_script
-from paceline.launch.sources import choose_modules, find_settings, find_shadowed
+from paceline.launch.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
 from paceline.launch.stop import raise_on_signals, stop_by_signals
 from paceline.launch.streams import Pump
 from paceline.launch.verdict import judge, tell_restart
@@ -64,7 +64,7 @@ def run_script(flags: argparse.Namespace, *, cold: bool = False, threads: int | 
     place = read_environment(os.environ)
     if place.launcher != "single":
         _join(flags, script, place, threads)
-    with raise_on_signals():
+    with raise_on_signals() as check_signals:
         choose_rendezvous(flags, place, os.environ)
         flags.nproc_per_node = _count_ranks(flags.nproc_per_node)
         _set_threads(int(flags.nproc_per_node), threads)
@@ -73,6 +73,7 @@ def run_script(flags: argparse.Namespace, *, cold: bool = False, threads: int | 
             ranks, is_warm = _warm_up(flags, script, pump, cold)
             with launch_folder() as folder:
                 logs, keeps_logs = _make_logs(flags)
+                check_signals()
                 _run(Job(flags, script, folder, logs, keeps_logs, pump, is_warm), ranks)
         except Become:  # this is a rank, which prints through the pump
             raise
@@ -94,6 +95,8 @@ def _warm_up(flags: argparse.Namespace, script: Script | None, pump: Pump, cold:
     if not reason and script is not None:
         warmth = Warmth()
         load = [name for name in choose_modules(script) if name not in _FIRST]
+        if not may_load_ahead(script):
+            load = []
         warmth.load(_FIRST)
         shadowed = ", ".join(find_shadowed(script))
         if shadowed:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import builtins
 import faulthandler
 import importlib.machinery
+import importlib.util
 import io
 import os
+import pkgutil
 import runpy
 import sys
 import traceback
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from paceline.errors import PacelineError
 from paceline.launch.failure import describe_ending, write_ending
@@ -120,23 +123,25 @@ def _execute(script: Script, main: types.ModuleType) -> None:
         sys.argv[0] = "-m"
         runpy._run_module_as_main(script.target)  # type: ignore[attr-defined]
         return
-    if os.path.isdir(script.target) or not _is_source(script.target):
+    if pkgutil.get_importer(script.target) is not None:
         # A folder or an archive with a __main__.py.
         _put_first_on_path(os.path.abspath(script.target))
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     path = os.path.join(os.getcwd(), script.target)  # not normalized, as Python leaves it
     _put_first_on_path(os.path.dirname(os.path.realpath(path)))
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __spec__=None)
+    main.__dict__.update(__file__=path, __cached__=None, __spec__=None)
     with io.open_code(path) as file:
         text = file.read()
-    exec(compile(text, path, "exec", dont_inherit=True), main.__dict__)
-
-
-def _is_source(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) != b"PK\x03\x04"
+    code: types.CodeType
+    if text.startswith(importlib.util.MAGIC_NUMBER):
+        compiled = importlib.machinery.SourcelessFileLoader("__main__", path)
+        main.__dict__["__loader__"] = compiled
+        code = cast(types.CodeType, compiled.get_code("__main__"))
+    else:
+        main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", path)
+        code = compile(text, path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
 
 
 def _put_first_on_path(folder: str) -> None:
@@ -164,6 +169,7 @@ def _take_streams() -> None:
             newline="\n",
             write_through=True,
         )
+        stream.mode = "w"  # type: ignore[misc]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

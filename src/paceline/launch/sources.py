@@ -21,6 +21,8 @@ _ALWAYS = ("torch", "torch.distributed")
 _USES_DYNAMO = re.compile(r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|accelerat|lightning")
 _DYNAMO = "torch._dynamo"
 _NEED_DYNAMO = (_DYNAMO, "torch._inductor", "torch.distributed.fsdp", "torch.distributed._composable")
+# What torch._dynamo imports from elsewhere.
+_OF_TORCH = {"numpy", "sympy", "mpmath", "tqdm", "typing_extensions", "torchgen", "jinja2", "networkx"}
 _MOST_SOURCES = 200
 
 
@@ -44,6 +46,8 @@ def choose_modules(script: Script) -> list[str]:
 def _read_sources(script: Script) -> Iterator[tuple[str, ast.Module]]:
     """The script and, from there, the modules beside it that it imports."""
     waiting = list(list_sources(script))
+    # A package may name its own modules in full.
+    root = _folder_of(script)
     seen: set[Path] = set()
     while waiting and len(seen) < _MOST_SOURCES:
         path = waiting.pop()
@@ -58,8 +62,9 @@ def _read_sources(script: Script) -> Iterator[tuple[str, ast.Module]]:
         yield text, tree
         for node in ast.walk(tree):
             for name in _imported(node):
-                beside = path.parent.joinpath(*name.split("."))
-                waiting += [p for p in (beside.with_suffix(".py"), beside / "__init__.py") if p.is_file()]
+                for folder in {path.parent, root}:
+                    beside = folder.joinpath(*name.split("."))
+                    waiting += [p for p in (beside.with_suffix(".py"), beside / "__init__.py") if p.is_file()]
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
@@ -126,7 +131,10 @@ def _assigned_by(call: ast.Call, name: str) -> Iterator[tuple[str, str | None]]:
             # It changes nothing where the variable is set.
             if isinstance(first, ast.Constant) and str(first.value) not in os.environ:
                 yield from _pair(first, second)
-        elif first is not None:
+        elif first is not None and not (
+            # Taking away what isn't there changes nothing.
+            name.endswith(".pop") and isinstance(first, ast.Constant) and str(first.value) not in os.environ
+        ):
             yield from _pair(first, None)
 
 
@@ -138,24 +146,43 @@ def _pair(name: ast.AST | None, value: ast.AST | None) -> Iterator[tuple[str, st
         )
 
 
+def may_load_ahead(script: Script) -> bool:
+    """Whether nothing beside the script has the name of a module that parts of torch would load."""
+    own = _list_own(_folder_of(script))
+    return not own & (set(sys.stdlib_module_names) | _OF_TORCH) - {"__main__"}
+
+
 def find_shadowed(script: Script) -> list[str]:
     """Modules that are loaded here, but that the script would find in its own folder."""
-    if sys.flags.safe_path:
-        return []
-    folder = Path.cwd() if script.is_module else Path(os.path.realpath(script.target)).parent
-    try:
-        entries = {entry.name for entry in os.scandir(folder)}
-    except OSError:
-        return []
+    folder = _folder_of(script)
+    own = _list_own(folder)
     loaded = {name for name in sys.modules if "." not in name and name not in sys.builtin_module_names}
-    own = {entry.removesuffix(".py") for entry in entries if entry.endswith(".py")}
-    own |= {entry for entry in entries if (folder / entry / "__init__.py").is_file()}
     found = []
-    for name in sorted(loaded & own):
+    for name in sorted((loaded - {"__main__"}) & own):
         origin = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None)
         if origin is not None and origin != "frozen" and not _is_within(origin, folder):
             found.append(name)
     return found
+
+
+def _folder_of(script: Script) -> Path:
+    """What comes first on the script's `sys.path`."""
+    if script.is_module:
+        return Path.cwd()
+    target = Path(os.path.abspath(script.target))
+    return target if target.is_dir() else Path(os.path.realpath(target)).parent
+
+
+def _list_own(folder: Path) -> set[str]:
+    """Names of modules and packages in a folder, as far as a script sees them first."""
+    if sys.flags.safe_path:
+        return set()
+    try:
+        entries = {entry.name for entry in os.scandir(folder)}
+    except OSError:
+        return set()
+    own = {entry.removesuffix(".py") for entry in entries if entry.endswith(".py")}
+    return own | {entry for entry in entries if (folder / entry / "__init__.py").is_file()}
 
 
 def _is_within(path: str, folder: Path) -> bool:

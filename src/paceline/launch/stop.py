@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -23,8 +23,8 @@ _NOBODY_S = 0.2
 _SHUTDOWN_S = 30.0
 
 
-class Interrupted(Exception):  # noqa: N818 (an event, told as one)
-    """The job was asked to stop, and has.
+class Interrupted(BaseException):
+    """The job was asked to stop, and has. (No `Exception`: torch ignores some of these during its import.)
 
     Attributes:
         number: the signal.
@@ -45,16 +45,23 @@ class Interrupted(Exception):  # noqa: N818 (an event, told as one)
 
 
 @contextmanager
-def raise_on_signals() -> Iterator[None]:
+def raise_on_signals() -> Iterator[Callable[[], None]]:
     """Has SIGTERM, SIGHUP, SIGQUIT and Ctrl-C raise `Interrupted`, as long as there are no ranks to ask.
 
-    Where the block ends by forking ranks, each leaves it with handlers of its own.
+    Gives a function that raises it again, for where somebody has swallowed it. Where the block ends by
+    forking ranks, each leaves it with handlers of its own.
     """
     launcher = os.getpid()
+    asked: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if os.getpid() == launcher:
+            asked.append(number)
             raise Interrupted(number, 0)
+
+    def check() -> None:
+        if asked:
+            raise Interrupted(asked[0], 0)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -62,7 +69,7 @@ def raise_on_signals() -> Iterator[None]:
         if number != signal.SIGHUP or handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)
     try:
-        yield
+        yield check
     finally:
         if os.getpid() == launcher:
             for number, handler in before.items():

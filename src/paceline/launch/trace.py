@@ -12,8 +12,12 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 
-_FRAME = re.compile(r'^(?P<indent>\s*)File "(?P<path>.+)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
-_HEAD = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^(?P<indent>[\s|+]*)File "(?P<path>.+)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
+_HEAD = re.compile(r"^(\s*\+ Exception Group )?Traceback \(most recent call last\):\s*$")
+_ORIGINAL = "Original Traceback (most recent call last):"
+# What follows the frames: the exception's name, and a message after it.
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
+_SYNTAX = re.compile(r"^(SyntaxError|IndentationError|TabError)(: |$)")
 _FATAL = "Fatal Python error"
 _CRASH = re.compile(rf"^({_FATAL}|Stack \(most|Current thread|Thread 0x)")
 # torch writes it before each line of an uncaught exception, once there is a process group.
@@ -123,7 +127,7 @@ def _indent(line: str) -> int:
 def find_last(log: str) -> str:
     """The last traceback in a log, or what Python says of a crash in compiled code; else an empty string."""
     lines = _PREFIX.sub("", log).split("\n")
-    starts = [n for n, line in enumerate(lines) if line.strip() == _HEAD and not line.startswith(" ")]
+    starts = [n for n, line in enumerate(lines) if _HEAD.match(line)]
     crashes = [n for n, line in enumerate(lines) if line.startswith(_FATAL)]
     if crashes and (not starts or crashes[-1] > starts[-1]):
         end = crashes[-1]
@@ -134,7 +138,7 @@ def find_last(log: str) -> str:
         ours = [n for n, line in enumerate(block) if f'"{_RUNNER}"' in line]
         return "\n".join(block[: ours[0]] if ours else block).rstrip()
     if not starts:
-        return ""
+        return _find_syntax_error(lines)
     start = starts[-1]
     # What is chained belongs to it: "During handling of the above exception, ..." and "direct cause".
     for earlier in reversed(starts[:-1]):
@@ -142,26 +146,49 @@ def find_last(log: str) -> str:
         if "above exception" not in between:
             break
         start = earlier
-    end = starts[-1] + 1
-    while end < len(lines) and (lines[end].startswith(" ") or not lines[end].strip()):
+    end = _end_of_error(lines, starts[-1])
+    if end < len(lines) and lines[end] == _ORIGINAL:  # a loader worker's, as part of the message
+        end = _end_of_error(lines, end)
+    return "\n".join(lines[start:end]).rstrip()
+
+
+def _end_of_error(lines: list[str], head: int) -> int:
+    """One past the lines of an exception: its frames, its own line, and those that continue its message."""
+    end = head + 1
+    is_group = "Exception Group" in lines[head]
+    inside = (" ", "\t", "+", "|") if is_group else (" ", "\t")
+    while end < len(lines) and (lines[end].startswith(inside) or not lines[end].strip()):
         end += 1
-    # The line of the exception, and those that continue its message.
+    if is_group:
+        return end
     end += 1
     while end < len(lines) and lines[end].startswith((" ", "\t")):
         end += 1
-    return "\n".join(lines[start:end]).rstrip()
+    return end
+
+
+def _find_syntax_error(lines: list[str]) -> str:
+    """A script that doesn't compile has a place and a message, but no traceback."""
+    for at in range(len(lines) - 1, -1, -1):
+        if not _SYNTAX.match(lines[at]):
+            continue
+        for start in range(at - 1, -1, -1):
+            if _FRAME.match(lines[start]):
+                return "\n".join(lines[start : at + 1])
+            if not lines[start].startswith(" "):
+                break
+    return ""
 
 
 def tell_last_line(trace: str) -> str:
     """The line that names the exception."""
-    lines = trace.strip().splitlines()
-    if not lines:
-        return ""
-    if lines[0].startswith(_FATAL):
-        return lines[0]
-    named = [
-        line
-        for line in lines
-        if re.match(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b", line)
-    ]
-    return (named or lines)[-1].strip()
+    text = trace.strip("\n")
+    if text.startswith(_FATAL):
+        return text.splitlines()[0]
+    # After the last frame, whose lines are indented deeper than the exception's.
+    parts = _parse(text)
+    after = max((n for n, part in enumerate(parts) if isinstance(part, Frame)), default=-1)
+    told = [part.strip(" |+-") for part in parts[after + 1 :] if isinstance(part, str)]
+    told = [line for line in told if line]
+    named = [line for line in told if _EXCEPTION.match(line)]
+    return (named or told or text.strip().splitlines() or [""])[0].strip()

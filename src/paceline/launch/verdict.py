@@ -11,7 +11,7 @@ from contextlib import suppress
 from paceline.errors import PacelineError
 from paceline.launch.failure import Ending, PumpLost, RankFailed, find_cause, has_lost_peer, read_endings
 from paceline.launch.job import Job
-from paceline.launch.memory import explain_kill
+from paceline.launch.memory import describe_kill
 from paceline.launch.ranks import COLD, Ranks
 from paceline.launch.stop import Interrupted, Stop
 from paceline.launch.trace import find_last
@@ -61,7 +61,7 @@ def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
     if cause is None:
         log.warning("the nodes have changed; all ranks start again")
         return
-    what = str(RankFailed(cause.rank, cause.code, cause.trace)).splitlines()[0]
+    what = str(cause.error() or RankFailed(cause.rank, cause.code, cause.trace)).splitlines()[0]
     log.warning("%s", what)
     log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
 
@@ -79,13 +79,13 @@ def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
     return sorted(told.values(), key=lambda ending: ending.time_s)
 
 
-def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed:
+def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | PacelineError:
     process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
     hints = []
     if ranks.keeper_died:
         hints.append("The process that ranks are forked from was killed, and the ranks with it.")
     elif cause.code == -signal.SIGKILL and process is not None:
-        hints.append(explain_kill(process.pid, job.ooms))
+        hints.append(describe_kill(process.pid, job.ooms))
     if cause.follower:
         hints.append(
             "It lost its peer: the cause is what ended a rank on another node, see the output there."
@@ -93,6 +93,10 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed:
     if process is not None:
         hints.append(f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}")
     job.keeps_logs = True
+    ours = cause.error()
+    if ours is not None:
+        ours.exit_code = 1  # as torchrun's, where a rank fails
+        return ours
     return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
 
 
