@@ -20,7 +20,6 @@ pytestmark = pytest.mark.timeout(100)
         ("closed terminal", "daemon", False),
         ("SIGKILL launcher", "spawn", False),
         ("SIGKILL keeper", "daemon", False),
-        ("SIGKILL launcher and keeper", "plain", False),
         ("SIGKILL pump", "plain", False),
     ],
 )

@@ -60,11 +60,12 @@ def run(args: argparse.Namespace) -> int:
         _refuse_launcher_flags(args)
         return _join(recipe, folder, args)
     nproc = _choose_nproc(args.nproc, recipe)
+
+    from paceline.launch.local import check_launch, launch, warm_up
+
+    warm_up()  # it imports torch while the folder and the data are looked at here
     check_run_folder(folder, recipe)
     prepare_data(recipe)
-
-    from paceline.launch.local import check_launch, launch
-
     check_launch(nproc, recipe.train.device)
     if not args.json:
         from paceline.cli.report import describe_recipe

@@ -16,7 +16,8 @@ from tests.launch.nodes import Nodes
 KINDS = ("plain", "loader-fork", "loader-spawn", "spawn", "ignores SIGTERM", "daemon")
 _READY_S = 60
 _GONE_S = 15
-_FOLDER = "paceline-launch-"
+# The launch's own folder, and the one for multiprocessing's sockets beside it.
+_FOLDERS = ("paceline-launch-", "pymp-pl-")
 # How old a folder must look before the next launch takes it for abandoned.
 _AGED_S = 20
 
@@ -74,8 +75,8 @@ def check_orphans(folder: Path, *, event: str, kind: str, is_cold: bool) -> None
         ignored.append("SIGINT")
     words = ["--nproc-per-node", "2", "--shutdown-timeout", "3", *(["--cold"] if is_cold else [])]
     command = paceline_run(*words, script("endless.py"), kind, *ignored)
-    # Where launcher and keeper were killed, nobody could remove their folder.
-    stays = (_FOLDER,) if event == "SIGKILL launcher and keeper" else ()
+    # Where launcher and keeper were killed, nobody could remove their folders.
+    stays = _FOLDERS if event == "SIGKILL launcher and keeper" else ()
     with Launched(folder, command, has_terminal=event == "closed terminal") as job:
         ranks = [int(pid) for pid in job.wait_for(r"ready \d pid (\d+)", _READY_S, 2)]
         job.note_ports()
@@ -108,7 +109,7 @@ def check_power_cut_leaves_nothing(folder: Path) -> None:
         with Launched(folder, words, around=lambda command: nodes.powered(around(command))) as job:
             job.wait_for(r"ready \d", _READY_S, 2)
             job.process.kill()
-            left = job.find_left(5, (_FOLDER,))
+            left = job.find_left(5, _FOLDERS)
             assert not left, f"left: {left}"
 
 
