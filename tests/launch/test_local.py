@@ -280,6 +280,13 @@ def test_a_signal_reaches_every_rank_once(running: Running, number: int, code: i
     assert running.wait_for_ranks(0) == []
 
 
+@pytest.mark.parametrize("running", ["save_for_long"], indirect=True)
+def test_ranks_that_were_asked_to_stop_may_take_their_time(running: Running) -> None:
+    running.process.send_signal(signal.SIGINT)
+    assert sorted(running.finish().splitlines()) == ["saved 0", "saved 1"]
+    assert running.process.returncode == 130
+
+
 @pytest.mark.parametrize("running", ["never_stop"], indirect=True)
 def test_a_second_ctrl_c_kills(running: Running) -> None:
     running.process.send_signal(signal.SIGINT)

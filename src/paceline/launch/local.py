@@ -229,6 +229,10 @@ class _Job:
     rounds: Rounds = field(default_factory=Rounds)
     ooms: OomCounts = field(default_factory=count_oom_kills)
 
+    def may_be_stuck_s(self) -> float | None:
+        """How long a rank may take to leave: not long after another's failure; it may save when asked."""
+        return _STUCK_S if self.rounds.asked is None else None
+
     def build_start(
         self, *, env: dict[str, str], local_rank_id: int, **wishes: Any
     ) -> tuple[Start, tuple[int, int]]:
@@ -264,7 +268,7 @@ def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any
     }
     known = {entry.name for entry in dataclasses.fields(LaunchConfig)}  # older torch has fewer
     config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
-    build = partial(RankHandler, ranks, job.build_start, _STUCK_S)
+    build = partial(RankHandler, ranks, job.build_start, job.may_be_stuck_s)
     outcome: list[BaseException] = []
 
     def work() -> None:

@@ -327,11 +327,11 @@ class RankHandler:
         self,
         ranks: Ranks,
         build: Callable[..., tuple[Start, tuple[int, int]]],
-        stuck_s: float | None = None,
+        may_be_stuck_s: Callable[[], float | None] = lambda: None,
         **wishes: Any,
     ) -> None:
         self._ranks = ranks
-        self._stuck_s = stuck_s
+        self._may_be_stuck_s = may_be_stuck_s
         self.local_rank_id: int = wishes["local_rank_id"]
         self.proc = ranks.start(*build(**wishes))
 
@@ -341,7 +341,8 @@ class RankHandler:
             self._ranks.kill(self.proc)
             return
         self.proc.send(death_sig or signal.SIGTERM)
-        if self._stuck_s is not None:
-            timer = threading.Timer(self._stuck_s, self._ranks.kill, [self.proc])
+        stuck_s = self._may_be_stuck_s()
+        if stuck_s is not None:
+            timer = threading.Timer(stuck_s, self._ranks.kill, [self.proc])
             timer.daemon = True
             timer.start()

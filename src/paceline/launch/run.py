@@ -8,6 +8,7 @@ does torchelastic begin, with its threads. The main thread then only waits, and 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import shutil
@@ -247,6 +248,7 @@ def _run(job: Job, ranks: Ranks) -> None:
         signals = flags.signals_to_handle, flags.shutdown_timeout
         with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():
             config, command, args = _configure(job)
+            _record(job, config)
             stop.supervise(start_thread(work), job.pump)
         judge(job, ranks, outcome[0] if outcome else None, stop)
         succeeded = True
@@ -257,6 +259,22 @@ def _run(job: Job, ranks: Ranks) -> None:
             shutil.rmtree(job.logs, ignore_errors=True)
             with suppress(OSError):
                 job.logs.parent.rmdir()  # where it was made for this run only
+
+
+def _record(job: Job, config: LaunchConfig) -> None:
+    """Puts beside the logs what a run's numbers depend on and its command line doesn't show."""
+    import torch
+
+    record = {
+        "script": job.script.words if job.script else [job.flags.training_script],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "nnodes": job.flags.nnodes,
+        "nproc_per_node": config.nproc_per_node,
+        "threads_per_rank": os.environ["OMP_NUM_THREADS"],
+        "start": "warm" if job.is_warm else "cold",
+        "torch": torch.__version__,
+    }
+    (job.logs / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _configure(job: Job) -> tuple[LaunchConfig, str, list[str]]:

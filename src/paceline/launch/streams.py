@@ -37,8 +37,9 @@ class Pump:
         return self._process.poll() is not None
 
     def let_go(self) -> None:
-        """Closes this process's end of the socket; the pump goes on."""
+        """In a fork of the process that started it: closes this end of the socket; the pump goes on."""
         self._channel.close()
+        self._process.returncode = 0  # it is not this process's child, and no reason for a warning
 
     def copy(self, fd: int, log: str, to: int, *, persists: bool) -> None:
         """Has everything that is read at `fd` copied to a log and, unless 0, to this process's `to`.

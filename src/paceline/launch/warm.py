@@ -41,7 +41,7 @@ class Warmth:
     """What a process has imported ahead for the ranks that will be forked from it.
 
     Attributes:
-        environ: the environment at import, as the user gave it.
+        environ: the environment that the script finds, or until then that of the import.
         reads: by top-level package, the variables that were read meanwhile.
     """
 
@@ -74,6 +74,8 @@ class Warmth:
         Args:
             restart: called with the variables that came too late; it must not return.
         """
+        # What the launcher has set meanwhile (RANK and the like) is not the script's doing.
+        self.environ = dict(os.environ)
         tempfile.tempdir = None  # it goes by the environment, and is kept from the first question on
         hidden: dict[str, dict[str, ModuleType]] = {}
         for package in {name.partition(".")[0] for name in set(sys.modules) - self._before}:
