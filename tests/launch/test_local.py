@@ -307,6 +307,7 @@ def test_ranks_stop_in_order_when_the_launcher_dies(running: Running) -> None:
     assert sorted(running.finish().splitlines()) == ["saved 0 after 1", "saved 1 after 1"]
 
 
+@pytest.mark.slow  # ten seconds of grace
 @pytest.mark.parametrize("running", ["never_stop"], indirect=True)
 def test_ranks_die_with_the_launcher(running: Running) -> None:
     running.process.kill()

@@ -36,5 +36,6 @@ def test_a_signal_ends_the_wait_for_a_node(tmp_path: Path) -> None:
     check_waiting(tmp_path, meeting="c10d", node=0, name="SIGINT")
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_launcher_that_is_cut_off(tmp_path: Path) -> None:
     check_partitioned(tmp_path, meeting="c10d")

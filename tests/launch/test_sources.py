@@ -114,7 +114,11 @@ def test_the_own_package_of_a_module_is_followed(tmp_path: Path, monkeypatch: py
         'os.environ.update({"TORCH_COMPILE_DEBUG": "1"})',
     ],
 )
-def test_a_script_that_sets_up_dynamo_imports_it_itself(setting: str, tmp_path: Path) -> None:
+def test_a_script_that_sets_up_dynamo_imports_it_itself(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch._dynamo sets it where it is not set, and another test may have imported that.
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     text = (
         f"import os\n{setting}\nfrom torch import optim\n"
         "import torch._dynamo.config, torch._inductor.config\n"

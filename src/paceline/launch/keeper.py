@@ -290,7 +290,6 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     warmth = Warmth()
     warmth.load(_FOR_CALLS)
-    warmth.freeze()
     serve_calls(connection)
 
 

@@ -66,7 +66,6 @@ def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> 
         ours.close()
         if warmth is not None:
             warmth.load(load)
-            warmth.freeze()
         start = Keeper(its, pump).serve()
     except BaseException:
         # Nobody above may take this process for the launcher.

@@ -189,6 +189,6 @@ def tell_last_line(trace: str) -> str:
     parts = _parse(text)
     after = max((n for n, part in enumerate(parts) if isinstance(part, Frame)), default=-1)
     told = [part.strip(" |+-") for part in parts[after + 1 :] if isinstance(part, str)]
-    told = [line for line in told if line]
+    told = [line for line in told if line and not line.startswith("Traceback")]
     named = [line for line in told if _EXCEPTION.match(line)]
     return (named or told or text.strip().splitlines() or [""])[0].strip()

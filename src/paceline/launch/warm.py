@@ -51,7 +51,11 @@ class Warmth:
         self._before = set(sys.modules)
 
     def load(self, names: Iterable[str]) -> None:
-        """Imports modules; those that this torch doesn't have are left to the script."""
+        """Imports modules; those that this torch doesn't have are left to the script.
+
+        What is loaded then stays out of the garbage collector's sight, here and in forks: going
+        through torch takes a tenth of a second, and would give every rank pages of its own.
+        """
         collecting = gc.isenabled()
         gc.disable()  # a sixth of the time of importing torch
         try:
@@ -60,13 +64,9 @@ class Warmth:
                     with suppress(ImportError):
                         importlib.import_module(name)
         finally:
+            gc.freeze()
             if collecting:
                 gc.enable()
-
-    def freeze(self) -> None:
-        """Moves what is loaded out of the garbage collector's sight, so that ranks share its pages."""
-        gc.collect()
-        gc.freeze()
 
     def hide(self, restart: Callable[[list[str]], None]) -> None:
         """In a forked rank: takes the packages away until they are imported.
