@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         return _run_command(argv)
+    except KeyboardInterrupt:
+        return 130
     except Become as wish:
         script, place, prepare = wish.script, wish.place, wish.prepare
     # A rank of `paceline run`: everything above is left, and this process is the script from here on.
@@ -75,8 +77,6 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except (RankFailed, PumpLost) as failure:
         print(f"paceline: {failure}", file=sys.stderr)
         return failure.exit_code
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         if not _is_stdout_broken():
             raise  # some other pipe, and no reason to call it success

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -74,8 +75,7 @@ def run_script(flags: argparse.Namespace, *, cold: bool = False, threads: int | 
             ranks, is_warm = _warm_up(flags, script, pump, cold)
             with launch_folder() as folder:
                 logs, keeps_logs = _make_logs(flags)
-                check_signals()
-                _run(Job(flags, script, folder, logs, keeps_logs, pump, is_warm), ranks)
+                _run(Job(flags, script, folder, logs, keeps_logs, pump, is_warm), ranks, check_signals)
         except Become:  # this is a rank, which prints through the pump
             raise
         except BaseException:
@@ -230,9 +230,7 @@ def _make_logs(flags: argparse.Namespace) -> tuple[Path, bool]:
 # ---- running
 
 
-def _run(job: Job, ranks: Ranks) -> None:
-    from paceline.launch.agent import quiet_torchelastic, run_agent, start_thread
-
+def _run(job: Job, ranks: Ranks, check_signals: Callable[[], None]) -> None:
     flags = job.flags
     outcome: list[BaseException] = []
     job.rounds.on_restart = partial(tell_restart, job, ranks)
@@ -245,9 +243,12 @@ def _run(job: Job, ranks: Ranks) -> None:
 
     succeeded = False
     try:
+        from paceline.launch.agent import quiet_torchelastic, run_agent, start_thread
+
         signals = flags.signals_to_handle, flags.shutdown_timeout
         with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():
             config, command, args = _configure(job)
+            check_signals()  # what came before `stop` took over, and was swallowed by an import
             _record(job, config)
             stop.supervise(start_thread(work), job.pump)
         judge(job, ranks, outcome[0] if outcome else None, stop)

@@ -70,6 +70,11 @@ def raise_on_signals() -> Iterator[Callable[[], None]]:
             signal.signal(number, interrupt)
     try:
         yield check
+    except Exception:
+        # An import that it interrupts may tell it as an error of its own.
+        if os.getpid() == launcher:
+            check()
+        raise
     finally:
         if os.getpid() == launcher:
             for number, handler in before.items():
