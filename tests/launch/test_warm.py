@@ -19,7 +19,6 @@ from paceline.launch.warm import Warmth, why_not_fork
 
 warmth = Warmth()
 warmth.load(("torch", "torch.distributed", "torch.no_such_part", "torch._dynamo"))
-warmth.freeze()
 results = {"why_not_fork": why_not_fork(), "openblas": os.environ.get("OPENBLAS_NUM_THREADS")}
 
 def run(text):
