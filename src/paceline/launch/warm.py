@@ -254,7 +254,7 @@ def _rest_before_destroying_groups() -> None:
     The last all-reduce of gloo holds a Python object (autograd's context), which gloo's thread lets go once
     it gets the GIL. Where the script destroys the group and then drops the model meanwhile, the model's
     reducer waits for that thread, holding the GIL. Nothing forbids it without us, but here it was seen in 4
-    of 32 runs of such a script, and never in 39 cold ones. A moment without the GIL, before the group is
+    of 20 runs of such a script, and in none of 31 cold ones. A moment without the GIL, before the group is
     destroyed, lets the thread finish: 39 of 40 ran through, and the 40th on a machine at its limits.
     """
     import torch.distributed as dist
