@@ -71,7 +71,7 @@ def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
     told = {ending.rank: ending for ending in read_endings(job.attempt)}
     for process in ranks.latest:
         rank, status = process.start.rank, process.returncode
-        if rank in told or status in (0, None) or process.asked:
+        if rank in told or status in (0, None) or process.asked or process.refusal:
             continue
         trace = find_last(_read_tail(process.start.log))
         ended_s = process.ended_s or time.time()
