@@ -83,7 +83,8 @@ def run_agent(
         "logs_specs": config.logs_specs,
         "start_method": config.start_method,
         "log_line_prefix_template": config.log_line_prefix_template,
-        "shutdown_timeout": getattr(config, "shutdown_timeout", None) or 30,
+        # Older torch has no such setting, and its agent takes none.
+        "shutdown_timeout": getattr(config, "shutdown_timeout", None),
     }
     takes = inspect.signature(LocalElasticAgent.__init__).parameters
     agent = _Agent(rounds, ranks, spec=spec, **{n: v for n, v in options.items() if n in takes})

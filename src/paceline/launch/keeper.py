@@ -120,9 +120,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Swept:
-    """The answer to `Sweep`: it had to end so many processes."""
-
-    num_killed: int
+    """The answer to `Sweep`."""
 
 
 class Keeper:
@@ -170,8 +168,9 @@ class Keeper:
             end_family(message.pid)
         elif isinstance(message, Sweep):
             self._hold("")
-            num_killed = end_descendants(self._reap) if message.kills else 0
-            self._send(Swept(num_killed))
+            if message.kills:
+                end_descendants(self._reap)
+            self._send(Swept())
             if message.leaves:
                 os._exit(0)
         return None

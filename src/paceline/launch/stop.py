@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -63,22 +63,14 @@ def raise_on_signals() -> Iterator[Callable[[], None]]:
         if asked:
             raise Interrupted(asked[0], 0)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number, handler in before.items():
-        if number != signal.SIGHUP or handler is not signal.SIG_IGN:
-            signal.signal(number, interrupt)
     try:
-        yield check
+        with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), interrupt):
+            yield check
     except Exception:
         # An import that it interrupts may tell it as an error of its own.
         if os.getpid() == launcher:
             check()
         raise
-    finally:
-        if os.getpid() == launcher:
-            for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager
@@ -94,7 +86,8 @@ def stop_by_signals(
         ranks: those to pass signals on to.
         hangup: what ranks get where the terminal closes.
     """
-    stop = Stop(rounds, ranks, float(patience_s or _read_shutdown_s()), hangup)
+    patience = _read_shutdown_s() if patience_s is None else float(patience_s)
+    stop = Stop(rounds, ranks, patience, hangup)
     if threading.current_thread() is not threading.main_thread():
         yield stop  # Python delivers signals to the main thread only
         return
@@ -108,17 +101,26 @@ def stop_by_signals(
             rule="Signals have names such as SIGTERM and SIGUSR1.",
             fix="See kill -l.",
         ) from None
+    with _handled(numbers, stop.take):
+        yield stop
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has signals handled so in this process; forks that leave the block keep handlers of their own."""
+    owner = os.getpid()
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         # nohup stays immune to hang-ups. An ignored SIGINT is taken all the same, as torchrun does: shells
         # ignore it for every background job, and whoever sends it by hand means it.
         if number != signal.SIGHUP or handler is not signal.SIG_IGN:
-            signal.signal(number, stop.take)
+            signal.signal(number, handle)
     try:
-        yield stop
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if os.getpid() == owner:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def _read_shutdown_s() -> float:
