@@ -29,6 +29,7 @@ RANGES = {
     "4": "training",
     "5": "checkpoints and run folders",
     "6": "command line and benchmarks",
+    "7": "comparing layouts",
 }
 
 
@@ -108,7 +109,7 @@ def _limits(limit: object) -> Iterator[str]:
 
 
 def _codes_page() -> Iterator[str]:
-    yield NOTE.format(source="src/paceline/codes.py")
+    yield NOTE.format(source="src/paceline/codes/")
     yield "\n# The pages behind the codes\n"
     yield "Every message of Paceline ends in a code. `paceline explain CODE` prints its page.\n"
     hundred = ""

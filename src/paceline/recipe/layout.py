@@ -1,58 +1,95 @@
-"""A run's layout: how its ranks are divided among the kinds of parallelism."""
+"""A run's layout: how its ranks are divided among the kinds of parallelism, and how each is carried out."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from paceline.errors import PacelineError
 
-# The axes that the design names. Only dp_replicate can be laid out so far; naming the others here
-# lets a recipe that asks for one get a clear answer instead of "unknown key".
+# The axes that the design names. Those that can't be laid out so far are named too, so that a recipe that
+# asks for one gets a clear answer instead of "unknown key".
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-_LAID_OUT = ("dp_replicate",)
+LAID_OUT = ("dp_replicate", "dp_shard", "tp")
+# What the other words of a layout may be.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero": (1, 2, 3),
+    "sequence": (False, True),
+    "recompute": ("none", "block", "selective"),
+    "offload": ("none", "cpu", "disk"),
+}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of a run.
+    """The degrees of a run, and how its axes are carried out.
 
     Attributes:
         dp_replicate: how many full copies of the model train on different microbatches, or `None`
-            for "as many as there are ranks".
+            for "as many as there are ranks left".
+        dp_shard: ranks over which each copy's parameters, gradients and optimizer state are sharded; these
+            train on different microbatches too.
+        tp: ranks that split the matrix products of one copy; they see the same microbatches.
+        zero: what dp_shard shards: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        sequence: whether activations between the blocks are split along the sequence over tp.
+        recompute: which activations are computed again in backward instead of kept: none, all of each
+            block, or (selective) all but matrix products and attention.
+        offload: where dp_shard keeps parameters and optimizer state between uses.
     """
 
     dp_replicate: int | None = None
+    dp_shard: int = 1
+    tp: int = 1
+    zero: int = 3
+    sequence: bool = False
+    recompute: str = "none"
+    offload: str = "none"
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Reads `"dp_replicate=2"`; an empty string is the default layout.
+        """Reads `"dp_replicate=2 dp_shard=2 tp=2 zero=2"`; an empty string is the default layout.
 
         Raises:
-            PacelineError: PL110 for text that is not `axis=degree` or has an axis twice, PL111 for an
-                axis that this version can't lay out, PL112 for a degree below 1.
+            PacelineError: PL110 for text that is not `word=value` or has a word twice, PL111 for an
+                axis that this version can't lay out, PL112 for a degree below 1, PL118 for a value that its
+                word doesn't take.
         """
-        degrees: dict[str, int] = {}
+        values: dict[str, Any] = {}
         for word in text.replace(",", " ").split():
-            match = re.fullmatch(r"(\w+)=(-?\d+)", word)
-            if match is None or match[1] not in AXES:
+            name, _, value = word.partition("=")
+            if name not in (*AXES, *CHOICES) or not value:
                 raise PacelineError(
                     "PL110",
                     saw=f"layout has {word!r}.",
-                    rule=f"A layout is axis=degree pairs with a space between; axes: {', '.join(AXES)}.",
-                    fix='Write for example layout = "dp_replicate=2".',
+                    rule=f"A layout is word=value pairs with a space between; degrees: {', '.join(AXES)}; "
+                    f"settings: {', '.join(CHOICES)}.",
+                    fix='Write for example layout = "dp_replicate=2 tp=2".',
                 )
-            if match[1] in degrees:
+            if name in values:
                 raise PacelineError(
                     "PL110",
-                    saw=f"layout names {match[1]} twice: {text!r}.",
-                    rule="Every axis has one degree.",
-                    fix=f"Leave one {match[1]} out.",
+                    saw=f"layout names {name} twice: {text!r}.",
+                    rule="Every word has one value.",
+                    fix=f"Leave one {name} out.",
                 )
-            degrees[match[1]] = int(match[2])
-        for axis, degree in degrees.items():
-            check_degree(axis, degree)
-        return cls(dp_replicate=degrees.get("dp_replicate"))
+            values[name] = _read_degree(name, value) if name in AXES else _read_choice(name, value)
+        for axis in AXES:
+            if axis in values:
+                check_degree(axis, values[axis])
+        return cls(**{name: value for name, value in values.items() if name not in AXES or name in LAID_OUT})
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of the degrees; `dp_replicate` must be known."""
+        assert self.dp_replicate is not None
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def dp(self) -> int:
+        """How many ranks train on different microbatches; `dp_replicate` must be known."""
+        assert self.dp_replicate is not None
+        return self.dp_replicate * self.dp_shard
 
     def resolve(self, world_size: int) -> Layout:
         """Fills `dp_replicate` from the number of ranks.
@@ -60,19 +97,21 @@ class Layout:
         Raises:
             PacelineError: PL113 where the degrees don't multiply to `world_size`.
         """
-        if self.dp_replicate is None:
-            return Layout(dp_replicate=world_size)
-        if self.dp_replicate != world_size:
-            raise PacelineError(
-                "PL113",
-                saw=f"layout.dp_replicate={self.dp_replicate}, but there are {world_size} ranks.",
-                rule="The degrees of a layout multiply to the number of ranks.",
-                fix=f'Start {self.dp_replicate} ranks, or set dp_replicate={world_size}, or leave it "auto".',
-            )
+        inner = self.dp_shard * self.tp
+        if self.dp_replicate is None and world_size % inner == 0:
+            return replace(self, dp_replicate=world_size // inner)
+        if self.dp_replicate is None or self.num_ranks != world_size:
+            raise _refuse_product(self, world_size)
         return self
 
     def __str__(self) -> str:
-        return f"dp_replicate={'auto' if self.dp_replicate is None else self.dp_replicate}"
+        """The words that say something: `dp_replicate`, and whatever is not the default."""
+        words = [f"dp_replicate={'auto' if self.dp_replicate is None else self.dp_replicate}"]
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={str(value).lower()}")
+        return " ".join(words)
 
 
 def check_degree(axis: str, degree: int) -> None:
@@ -84,10 +123,55 @@ def check_degree(axis: str, degree: int) -> None:
             rule="A degree counts ranks, so it is at least 1.",
             fix=f"Set {axis}=1 to leave that axis out.",
         )
-    if axis not in _LAID_OUT and degree > 1:
+    if axis not in LAID_OUT and degree > 1:
         raise PacelineError(
             "PL111",
             saw=f"layout.{axis}={degree}.",
-            rule=f"This version lays out {', '.join(_LAID_OUT)} only.",
-            fix=f"Leave {axis} out and use dp_replicate for all ranks.",
+            rule=f"This version lays out {', '.join(LAID_OUT)} only.",
+            fix=f"Leave {axis} out and use the other axes for all ranks.",
         )
+
+
+def _read_degree(axis: str, text: str) -> int:
+    if re.fullmatch(r"-?\d+", text) is None:
+        raise PacelineError(
+            "PL110",
+            saw=f"layout has {axis}={text!r}.",
+            rule="A degree is a whole number of ranks.",
+            fix=f"Write for example {axis}=2.",
+        )
+    return int(text)
+
+
+def _read_choice(name: str, text: str) -> Any:
+    known = {str(choice).lower(): choice for choice in CHOICES[name]}
+    if text.lower() not in known:
+        raise PacelineError(
+            "PL118",
+            saw=f"layout has {name}={text}.",
+            rule=f"{name} is one of {', '.join(known)}.",
+            fix=f"Leave it out for {name}={str(getattr(Layout, name)).lower()}, or use one of these.",
+        )
+    return known[text.lower()]
+
+
+def _refuse_product(layout: Layout, world_size: int) -> PacelineError:
+    inner = layout.dp_shard * layout.tp
+    given = " x ".join(
+        f"{axis}={degree}"
+        for axis in LAID_OUT
+        if (degree := getattr(layout, axis)) is not None and (degree > 1 or axis == "dp_replicate")
+    )
+    if layout.dp_replicate is None:
+        near = sorted({world_size // inner * inner or inner, -(-world_size // inner) * inner})
+        fix = f"Start {' or '.join(map(str, near))} ranks, or change a degree."
+    elif world_size % inner == 0:
+        fix = f"Start {layout.num_ranks} ranks, or set dp_replicate={world_size // inner}, or leave it out."
+    else:
+        fix = f"Start {layout.num_ranks} ranks, or choose degrees with the product {world_size}."
+    return PacelineError(
+        "PL113",
+        saw=f"layout.{given}, but there are {world_size} ranks.",
+        rule="The degrees of a layout multiply to the number of ranks.",
+        fix=fix,
+    )

@@ -1,0 +1,128 @@
+"""Checkpoints and run folders: PL5xx."""
+
+from __future__ import annotations
+
+from paceline.codes.page import Page
+
+PAGES: dict[str, Page] = {
+    "PL500": Page(
+        "A file of a checkpoint is missing or can't be read",
+        "The manifest lists every file of a checkpoint with its size and SHA-256, and a checkpoint is "
+        "used only if all of it is as it was written. Loading falls back to the newest one that is.",
+        "Restore the file from a copy, or let the run go on from the checkpoint before. "
+        "`paceline checkpoint verify runs/demo` checks all of a run's checkpoints.",
+    ),
+    "PL501": Page(
+        "A file of a checkpoint has another size",
+        "It was cut short or grew after it was written: a copy that broke off, a full disk, an editor. "
+        "Paceline itself gives a checkpoint its name only after all of its files are on the disk.",
+        "Copy the checkpoint again from where it is whole, or let the run fall back to the one before.",
+    ),
+    "PL502": Page(
+        "A file of a checkpoint was altered",
+        "It has the right size, and its bytes don't have the SHA-256 that the manifest states. One changed "
+        "bit in a weight is enough for a run that is silently another one, so nothing of it is used.",
+        "Restore it from a copy, or let the run fall back to the one before. If you did not change it, "
+        "check the disk and the memory.",
+    ),
+    "PL503": Page(
+        "A checkpoint's manifest is missing or altered",
+        "manifest.json says what belongs to a checkpoint, and ends with a hash of itself. Without it "
+        "nothing in the folder can be trusted.",
+        "Restore manifest.json from a copy, or let the run fall back to the checkpoint before. To change "
+        "a checkpoint on purpose, load it and save it with Paceline.",
+    ),
+    "PL504": Page(
+        "A checkpoint of a newer format",
+        "A newer Paceline wrote it. It is whole, so the run does not fall back past it: that would throw "
+        "its steps away.",
+        "Update Paceline: pip install -U paceline. Or start the run in another folder.",
+    ),
+    "PL505": Page(
+        "A file in a checkpoint's folder that does not belong to it",
+        "The manifest does not list it. It does no harm: nothing reads it, and the checkpoint is valid.",
+        "Move it elsewhere if you need it; it is deleted together with the checkpoint.",
+    ),
+    "PL506": Page(
+        "The files of a checkpoint don't fit together",
+        "A structure names tensors that its file lacks, or the other way round, or the folder is named "
+        "after another step. The hashes are right, so it was put together by hand or by a program.",
+        "Use a checkpoint that Paceline wrote; a folder that you renamed gets its old name back.",
+    ),
+    "PL507": Page(
+        "Something that a checkpoint can't hold",
+        "A checkpoint holds dicts, lists and tuples of None, bool, int, float, str, bytes, dense tensors "
+        "and numpy arrays. Anything else would need pickle, and reading a pickle runs code. Nothing was "
+        "written.",
+        "The message has the path to it (state.tracked.ema.fn). Turn it into these in state_dict() and "
+        "back in load_state_dict(), or leave it out.",
+    ),
+    "PL508": Page(
+        "Writing a checkpoint or an export failed",
+        "The file system refused: full, read-only, no permission. What was half written is removed, and "
+        "the earlier checkpoints are as they were.",
+        "Free space or lower checkpoint.keep, mend the permissions, or choose another --out; the same "
+        "command then goes on from the last checkpoint.",
+    ),
+    "PL509": Page(
+        "None of a run's checkpoints is valid",
+        "Starting again from nothing in the same folder would overwrite what may still be saved, so the "
+        "run stops and changes nothing.",
+        "`paceline checkpoint verify runs/demo` says what is wrong with each. Restore one from a copy, or "
+        "start again with another --out.",
+    ),
+    "PL510": Page(
+        "Two processes save into one folder",
+        "Each would delete the other's checkpoints by its own rule of what to keep.",
+        "Stop the other run, or give this one another --out.",
+    ),
+    "PL511": Page(
+        "Optimizer state that does not fit",
+        "State is saved under the name of its parameter. It is loaded only into the same kind of "
+        "optimizer with the same parameters and shapes, whatever their order and grouping.",
+        "Resume with the model and the optimizer that wrote the checkpoint, or start a new run.",
+    ),
+    "PL512": Page(
+        "The run goes on under other conditions",
+        "Other versions, another processor or another number of threads per rank can round differently. "
+        "The run goes on correctly, and no longer bit for bit as it would have.",
+        "Nothing, unless you need the same bits: then restore what the message names, for example "
+        "train.threads_per_rank=1.",
+    ),
+    "PL513": Page(
+        "An export would overwrite a file",
+        "An export never replaces what is there.",
+        "Choose another name, or remove the file first.",
+    ),
+    "PL514": Page(
+        "No checkpoint at that path",
+        "A checkpoint is a folder with a manifest.json; those of a run are in its folder checkpoints.",
+        "Give the run's folder, for example `paceline checkpoint show runs/demo`, or one checkpoint: "
+        "runs/demo/checkpoints/step-00000050.",
+    ),
+    "PL530": Page(
+        "The folder holds a run of another recipe",
+        "A run is resumed with the recipe that it was started with, because other values would make it "
+        "another run under the same name. Keys that only change its length, speed or what is written may "
+        "change (train.steps, layout, loader, checkpoint, metrics ...).",
+        "Choose another --out for a new run, or restore the keys that the message lists.",
+    ),
+    "PL531": Page(
+        "The checkpoint is of another model",
+        "Names and shapes of the saved tensors are not those of the model.",
+        "Choose another run folder, or build the model as it was when the run began.",
+    ),
+    "PL532": Page(
+        "The run's folder can't be written to",
+        "Checkpoints, metrics and logs are written into the run's folder by rank 0.",
+        "Choose another folder with --out, free some space, or change the folder's permissions.",
+    ),
+    "PL533": Page(
+        "The run's folder is in use",
+        "A run locks its folder while it runs. Two runs in one would overwrite each other's checkpoints "
+        "and metrics. "
+        "The lock goes with its process, so a killed run leaves none behind. Ranks whose launcher was killed "
+        "save and leave within seconds: a new start waits for them, up to half a minute.",
+        "Wait for the other run, stop it, or choose another folder with --out.",
+    ),
+}

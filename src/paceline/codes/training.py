@@ -1,0 +1,178 @@
+"""Training: PL400 to PL439."""
+
+from __future__ import annotations
+
+from paceline.codes.page import Page
+
+PAGES: dict[str, Page] = {
+    "PL400": Page(
+        "An argument of the trainer is out of range",
+        "Sizes and counts start at 1; the norm to clip to and the seed start at 0. A negative norm would "
+        "turn every gradient around.",
+        "Give the argument that the message names such a value, or leave it out for its default.",
+    ),
+    "PL401": Page(
+        "Unknown training dtype",
+        "fp64 and fp32 hold and compute everything in that type; bf16 and fp16 run forwards under "
+        "autocast over "
+        "fp32 weights. Nothing else is offered.",
+        'Use "fp32", or "bf16" on hardware that computes in it.',
+    ),
+    "PL402": Page(
+        "trainer.model with several models",
+        "`trainer.model` is the one plain module. With named models there is no single one.",
+        'Use trainer.models["generator"].',
+    ),
+    "PL403": Page(
+        "Saving without a run folder",
+        "Checkpoints and metrics live in a run's folder, which `trainer.resume(folder)` names. An empty "
+        "or missing "
+        "folder starts a fresh run.",
+        'Call trainer.resume("runs/demo") before the first save().',
+    ),
+    "PL404": Page(
+        "Models and optimizers don't match by name",
+        "With named models, the optimizers are a dict whose names are among the models', and an update "
+        "is for one "
+        "of them. A model without an optimizer is never updated.",
+        'Trainer({"student": s, "teacher": t}, optimizer={"student": build}, step=...).',
+    ),
+    "PL405": Page(
+        "Evaluating without a loss",
+        "`trainer.evaluate` means the loss of one model. Trainers of named models have no single loss.",
+        "Pass loss= to Trainer, or evaluate trainer.models[name] yourself.",
+    ),
+    "PL406": Page(
+        "loss= and step= mixed up",
+        "One model trains on loss(output, batch). Several named models train through step(update), "
+        "which says which "
+        "losses are computed, in what order, for whom.",
+        'step=lambda update: (update("discriminator", d_loss), update("generator", g_loss)).',
+    ),
+    "PL407": Page(
+        "The optimizer is not a function",
+        "The trainer builds the optimizer itself, after the model has been placed and laid out, from "
+        "the list of "
+        "(name, parameter). An optimizer built before could hold the wrong tensors.",
+        "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4).",
+    ),
+    "PL408": Page(
+        "A tracked object has no state",
+        "What joins a checkpoint gives its state with state_dict() and takes it back with "
+        "load_state_dict(state).",
+        "Add the two methods to the object's class.",
+    ),
+    "PL409": Page(
+        "A batch without countable samples",
+        "Samples are counted along the first dimension of the first tensor of a batch.",
+        "Make the batch a tensor, or a dict or tuple of tensors, with samples along dimension 0.",
+    ),
+    "PL410": Page(
+        "A loss that is not a scalar or a pair",
+        "The loss over the global batch is the sum of losses over the sum of weights, so a loss "
+        "function gives both; "
+        "one scalar counts as the mean over the microbatch's samples. A vector, or a mean over tokens, "
+        "would weigh "
+        "ragged batches wrongly.",
+        "Return (losses.sum(), losses.numel()), for tokens (sum over targets that count, number of these).",
+    ),
+    "PL411": Page(
+        "Nothing to evaluate",
+        "A mean over no samples, or over samples without any target, is not a number.",
+        "Give a loader over a data set with at least one target.",
+    ),
+    "PL412": Page(
+        "A loss that no parameter reaches",
+        "The loss has no graph back to a trained parameter: it was computed under torch.no_grad(), from "
+        "detached tensors, or is a constant.",
+        "Compute it from the model's output. Where a microbatch has no targets, output.sum() * 0 is a zero "
+        "with a graph.",
+    ),
+    "PL420": Page(
+        "Nothing to train",
+        "An update needs at least one parameter that requires a gradient.",
+        "Set requires_grad=True on the parameters to train.",
+    ),
+    "PL421": Page(
+        "Parameters without a gradient",
+        "Ranks sum gradients in buckets, and a bucket is sent when all of its parameters have theirs. A "
+        "parameter "
+        "that the loss doesn't use leaves its bucket waiting, and with it every rank.",
+        "Set ddp.find_unused_parameters = true where it changes from step to step, or "
+        "requires_grad=False where the "
+        "parameter is never used.",
+    ),
+    "PL422": Page(
+        "sync_batchnorm on the CPU",
+        "torch's SyncBatchNorm has CUDA kernels only. Without it statistics are those of each "
+        "microbatch, which are "
+        "the same on every layout.",
+        "Leave sync_batchnorm off, or train on CUDA.",
+    ),
+    "PL424": Page(
+        "sync_batchnorm together with accumulation",
+        "Statistics over all ranks are taken while every rank runs one microbatch. With several "
+        "microbatches per rank, "
+        "or a rank without any, they would be over a part of the global batch that depends on the "
+        "number of ranks.",
+        "Set microbatch_size to global_batch_size / ranks and drop the ragged end, or leave "
+        "sync_batchnorm off.",
+    ),
+    "PL425": Page(
+        "Sparse gradients in an exact reduction",
+        "The exact reduction adds dense gradients, element by element, in a fixed order. A sparse gradient "
+        "(nn.Embedding(sparse=True)) holds rows in the order in which they were seen.",
+        'Build the layer with sparse=False, or use reduction="fast".',
+    ),
+    "PL426": Page(
+        "A communication hook beside the exact reduction",
+        "The exact reduction is itself what happens to a bucket of gradients. What a hook of yours "
+        "compresses, "
+        "averages or remembers depends on how many ranks there are, and so would the weights.",
+        'Leave comm_hook out, or use reduction="fast".',
+    ),
+    "PL427": Page(
+        "sync_batchnorm beside the exact reduction",
+        "SyncBatchNorm adds up statistics of all ranks with the library's collectives, in an order that "
+        "depends on "
+        "the number of ranks.",
+        "Leave sync_batchnorm off: statistics are then those of each microbatch, which are the same on any "
+        'number of ranks. Or use reduction="fast".',
+    ),
+    "PL428": Page(
+        "Unknown reduction",
+        'Gradients are summed over microbatches and ranks in one of two ways: "fast", by the library\'s '
+        'all-reduce, or "exact", in an order that does not depend on the number of ranks.',
+        'Use one of these names; "exact" for the same bits on any number of ranks.',
+    ),
+    "PL430": Page(
+        "Ranks are at different steps",
+        "Every rank takes the same steps. The number of the step travels with what ranks agree on, and "
+        "doesn't agree.",
+        "Look for a step, a `continue` or a `break` that depends on the rank or on local data.",
+    ),
+    "PL431": Page(
+        "Too many steps in a row were skipped",
+        "A loss or gradient that is not finite on any rank would spoil the weights on all, so the step "
+        "is skipped on "
+        "all. Many in a row mean that training has diverged or that data is broken.",
+        "Lower the learning rate or add warm-up; look at the samples of the microbatch that the message "
+        "names. The "
+        "newest checkpoint has the weights from before.",
+    ),
+    "PL432": Page(
+        "Out of memory",
+        "Weights, gradients, optimizer state and one microbatch's activations must fit into the memory "
+        "of a rank. The "
+        "global batch doesn't have to: it is run microbatch by microbatch. The exact reduction keeps up to "
+        "log2(microbatches of a rank) + 1 gradients beside the current one.",
+        "--set train.microbatch_size=1 and upwards; the global batch, and with it the learning rate, stays. "
+        "More ranks, or train.reduction=fast, for fewer gradients.",
+    ),
+    "PL433": Page(
+        "Saving after steps without communication",
+        "`without_communication` lets every rank take steps on its own share, so that compute can be timed "
+        "alone. The ranks' weights differ from then on.",
+        "Measure with a trainer of its own, and train with another.",
+    ),
+}
