@@ -297,13 +297,13 @@ def test_an_exception_leaves_although_peers_are_stuck(ranks: Pool) -> None:
 def mesh_axes(world, text):
     mesh = build_mesh(Layout.parse(text), world)
     x = torch.ones(1)
-    dist.all_reduce(x, group=mesh.get_group("dp_replicate"))
-    return mesh.mesh_dim_names, mesh["dp_replicate"].size(), x.item()
+    dist.all_reduce(x, group=mesh.dp_replicate.group)
+    return mesh.device_mesh.mesh_dim_names, mesh.dp_replicate.size, x.item()
 
 
 @pytest.mark.parametrize("text", ["", "dp_replicate=2"])
 def test_mesh_has_the_layouts_axes(ranks: Pool, text: str) -> None:
-    assert ranks.run(mesh_axes, args=(text,)) == [(("dp_replicate",), 2, 2.0)] * 2
+    assert ranks.run(mesh_axes, args=(text,)) == [(("dp_replicate", "dp_shard", "tp"), 2, 2.0)] * 2
 
 
 def test_mesh_of_another_size(ranks: Pool) -> None:

@@ -1,6 +1,12 @@
-"""Turns a layout's degrees into a DeviceMesh; with `world.py`, the only file that makes groups."""
+"""Turns a layout's degrees into groups of ranks; with `world.py`, the only file that makes groups.
+
+Rank = ((replica * dp_shard) + shard) * tp + tp rank: the axis that talks most has neighbouring ranks, which
+are those of one node where its degree allows it.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -8,25 +14,65 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.recipe.layout import Layout
 from paceline.world import World
 
+NAMES = ("dp_replicate", "dp_shard", "tp")
 
-def build_mesh(layout: Layout, world: World) -> DeviceMesh:
-    """Gives the mesh of all ranks with one named axis per degree of the layout: `dp_replicate`.
 
-    All ranks must call it, in the same order as other calls that make groups.
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place among those that differ from it in some degrees only.
+
+    Attributes:
+        name: `dp_replicate`, `dp_shard`, `tp`, or `dp` for the first two together.
+        size: how many ranks these are.
+        rank: this one's number among them.
+        group: their process group.
+    """
+
+    name: str
+    size: int
+    rank: int
+    group: dist.ProcessGroup
+
+
+class Mesh:
+    """The ranks of a layout by axis; for worlds of two and more ranks.
+
+    Attributes:
+        layout: the degrees, resolved.
+        dp_replicate, dp_shard, tp: the axes.
+        dp: all ranks that hold different microbatches of this one's tp place: dp_replicate times dp_shard.
+        device_mesh: torch's mesh, three-dimensional, its dimensions named as the axes.
+    """
+
+    def __init__(self, layout: Layout, device_mesh: DeviceMesh, dp_mesh: DeviceMesh) -> None:
+        self.layout = layout
+        self.device_mesh = device_mesh
+        self.dp_replicate, self.dp_shard, self.tp = (_read_axis(name, device_mesh[name]) for name in NAMES)
+        self.dp = _read_axis("dp", dp_mesh)
+
+
+def build_mesh(layout: Layout, world: World) -> Mesh:
+    """Gives the mesh of all ranks; all must call it, in the same order as other calls that make groups.
 
     Raises:
         PacelineError: PL113 where the degrees don't multiply to the number of ranks.
     """
-    degrees = layout.resolve(world.world_size)
-    assert degrees.dp_replicate is not None
-    return init_device_mesh(world.device.type, (degrees.dp_replicate,), mesh_dim_names=("dp_replicate",))
+    layout = layout.resolve(world.world_size)
+    degrees = tuple(getattr(layout, name) for name in NAMES)
+    device_mesh = init_device_mesh(world.device.type, degrees, mesh_dim_names=NAMES)
+    dp_mesh = device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    return Mesh(layout, device_mesh, dp_mesh)
 
 
-def build_private_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A second group over the ranks of a one-dimensional mesh, with a sequence of collectives of its own.
+def build_private_group(axis: Axis) -> dist.ProcessGroup:
+    """A second group over the ranks of an axis, with a sequence of collectives of its own.
 
-    The ranks of the mesh must call it, in the same order as other calls that make groups.
+    The ranks of the axis must call it, in the same order as other calls that make groups.
     """
-    ranks = dist.get_process_group_ranks(mesh.get_group())
+    ranks = dist.get_process_group_ranks(axis.group)
     group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
     return group
+
+
+def _read_axis(name: str, mesh: DeviceMesh) -> Axis:
+    return Axis(name, mesh.size(), mesh.get_local_rank(), mesh.get_group())

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import PacelineError
+from paceline.mesh import Mesh
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.replicate import CommHook, Replica
 from paceline.recipe.schema import DdpSection
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def parallelize(
     model: nn.Module,
-    mesh: DeviceMesh | None,
+    mesh: Mesh | None,
     *,
     ddp: DdpSection,
     exact: ExactReduction | None = None,
@@ -66,10 +66,10 @@ def parallelize(
             log.warning("comm_hook is not used: one rank has nobody to communicate with")
         return None
     # Last: DDP broadcasts what the parameters are by now, and hooks these very tensors.
-    replica = Replica(model, mesh, ddp, exact, comm_hook)
+    replica = Replica(model, mesh.dp_replicate, ddp, exact, comm_hook)
     log.info(
         "replicate: DistributedDataParallel over dp_replicate=%d, %s reduction",
-        mesh.size(),
+        mesh.dp_replicate.size,
         "fast" if exact is None else "exact",
     )
     return replica
@@ -86,7 +86,7 @@ def _compile(model: nn.Module) -> None:
     model._compiled_call_impl = torch.compile(forward)
 
 
-def _synchronise_batchnorm(model: nn.Module, mesh: DeviceMesh | None) -> None:
+def _synchronise_batchnorm(model: nn.Module, mesh: Mesh | None) -> None:
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise PacelineError(
@@ -95,7 +95,7 @@ def _synchronise_batchnorm(model: nn.Module, mesh: DeviceMesh | None) -> None:
             rule="torch's SyncBatchNorm has CUDA kernels only.",
             fix="Leave sync_batchnorm off: statistics are then per microbatch, the same on every layout.",
         )
-    group = mesh.get_group() if mesh is not None else None
+    group = mesh.dp.group if mesh is not None else None
     for name, child in model.named_children():
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(child, group)  # type: ignore[no-untyped-call]
         setattr(model, name, converted)

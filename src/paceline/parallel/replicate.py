@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
+from paceline.mesh import Axis
 from paceline.parallel.exact import ExactReduction
 from paceline.recipe.schema import DdpSection
 
@@ -95,7 +95,7 @@ class Replica:
 
     Args:
         model: the model, on its device, in its final dtype, with parameters to train.
-        mesh: one-dimensional mesh over the ranks that hold copies.
+        axis: the ranks that hold copies.
         settings: DDP's settings.
         exact: what sums the buckets in place of the library's all-reduce.
         comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
@@ -113,17 +113,17 @@ class Replica:
     def __init__(
         self,
         model: nn.Module,
-        mesh: DeviceMesh,
+        axis: Axis,
         settings: DdpSection,
         exact: ExactReduction | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
     ) -> None:
         assert exact is None or comm_hook is None
         self._loss_module = LossModule(model)
-        self.group = mesh.get_group()
+        self.group = axis.group
         self._exact = exact
         self._averaging_hook: tuple[Any, CommHook] | None = None
-        self.num_ranks = mesh.size()
+        self.num_ranks = axis.size
         self.silent = False
         self.last_bucket_launched = False
         self._backward_start_s = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from paceline.errors import PacelineError
 
@@ -12,12 +12,15 @@ from paceline.errors import PacelineError
 # asks for one gets a clear answer instead of "unknown key".
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 LAID_OUT = ("dp_replicate", "dp_shard", "tp")
-# What the other words of a layout may be.
+# What the other words of a layout may be: the one list, which the recipe's [layout] takes too.
+Zero = Literal[1, 2, 3]
+Recompute = Literal["none", "block", "selective"]
+Offload = Literal["none", "cpu", "disk"]
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "zero": (1, 2, 3),
+    "zero": get_args(Zero),
     "sequence": (False, True),
-    "recompute": ("none", "block", "selective"),
-    "offload": ("none", "cpu", "disk"),
+    "recompute": get_args(Recompute),
+    "offload": get_args(Offload),
 }
 
 
@@ -41,10 +44,10 @@ class Layout:
     dp_replicate: int | None = None
     dp_shard: int = 1
     tp: int = 1
-    zero: int = 3
+    zero: Zero = 3
     sequence: bool = False
-    recompute: str = "none"
-    offload: str = "none"
+    recompute: Recompute = "none"
+    offload: Offload = "none"
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -136,7 +139,7 @@ def _read_degree(axis: str, text: str) -> int:
     if re.fullmatch(r"-?\d+", text) is None:
         raise PacelineError(
             "PL110",
-            saw=f"layout has {axis}={text!r}.",
+            saw=f"layout has {f'{axis}={text}'!r}.",
             rule="A degree is a whole number of ranks.",
             fix=f"Write for example {axis}=2.",
         )

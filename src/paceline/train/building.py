@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import PacelineError
-from paceline.mesh import build_private_group
+from paceline.mesh import Mesh, build_private_group
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.order import parallelize
@@ -51,7 +50,7 @@ class UpdateSettings:
         compile: `torch.compile` the models.
     """
 
-    mesh: DeviceMesh | None
+    mesh: Mesh | None
     precision: Precision
     statistics: RunningStatistics
     ddp: DdpSection
@@ -81,7 +80,7 @@ def build_update(name: str, model: nn.Module, factory: OptimizerFactory, setting
     """A model laid out over the ranks, with its optimizer; collective."""
     mesh, exact = settings.mesh, None
     if settings.reduction == "exact":
-        group = None if mesh is None else build_private_group(mesh)
+        group = None if mesh is None else build_private_group(mesh.dp)
         exact = ExactReduction(model, group, settings.precision.device)
     replica = parallelize(
         model,
@@ -116,11 +115,11 @@ def build_update(name: str, model: nn.Module, factory: OptimizerFactory, setting
     return update
 
 
-def align_with_main(model: nn.Module, mesh: DeviceMesh | None) -> None:
+def align_with_main(model: nn.Module, mesh: Mesh | None) -> None:
     """Gives a model that no optimizer updates (so that DDP doesn't see it) rank 0's weights; collective."""
     if mesh is not None:
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0, group=mesh.get_group())
+            dist.broadcast(tensor.detach(), src=0)
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:

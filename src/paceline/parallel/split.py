@@ -1,0 +1,51 @@
+"""How tensors of a model lie on the ranks, and how they become whole again.
+
+A parameter may be divided twice: over tp by a `Split` of one of its dimensions (each rank then holds a plain
+tensor, its own part), and over dp_shard as torch's DTensor, by rows of what tp has left. Everything else is
+the same on all ranks. Full names and whole tensors are what checkpoints, gradient hooks and `verify` see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """One dimension of a tensor, divided over tp.
+
+    The dimension is seen as [outer, n, inner], and n is divided into equal runs. A plain column or row split
+    has outer 1 (Megatron-LM, Shoeybi et al. 2019, section 3); queries, keys and values packed into one
+    matrix have outer 3, so that each rank holds its heads of all three.
+
+    Attributes:
+        dim: the dimension, not negative.
+        outer: how often the divided part repeats.
+        num_ranks: degree of tp.
+    """
+
+    dim: int
+    outer: int
+    num_ranks: int
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """The part of a tp rank, contiguous; a copy."""
+        size = whole.shape[self.dim]
+        assert size % (self.outer * self.num_ranks) == 0, (tuple(whole.shape), self)
+        folded = whole.unflatten(self.dim, (self.outer, self.num_ranks, -1))
+        part = folded.select(self.dim + 1, rank)
+        return part.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, from the parts of all tp ranks in their order."""
+        assert len(parts) == self.num_ranks
+        folded = [part.unflatten(self.dim, (self.outer, -1)) for part in parts]
+        return torch.stack(folded, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+    def whole_shape(self, part: Sequence[int]) -> list[int]:
+        """The shape of the whole tensor, from that of a part."""
+        return [size * (self.num_ranks if dim == self.dim else 1) for dim, size in enumerate(part)]
