@@ -82,7 +82,7 @@ def _type(annotation: Any) -> str:
         inner, limits = _type(parts[0]), [text for limit in parts[1:] for text in _limits(limit)]
         return f"{inner} {', '.join(limits)}" if limits else inner
     if origin is Literal:
-        return " or ".join(f'`"{part}"`' for part in parts)
+        return " or ".join(f"`{format_value(part)}`" for part in parts)
     if origin in (Union, UnionType):
         return " or ".join(_type(part) for part in parts if part is not type(None))
     if origin is list:

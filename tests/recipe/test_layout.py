@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.codes import PAGES
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
+from paceline.recipe.layout import AXES, CHOICES
+from paceline.recipe.schema import LayoutSection
 
 
 @pytest.mark.parametrize(
@@ -17,6 +23,7 @@ from paceline.recipe import Layout
         ("  dp_replicate=2  ", 2),
         ("dp_replicate=2 tp=1", 2),
         ("tp=1, dp_replicate=3", 3),
+        ("dp_replicate=auto", None),
     ],
 )
 def test_parse(text: str, degree: int | None) -> None:
@@ -34,11 +41,19 @@ def test_parse(text: str, degree: int | None) -> None:
         ("dp=2", "PL110", "'dp=2'"),
         ("dp_replicate = 2", "PL110", "'dp_replicate'"),
         ("dp_replicate=2 dp_replicate=4", "PL110", "names dp_replicate twice"),
-        ("tp=2", "PL111", "layout.tp=2."),
+        ("cp=2", "PL111", "layout.cp=2."),
+        ("tp=2 ep=2", "PL111", "layout.ep=2."),
         ("dp_replicate=2 pp=4", "PL111", "layout.pp=4."),
         ("dp_replicate=0", "PL112", "layout.dp_replicate=0."),
         ("dp_replicate=-2", "PL112", "layout.dp_replicate=-2."),
         ("tp=0", "PL112", "layout.tp=0."),
+        ("tp=auto", "PL110", "'tp=auto'"),
+        ("zero=0", "PL118", "zero=0"),
+        ("sequence=yes", "PL118", "sequence=yes"),
+        ("recompute=all", "PL118", "recompute=all"),
+        ("offload=gpu", "PL118", "offload=gpu"),
+        ("zero=2 zero=3", "PL110", "names zero twice"),
+        ("zero", "PL110", "'zero'"),
     ],
 )
 def test_parse_refuses(text: str, code: str, saw: str) -> None:
@@ -64,7 +79,34 @@ def test_resolve_refuses_another_number_of_ranks(degree: int, world_size: int) -
     assert f"{world_size} rank" in caught.value.saw
 
 
-def test_text_round_trip() -> None:
-    layout = Layout.parse("dp_replicate=3")
+layouts = st.builds(
+    Layout,
+    dp_replicate=st.none() | st.integers(1, 4096),
+    dp_shard=st.integers(1, 4096),
+    tp=st.integers(1, 64),
+    **{name: st.sampled_from(choices) for name, choices in CHOICES.items()},
+)
+
+
+@given(layouts)
+def test_text_round_trip(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
+
+
+def test_text_says_what_is_not_the_default() -> None:
     assert str(Layout()) == "dp_replicate=auto"
+    text = "dp_replicate=2 dp_shard=2 tp=4 zero=2 sequence=true recompute=block offload=cpu"
+    assert str(Layout.parse(text)) == text
+    assert str(Layout.parse("dp_replicate=2 zero=3 offload=none")) == "dp_replicate=2"
+
+
+@given(layouts)
+def test_a_recipe_says_the_same_as_the_text(layout: Layout) -> None:
+    table = {field.name: getattr(layout, field.name) for field in fields(Layout)}
+    table["dp_replicate"] = "auto" if layout.dp_replicate is None else layout.dp_replicate
+    assert LayoutSection.model_validate(table).to_layout() == layout
+
+
+def test_the_recipe_has_the_words_and_defaults_of_the_text() -> None:
+    assert LayoutSection().to_layout() == Layout()
+    assert set(LayoutSection.model_fields) == {*AXES, *CHOICES}

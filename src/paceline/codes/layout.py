@@ -159,4 +159,20 @@ PAGES: dict[str, Page] = {
         ),
         fix="Write for example --set train.steps=100 or --set 'data.files=[\"notes/*.txt\"]'.",
     ),
+    "PL130": Page(
+        title="Parameters gathered in another type than the run's",
+        why=(
+            "shard.param_dtype is the type that parameters are gathered in, and blocks compute in it. "
+            "train.dtype says what a run computes in: fp32 and fp64 mean all of it."
+        ),
+        fix='Set both, for example train.dtype = "bf16" and shard.param_dtype = "bf16", or leave it out.',
+    ),
+    "PL131": Page(
+        title="A type of sums that has no effect",
+        why=(
+            "shard.reduce_dtype chooses whether gradients of 16 bits are widened before they are summed over "
+            "ranks. Gradients have 16 bits only where shard.param_dtype gathers parameters in such a type."
+        ),
+        fix="Leave shard.reduce_dtype out, or set shard.param_dtype too.",
+    ),
 }

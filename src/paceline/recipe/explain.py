@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from paceline.errors import PacelineError
-from paceline.recipe.layout import AXES
 from paceline.recipe.schema import Recipe, Section
 
 Location = tuple[int | str, ...]
@@ -216,14 +215,6 @@ def _explain_kind(key: str, context: dict[str, Any]) -> PacelineError:
 
 
 def _explain_unknown(key: str, location: Location) -> PacelineError:
-    name = str(location[-1])
-    if location[0] == "layout" and name in AXES:
-        return PacelineError(
-            "PL111",
-            saw=f"{key} is set.",
-            rule="This version lays out dp_replicate only.",
-            fix=f"Leave {name} out and use dp_replicate for all ranks.",
-        )
     near = _near(location)
     place = f"[{_without_kind(location)[0]}]" if len(location) > 1 else "A recipe"
     return PacelineError(

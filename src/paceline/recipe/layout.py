@@ -53,6 +53,8 @@ class Layout:
     def parse(cls, text: str) -> Layout:
         """Reads `"dp_replicate=2 dp_shard=2 tp=2 zero=2"`; an empty string is the default layout.
 
+        `dp_replicate=auto`, or none, is "as many copies as there are ranks left".
+
         Raises:
             PacelineError: PL110 for text that is not `word=value` or has a word twice, PL111 for an
                 axis that this version can't lay out, PL112 for a degree below 1, PL118 for a value that its
@@ -78,7 +80,7 @@ class Layout:
                 )
             values[name] = _read_degree(name, value) if name in AXES else _read_choice(name, value)
         for axis in AXES:
-            if axis in values:
+            if values.get(axis) is not None:
                 check_degree(axis, values[axis])
         return cls(**{name: value for name, value in values.items() if name not in AXES or name in LAID_OUT})
 
@@ -135,7 +137,9 @@ def check_degree(axis: str, degree: int) -> None:
         )
 
 
-def _read_degree(axis: str, text: str) -> int:
+def _read_degree(axis: str, text: str) -> int | None:
+    if axis == "dp_replicate" and text == "auto":
+        return None
     if re.fullmatch(r"-?\d+", text) is None:
         raise PacelineError(
             "PL110",

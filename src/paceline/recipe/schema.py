@@ -11,6 +11,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from paceline.errors import PacelineError
+from paceline.recipe.layout import AXES, Layout, Offload, Recompute, Zero, check_degree
+
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -369,10 +372,67 @@ OptimizerSection = Annotated[AdamW | Sgd, Field(discriminator="kind")]
 
 
 class LayoutSection(Section):
-    """Degrees of the kinds of parallelism."""
+    """How the ranks are divided among the kinds of parallelism; the degrees multiply to their number.
+
+    Changes speed and memory, not the result; `docs/layouts.md` says how to choose.
+    """
 
     dp_replicate: PositiveInt | Literal["auto"] = "auto"
-    """Copies of the model, each training on its share of the global batch; `"auto"`: one per rank."""
+    """Copies of the model, each training on its share of the global batch; `"auto"`: as many as there
+    are ranks left."""
+    dp_shard: PositiveInt = Layout.dp_shard
+    """Ranks over which each copy is sharded; these too train on their shares of the global batch."""
+    cp: PositiveInt = 1
+    """Ranks that share the sequence of a sample; not in this version."""
+    tp: PositiveInt = Layout.tp
+    """Ranks that split the matrix products of one copy; must divide the heads."""
+    pp: PositiveInt = 1
+    """Ranks that each hold some of the blocks; not in this version."""
+    ep: PositiveInt = 1
+    """Ranks that each hold some of the experts; not in this version."""
+    zero: Zero = Layout.zero
+    """What `dp_shard` shards: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    sequence: bool = Layout.sequence
+    """Split the activations between the blocks along the sequence over `tp`."""
+    recompute: Recompute = Layout.recompute
+    """Which activations backward computes again instead of keeping them: none, all of each block, or
+    (`"selective"`) all but matrix products and attention."""
+    offload: Offload = Layout.offload
+    """Where `dp_shard` keeps parameters and optimizer state between uses: on the device (`"none"`), in the
+    CPU's memory, or in memory-mapped files in `shard.offload_folder`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LayoutSection:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            try:
+                check_degree(axis, 1 if degree == "auto" else degree)
+            except PacelineError as error:
+                raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
+        return self
+
+    def to_layout(self) -> Layout:
+        """The same as a `Layout`; `"auto"` copies are `None` there until the number of ranks is known."""
+        values = {name: getattr(self, name) for name in Layout.__dataclass_fields__}
+        return Layout(**values | {"dp_replicate": None if self.dp_replicate == "auto" else self.dp_replicate})
+
+
+class ShardSection(Section):
+    """How `dp_shard` does its work. Refused where `layout.dp_shard` is 1."""
+
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Free a block's gathered parameters after its forward and gather them again for its backward;
+    `"auto"`: with `layout.zero = 3`. Needs `zero = 3`."""
+    prefetch: NonNegativeInt = 1
+    """Blocks whose parameters are gathered ahead of the one that computes."""
+    param_dtype: Literal["none", "bf16", "fp16"] = "none"
+    """Gather parameters in this type, in which blocks then compute, for half the bytes; `"none"`: in the
+    type that they are stored in. Must be `train.dtype`."""
+    reduce_dtype: Literal["fp32", "auto"] = "fp32"
+    """In which type gradients are summed over ranks where `param_dtype` makes them 16 bits wide: fp32, or
+    (`"auto"`) as they are, for half the bytes. Wider gradients are summed as they are."""
+    offload_folder: str | None = None
+    """Folder of the files of `layout.offload = "disk"`, on a local disk; needed with it."""
 
 
 class DdpSection(Section):
@@ -422,6 +482,25 @@ class MetricsSection(Section):
     GPUs, unknown for CPUs."""
 
 
+def _check_shard_types(shard: ShardSection, train: TrainSection) -> None:
+    """What holds for [shard] whatever the layout; the rest is in `legal.py`."""
+    if shard.param_dtype not in ("none", train.dtype):
+        raise broken_rule(
+            "PL130",
+            f'shard.param_dtype="{shard.param_dtype}" with train.dtype="{train.dtype}".',
+            "Blocks compute in the type that their parameters are gathered in, so it is that of the run.",
+            f'Set train.dtype="{shard.param_dtype}", or leave shard.param_dtype out.',
+        )
+    if shard.reduce_dtype == "auto" and shard.param_dtype == "none":
+        raise broken_rule(
+            "PL131",
+            'shard.reduce_dtype="auto" with shard.param_dtype="none".',
+            "Gradients have the type that parameters are gathered in and are summed in it where it is 32 or "
+            "64 bits wide, so there is nothing to choose.",
+            "Leave shard.reduce_dtype out, or set shard.param_dtype too.",
+        )
+
+
 class Recipe(Section):
     """A complete run."""
 
@@ -430,6 +509,7 @@ class Recipe(Section):
     train: TrainSection
     optimizer: OptimizerSection = AdamW(kind="adamw")
     layout: LayoutSection = LayoutSection()
+    shard: ShardSection = ShardSection()
     ddp: DdpSection = DdpSection()
     loader: LoaderSection = LoaderSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -437,6 +517,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
+        _check_shard_types(self.shard, self.train)
         needs = {"gpt": ("text",), "encoder": ("masked_text",), "resnet": ("digits", "cifar10")}
         if self.data.kind not in needs[self.model.kind]:
             raise broken_rule(
