@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.models.gpt import Gpt, default_ffn_hidden
-from paceline.recipe.schema import GptModel
+from paceline.models.gpt import Gpt
+from paceline.recipe.schema import GptModel, default_ffn_hidden
 
 VOCAB = 50
 

@@ -283,18 +283,6 @@ ONE_PROBLEM = {
     "no zero of ours": (small(layout={"zero": 4}), "PL101", "layout.zero=4", "zero = 3"),
     "true as a word": (small(layout={"sequence": "true"}), "PL101", "layout.sequence", "sequence = false"),
     "shard's own key": (small(shard={"prefetch": -1}), "PL101", "shard.prefetch=-1", "prefetch = 1"),
-    "gathered in another type": (
-        small(shard={"param_dtype": "bf16"}),
-        "PL130",
-        'shard.param_dtype="bf16" with train.dtype="fp32"',
-        'dtype="bf16"',
-    ),
-    "a reduction of nothing": (
-        small(shard={"reduce_dtype": "auto"}),
-        "PL131",
-        'shard.reduce_dtype="auto"',
-        "param_dtype",
-    ),
     "nesterov": (
         small(optimizer={"kind": "sgd", "nesterov": True, "momentum": 0.0}),
         "PL114",

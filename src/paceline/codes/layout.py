@@ -37,7 +37,7 @@ PAGES: dict[str, Page] = {
     ),
     "PL104": Page(
         title="kv_heads does not divide heads",
-        why=("In grouped-query attention every key and value head serves the same number of query heads."),
+        why="In grouped-query attention every key and value head serves the same number of query heads.",
         fix="Set kv_heads to a divisor of heads, or leave it out for one per query head.",
     ),
     "PL105": Page(
@@ -97,8 +97,8 @@ PAGES: dict[str, Page] = {
     ),
     "PL113": Page(
         title="The layout doesn't fit the number of ranks",
-        why=("Every rank has its place in the layout, so the degrees multiply to the number of ranks."),
-        fix=('Start as many ranks as the layout has places (--nproc), or set dp_replicate = "auto".'),
+        why="Every rank has its place in the layout, so the degrees multiply to the number of ranks.",
+        fix='Start as many ranks as the layout has places (--nproc), or set dp_replicate = "auto".',
     ),
     "PL114": Page(
         title="Nesterov without momentum",
@@ -111,7 +111,7 @@ PAGES: dict[str, Page] = {
             "DDP either trusts that every step uses the same parameters (static_graph) or "
             "searches for those unused in each step. Together one of them would do nothing."
         ),
-        fix=("Set static_graph = true where the promise holds, otherwise find_unused_parameters = true."),
+        fix="Set static_graph = true where the promise holds, otherwise find_unused_parameters = true.",
     ),
     "PL116": Page(
         title="This model does not learn from this data",
@@ -123,7 +123,7 @@ PAGES: dict[str, Page] = {
     ),
     "PL117": Page(
         title="Warm-up longer than the run",
-        why=("The learning rate would never reach lr, and what follows the warm-up would never begin."),
+        why="The learning rate would never reach lr, and what follows the warm-up would never begin.",
         fix="Lower optimizer.warmup_steps, or raise train.steps.",
     ),
     "PL118": Page(
@@ -162,17 +162,196 @@ PAGES: dict[str, Page] = {
     "PL130": Page(
         title="Parameters gathered in another type than the run's",
         why=(
-            "shard.param_dtype is the type that parameters are gathered in, and blocks compute in it. "
-            "train.dtype says what a run computes in: fp32 and fp64 mean all of it."
+            "shard.param_dtype is the type that sharded parameters are gathered in, and the model "
+            "computes in it. train.dtype says what a run computes in: fp32 and fp64 mean all of it."
         ),
-        fix='Set both, for example train.dtype = "bf16" and shard.param_dtype = "bf16", or leave it out.',
+        fix=(
+            'Set both, for example train.dtype = "bf16" and shard.param_dtype = "bf16", or leave '
+            "param_dtype out."
+        ),
     ),
     "PL131": Page(
-        title="A type of sums that has no effect",
+        title="More ranks than microbatches",
         why=(
-            "shard.reduce_dtype chooses whether gradients of 16 bits are widened before they are summed over "
-            "ranks. Gradients have 16 bits only where shard.param_dtype gathers parameters in such a type."
+            "Ranks share out whole microbatches, so that a microbatch gives the same numbers wherever it "
+            "is computed. Where a global batch has fewer of them than there are ranks of dp_replicate and"
+            " dp_shard, some ranks add nothing. The run is right, but could be as fast on fewer ranks."
         ),
-        fix="Leave shard.reduce_dtype out, or set shard.param_dtype too.",
+        fix=(
+            "Lower train.microbatch_size or raise train.global_batch_size for a new run, or start fewer "
+            "ranks."
+        ),
+    ),
+    "PL132": Page(
+        title="tp does not divide the heads",
+        why=(
+            "Under tp each rank computes whole attention heads, the same number of them on every rank "
+            "(Shoeybi et al. 2019, Megatron-LM, section 3)."
+        ),
+        fix="Choose tp among the divisors of model.heads that the message lists.",
+    ),
+    "PL133": Page(
+        title="tp does not divide the key and value heads",
+        why=(
+            "In grouped-query attention a rank of tp holds its query heads together with the key and "
+            "value heads that these use. A key and value head is not copied to several ranks."
+        ),
+        fix="Choose tp among the divisors of model.kv_heads that the message lists.",
+    ),
+    "PL134": Page(
+        title="tp does not divide the width inside the feed-forward",
+        why=(
+            "The first matrix of a feed-forward is split by its outputs and the second by its inputs, in "
+            "equal parts."
+        ),
+        fix=(
+            "Choose another tp, or make model.ffn_hidden a multiple of it. Its default follows from "
+            "model.hidden."
+        ),
+    ),
+    "PL135": Page(
+        title="Nothing for tp to split",
+        why=(
+            "tp divides linear layers between wide features, attention heads and embeddings. A model of "
+            "convolutions has none of these, so all ranks of tp would compute the same."
+        ),
+        fix="Leave tp out and give its ranks to dp_replicate or dp_shard.",
+    ),
+    "PL136": Page(
+        title="sequence without tp",
+        why=(
+            "sequence = true splits the activations between the blocks along the sequence over the ranks "
+            "of tp, where each rank would hold all of them otherwise (Korthikanti et al. 2022, section "
+            "4.2.2)."
+        ),
+        fix="Set layout.tp = 2 or more, or leave sequence out.",
+    ),
+    "PL137": Page(
+        title="tp does not divide the sequence",
+        why="sequence = true gives each rank of tp an equal part of the sequence.",
+        fix="Make data.seq_len a multiple of layout.tp, or leave sequence out.",
+    ),
+    "PL138": Page(
+        title="zero without dp_shard",
+        why=(
+            "zero says what the ranks of dp_shard share out: the optimizer's state (1), gradients too "
+            "(2), parameters too (3). With dp_shard = 1 there is nobody to share with, and the setting "
+            "would have no effect."
+        ),
+        fix="Set layout.dp_shard = 2 or more, or leave zero out.",
+    ),
+    "PL139": Page(
+        title="offload without dp_shard",
+        why="What moves to the CPU or to disk are the shards that dp_shard makes.",
+        fix="Set layout.dp_shard = 2 or more, or leave offload out.",
+    ),
+    "PL140": Page(
+        title="Settings of sharding without sharding",
+        why=(
+            "The settings in [shard] say how dp_shard does its work. With dp_shard = 1 they would have no"
+            " effect. A run of one rank, which has nobody to communicate with, is not refused."
+        ),
+        fix="Leave them out, or set layout.dp_shard = 2 or more.",
+    ),
+    "PL141": Page(
+        title="Settings of DDP without DDP",
+        why=(
+            "DistributedDataParallel reduces gradients where dp_replicate is above 1 and dp_shard is 1. "
+            "With dp_shard it is torch's fully_shard that reduces them, and the settings in [ddp] would "
+            "have no effect."
+        ),
+        fix="Leave them out; [shard] has the settings of dp_shard.",
+    ),
+    "PL142": Page(
+        title="A communication hook without DDP",
+        why=(
+            "A communication hook takes the place of DDP's all-reduce, and DDP is used where dp_replicate"
+            " is above 1 and dp_shard is 1."
+        ),
+        fix="Leave the hook out, or use dp_replicate in place of dp_shard.",
+    ),
+    "PL143": Page(
+        title="recompute for a model without blocks",
+        why=(
+            "recompute keeps a block's input and computes the rest of its activations again in backward. "
+            "It needs to know what a block is: equal modules in an nn.ModuleList or nn.Sequential."
+        ),
+        fix="Leave recompute out, or put the repeated layers of the model into an nn.ModuleList.",
+    ),
+    "PL144": Page(
+        title="More ranks of dp_shard than rows",
+        why=(
+            "dp_shard deals out each parameter by its first dimension. Ranks beyond the largest first "
+            "dimension would hold no part of any parameter."
+        ),
+        fix="Lower layout.dp_shard and raise layout.dp_replicate.",
+    ),
+    "PL145": Page(
+        title="Parameters freed that are not sharded",
+        why=(
+            "shard.reshard_after_forward = true frees a block's parameters after its forward. zero = 1 "
+            "and zero = 2 say the opposite: parameters stay from a step's first forward to its last "
+            "backward."
+        ),
+        fix='Set layout.zero = 3, or leave shard.reshard_after_forward at "auto".',
+    ),
+    "PL146": Page(
+        title="A folder for offloading without offloading to disk",
+        why=(
+            'shard.offload_folder is where layout.offload = "disk" keeps its memory-mapped files. Nothing'
+            " else is written there."
+        ),
+        fix='Set layout.offload = "disk", or leave the folder out.',
+    ),
+    "PL147": Page(
+        title="Offloading from the CPU to the CPU",
+        why=(
+            'layout.offload = "cpu" keeps shards in the CPU\'s memory and moves them to the GPU for their '
+            'use. With train.device = "cpu" they are there all the time.'
+        ),
+        fix='Use layout.offload = "disk", or leave it out.',
+    ),
+    "PL148": Page(
+        title="Rounding beside the exact reduction",
+        why=(
+            'train.reduction = "exact" promises the same bits on any number of ranks, one included. '
+            "shard.param_dtype and a narrower shard.reduce_dtype round what is gathered and summed, which"
+            " one process doesn't do."
+        ),
+        fix='Leave these types out, or set train.reduction = "fast".',
+    ),
+    "PL149": Page(
+        title="sync_batchnorm has nothing to synchronise",
+        why=(
+            "train.sync_batchnorm gathers the statistics of BatchNorm over all ranks that see different "
+            "samples. It needs a model with BatchNorm and more than one such rank."
+        ),
+        fix="Leave sync_batchnorm out.",
+    ),
+    "PL150": Page(
+        title="The vocabulary stays whole",
+        why=(
+            "Under tp the embedding is split by its rows and the logits and the loss with it, if tp "
+            "divides the vocabulary. If not, every rank of tp holds and computes all of them. The numbers"
+            " are the same; memory and time are not saved."
+        ),
+        fix="Pad the vocabulary to a multiple of tp where you choose it (data.vocab_size), or leave it.",
+    ),
+    "PL151": Page(
+        title="Exact bits are those of one tp",
+        why=(
+            "The exact reduction fixes the order in which microbatches and ranks of data are added up. tp"
+            " splits sums inside a matrix product, whose order is another one for every tp. Under one tp "
+            "the weights have the same bits for any dp_replicate, dp_shard and zero."
+        ),
+        fix="Nothing. Compare `paceline checkpoint hash` among runs of the same tp.",
+    ),
+    "PL152": Page(
+        title="Settings that wait for ranks",
+        why=(
+            "[ddp] and [shard] say how ranks communicate. On one rank they have no effect, and are not "
+            "refused, so that one recipe serves a laptop and a cluster."
+        ),
+        fix="Nothing, if the recipe is meant for several ranks too; otherwise leave the settings out.",
     ),
 }

@@ -21,13 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline.recipe.schema import GptModel
-
-
-def default_ffn_hidden(hidden: int) -> int:
-    """8/3 of `hidden`, rounded up to a multiple of 32: SwiGLU's three matrices then hold about as
-    many weights as the two of a plain feed-forward of width 4 x `hidden`."""
-    return -(-8 * hidden // (3 * 32)) * 32
+from paceline.recipe.schema import GptModel, default_ffn_hidden
 
 
 class Gpt(nn.Module):

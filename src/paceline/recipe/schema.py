@@ -8,28 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from paceline.errors import PacelineError
-from paceline.recipe.layout import AXES, Layout, Offload, Recompute, Zero, check_degree
-
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Probability = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A table of a recipe: unknown keys are errors, values are never coerced from other types."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-def broken_rule(code: str, saw: str, rule: str, fix: str) -> PydanticCustomError:
-    """A rule over several keys, in the form that `load.py` turns into a `PacelineError`."""
-    return PydanticCustomError("paceline", "{saw}", {"code": code, "saw": saw, "rule": rule, "fix": fix})
+from paceline.recipe.ranks import DdpSection as DdpSection
+from paceline.recipe.ranks import LayoutSection as LayoutSection
+from paceline.recipe.ranks import ShardSection as ShardSection
+from paceline.recipe.section import NonNegativeFloat, NonNegativeInt, Probability, broken_rule
+from paceline.recipe.section import Section as Section
 
 
 def _check_heads(hidden: int, heads: int, *, even: bool) -> None:
@@ -51,6 +36,12 @@ def _check_heads(hidden: int, heads: int, *, even: bool) -> None:
             "Rotary positions turn pairs of features, so the width of a head is even.",
             "Choose hidden and heads with hidden / heads even.",
         )
+
+
+def default_ffn_hidden(hidden: int) -> int:
+    """8/3 of `hidden`, rounded up to a multiple of 32: SwiGLU's three matrices then hold about as
+    many weights as the two of a plain feed-forward of width 4 x `hidden`."""
+    return -(-8 * hidden // (3 * 32)) * 32
 
 
 class GptModel(Section):
@@ -122,7 +113,7 @@ class ResnetModel(Section):
 
     kind: Literal["resnet"]
     """`"resnet"`."""
-    blocks: Annotated[list[PositiveInt], Field(min_length=1, max_length=4)] = [1, 1, 1]
+    blocks: list[PositiveInt] = Field(default=[1, 1, 1], min_length=1, max_length=4)
     """Residual blocks per stage; every stage after the first halves the image and doubles the width."""
     width: PositiveInt = 16
     """Channels of the first stage."""
@@ -134,7 +125,7 @@ ModelSection = Annotated[GptModel | EncoderModel | ResnetModel, Field(discrimina
 class TokenFiles(Section):
     """What every kind of text data has in common."""
 
-    files: Annotated[list[str], Field(min_length=1)] = ["python-stdlib"]
+    files: list[str] = Field(default=["python-stdlib"], min_length=1)
     """Paths and globs (`**` allowed), or `"python-stdlib"`: the `.py` files of the running Python's
     standard library. Relative paths are relative to the working folder."""
     seq_len: PositiveInt = 128
@@ -331,10 +322,7 @@ class AdamW(ScheduleFields):
     """`"adamw"`."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [
-        0.9,
-        0.95,
-    ]
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """Decay rates of the two moments."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
@@ -371,98 +359,6 @@ class Sgd(ScheduleFields):
 OptimizerSection = Annotated[AdamW | Sgd, Field(discriminator="kind")]
 
 
-class LayoutSection(Section):
-    """How the ranks are divided among the kinds of parallelism; the degrees multiply to their number.
-
-    Changes speed and memory, not the result; `docs/layouts.md` says how to choose.
-    """
-
-    dp_replicate: PositiveInt | Literal["auto"] = "auto"
-    """Copies of the model, each training on its share of the global batch; `"auto"`: as many as there
-    are ranks left."""
-    dp_shard: PositiveInt = Layout.dp_shard
-    """Ranks over which each copy is sharded; these too train on their shares of the global batch."""
-    cp: PositiveInt = 1
-    """Ranks that share the sequence of a sample; not in this version."""
-    tp: PositiveInt = Layout.tp
-    """Ranks that split the matrix products of one copy; must divide the heads."""
-    pp: PositiveInt = 1
-    """Ranks that each hold some of the blocks; not in this version."""
-    ep: PositiveInt = 1
-    """Ranks that each hold some of the experts; not in this version."""
-    zero: Zero = Layout.zero
-    """What `dp_shard` shards: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
-    sequence: bool = Layout.sequence
-    """Split the activations between the blocks along the sequence over `tp`."""
-    recompute: Recompute = Layout.recompute
-    """Which activations backward computes again instead of keeping them: none, all of each block, or
-    (`"selective"`) all but matrix products and attention."""
-    offload: Offload = Layout.offload
-    """Where `dp_shard` keeps parameters and optimizer state between uses: on the device (`"none"`), in the
-    CPU's memory, or in memory-mapped files in `shard.offload_folder`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> LayoutSection:
-        for axis in AXES:
-            degree = getattr(self, axis)
-            try:
-                check_degree(axis, 1 if degree == "auto" else degree)
-            except PacelineError as error:
-                raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
-        return self
-
-    def to_layout(self) -> Layout:
-        """The same as a `Layout`; `"auto"` copies are `None` there until the number of ranks is known."""
-        values = {name: getattr(self, name) for name in Layout.__dataclass_fields__}
-        return Layout(**values | {"dp_replicate": None if self.dp_replicate == "auto" else self.dp_replicate})
-
-
-class ShardSection(Section):
-    """How `dp_shard` does its work. Refused where `layout.dp_shard` is 1."""
-
-    reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Free a block's gathered parameters after its forward and gather them again for its backward;
-    `"auto"`: with `layout.zero = 3`. Needs `zero = 3`."""
-    prefetch: NonNegativeInt = 1
-    """Blocks whose parameters are gathered ahead of the one that computes."""
-    param_dtype: Literal["none", "bf16", "fp16"] = "none"
-    """Gather parameters in this type, in which blocks then compute, for half the bytes; `"none"`: in the
-    type that they are stored in. Must be `train.dtype`."""
-    reduce_dtype: Literal["fp32", "auto"] = "fp32"
-    """In which type gradients are summed over ranks where `param_dtype` makes them 16 bits wide: fp32, or
-    (`"auto"`) as they are, for half the bytes. Wider gradients are summed as they are."""
-    offload_folder: str | None = None
-    """Folder of the files of `layout.offload = "disk"`, on a local disk; needed with it."""
-
-
-class DdpSection(Section):
-    """Settings of `torch.nn.parallel.DistributedDataParallel`; change speed, not the result."""
-
-    bucket_cap_mb: PositiveFloat = 25.0
-    """Gradients are reduced in buckets of about so many MiB."""
-    static_graph: bool = False
-    """Promise that every step uses the same parameters in the same way; lets DDP skip searches."""
-    find_unused_parameters: bool = False
-    """Search the graph of every step for parameters without a gradient; needed where some step does
-    not use all of them."""
-    broadcast_buffers: bool = False
-    """Copy rank 0's buffers to all ranks before every forward. BatchNorm's running statistics are
-    merged over all microbatches in any case and don't need it."""
-    gradient_as_bucket_view: bool = True
-    """Let gradients be views of the buckets, which saves a copy of them."""
-
-    @model_validator(mode="after")
-    def _check(self) -> DdpSection:
-        if self.static_graph and self.find_unused_parameters:
-            raise broken_rule(
-                "PL115",
-                "ddp.static_graph=true with ddp.find_unused_parameters=true.",
-                "A static graph is searched once, so there is nothing left to find.",
-                "Set one of them.",
-            )
-        return self
-
-
 class CheckpointSection(Section):
     """State on disk."""
 
@@ -482,25 +378,6 @@ class MetricsSection(Section):
     GPUs, unknown for CPUs."""
 
 
-def _check_shard_types(shard: ShardSection, train: TrainSection) -> None:
-    """What holds for [shard] whatever the layout; the rest is in `legal.py`."""
-    if shard.param_dtype not in ("none", train.dtype):
-        raise broken_rule(
-            "PL130",
-            f'shard.param_dtype="{shard.param_dtype}" with train.dtype="{train.dtype}".',
-            "Blocks compute in the type that their parameters are gathered in, so it is that of the run.",
-            f'Set train.dtype="{shard.param_dtype}", or leave shard.param_dtype out.',
-        )
-    if shard.reduce_dtype == "auto" and shard.param_dtype == "none":
-        raise broken_rule(
-            "PL131",
-            'shard.reduce_dtype="auto" with shard.param_dtype="none".',
-            "Gradients have the type that parameters are gathered in and are summed in it where it is 32 or "
-            "64 bits wide, so there is nothing to choose.",
-            "Leave shard.reduce_dtype out, or set shard.param_dtype too.",
-        )
-
-
 class Recipe(Section):
     """A complete run."""
 
@@ -517,7 +394,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        _check_shard_types(self.shard, self.train)
         needs = {"gpt": ("text",), "encoder": ("masked_text",), "resnet": ("digits", "cifar10")}
         if self.data.kind not in needs[self.model.kind]:
             raise broken_rule(

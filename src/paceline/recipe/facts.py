@@ -1,0 +1,128 @@
+"""What the rules of `legal.py` look at: a few numbers of a model and of a run, whatever they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.recipe.schema import (
+    DdpSection,
+    EncoderModel,
+    GptModel,
+    MaskedTextData,
+    Recipe,
+    ResnetModel,
+    ShardSection,
+    TextData,
+    default_ffn_hidden,
+)
+
+NUM_CLASSES = 10  # of digits and of CIFAR-10
+NUM_BYTES = 256
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model's sizes allow. `None` is "not known": rules that need the number are then passed over.
+
+    Attributes:
+        splits: whether it has matrix products that tp can divide.
+        heads: query heads of its attention.
+        kv_heads: key and value heads.
+        inner: widths that tp would divide besides the heads, each with the name that messages call it by.
+        vocab_size: token ids of the embedding and of the logits.
+        seq_len: tokens of a sample.
+        max_rows: the largest first dimension among its parameters: dp_shard divides these.
+        num_blocks: repeated blocks, which recompute works on.
+        has_batchnorm: whether statistics over samples belong to it.
+    """
+
+    splits: bool = True
+    heads: int | None = None
+    kv_heads: int | None = None
+    inner: tuple[tuple[str, int], ...] = ()
+    vocab_size: int | None = None
+    seq_len: int | None = None
+    max_rows: int | None = None
+    num_blocks: int | None = None
+    has_batchnorm: bool | None = None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What else of a run a layout has to go with.
+
+    Attributes:
+        dtype: of the training, as `train.dtype`.
+        reduction: as `train.reduction`.
+        device: as `train.device`; `"auto"` is "not known".
+        num_microbatches: of a global batch, if known.
+        sync_batchnorm: as `train.sync_batchnorm`.
+        has_comm_hook: whether the user gave a communication hook.
+        ddp: settings of the replication.
+        shard: settings of the sharding.
+    """
+
+    dtype: str = "fp32"
+    reduction: str = "exact"
+    device: str = "auto"
+    num_microbatches: int | None = None
+    sync_batchnorm: bool = False
+    has_comm_hook: bool = False
+    ddp: DdpSection = field(default_factory=DdpSection)
+    shard: ShardSection = field(default_factory=ShardSection)
+
+
+def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
+    """The facts of a recipe; nothing is built or read from disk.
+
+    The vocabulary of a tokenizer file is not known here.
+    """
+    train = recipe.train
+    run = RunFacts(
+        dtype=train.dtype,
+        reduction=train.reduction,
+        device=train.device,
+        num_microbatches=-(-train.global_batch_size // train.microbatch_size),
+        sync_batchnorm=train.sync_batchnorm,
+        ddp=recipe.ddp,
+        shard=recipe.shard,
+    )
+    if isinstance(recipe.model, ResnetModel):
+        return _read_resnet(recipe.model), run
+    assert isinstance(recipe.data, TextData | MaskedTextData)
+    return _read_transformer(recipe.model, recipe.data), run
+
+
+def count_vocab(data: TextData | MaskedTextData) -> int | None:
+    """Token ids of a recipe's text, the mask token included; `None` where a tokenizer file says it."""
+    of_text = {"bytes": NUM_BYTES, "bpe": data.vocab_size}.get(data.tokenizer)
+    return of_text if of_text is None else of_text + isinstance(data, MaskedTextData)
+
+
+def _read_transformer(model: GptModel | EncoderModel, data: TextData | MaskedTextData) -> ModelFacts:
+    vocab_size = count_vocab(data)
+    if isinstance(model, GptModel):
+        ffn_hidden = model.ffn_hidden or default_ffn_hidden(model.hidden)
+        kv_heads, rows = model.kv_heads or model.heads, [model.hidden, ffn_hidden]
+    else:
+        ffn_hidden = model.ffn_hidden or 4 * model.hidden
+        kv_heads, rows = model.heads, [3 * model.hidden, ffn_hidden, data.seq_len]
+    return ModelFacts(
+        heads=model.heads,
+        kv_heads=kv_heads,
+        inner=(("model.ffn_hidden", ffn_hidden),),
+        vocab_size=vocab_size,
+        seq_len=data.seq_len,
+        max_rows=None if vocab_size is None else max(vocab_size, *rows),
+        num_blocks=model.layers,
+        has_batchnorm=False,
+    )
+
+
+def _read_resnet(model: ResnetModel) -> ModelFacts:
+    return ModelFacts(
+        splits=False,
+        max_rows=max(NUM_CLASSES, model.width * 2 ** (len(model.blocks) - 1)),
+        num_blocks=sum(model.blocks),
+        has_batchnorm=True,
+    )

@@ -1,0 +1,181 @@
+"""Which layouts work: all reasons at once why one doesn't, the nearest that do, and how many there are.
+
+Needs no torch and no ranks, so that an impossible layout is refused before a process starts. What is legal is
+written in `rules.py`; `Rules` asks it for a recipe, or for any model whose facts are known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import PacelineError, RecipeErrors
+from paceline.finding import Finding
+from paceline.recipe.facts import ModelFacts, RunFacts, read_facts
+from paceline.recipe.layout import CHOICES, Layout
+from paceline.recipe.rules import REMARKS, RULES, divisors
+from paceline.recipe.schema import Recipe
+
+# How far a change of an axis is from what was asked, per factor of 2. Replication is the easiest to change:
+# it moves no memory and nothing inside the model.
+DISTANCES = {"dp_replicate": 1.0, "dp_shard": 1.25, "tp": 1.5}
+WORD_DISTANCE = 0.5
+
+
+class LayoutErrors(RecipeErrors):
+    """All reasons why a layout can't be, and what can.
+
+    Args:
+        where: the layout and the number of ranks.
+        problems: one error per reason.
+        nearest: legal layouts on as many ranks, the nearest first.
+    """
+
+    def __init__(self, where: str, problems: list[PacelineError], nearest: list[Layout]) -> None:
+        super().__init__(where, problems)
+        self.nearest = nearest
+
+    def __str__(self) -> str:
+        told = super().__str__()
+        if not self.nearest:
+            return told
+        return f"{told}\nNearest that work: {'; '.join(str(layout) for layout in self.nearest)}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (LayoutErrors, (self.where, self.problems, self.nearest))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is legal for one model and one run.
+
+    Attributes:
+        model: the sizes that layouts have to fit.
+        run: what else they have to go with.
+    """
+
+    model: ModelFacts
+    run: RunFacts
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Rules:
+        """The rules for a recipe."""
+        return cls(*read_facts(recipe))
+
+    def check(self, layout: Layout, world_size: int) -> list[Finding]:
+        """Everything that keeps a layout from working on so many ranks; empty where it works."""
+        found = []
+        try:
+            layout = layout.resolve(world_size)
+        except PacelineError as error:
+            found.append(Finding(error.code, "layout", error.saw, error.rule, error.fix))
+            layout = replace(layout, dp_replicate=layout.dp_replicate or 1)  # the other rules still apply
+        return found + [finding for rule in RULES for finding in rule(self.model, self.run, layout)]
+
+    def remark(self, layout: Layout, world_size: int) -> list[Finding]:
+        """What works under a layout and may surprise; for legal layouts."""
+        layout = layout.resolve(world_size)
+        return [finding for rule in REMARKS for finding in rule(self.model, self.run, layout)]
+
+    def refuse(self, layout: Layout, world_size: int) -> None:
+        """Raises for a layout that can't work.
+
+        Raises:
+            LayoutErrors: all reasons at once, with the nearest layouts that work.
+        """
+        found = self.check(layout, world_size)
+        if found:
+            problems = [PacelineError(f.code, saw=f.saw, rule=f.rule, fix=f.fix) for f in found]
+            ranks = f"{world_size} rank{'s' * (world_size != 1)}"
+            raise LayoutErrors(f'layout "{layout}" on {ranks}', problems, self.nearest(layout, world_size))
+
+    def nearest(self, layout: Layout, world_size: int, num: int = 3) -> list[Layout]:
+        """Up to `num` legal layouts on so many ranks, the most similar first; the layout itself if legal."""
+        recompute, offload = (sorted({"none", word}) for word in (layout.recompute, layout.offload))
+        near = [
+            candidate
+            for candidate in sorted(
+                list_candidates(world_size, recompute, offload),
+                key=lambda candidate: (_measure_distance(layout, candidate), str(candidate)),
+            )
+            if not any(self._break(candidate))
+        ]
+        return near[:num]
+
+    def enumerate(
+        self, world_size: int, recompute: Sequence[str] = ("none",), offload: Sequence[str] = ("none",)
+    ) -> tuple[list[Layout], int]:
+        """All legal layouts on so many ranks, and how many candidates there were.
+
+        Candidates are the degrees with that product, times every zero and sequence, times the given
+        `recompute` and `offload`.
+        """
+        candidates = list(list_candidates(world_size, recompute, offload))
+        return [layout for layout in candidates if not any(self._break(layout))], len(candidates)
+
+    def _break(self, layout: Layout) -> Iterator[Finding]:
+        return (finding for rule in RULES for finding in rule(self.model, self.run, layout))
+
+
+def list_candidates(world_size: int, recompute: Sequence[str], offload: Sequence[str]) -> Iterator[Layout]:
+    """Every combination of words whose degrees multiply to `world_size`, legal or not."""
+    for tp in divisors(world_size):
+        for dp_shard in divisors(world_size // tp):
+            for zero, sequence, computed, kept in itertools.product(
+                reversed(CHOICES["zero"]), CHOICES["sequence"], recompute, offload
+            ):
+                yield Layout(
+                    dp_replicate=world_size // tp // dp_shard,
+                    dp_shard=dp_shard,
+                    tp=tp,
+                    zero=zero,
+                    sequence=sequence,
+                    recompute=computed,  # type: ignore[arg-type]
+                    offload=kept,  # type: ignore[arg-type]
+                )
+
+
+def check_layout(recipe: Recipe, layout: Layout, world_size: int) -> list[Finding]:
+    """Everything that keeps a layout from working for a recipe on so many ranks; empty where it works."""
+    return Rules.of(recipe).check(layout, world_size)
+
+
+def remark_layout(recipe: Recipe, layout: Layout, world_size: int) -> list[Finding]:
+    """What works for a recipe under a layout and may surprise: a vocabulary that stays whole, idle ranks."""
+    return Rules.of(recipe).remark(layout, world_size)
+
+
+def refuse_layout(recipe: Recipe, layout: Layout, world_size: int) -> None:
+    """Raises for a layout that can't work for a recipe.
+
+    Raises:
+        LayoutErrors: all reasons at once, with the nearest layouts that work.
+    """
+    Rules.of(recipe).refuse(layout, world_size)
+
+
+def nearest(recipe: Recipe, layout: Layout, world_size: int) -> list[Layout]:
+    """Up to three legal layouts for a recipe, the most similar first."""
+    return Rules.of(recipe).nearest(layout, world_size)
+
+
+def enumerate_layouts(
+    recipe: Recipe,
+    world_size: int,
+    recompute: Sequence[str] = ("none",),
+    offload: Sequence[str] = ("none",),
+) -> tuple[list[Layout], int]:
+    """All legal layouts for a recipe on so many ranks, and how many candidates there were."""
+    return Rules.of(recipe).enumerate(world_size, recompute, offload)
+
+
+def _measure_distance(asked: Layout, candidate: Layout) -> float:
+    distance = 0.0
+    for axis, weight in DISTANCES.items():
+        if getattr(asked, axis) is not None:
+            distance += weight * abs(math.log2(getattr(candidate, axis) / getattr(asked, axis)))
+    for word in CHOICES:
+        distance += WORD_DISTANCE * (getattr(asked, word) != getattr(candidate, word))
+    return distance

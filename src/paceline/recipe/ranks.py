@@ -1,0 +1,112 @@
+"""The tables of a recipe that say how ranks work together: [layout], [shard] and [ddp]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from paceline.errors import PacelineError
+from paceline.recipe.layout import AXES, Layout, Offload, Recompute, Zero, check_degree
+from paceline.recipe.section import NonNegativeInt, Section, broken_rule
+
+
+class LayoutSection(Section):
+    """How the ranks are divided among the kinds of parallelism; the degrees multiply to their number.
+
+    Changes speed and memory, not the result; `docs/layouts.md` says how to choose.
+    """
+
+    dp_replicate: PositiveInt | Literal["auto"] = "auto"
+    """Copies of the model, each training on its share of the global batch; `"auto"`: as many as there
+    are ranks left."""
+    dp_shard: PositiveInt = Layout.dp_shard
+    """Ranks over which each copy is sharded; these too train on their shares of the global batch."""
+    cp: PositiveInt = 1
+    """Ranks that share the sequence of a sample; not in this version."""
+    tp: PositiveInt = Layout.tp
+    """Ranks that split the matrix products of one copy; must divide the heads."""
+    pp: PositiveInt = 1
+    """Ranks that each hold some of the blocks; not in this version."""
+    ep: PositiveInt = 1
+    """Ranks that each hold some of the experts; not in this version."""
+    zero: Zero = Layout.zero
+    """What `dp_shard` shards: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    sequence: bool = Layout.sequence
+    """Split the activations between the blocks along the sequence over `tp`."""
+    recompute: Recompute = Layout.recompute
+    """Which activations backward computes again instead of keeping them: none, all of each block, or
+    (`"selective"`) all but matrix products and attention."""
+    offload: Offload = Layout.offload
+    """Where `dp_shard` keeps parameters and optimizer state between uses: on the device (`"none"`), in the
+    CPU's memory, or in memory-mapped files (`shard.offload_folder`)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LayoutSection:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            try:
+                check_degree(axis, 1 if degree == "auto" else degree)
+            except PacelineError as error:
+                raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
+        return self
+
+    def to_layout(self) -> Layout:
+        """The same as a `Layout`; `"auto"` copies are `None` there until the number of ranks is known."""
+        values = {name: getattr(self, name) for name in Layout.__dataclass_fields__}
+        return Layout(**values | {"dp_replicate": None if self.dp_replicate == "auto" else self.dp_replicate})
+
+
+class ShardSection(Section):
+    """How `dp_shard` does its work (torch's `fully_shard`); refused where `layout.dp_shard` is 1.
+
+    Changes speed and memory, not the result, but for `param_dtype` and `reduce_dtype`.
+    """
+
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Free a block's gathered parameters after its forward and gather them again for its backward. `"auto"`:
+    with `layout.zero = 3`; with 1 and 2 they stay from a step's first forward to its last backward, and
+    `true` is refused."""
+    prefetch: NonNegativeInt = 1
+    """How many blocks ahead parameters are gathered, in forward and in backward; each costs the memory of one
+    gathered block."""
+    param_dtype: Literal["none", "bf16", "fp16"] = "none"
+    """Gather parameters and compute in this type, for half the bytes; must be `train.dtype`. The optimizer
+    updates them in the type that they are stored in. `"none"`: gather them in that type."""
+    reduce_dtype: Literal["auto", "fp32"] = "auto"
+    """Type in which gradients are summed over ranks. `"auto"`: fp32 where `param_dtype` is narrower, else
+    that of the stored parameters."""
+    find_unused_parameters: bool = False
+    """Let ranks differ in which parameters a microbatch uses: those without a gradient join the sum with
+    zeros."""
+    offload_folder: str | None = None
+    """Where `layout.offload = "disk"` keeps its files, on a disk and not in memory. Default: a folder of its
+    own under the system's temporary folder. Removed at the end of the run."""
+
+
+class DdpSection(Section):
+    """Settings of `torch.nn.parallel.DistributedDataParallel`; change speed, not the result."""
+
+    bucket_cap_mb: PositiveFloat = 25.0
+    """Gradients are reduced in buckets of about so many MiB."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same way; lets DDP skip searches."""
+    find_unused_parameters: bool = False
+    """Search the graph of every step for parameters without a gradient; needed where some step does
+    not use all of them."""
+    broadcast_buffers: bool = False
+    """Copy rank 0's buffers to all ranks before every forward. BatchNorm's running statistics are
+    merged over all microbatches in any case and don't need it."""
+    gradient_as_bucket_view: bool = True
+    """Let gradients be views of the buckets, which saves a copy of them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DdpSection:
+        if self.static_graph and self.find_unused_parameters:
+            raise broken_rule(
+                "PL115",
+                "ddp.static_graph=true with ddp.find_unused_parameters=true.",
+                "A static graph is searched once, so there is nothing left to find.",
+                "Set one of them.",
+            )
+        return self

@@ -1,0 +1,371 @@
+"""The rules for what is legal, each written down once: a function per rule, which says what breaks it.
+
+A rule looks at facts and at a layout whose degrees are all known. It yields a `Finding` with the value, the
+rule and the next move for whatever breaks it. `RULES` refuse; `REMARKS` tell what works and may surprise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from math import gcd
+from typing import Any
+
+from pydantic import BaseModel
+
+from paceline.finding import Finding
+from paceline.recipe.facts import ModelFacts, RunFacts
+from paceline.recipe.layout import Layout
+
+# The one key of [shard] with a rule of its own.
+FOLDER = frozenset({"offload_folder"})
+
+Rule = Callable[[ModelFacts, RunFacts, Layout], Iterator[Finding]]
+
+
+def tp_has_matrices(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """tp splits matrix products between features; convolutions stay whole."""
+    if layout.tp > 1 and not model.splits:
+        yield Finding(
+            "PL135",
+            "layout.tp",
+            f"layout.tp={layout.tp} for a model that has nothing to split.",
+            "tp divides linear layers, attention heads and embeddings; all ranks of an axis would compute "
+            "the same.",
+            f"Set tp=1 and give its {layout.tp} ranks to dp_replicate or dp_shard.",
+        )
+
+
+def tp_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """A head is computed on one rank."""
+    for code, name, size, whole in (
+        ("PL132", "heads", model.heads, "whole heads"),
+        ("PL133", "kv_heads", model.kv_heads, "whole key and value heads with the query heads that use them"),
+    ):
+        if name == "kv_heads" and size == model.heads:
+            continue  # said already
+        if size is not None and size % layout.tp != 0:
+            yield Finding(
+                code,
+                "layout.tp",
+                f"layout.tp={layout.tp} does not divide model.{name}={size}.",
+                f"Each rank holds {whole}, so tp must be {_list(divisors(size))}.",
+                _choose_tp(model, f"model.{name}", layout.tp),
+            )
+
+
+def tp_divides_widths(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Each rank holds an equal run of the features between two matrices."""
+    for name, size in model.inner:
+        if size % layout.tp != 0:
+            yield Finding(
+                "PL134",
+                "layout.tp",
+                f"layout.tp={layout.tp} does not divide {name}={size}.",
+                "Each rank holds an equal part of the features between two matrices.",
+                _choose_tp(model, name, layout.tp),
+            )
+
+
+def sequence_has_tp(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """The sequence is split over the ranks of tp, in equal parts."""
+    if not layout.sequence:
+        return
+    if layout.tp == 1:
+        yield Finding(
+            "PL136",
+            "layout.sequence",
+            f"layout.sequence=true with layout.tp={layout.tp}.",
+            "Activations are split along the sequence over the ranks of tp, and one rank has all of it.",
+            "Set tp=2 or more, or leave sequence out.",
+        )
+    elif model.seq_len is not None and model.seq_len % layout.tp != 0:
+        low = model.seq_len // layout.tp * layout.tp
+        yield Finding(
+            "PL137",
+            "layout.sequence",
+            f"layout.sequence=true with layout.tp={layout.tp}, which does not divide "
+            f"data.seq_len={model.seq_len}.",
+            "Each rank holds an equal part of the sequence.",
+            f"Set data.seq_len={low or layout.tp} or {low + layout.tp}, or leave sequence out.",
+        )
+
+
+def zero_has_shards(_: ModelFacts, __: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """`zero` says what `dp_shard` shards."""
+    if layout.zero != Layout.zero and layout.dp_shard == 1:
+        yield Finding(
+            "PL138",
+            "layout.zero",
+            f"layout.zero={layout.zero} with layout.dp_shard=1.",
+            "zero says what is sharded over dp_shard; over one rank nothing is.",
+            f"Set dp_shard=2 or more, or leave zero out (={Layout.zero}).",
+        )
+
+
+def offload_has_shards(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """`offload` is done by what shards, and moves between two memories."""
+    if layout.offload != "none" and layout.dp_shard == 1:
+        yield Finding(
+            "PL139",
+            "layout.offload",
+            f"layout.offload={layout.offload} with layout.dp_shard=1.",
+            "What is offloaded are the shards of dp_shard.",
+            "Set dp_shard=2 or more, or leave offload out.",
+        )
+    if layout.offload == "cpu" and run.device == "cpu":
+        yield Finding(
+            "PL147",
+            "layout.offload",
+            "layout.offload=cpu on the CPU.",
+            "It moves state from a GPU's memory to the CPU's, and there is only the latter.",
+            "Use offload=disk, or leave it out.",
+        )
+    if layout.offload != "disk" and run.shard.offload_folder is not None:
+        yield Finding(
+            "PL146",
+            "shard.offload_folder",
+            f'shard.offload_folder="{run.shard.offload_folder}" with layout.offload={layout.offload}.',
+            "The folder is for the files of offload=disk; nothing else is written there.",
+            "Set offload=disk, or leave the folder out.",
+        )
+
+
+def recompute_has_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """`recompute` works block by block."""
+    if layout.recompute != "none" and model.num_blocks == 0:
+        yield Finding(
+            "PL143",
+            "layout.recompute",
+            f"layout.recompute={layout.recompute} for a model without repeated blocks.",
+            "Backward computes the activations inside a block again from the block's input.",
+            "Leave recompute out, or give the model a ModuleList of equal blocks.",
+        )
+
+
+def shards_have_rows(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """`dp_shard` deals out the rows of each parameter."""
+    if model.max_rows is not None and layout.dp_shard > model.max_rows:
+        yield Finding(
+            "PL144",
+            "layout.dp_shard",
+            f"layout.dp_shard={layout.dp_shard}, but no parameter has more than {model.max_rows} rows.",
+            "Each parameter is dealt out by rows, so the ranks behind the last row would hold nothing.",
+            f"Set dp_shard={largest_divisor(layout.dp_shard, model.max_rows)} and give the other ranks to "
+            "dp_replicate.",
+        )
+
+
+def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """[shard] says how `dp_shard` works, and must not contradict `zero` and the run's type."""
+    shard = run.shard
+    if layout.dp_shard == 1:
+        changed = list_changed(shard, besides=FOLDER)
+        if changed and layout.num_ranks > 1:
+            yield Finding(
+                "PL140",
+                "shard",
+                f"{changed} with layout.dp_shard=1.",
+                "The settings in [shard] are those of dp_shard, which one rank has no use for.",
+                "Set dp_shard=2 or more, or leave them out.",
+            )
+        return
+    if shard.reshard_after_forward is True and layout.zero < 3:
+        yield Finding(
+            "PL145",
+            "shard.reshard_after_forward",
+            f"shard.reshard_after_forward=true with layout.zero={layout.zero}.",
+            "Only zero=3 shards parameters; 1 and 2 keep them whole from a step's first forward to its last "
+            "backward.",
+            'Set zero=3, or reshard_after_forward="auto".',
+        )
+    if shard.param_dtype not in ("none", run.dtype):
+        yield Finding(
+            "PL130",
+            "shard.param_dtype",
+            f"shard.param_dtype={shard.param_dtype} with train.dtype={run.dtype}.",
+            "The model computes in the type that its parameters are gathered in, so it is that of the run.",
+            f"Set train.dtype={shard.param_dtype}, or leave param_dtype out.",
+        )
+    narrows = [
+        f"shard.{name}={value}"
+        for name, value, changes in (
+            ("param_dtype", shard.param_dtype, shard.param_dtype != "none"),
+            ("reduce_dtype", shard.reduce_dtype, shard.reduce_dtype == "fp32" and run.dtype == "fp64"),
+        )
+        if changes
+    ]
+    if narrows and run.reduction == "exact":
+        yield Finding(
+            "PL148",
+            "train.reduction",
+            f'{" and ".join(narrows)} with train.reduction="exact".',
+            "Exact weights have the same bits on any number of ranks; one process gathers and sums nothing, "
+            "so it would not round there.",
+            'Leave it out, or set train.reduction="fast".',
+        )
+
+
+def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """DDP is what replicates: it is there where dp_replicate is the only axis of data."""
+    if layout.num_ranks == 1 or (layout.dp_shard == 1 and layout.dp_replicate != 1):
+        return
+    why = (
+        f"with layout.dp_shard={layout.dp_shard}."
+        if layout.dp_shard > 1
+        else f"with layout.dp_replicate=1 layout.tp={layout.tp}."
+    )
+    rule = (
+        "DistributedDataParallel has the buckets and hooks, and it is used with dp_shard=1 and dp_replicate "
+        "above 1 only."
+    )
+    changed = list_changed(run.ddp)
+    if changed:
+        similar = " [shard] has a find_unused_parameters too." if "find_unused" in changed else ""
+        yield Finding("PL141", "ddp", f"{changed} {why}", rule, f"Leave the [ddp] settings out.{similar}")
+    if run.has_comm_hook:
+        fix = "Leave the hook out, or use dp_replicate for these ranks."
+        yield Finding("PL142", "comm_hook", f"comm_hook is given {why}", rule, fix)
+
+
+def batchnorm_is_there(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Statistics are synchronised over ranks with different samples."""
+    if not run.sync_batchnorm:
+        return
+    if model.has_batchnorm is False:
+        yield Finding(
+            "PL149",
+            "train.sync_batchnorm",
+            "train.sync_batchnorm=true for a model without BatchNorm.",
+            "It gathers BatchNorm's statistics over all ranks, and there are none.",
+            "Leave sync_batchnorm out.",
+        )
+    elif layout.dp == 1 and layout.tp > 1:
+        yield Finding(
+            "PL149",
+            "train.sync_batchnorm",
+            f"train.sync_batchnorm=true with layout.tp={layout.tp} and one rank of data.",
+            "It gathers BatchNorm's statistics over dp_replicate and dp_shard; the ranks of tp see the same "
+            "samples.",
+            "Leave sync_batchnorm out, or set dp_replicate=2 or more.",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    tp_has_matrices,
+    tp_divides_heads,
+    tp_divides_widths,
+    sequence_has_tp,
+    zero_has_shards,
+    offload_has_shards,
+    recompute_has_blocks,
+    shards_have_rows,
+    shard_settings_apply,
+    replication_applies,
+    batchnorm_is_there,
+)
+
+
+def vocabulary_stays_whole(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """An embedding is split over tp by its rows, all ranks the same number of them."""
+    if model.splits and model.vocab_size is not None and model.vocab_size % layout.tp != 0:
+        yield Finding(
+            "PL150",
+            "layout.tp",
+            f"layout.tp={layout.tp} does not divide the vocabulary of {model.vocab_size}.",
+            "The embedding, the logits and the loss stay whole on every rank of tp: more memory and time.",
+            f"A vocabulary of {-(-model.vocab_size // layout.tp) * layout.tp} could be split.",
+        )
+
+
+def ranks_are_idle(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """What ranks of data share out are whole microbatches."""
+    if run.num_microbatches is not None and run.num_microbatches < layout.dp:
+        sharded = " (with dp_shard they still take part in every forward)" if layout.dp_shard > 1 else ""
+        yield Finding(
+            "PL131",
+            "layout",
+            f"a global batch of {run.num_microbatches} microbatch{'es' * (run.num_microbatches != 1)} for "
+            f"{layout.dp} ranks of data.",
+            f"One rank computes a microbatch, so {layout.dp - run.num_microbatches} add nothing{sharded}.",
+            "Lower train.microbatch_size or raise train.global_batch_size (both change the run), or take "
+            "fewer ranks.",
+        )
+
+
+def exact_bits_depend_on_tp(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """tp adds up inside a matrix product, in an order of its own."""
+    if run.reduction == "exact" and layout.tp > 1:
+        yield Finding(
+            "PL151",
+            "layout.tp",
+            f'layout.tp={layout.tp} with train.reduction="exact".',
+            "Weights have the same bits under any dp_replicate, dp_shard and zero, but not those of another "
+            "tp: a matrix product that is split adds up in another order.",
+            "Nothing to mend; compare hashes among layouts of the same tp.",
+        )
+
+
+def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """One process has nobody to communicate with: what says how has no effect, and is not refused, so that
+    a recipe for a cluster runs on a laptop."""
+    changed = ", ".join(filter(None, (list_changed(run.ddp), list_changed(run.shard, besides=FOLDER))))
+    if layout.num_ranks == 1 and changed:
+        yield Finding(
+            "PL152",
+            "layout",
+            f"{changed} on one rank.",
+            "These say how ranks communicate, so they have no effect here.",
+            "Nothing to mend, if the recipe is meant for several ranks too.",
+        )
+
+
+REMARKS: tuple[Rule, ...] = (
+    vocabulary_stays_whole,
+    ranks_are_idle,
+    exact_bits_depend_on_tp,
+    settings_wait_for_ranks,
+)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, rising."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return max(n for n in divisors(number) if n <= limit)
+
+
+def list_changed(section: BaseModel, besides: frozenset[str] = frozenset()) -> str:
+    """The keys of a section that are not at their defaults, as `ddp.static_graph=true, ...`."""
+    name = type(section).__name__.removesuffix("Section").lower()
+    default: Any = type(section)()
+    changed = {
+        key: getattr(section, key)
+        for key in type(section).model_fields
+        if key not in besides and getattr(section, key) != getattr(default, key)
+    }
+    return ", ".join(
+        f"{name}.{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in changed.items()
+    )
+
+
+def _choose_tp(model: ModelFacts, name: str, tp: int) -> str:
+    """The next move where tp divides one size and not the other: what divides all of them."""
+    sizes = [size for size in (model.heads, model.kv_heads, *(s for _, s in model.inner)) if size is not None]
+    choices = divisors(reduce(gcd, sizes))
+    near = sorted(sorted(choices, key=lambda n: (abs(n - tp), n))[:4])
+    divide = "divide" if len(near) > 1 else "divides"
+    return f"Set tp to {_list(near)}, which {divide} all that is split, or {name} to a multiple of {tp}."
+
+
+def _list(numbers: list[int]) -> str:
+    """`1, 2 or 4`; of many, the first and the last."""
+    if len(numbers) > 12:
+        numbers = [*numbers[:10], numbers[-1]]
+    texts = [str(n) for n in numbers]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
