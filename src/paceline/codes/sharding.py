@@ -4,4 +4,76 @@ from __future__ import annotations
 
 from paceline.codes.page import Page
 
-PAGES: dict[str, Page] = {}
+PAGES: dict[str, Page] = {
+    "PL440": Page(
+        title="A parameter that can't be cut",
+        why=(
+            "dp_shard cuts every parameter along its first dimension and gives each rank one piece of "
+            "memory. A scalar has no dimension to cut, and a tensor whose memory is not in the order of its "
+            "dimensions (channels_last) has no such pieces."
+        ),
+        fix=(
+            "Make a scalar a vector of length one: nn.Parameter(torch.tensor([0.5])). Convert a model in "
+            "channels_last with model.to(memory_format=torch.contiguous_format). Or replicate with "
+            "dp_replicate, which takes both."
+        ),
+    ),
+    "PL441": Page(
+        title="Parameters without a gradient under dp_shard",
+        why=(
+            "The gradients of a block are summed over the ranks as one vector. A rank on which some "
+            "parameter got no gradient would bring a shorter vector than the others, or none."
+        ),
+        fix=(
+            "Set shard.find_unused_parameters = true, which lets such parameters join the sum with zeros, or "
+            "requires_grad=False on those that the loss never uses."
+        ),
+    ),
+    "PL442": Page(
+        title="Trained parameters of several types in one block",
+        why="A block's gradients are summed as one vector, which has one type.",
+        fix=(
+            "Convert the model to one type before handing it over, model.to(torch.float32). Frozen "
+            "parameters may have types of their own. For narrow compute use train.dtype or "
+            "shard.param_dtype in place of a mix."
+        ),
+    ),
+    "PL443": Page(
+        title="Ranks ran different blocks",
+        why=(
+            "Under dp_shard a block's parameters are gathered from all ranks when it runs. Where one rank "
+            "skips a block that another one runs, each takes the other's next message for its own, and the "
+            "numbers are wrong without any error. The ranks compare what they did once per step."
+        ),
+        fix=(
+            "Run every block for every microbatch; multiply by zero what must not count (stochastic depth, "
+            "a tower without input). Or replicate: dp_shard=1 has no such rule."
+        ),
+    ),
+    "PL444": Page(
+        title="The folder for offload is in memory",
+        why=(
+            'offload = "disk" keeps parameters and optimizer state in files, so that the system can drop '
+            "them from memory. A folder of type tmpfs is memory itself: nothing would be gained."
+        ),
+        fix="Set shard.offload_folder to a folder on a disk; `df PATH` shows what a folder is on.",
+    ),
+    "PL445": Page(
+        title="The folder for offload can't be used",
+        why='offload = "disk" makes files as large as a rank\'s parameters and optimizer state.',
+        fix="Set shard.offload_folder to a folder that exists, can be written to and has the room.",
+    ),
+    "PL446": Page(
+        title="reshard_after_forward and zero contradict each other",
+        why=(
+            "zero = 1 and 2 keep all parameters on every rank from a step's first forward to its last "
+            "backward. Freeing them after each forward is what zero = 3 does."
+        ),
+        fix='Use layout.zero = 3, or leave shard.reshard_after_forward = "auto".',
+    ),
+    "PL447": Page(
+        title="This torch can't leave out gradients under dp_shard",
+        why="fully_shard lets unused parameters join the sum with zeros from torch 2.13 on.",
+        fix="Update torch, use dp_shard=1, or make every microbatch use all parameters.",
+    ),
+}

@@ -1,0 +1,328 @@
+"""Sharding: the ranks of dp_shard hold one copy of the model among them, with gradients and optimizer state.
+
+Protocol of one optimizer step of k rounds, on every rank of dp:
+
+1. `begin`, with how many microbatches each rank owns. The one with the most has a round for each; a rank with
+   fewer runs idle rounds: any microbatch, whose gradients don't count. For in every forward all ranks gather.
+2. Per round a forward, in which each block's parameters are gathered before they are used, and a backward,
+   in which gradients are summed over ranks and cut up. What is kept between them is a matter of `zero`:
+
+   | zero | parameters gathered | gradients summed | a rank keeps between rounds |
+   |---|---|---|---|
+   | 3 | twice per round, block by block | every round | its shards |
+   | 2 | once per step | every round | all parameters, its shards of the gradients |
+   | 1 | once per step | once per step | all parameters and all gradients |
+
+   The optimizer's state is sharded with all three. The exact reduction sets every microbatch's gradients
+   aside and sums them in the last round, whatever `zero` says.
+3. `check_reduced`. Then parameters and gradients are DTensors on the mesh of dp_shard, and the optimizer
+   updates this rank's shards.
+
+With dp_replicate > 1 every replica is sharded alike, and the replicas' chunks of the gradient are summed once
+per step. Gradients are *summed*, not averaged. How they travel: `gradient_exchange.py`.
+
+Built on `torch.distributed.fsdp.fully_shard` (Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277;
+the levels are those of Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.comm.exchange import MessageExchange
+from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.errors import PacelineError
+from paceline.mesh import Mesh
+from paceline.parallel.gradient_exchange import (
+    ChunkExchange,
+    ExactChunks,
+    GatherChunks,
+    Rounds,
+    SumChunks,
+)
+from paceline.parallel.shard_setup import Unit, apply_sharding, group_parameters, unused_columns
+from paceline.recipe.schema import ShardSection
+
+log = logging.getLogger(__name__)
+
+Compute = Callable[[Any], tuple[Tensor, Tensor]]
+
+
+class Shards:
+    """A model that the ranks of dp_shard share, and whose gradients are summed over all ranks of dp.
+
+    Collective: every rank of dp must construct it with equal models, and run the same rounds.
+
+    Args:
+        model: on its device, in its final dtype, equal on all ranks; or on the meta device, to be filled
+            before the first forward (each parameter's `to_local()` is this rank's shard).
+        mesh: the ranks.
+        settings: the recipe's `[shard]`.
+        zero: what is shared: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        offload: "none", "cpu", or "disk"; where the shards and the optimizer's state are between uses.
+        exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.
+
+    Attributes:
+        group: the ranks over which gradients are summed.
+        num_ranks: how many they are.
+        units: what is gathered together.
+        silent: whether nothing is sent at the moment, see `silenced`.
+        used: ids of the parameters that a microbatch of this step has given a gradient; kept where
+            `settings.find_unused_parameters` is set.
+
+    Raises:
+        PacelineError: PL440, PL442, PL446 and PL447, see `apply_sharding`.
+
+    Communication: per gather (n-1)/n of the parameters' bytes received, per reduction (n-1)/n of the
+    gradients' sent, for n = dp_shard; over dp_replicate an all-reduce of 1/n of the gradients per step.
+    """
+
+    gradient_scale = 1.0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        settings: ShardSection,
+        *,
+        zero: int,
+        offload: str = "none",
+        exact_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        assert mesh.dp_shard.size > 1, "one rank has nothing to share"
+        assert zero in (1, 2, 3), zero
+        self.group = mesh.dp.group
+        self.num_ranks = mesh.dp.size
+        self.used: set[int] = set()
+        self._used_in_round: set[int] = set()
+        self._settings = settings
+        self._is_exact = exact_group is not None
+        # The exact reduction must see each microbatch's gradients by themselves.
+        self._sums_once = zero == 1 and not self._is_exact
+        self._keeps_parameters = zero < 3
+        self._model = model
+        self._rounds = Rounds()
+        self._rounds.adds_up = self._sums_once
+        self._is_in_round = False
+        self.units = apply_sharding(model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload)
+        self._chunks = self._build_chunks(mesh, exact_group)
+        if settings.find_unused_parameters:
+            for unit in self.units:
+                self._watch_use(unit)
+        log.info(
+            "shard: fully_shard over dp_shard=%d, zero=%d, %d blocks and the rest, %s reduction",
+            mesh.dp_shard.size,
+            zero,
+            len(self.units) - 1,
+            "exact" if self._is_exact else "fast",
+        )
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds this step has: the most microbatches that a rank owns."""
+        return self._rounds.num_rounds
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is sent at the moment."""
+        return self._rounds.silent
+
+    @property
+    def signature(self) -> int:
+        """A number of 63 bits made from the groups that were gathered and reduced since `begin`, in order.
+
+        Equal on all ranks unless they ran different modules, and so took one another's data: the sums are
+        wrong then, though nothing failed. Whoever agrees on things per step compares it, see
+        `check_signatures`.
+        """
+        return self._rounds.signature
+
+    def begin(self, num_owned: tuple[int, ...]) -> None:
+        """Starts a global batch.
+
+        Args:
+            num_owned: per rank of dp, how many microbatches it computes; numbered through.
+        """
+        if self._is_in_round:
+            self._abandon_round()
+        self.reshard()
+        for unit in self.units:
+            for record in group_parameters(unit.module):
+                # Left there by a step that was not finished; added up, it would be in this one.
+                record.unsharded_accumulated_grad = None
+                if hasattr(record, "_unsharded_param"):
+                    record._unsharded_param.grad = None
+        self._rounds.begin(num_owned)
+        self.used.clear()
+        for chunks in self._chunks:
+            chunks.begin()
+
+    @contextmanager
+    def synchronising(self, sync: bool, index: int | None) -> Iterator[None]:
+        """Around forward and backward of one round.
+
+        Args:
+            sync: whether it is the step's last round.
+            index: number within the global batch of this rank's microbatch; `None` for an idle round.
+        """
+        self._rounds.index, self._rounds.is_last = index, sync
+        self._used_in_round.clear()
+        module = self.units[-1].module
+        if self._sums_once:
+            module.set_requires_gradient_sync(sync)
+        if self._keeps_parameters:
+            module.set_reshard_after_backward(sync)
+        self._is_in_round = True
+        yield
+        self._is_in_round = False
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Inside, nothing is sent: for timing compute alone. The numbers mean nothing.
+
+        Where a gather would bring the other ranks' shards, this rank's own stand in for them, copied as often
+        as the others' would be; a sum over ranks is this rank's own gradient. Set it between steps only.
+        """
+        self._rounds.silent = True
+        try:
+            yield
+        finally:
+            self._rounds.silent = False
+
+    def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
+        """Runs `compute(batch)`, which must call the model itself and not modules inside of it."""
+        return compute(batch)
+
+    def backward(self, loss: Tensor) -> float:
+        """Runs backward; in an idle round of zero times the loss.
+
+        Gives the seconds that this round's forward and backward waited for communication; 0 under CUDA,
+        where the host doesn't wait.
+        """
+        (loss * 0.0 if self._rounds.index is None else loss).backward()  # type: ignore[no-untyped-call]
+        waited_s, self._rounds.waited_s = self._rounds.waited_s, 0.0
+        self.used |= self._used_in_round
+        return 0.0 if loss.is_cuda else waited_s
+
+    def check_reduced(self) -> None:
+        """After the last round: raises unless every gradient was summed.
+
+        Raises:
+            PacelineError: PL441, naming the parameters that got no gradient on this rank.
+        """
+        missing = [
+            name
+            for unit, chunks in zip(self.units, self._chunks, strict=True)
+            for name, p in unit.parameters
+            if p.requires_grad and (p.grad is None or not chunks.is_complete)
+        ]
+        if not missing:
+            return
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise PacelineError(
+            "PL441",
+            saw=f"{len(missing)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",
+            rule="The ranks sum a block's gradients as one vector, so all must bring the same ones.",
+            fix="Set shard.find_unused_parameters = true, or requires_grad=False on parameters that the loss "
+            "does not use.",
+        )
+
+    def check_signatures(self, signatures: list[int]) -> None:
+        """Raises unless all ranks ran the same modules in the same order in this step.
+
+        Args:
+            signatures: per rank of dp, its `signature`.
+
+        Raises:
+            PacelineError: PL443, the same on every rank.
+        """
+        others = [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]
+        if not others:
+            return
+        error = PacelineError(
+            "PL443",
+            saw=f"rank {others[0]} of dp gathered or summed other blocks, or in another order, than rank 0.",
+            rule="Under dp_shard the ranks take part in every block's gathering and summing, so all of them "
+            "run the same blocks in each microbatch.",
+            fix="Run every block for every microbatch (multiply what must not count by zero), or use "
+            "dp_shard=1.",
+        )
+        error.on_every_rank = True
+        raise error
+
+    def reshard(self) -> None:
+        """Puts the shards back into the model wherever gathered parameters stand in for them.
+
+        After an evaluation they do, with `zero` 1 and 2 and for what lies outside of the blocks: fully_shard
+        leaves them there for a backward that doesn't come. Costs nothing where there are none.
+        """
+        for unit in self.units:
+            unit.module.reshard()
+
+    def close(self) -> None:
+        """Ends what runs beside the training; the model must not be used afterwards."""
+
+    def _build_chunks(
+        self, mesh: Mesh, exact_group: dist.ProcessGroup | None
+    ) -> list[SumChunks | ExactChunks]:
+        on_cpu = mesh.device_mesh.device_type == "cpu"
+        rounds, num_shards, shard = self._rounds, mesh.dp_shard.size, mesh.dp_shard.rank
+        for number, unit in enumerate(self.units):
+            unit.module.set_custom_all_gather(GatherChunks(rounds, number, on_cpu))
+        sums: list[SumChunks | ExactChunks]
+        if exact_group is None:
+            replicas = mesh.dp_replicate.group if mesh.dp_replicate.size > 1 else None
+            sums = [SumChunks(rounds, number, replicas) for number in range(len(self.units))]
+        else:
+            whole = (
+                SharedMemoryExchange(exact_group)
+                if on_cpu
+                else MessageExchange(exact_group, torch.device("cuda", torch.cuda.current_device()))
+            )
+            self.exchange = ChunkExchange(whole, num_shards, shard)
+            sums = [
+                ExactChunks(rounds, number, self.exchange, shard, self._unused_finder(unit))
+                for number, unit in enumerate(self.units)
+            ]
+        for unit, chunks in zip(self.units, sums, strict=True):
+            unit.module.set_custom_reduce_scatter(chunks)
+        return sums
+
+    def _unused_finder(self, unit: Unit) -> Callable[[], list[slice]] | None:
+        if not self._settings.find_unused_parameters:
+            return None
+        return lambda: unused_columns(unit.module, self._used_in_round)
+
+    def _watch_use(self, unit: Unit) -> None:
+        """Notes which parameters backward reaches. The shards don't tell: all of them get a gradient."""
+
+        def watch(module: nn.Module, args: Any) -> None:
+            handle.remove()
+            for record in group_parameters(unit.module):
+                if record.sharded_param.requires_grad:
+                    mark = self._mark(record.sharded_param)
+                    record.unsharded_param.register_post_accumulate_grad_hook(mark)
+
+        assert isinstance(unit.module, nn.Module)
+        handle = unit.module.register_forward_pre_hook(watch)  # runs after fully_shard's, which gathers
+
+    def _mark(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        def mark(_: Tensor) -> None:
+            if self._rounds.index is not None:
+                self._used_in_round.add(id(parameter))
+
+        return mark
+
+    def _abandon_round(self) -> None:
+        """After a forward or backward that raised: lets torch forget what it had under way."""
+        self._is_in_round = False
+        reset = getattr(self.units[-1].module, "reset_iter_state", None)
+        if reset is not None:
+            reset()
