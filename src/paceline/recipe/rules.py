@@ -358,7 +358,7 @@ def _choose_tp(model: ModelFacts, name: str, tp: int) -> str:
     """The next move where tp divides one size and not the other: what divides all of them."""
     sizes = [size for size in (model.heads, model.kv_heads, *(s for _, s in model.inner)) if size is not None]
     choices = divisors(reduce(gcd, sizes))
-    near = sorted(sorted(choices, key=lambda n: (abs(n - tp), n))[:4])
+    near = sorted(sorted(choices, key=lambda n: (max(n / tp, tp / n), n))[:4])
     divide = "divide" if len(near) > 1 else "divides"
     return f"Set tp to {_list(near)}, which {divide} all that is split, or {name} to a multiple of {tp}."
 
