@@ -129,7 +129,7 @@ def _keeps_parameters(settings: ShardSection, zero: int) -> bool:
         raise PacelineError(
             "PL446",
             saw=f"shard.reshard_after_forward=true with zero={zero}.",
-            rule="With zero = 1 and 2 every rank keeps the parameters for the whole step; zero = 3 alone frees "
+            rule="With zero = 1 and 2 every rank keeps the parameters for the whole step; only 3 frees "
             "them between uses.",
             fix='Use zero=3, or leave shard.reshard_after_forward at "auto".',
         )
