@@ -125,14 +125,14 @@ def apply_dropout(model: nn.Module) -> Masks:
     _laid_out[masks.token] = masks
     hooked: set[str] = set()
     for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            masks._tell(_inside_kernel(name, module))
         if not _may_draw(module):
             continue
         enter = Enter(masks.token, name, _find_above(name, hooked))
         hooked.add(name)
         before, after, always = _list_hooks(module)
         before[_ENTER], after[_LEAVE], always[_LEAVE] = enter, Leave(enter), True
-        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
-            masks._tell(_inside_kernel(name, module))
     return masks
 
 
