@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.fetching import Collate, Fetcher, Item, Key, SetFetcher, StreamFetcher
-from paceline.data.share import Share, count_owned
+from paceline.data.share import Share, count_owned, split_microbatches
 from paceline.data.workers import end_workers, let_workers_be_killed, prepare_worker
 from paceline.errors import PacelineError
 
@@ -251,12 +251,14 @@ class Loader:
     def _give_out_epoch(self, start: Position, turn: int, source: Loader | None) -> Iterator[Share]:
         for item in self._fetch_epoch(start):
             num_owned = count_owned(item.num_microbatches, self._fetcher.world_size)
+            cuts = split_microbatches(item.num_samples, self.microbatch_size)
             yield Share(
                 epoch=item.epoch,
                 number=item.number,
                 num_samples=item.num_samples,
                 num_owned=num_owned,
                 microbatches=item.microbatches,
+                samples=[range(*cuts[number]) for number, _ in item.microbatches],
                 start=item.start,
                 last=item.last,
                 source=source,

@@ -27,6 +27,8 @@ class Share:
             consecutive ones.
         microbatches: this rank's microbatches as (number within the global batch, collated samples);
             empty where there are fewer microbatches than ranks.
+        samples: per microbatch of this rank, the numbers of its samples within the global batch, which are
+            the same on any layout.
         start: place of the global batch's first sample in the epoch's order.
         last: whether the epoch ends with this global batch.
         source: the loader that it came from, which wants to hear when it was consumed.
@@ -37,6 +39,7 @@ class Share:
     num_samples: int
     num_owned: tuple[int, ...]
     microbatches: list[tuple[int, Any]]
+    samples: list[range] = field(default_factory=list)
     start: int = 0
     last: bool = False
     source: Loader | None = field(default=None, repr=False, compare=False)

@@ -61,7 +61,8 @@ def weigh(loss: Any, batch: Any) -> tuple[Tensor, Tensor]:
 def share_batch(batch: Any, world: World, microbatch_size: int | None) -> Share:
     """This rank's samples as its share of a global batch made of all ranks' samples; collective.
 
-    Microbatches are numbered through in the order of ranks. Costs one all-reduce of 8 bytes per rank.
+    Microbatches and samples are numbered through in the order of ranks. Costs one all-reduce of 8 bytes
+    per rank.
     """
     num_samples = count_samples(batch)
     counts = [num_samples]
@@ -72,6 +73,7 @@ def share_batch(batch: Any, world: World, microbatch_size: int | None) -> Share:
         counts = all_counts.tolist()
     cuts = [split_microbatches(count, microbatch_size or max(1, count)) for count in counts]
     first = sum(len(cut) for cut in cuts[: world.rank])
+    first_sample = sum(counts[: world.rank])
     return Share(
         epoch=0,
         number=0,
@@ -81,6 +83,7 @@ def share_batch(batch: Any, world: World, microbatch_size: int | None) -> Share:
             (first + number, _cut_samples(batch, start, stop))
             for number, (start, stop) in enumerate(cuts[world.rank])
         ],
+        samples=[range(first_sample + start, first_sample + stop) for start, stop in cuts[world.rank]],
     )
 
 
