@@ -113,6 +113,7 @@ class Shards:
         self._is_in_round = False
         self.units = apply_sharding(model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload)
         self._chunks = self._build_chunks(mesh, exact_group)
+        model.register_forward_hook(self._reshard_without_backward)
         if settings.find_unused_parameters:
             for unit in self.units:
                 self._watch_use(unit)
@@ -260,8 +261,7 @@ class Shards:
     def reshard(self) -> None:
         """Puts the shards back into the model wherever gathered parameters stand in for them.
 
-        After an evaluation they do, with `zero` 1 and 2 and for what lies outside of the blocks: fully_shard
-        leaves them there for a backward that doesn't come. Costs nothing where there are none.
+        Between the rounds of a step they do, with `zero` 1 and 2. Costs nothing where there are none.
         """
         for unit in self.units:
             unit.module.reshard()
@@ -294,6 +294,12 @@ class Shards:
         for unit, chunks in zip(self.units, sums, strict=True):
             unit.module.set_custom_reduce_scatter(chunks)
         return sums
+
+    def _reshard_without_backward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After an evaluation's forward: fully_shard would keep all of it, for a backward that doesn't
+        come, and use it again after the optimizer's next update."""
+        if not torch.is_grad_enabled():
+            self.reshard()
 
     def _unused_finder(self, unit: Unit) -> Callable[[], list[slice]] | None:
         if not self._settings.find_unused_parameters:
