@@ -31,12 +31,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import PacelineError
-from paceline.parallel.construct_mode import BUILT, META, Recorder, recording
+from paceline.parallel.construct_appearances import recording
+from paceline.parallel.construct_mode import BUILT, META, Recorder
 from paceline.parallel.construct_record import Kind, Record, Window
 from paceline.parallel.construct_replay import (
     ChangedError,
     LostError,
     UninitialisedError,
+    read_bytes,
     replay,
     seeded_generators,
 )
@@ -115,10 +117,10 @@ class Construction:
         for op in self._record.ops:
             seed = self._record.seeds.get(op.number)
             digest.update(f"{op.kind} {op.func} {op.args} {op.kwargs} {op.writes} {seed}\n".encode())
-            for tensor in (op.data and op.data.tensor, op.draw and op.draw.state):
-                if tensor is not None:
-                    storage = tensor.untyped_storage().cpu()
-                    digest.update(bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data))
+            held = [op.data.tensor] if op.data is not None else []
+            held += [op.draw.state] if op.draw is not None and op.draw.state is not None else []
+            for tensor in held:
+                digest.update(bytes(read_bytes(tensor).numpy().data))
         return digest.hexdigest()
 
 
@@ -151,7 +153,7 @@ def construct(
         except Exception as error:
             raise PacelineError(
                 "PL457",
-                saw=f"The factory raised {type(error).__name__}: {error}.",
+                saw=f"The factory raised {type(error).__name__}: {str(error).rstrip('.')}.",
                 rule="A factory is called with all tensors on the meta device, without their values.",
                 fix=f"Call it yourself to see whether the mistake is its own. If not: {BUILT}",
             ) from error

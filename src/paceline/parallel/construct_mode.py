@@ -1,10 +1,7 @@
 """Runs a factory on the meta device and writes down what it does to memory.
 
-Two modes of torch work together. The dispatch mode sees every operation below autograd: it sends those that
-make tensors to the meta device and records all that write. The function mode keeps up appearances for
-Python code: a recorded tensor says that it is on the CPU (torch.nn.init and transformers leave tensors
-on the meta device as they are), and what would read Python data into a tensor, or a tensor into Python, where
-no dispatch mode sees it, is led through one.
+A dispatch mode sees every operation below autograd: it sends those that make tensors to the meta device and
+records all that write. What no dispatch mode sees is up to `construct_appearances.py`.
 
 Values are not there, but those that don't depend on random numbers can be had: the record is replayed up to
 that point (`dpr = [x.item() for x in torch.linspace(0, 0.1, depth)]`). Any other is refused.
@@ -13,15 +10,13 @@ that point (`dpr = [x.item() for x in torch.linspace(0, 0.1, depth)]`). Any othe
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only
 
@@ -41,7 +36,7 @@ _OVERWRITING = {
 _EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode.
 
     Attributes:
@@ -50,7 +45,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = Record()
         self.refused: PacelineError | None = None
         # By the address of a meta storage its number; the storages are kept, so that no address is reused.
@@ -59,6 +54,8 @@ class Recorder(TorchDispatchMode):
         # By the address of a real storage: its stand-in on the meta device, and what keeps its bytes.
         self._mirrors: dict[int, tuple[torch.UntypedStorage, Data]] = {}
         self._sources: list[torch.UntypedStorage] = []
+        # Stand-ins for memory that others see too.
+        self._foreign: set[int] = set()
         # By id: each generator that was drawn from, and its state before.
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         # By id of a generator and its state: the operation that left it so; None: nobody seeded it.
@@ -80,7 +77,7 @@ class Recorder(TorchDispatchMode):
             tensor.dtype,
             tuple(tensor.size()),
             tuple(tensor.stride()),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )
@@ -96,20 +93,11 @@ class Recorder(TorchDispatchMode):
 
     def adopt(self, tensor: Tensor) -> Tensor:
         """A stand-in on the meta device for a real tensor, whose bytes are kept."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._mirrors:
-            data = Data(tensor.detach(), tensor._version)
-            if not storage.resizable():
-                data.keep()  # numpy's memory: its owner may write there unseen
-            mirror = torch.UntypedStorage(storage.nbytes(), device=META)
-            self._mirrors[storage._cdata] = mirror, data
-            self._sources.append(storage)
-            op = Op(None, (), {}, [], {self._number(mirror): True}, (), Kind.DATA, data=data)
-            self.record.add(op)
+        mirror = self._adopt_storage(tensor.untyped_storage(), tensor)
         window = Window(
-            0, tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), False, False
+            0, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), False, False
         )
-        stand_in = window.view(self._mirrors[storage._cdata][0])
+        stand_in = window.view(mirror)
         stand_in = stand_in.conj() if tensor.is_conj() else stand_in
         return torch._neg_view(stand_in) if tensor.is_neg() else stand_in
 
@@ -166,28 +154,38 @@ class Recorder(TorchDispatchMode):
         self._check_kinds(name, tensors)
         written, overwritten = _written(func, name, args, kwargs)
         real = [t for t in tensors if t.device.type != "meta"]
-        if real and (name == "_local_scalar_dense" or any(t.device.type != "meta" for t in written)):
+        is_view = func.is_view and name != "lift_fresh"
+        looks = name == "_local_scalar_dense" or (is_view and len(real) == len(tensors))
+        if real and (looks or any(t.device.type != "meta" for t in written)):
             return self._perform_really(func, name, tensors, written, args, kwargs)
         if name == "_local_scalar_dense":
             return self.value(args[0], "item()").item()
         args, kwargs = tree_map_only(Tensor, self._on_meta, (args, kwargs))
         if name == "lift_fresh":
+            if real and real[0].untyped_storage().resizable():
+                self._foreign.discard(self.window(args[0]).storage)  # fresh, so nobody else's
             self.window(args[0])
             return args[0]
+        if name == "set_" and isinstance(args[1], torch.UntypedStorage) and args[1].device.type != "meta":
+            on_it = torch.empty(0, dtype=torch.uint8, device=args[1].device).set_(args[1])
+            args = (args[0], self._adopt_storage(args[1], on_it), *args[2:])
         takes_device = any(argument.name == "device" for argument in func._schema.arguments)
         if takes_device and (not tensors or kwargs.get("device") is not None):
             kwargs["device"] = META
             kwargs.pop("pin_memory", None)
         windows = tree_map_only(Tensor, self.window, (args, kwargs))
+        self._check_written(name, written)
         try:
             outputs = func(*args, **kwargs)
-        except NotImplementedError:
+        except (NotImplementedError, RuntimeError) as error:
+            if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
+                raise
             outputs = self._without_meta(func, name, windows, args, kwargs, written)
         return self._note(func, name, windows, outputs, written, overwritten)
 
     def call_whole(self, func: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Records one call of a Python function that fills a tensor at random, without looking inside."""
-        with torch._C.DisableTorchFunction():
+        with unseen():
             if not self.knows(tensor):
                 return func(tensor, *args, **kwargs)
             window = self.window(tensor)
@@ -202,6 +200,20 @@ class Recorder(TorchDispatchMode):
             generator.set_state(state)
 
     # -- its parts
+
+    def _adopt_storage(self, storage: torch.UntypedStorage, tensor: Tensor) -> torch.UntypedStorage:
+        """The stand-in of a real storage; `tensor` is any on it."""
+        if storage._cdata not in self._mirrors:
+            data = Data(tensor.detach(), tensor._version)
+            if not storage.resizable():
+                data.keep()  # numpy's memory: its owner may write there unseen
+            mirror = torch.UntypedStorage(storage.nbytes(), device=META)  # type: ignore[no-untyped-call]
+            self._mirrors[storage._cdata] = mirror, data
+            self._sources.append(storage)
+            number = self._number(mirror)
+            self._foreign.add(number)
+            self.record.add(Op(None, (), {}, [], {number: True}, (), Kind.DATA, data=data))
+        return self._mirrors[storage._cdata][0]
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         number = self.record.add_storage(storage.nbytes())
@@ -220,6 +232,19 @@ class Recorder(TorchDispatchMode):
                     saw=f"{where()} calls {name} on a {type(tensor).__name__} of layout {tensor.layout}.",
                     rule="Only dense tensors of torch's own class can be recorded and made again.",
                     fix=BUILT,
+                )
+
+    def _check_written(self, name: str, written: list[Tensor]) -> None:
+        for tensor in written:
+            if self.window(tensor).storage in self._foreign:
+                self.refuse(
+                    "PL458",
+                    saw=f"{where()} writes with {name} into memory that was there before, a "
+                    "numpy array's or "
+                    "that of a tensor from outside.",
+                    rule="What is written has no values yet while a factory runs on the meta device, so its "
+                    "other owner would not see it.",
+                    fix=f"Copy it first: torch.tensor(array), or tensor.clone(). {BUILT}",
                 )
 
     def _perform_really(
@@ -382,123 +407,21 @@ class Recorder(TorchDispatchMode):
         self._drawn[(id(drawing), _digest(drawing.get_state()))] = number
 
 
-class Appearances(TorchFunctionMode):
-    """The function mode.
-
-    Args:
-        recorder: knows which tensors are recorded.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            name = f"{getattr(func.__self__, '__name__', '')}.{name}"
-        handler = _APPEARANCES.get(name)
-        if handler is None or not args or not isinstance(args[0], Tensor):
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            known = self._recorder.knows(args[0])
-        return handler(self._recorder, func, args, kwargs) if known else func(*args, **kwargs)
-
-
-def _get_device(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    return CPU
-
-
-def _get_false(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    return False
-
-
-def _get_true(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    return True
-
-
-def _get_address(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> int:
-    with torch._C.DisableTorchFunction():
-        window = recorder.window(args[0])
-    return (window.storage + 1 << 44) + window.offset * window.dtype.itemsize
-
-
-def _set_data(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    with _disable_current_modes():
-        if isinstance(args[1], Tensor) and args[1].device.type != "meta":
-            args = (args[0], recorder.adopt(args[1]))
-    return func(*args, **kwargs)
-
-
-def _read_value(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    with _disable_current_modes():
-        value = recorder.value(args[0], f"{func.__name__}()")
-        return func(value, *args[1:], **kwargs)
-
-
-def _new_tensor(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs})
-
-
-def _index(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Lists in an index would be made into tensors on the meta device, without their numbers."""
-
-    def convert(index: Any) -> Any:
-        if isinstance(index, (list, range)) and all(isinstance(i, (int, list, np.integer)) for i in index):
-            if len(index) == 0:
-                return torch.tensor([], dtype=torch.long)
-            return torch.tensor(list(index))
-        return torch.from_numpy(index) if isinstance(index, np.ndarray) else index
-
-    index = tuple(map(convert, args[1])) if isinstance(args[1], tuple) else convert(args[1])
-    return func(args[0], index, *args[2:], **kwargs)
-
-
-_APPEARANCES: dict[str, Callable[[Recorder, Any, tuple[Any, ...], Any], Any]] = {
-    "device.__get__": _get_device,
-    "is_meta.__get__": _get_false,
-    "is_cpu.__get__": _get_true,
-    "data.__set__": _set_data,
-    "data_ptr": _get_address,
-    "tolist": _read_value,
-    "numpy": _read_value,
-    "__array__": _read_value,
-    "new_tensor": _new_tensor,
-    "__getitem__": _index,
-    "__setitem__": _index,
-}
-
-
 @contextmanager
-def recording() -> Iterator[Recorder]:
-    """Everything inside runs on the meta device and is recorded."""
-    recorder = Recorder()
-    # It draws again until all values are inside of its bounds: data-dependent, so one operation for us.
-    truncated = getattr(nn.init, "_no_grad_trunc_normal_", None)
-    try:
-        if truncated is not None:
-            nn.init._no_grad_trunc_normal_ = (  # type: ignore[assignment]
-                lambda tensor, *args, **kwargs: recorder.call_whole(truncated, tensor, *args, **kwargs)
-            )
-        with Appearances(recorder), recorder, warnings.catch_warnings():
-            yield recorder
-    finally:
-        recorder.put_back_generators()
-        if truncated is not None:
-            nn.init._no_grad_trunc_normal_ = truncated
+def unseen() -> Iterator[None]:
+    """Neither mode sees what is called inside."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether torch's own classes say what operations on it do."""
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[comparison-overlap]
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def where() -> str:
     """The innermost module that is being built, and the line that called torch."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     line = module = None
     while frame is not None and module is None:
         path = frame.f_code.co_filename
@@ -507,7 +430,7 @@ def where() -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
             module = type(owner).__name__
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return " at ".join(part for part in (module or "The factory", line) if part)
 
 

@@ -73,6 +73,12 @@ def have_same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(*pair)
 
 
+def read_bytes(tensor: Tensor) -> Tensor:
+    """All bytes of a real tensor's storage, on the CPU; not a copy where they are there already."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu()
+
+
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Nothing around the call has a say: no autograd, autocast or default device; generators are put back."""
@@ -138,8 +144,13 @@ def _own_stride(window: Window) -> tuple[int, ...]:
 def _memory_of(record: Record, storage: int, memory: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
     """A storage's memory; what will be written over before it is read needs no content."""
     if storage not in memory:
-        memory[storage] = torch.UntypedStorage(record.num_bytes[storage], device=CPU)
+        memory[storage] = _allocate(record.num_bytes[storage])
     return memory[storage]
+
+
+def _allocate(num_bytes: int, filling: int | None = None) -> torch.UntypedStorage:
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=CPU)
+    return (memory if filling is None else memory.fill_(filling)).untyped_storage()
 
 
 def _do(record: Record, op: Op, memory: dict[int, torch.UntypedStorage], filling: int) -> None:
@@ -147,14 +158,14 @@ def _do(record: Record, op: Op, memory: dict[int, torch.UntypedStorage], filling
     if op.kind is Kind.EMPTY:
         for storage, whole in op.writes.items():
             if whole:
-                memory[storage] = torch.UntypedStorage(record.num_bytes[storage], device=CPU).fill_(filling)
+                memory[storage] = _allocate(record.num_bytes[storage], filling)
         return
     if op.kind is Kind.DATA:
         assert op.data is not None
         if not op.data.is_unchanged():
             raise ChangedError
         for storage in op.writes:
-            memory[storage] = op.data.tensor.untyped_storage().cpu().clone()
+            memory[storage] = read_bytes(op.data.tensor).clone().untyped_storage()
         return
 
     def real(window: Window) -> Tensor:
@@ -203,6 +214,6 @@ def _settle(
     )
     if fits:
         return storage
-    own = torch.UntypedStorage(record.num_bytes[window.storage], device=CPU)
+    own = _allocate(record.num_bytes[window.storage])
     window.view(own).copy_(output)
     return own
