@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.recipe import Recipe, load_recipe
     from paceline.train.stopping import Stopped
     from paceline.train.trainer import Trainer
+    from paceline.verify.check import verify
     from paceline.world import World, start
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "launch",
     "load_recipe",
     "start",
+    "verify",
 ]
 
 _HOMES = {
@@ -45,8 +47,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "launch":
-        return importlib.import_module(f"{__name__}.launch")  # a module that can be called
+    if name in ("launch", "verify"):
+        return importlib.import_module(f"{__name__}.{name}")  # a module that can be called
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,258 @@
+"""Why gradients differ although every module's output agrees.
+
+A gradient is a sum over microbatches. Where least squares find the factor with which each of them went in,
+the factors tell the cause; where no factors explain it, backward went wrong inside a module.
+"""
+
+from __future__ import annotations
+
+from paceline.verify.case import Case, Explained, name_some, near, show_size
+
+# What causes are put to that are nobody's but the reduction's.
+_PLACE = "the sum of gradients"
+_SUM_RULE = "The gradient is the sum over all microbatches of the global batch, each of them once."
+
+
+def explain(case: Case) -> Explained | None:
+    """The cause of differing gradients; `None` where they agree."""
+    differing = case.of_kind("gradient")
+    if not differing:
+        return None
+    rounded = _explain_rounding(case)
+    if rounded is not None:
+        return rounded
+    by_sum = _explain_factors(case)
+    if by_sum is not None:
+        return by_sum
+    events = case.events(gradient=True)
+    if events:
+        return _explain_backward(case)
+    return _explain_parameters(case)
+
+
+def _explain_rounding(case: Case) -> Explained | None:
+    """Gradients that a 16-bit type has rounded."""
+    differing = case.of_kind("gradient")
+    rounded = [d for d in differing if d.looks_rounded]
+    if case.dtype not in ("fp64", "fp32") or len(rounded) < 0.8 * len(differing):
+        return None
+    return Explained(
+        "PL712",
+        _PLACE,
+        f"All outputs agree, but {len(rounded)} of {len(differing)} gradients that differ, "
+        f"{name_some([d.name for d in rounded])}, are apart by what a 16-bit type rounds away, "
+        f"{case.name_ranks(d.rank for d in rounded)}.",
+        f"dtype {case.dtype} computes and communicates in that type throughout.",
+        "Look for a reduction that sends bf16 or fp16, or a shard's reduce_dtype.",
+    )
+
+
+def _explain_factors(case: Case) -> Explained | None:
+    found = {observed.rank: observed.factors for observed in case.observed if observed.factors is not None}
+    wrong = {rank: f for rank, f in found.items() if not all(near(factor, 1.0) for factor in f)}
+    if not wrong:
+        return None
+    which = case.name_ranks(wrong)
+    rank = min(wrong)
+    factors = wrong[rank]
+    for explain in (_explain_unreduced, _explain_missing, _explain_common, _explain_weights, _explain_last):
+        explained = explain(case, rank, factors, which)
+        if explained is not None:
+            return explained
+    shown = ", ".join(f"{factor:.4g}" for factor in factors[:16])
+    return Explained(
+        "PL703",
+        _PLACE,
+        f"Outputs agree, but the gradient {which} is a sum with factors {shown} over the microbatches.",
+        _SUM_RULE,
+        "Look for what scales gradients between backward and the optimizer.",
+    )
+
+
+def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
+    """A rank that has its own microbatches and none of the others'."""
+    own = set(case.owned(rank // case.layout.tp))
+    others = set(range(len(factors))) - own
+    if not own or not others or any(not near(factors[number], 0.0, 5.0) for number in others):
+        return None
+    if any(near(factors[number], 0.0, 5.0) for number in own):
+        return None
+    scale = factors[min(own)]
+    return Explained(
+        "PL705",
+        _PLACE,
+        f"Outputs agree, but the gradient {which} has this rank's own microbatches and no other rank's "
+        f"(factor {scale:.4g} for its own, 0 for the others).",
+        "Every rank applies the sum over all ranks.",
+        "Look for a reduction that these ranks leave out: no_sync around the last backward, a hook that "
+        "returns the bucket as it is, a group that is not the layout's.",
+    )
+
+
+def _explain_missing(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
+    """Microbatches that went in with 0, on every rank that differs."""
+    zeros = [number for number, factor in enumerate(factors) if near(factor, 0.0, 5.0)]
+    if not zeros:
+        return None
+    for place in range(case.layout.dp):
+        if case.owned(place) and zeros == list(case.owned(place)):
+            first = place * case.layout.tp
+            ranks = (
+                f"rank {first}" if case.layout.tp == 1 else f"ranks {first} to {first + case.layout.tp - 1}"
+            )
+            return Explained(
+                "PL705",
+                _PLACE,
+                f"Outputs agree, but the gradient {which} has nothing of the microbatches of {ranks}.",
+                "Every rank's gradient goes into the sum.",
+                f"Look at what {ranks} gives to the reduction: a gradient set to zero, or another bucket.",
+            )
+    return Explained(
+        "PL704",
+        _PLACE,
+        f"Outputs agree, but the gradient {which} has nothing of microbatch "
+        f"{name_some(list(map(str, zeros)), 8)}.",
+        _SUM_RULE,
+        "Look for a gradient that is overwritten where it should be added to, or reset between microbatches.",
+    )
+
+
+def _explain_common(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
+    """One factor for all microbatches."""
+    factor = factors[0]
+    if not all(near(other, factor) for other in factors):
+        return None
+    summed, divided = case.name_degree(factor), case.name_degree(1 / factor) if factor else None
+    if summed is not None:
+        saw = f"the gradient {which} is {factor:.4g} times the reference's: summed over {summed} again."
+        fix = "Look for a second sum over that axis, or a mean that should follow the sum and doesn't."
+    elif divided is not None:
+        saw = (
+            f"the gradient {which} is 1/{1 / factor:.4g} of the reference's: averaged over {divided} as well."
+        )
+        fix = "Look for a mean over that axis on top of the division by the weight of the global batch."
+    else:
+        saw = f"the gradient {which} is {factor:.6g} times the reference's."
+        fix = "Look for what scales all gradients alike: clipping before the reduction, a loss scale."
+    return Explained("PL703", _PLACE, f"Outputs agree, but {saw}", _SUM_RULE, fix)
+
+
+def _explain_weights(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
+    """A factor per rank or microbatch: a mean of means where weights give it, else a clip per rank."""
+    assert case.watched is not None
+    weights = [case.watched.losses.get(number, (0.0, 1.0))[1] for number in range(len(factors))]
+    if len(set(weights)) > 1 and _all_near([f * w for f, w in zip(factors, weights, strict=True)]):
+        return _mean_of_means(which, "microbatches", factors)
+    places = [case.owned(place) for place in range(case.layout.dp) if case.owned(place)]
+    if len(places) < 2 or not all(_all_near([factors[number] for number in owned]) for owned in places):
+        return None
+    by_place = [factors[owned[0]] for owned in places]
+    sums = [sum(weights[number] for number in owned) for owned in places]
+    if len(set(sums)) > 1 and _all_near([f * w for f, w in zip(by_place, sums, strict=True)]):
+        return _mean_of_means(which, "ranks", by_place)
+    shown = ", ".join(f"{factor:.4g}" for factor in by_place)
+    return Explained(
+        "PL706",
+        _PLACE,
+        f"Outputs agree, but in the gradient {which} each rank's part has a factor of its own: {shown}.",
+        "Gradients are clipped, scaled and normalised after they are summed, by numbers that ranks share.",
+        "Look for clipping (or a division by a norm, a count, a loss scale) before the reduction.",
+    )
+
+
+def _mean_of_means(which: str, what: str, factors: list[float]) -> Explained:
+    shown = ", ".join(f"{factor:.4g}" for factor in factors[:8])
+    return Explained(
+        "PL706",
+        _PLACE,
+        f"Outputs agree, but the gradient {which} is the mean of the {what}' means: their factors ({shown}) "
+        "are one over their weights.",
+        "The loss is the sum of all losses over the sum of all weights; parts with fewer targets count less.",
+        "Sum losses and weights over the global batch first, and divide once.",
+    )
+
+
+def _explain_last(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
+    """Only the last microbatch of a rank went in rightly, or only it went in wrongly."""
+    places = [case.owned(place) for place in range(case.layout.dp) if case.owned(place)]
+    last = {owned[-1] for owned in places}
+    earlier = set(range(len(factors))) - last
+    if not earlier:
+        return None
+    right = {number for number, factor in enumerate(factors) if near(factor, 1.0)}
+    if right not in (last, earlier):
+        return None
+    part = "the last microbatch of each rank" if right == last else "all microbatches but each rank's last"
+    value = factors[min(earlier if right == last else last)]
+    return Explained(
+        "PL704",
+        _PLACE,
+        f"Outputs agree, but in the gradient {which} only {part} went in as it should (the others with a "
+        f"factor of {value:.4g}): with accumulation something else happens.",
+        _SUM_RULE,
+        "Look at what is kept between the microbatches of a step: a gradient reduced more than once, or "
+        "overwritten.",
+    )
+
+
+def _all_near(values: list[float]) -> bool:
+    return all(near(value, values[0]) for value in values)
+
+
+def _explain_backward(case: Case) -> Explained:
+    events = case.events(gradient=True)
+    first = events[0]
+    same = [d for d in events if d.order == first.order]
+    which = case.name_ranks(d.rank for d in same)
+    name = first.event.module or "the model itself"
+    if first.event.side == "in":
+        saw = f"the gradient that {name} gives to its input differs {which}"
+        module = first.event.module
+    else:
+        saw = f"the gradient that arrives at the output of {name} differs {which}"
+        module = first.event.module
+    factor = ""
+    if first.factor is not None and not near(first.factor, 1.0):
+        axis = case.name_degree(first.factor) or (
+            case.name_degree(1 / first.factor) if first.factor else None
+        )
+        factor = f" It is {first.factor:.4g} times the reference's" + (f" ({axis})." if axis else ".")
+    return Explained(
+        "PL707",
+        module,
+        f"All outputs agree; in backward {saw}, microbatch {first.microbatch}, "
+        f"{show_size(first.size, first.tolerance)}.{factor} All gradients behind it agree.",
+        "Backward through a split module gives what the whole module gives.",
+        "Look at the backward of what follows this place: a sum over tp left out or done twice, a tensor "
+        "changed in place.",
+    )
+
+
+def _explain_parameters(case: Case) -> Explained:
+    """Every output and every gradient of an output agrees; the gradients of some parameters don't."""
+    differing = case.of_kind("gradient")
+    names = [d.name for d in differing]
+    which = case.name_ranks(d.rank for d in differing)
+    tied = {name for group in case.facts.tied for name in group}
+    first = differing[0]
+    if tied and set(names) <= tied:
+        return Explained(
+            "PL711",
+            first.name,
+            f"Only tied parameters have another gradient ({name_some(names)}) {which}, "
+            f"{show_size(first.size, first.tolerance)}.",
+            "A parameter that is used in several places gets the sum of what they give.",
+            "Look for a place that keeps a copy of the tensor, or whose part is reduced apart.",
+        )
+    factor = first.factor
+    scaled = f" It is {factor:.4g} times the reference's." if factor and not near(factor, 1.0) else ""
+    note = f" ({first.note})" if first.note else ""
+    return Explained(
+        "PL707",
+        first.name.rpartition(".")[0],
+        f"All outputs agree, but the gradient of {name_some(names)} differs {which}{note}, "
+        f"{show_size(first.size, first.tolerance)}.{scaled}",
+        "A parameter's gradient doesn't depend on how its module is laid out.",
+        "A parameter that is whole on ranks which compute on parts needs its gradient summed over them; look "
+        "for that sum, missing or done twice.",
+    )

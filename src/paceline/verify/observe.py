@@ -1,0 +1,78 @@
+"""What `verify` sees of a trainer: its tensors by full name, and this rank's part of a whole one.
+
+The only file of `verify` that looks into a trainer, so that a change of the trainer is a change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.train.trainer import Trainer
+
+
+def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
+    """This rank's parts of all parameters and buffers: (kind, full name, tensor).
+
+    Tied parameters come under each of their names, so that copies that drift apart are seen; buffers that
+    are not saved come too.
+    """
+    for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
+        yield "weight", name, local(parameter)
+    for name, buffer in trainer.model.named_buffers(remove_duplicate=False):
+        yield "buffer", name, local(buffer)
+
+
+def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
+    """This rank's parts of the optimizer's state: (parameter's full name, name of the state, tensor)."""
+    tree = trainer._updates["model"].optimizer_state()
+    for name, entry in tree["parameters"].items():
+        for key, value in entry["state"].items():
+            if isinstance(value, Tensor):
+                yield name, key, local(value)
+
+
+def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
+    """What this rank holds of a tensor that has the shape of parameter or buffer `name`; not collective."""
+    part: Callable[[str, Tensor], Tensor] | None = getattr(trainer, "part", None)
+    return whole if part is None else local(part(name, whole))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A plain, detached tensor on the CPU; of a DTensor this rank's part. No copy where there needn't be."""
+    tensor = tensor.detach()
+    to_local = getattr(tensor, "to_local", None)
+    plain: Tensor = tensor if to_local is None else to_local()
+    return plain.cpu()
+
+
+def wrap_functions(
+    trainer: Trainer,
+    forward: Callable[[Callable[..., Any], Any, Any], Any],
+    loss: Callable[[Callable[..., Any], Any, Any], Any],
+) -> None:
+    """Has `forward(inner, model, batch)` and `loss(inner, output, batch)` called in place of the user's."""
+    inner_forward, inner_loss = trainer._forward, trainer._loss
+    assert inner_loss is not None
+    trainer._forward = lambda model, batch: forward(inner_forward, model, batch)
+    trainer._loss = lambda output, batch: loss(inner_loss, output, batch)
+
+
+def place_batch(trainer: Trainer, batch: Any) -> Any:
+    """The batch as the model gets it: on the device, in the training dtype."""
+    return trainer._precision.place_batch(batch)
+
+
+def move_last_bits(model: nn.Module, step: float, seed: int) -> None:
+    """Moves every weight by one part in 1/`step`, up or down at random: what rounding elsewhere might do."""
+    generator = torch.Generator().manual_seed(seed)
+    seen: set[int] = set()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and id(parameter) not in seen:
+                seen.add(id(parameter))
+                signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
+                parameter.mul_(1 + step * signs.to(device=parameter.device, dtype=parameter.dtype))

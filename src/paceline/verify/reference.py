@@ -1,0 +1,264 @@
+"""One process as the reference, and how much of it is rounding.
+
+The reference is trained once. Then it is trained again, several times, in ways that must not matter: with
+the microbatches of every step in another order, and with every weight moved by its last bit at the start.
+Another order is what other ranks do to sums over microbatches. The last bits stand for what splitting
+does inside a forward: a matrix product whose sum is cut in two rounds as if its factors were a last bit
+away (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5). What each tensor moves by
+is its noise floor.
+
+Weights are compared by how far they have moved since the start, because the start of a rerun is moved on
+purpose. Optimizers like AdamW turn a gradient of nearly nothing into a whole step; the reruns go through
+the same optimizer, so the floor of the weights has that in it, element by element.
+
+On disk, in a folder that all ranks read: `reference.safetensors` (keys `step/kind/name`), read as
+memory map, and `reference.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.data.share import Share
+from paceline.errors import PacelineError
+from paceline.recipe import Layout
+from paceline.verify.compare import EPS, Noise, largest, measure_distance
+from paceline.verify.observe import move_last_bits
+from paceline.verify.run_steps import run_steps
+from paceline.verify.subject import Opened, Subject
+from paceline.world import start
+
+ONE = Layout(dp_replicate=1)
+# Reruns that the floor is taken over. Three draws of the largest of many elements: measured, a fourth
+# raises no floor by more than half.
+NUM_RERUNS = 3
+# Reruns apart by this share of a number are no rounding: something random isn't seeded.
+_RANDOM = {"fp64": 1e-6, "fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
+_CLIPPED_SHARE = 0.5
+
+
+def key_of(step: int, kind: str, name: str = "") -> str:
+    """The name of a tensor or number in the reference's files."""
+    return f"{step}/{kind}/{name}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the reference besides its tensors; JSON-able.
+
+    Attributes:
+        numbers: loss, weight of the batch and norm by key.
+        noise: by key, of tensors and numbers.
+        clip_norm: to which gradients were clipped, in the layouts too.
+        num_tensors: compared per layout.
+        num_microbatches: of every step.
+        tied: names of parameters that share their storage.
+    """
+
+    numbers: dict[str, float]
+    noise: dict[str, Noise]
+    clip_norm: float
+    num_tensors: int
+    num_microbatches: list[int]
+    tied: list[list[str]]
+
+    def write(self, folder: Path) -> None:
+        """Puts it into the folder."""
+        (folder / "reference.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Facts:
+        """Gets it from the folder."""
+        table = json.loads((folder / "reference.json").read_text())
+        table["noise"] = {key: Noise(**value) for key, value in table["noise"].items()}
+        return cls(**table)
+
+
+class Reference:
+    """The reference as a layout's ranks read it: tensors by key, from a memory map."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.facts = Facts.read(folder)
+
+    @cached_property
+    def _file(self) -> Any:
+        return safe_open(str(self._folder / "reference.safetensors"), framework="pt")
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Of all tensors."""
+        return frozenset(self._file.keys())
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor."""
+        found: Tensor = self._file.get_tensor(key)
+        return found
+
+
+class _Recorder:
+    """Keeps everything."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, float] = {}
+
+    def number(self, step: int, kind: str, value: float) -> None:
+        self.numbers[key_of(step, kind)] = value
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        self.tensors[key_of(step, kind, name)] = tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _Spread:
+    """Notes how far a rerun is from the first run."""
+
+    def __init__(self, first: _Recorder, floors: dict[str, float]) -> None:
+        self._first, self._floors = first, floors
+        self._start: dict[str, Tensor] = {}
+
+    def number(self, step: int, kind: str, value: float) -> None:
+        key = key_of(step, kind)
+        self._note(key, abs(value - self._first.numbers[key]))
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        if kind == "initial":
+            self._start[name] = tensor.clone()
+            return
+        key = key_of(step, kind, name)
+        if key not in self._first.tensors:
+            raise _refuse_random(key, math.inf)
+        there = self._first.tensors[key]
+        if kind == "weight" and tensor.is_floating_point():
+            moved = tensor - self._start[name]
+            self._note(key, measure_distance(moved, there - self._first.tensors[key_of(0, "initial", name)]))
+        else:
+            self._note(key, measure_distance(tensor, there))
+
+    def _note(self, key: str, size: float) -> None:
+        self._floors[key] = max(self._floors.get(key, 0.0), 0.0 if math.isnan(size) else size)
+
+
+def make_reference(subject: Subject, folder: str) -> Facts:
+    """Trains the reference and its reruns on one rank, and writes them into the folder."""
+    with start(**subject.start):
+        opened = subject.open()
+        first, clip_norm, num_microbatches, tied = _train_first(opened, subject)
+        floors: dict[str, float] = {}
+        for number in range(1, NUM_RERUNS + 1):
+            _rerun(opened, subject, clip_norm, number, _Spread(first, floors))
+    facts = Facts(
+        numbers=first.numbers,
+        noise=_measure_noise(first, floors, subject.dtype),
+        clip_norm=clip_norm,
+        num_tensors=len(first.tensors),
+        num_microbatches=num_microbatches,
+        tied=tied,
+    )
+    _check_repeatable(facts, subject.dtype)
+    save_file(first.tensors, str(Path(folder) / "reference.safetensors"))
+    facts.write(Path(folder))
+    return facts
+
+
+def _train_first(opened: Opened, subject: Subject) -> tuple[_Recorder, float, list[int], list[list[str]]]:
+    """Trains once; where the gradients were never clipped, again with a norm that clips."""
+    clip_norm = subject.clip_norm
+    while True:
+        trainer = opened.build_trainer(ONE, reduction=subject.reduction, clip_norm=clip_norm)
+        tied = _list_tied(trainer.model)
+        counts: list[int] = []
+
+        def count(_step: int, share: Share, counts: list[int] = counts) -> None:
+            counts.append(share.num_microbatches)
+
+        found = _Recorder()
+        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, found, before_step=count)
+        norms = [value for key, value in found.numbers.items() if key.split("/")[1] == "norm"]
+        finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+        if not clip_norm or not finite or any(norm > clip_norm for norm in finite):
+            return found, clip_norm, counts, tied
+        clip_norm = _CLIPPED_SHARE * min(finite)
+
+
+def _rerun(opened: Opened, subject: Subject, clip_norm: float, number: int, spread: _Spread) -> None:
+    # The fast reduction adds in the order of the microbatches; the exact one has an order of its own.
+    trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=clip_norm)
+    move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=number)
+    run_steps(trainer, shuffle_shares(opened.give_shares(trainer), number), subject.num_steps, spread)
+
+
+def shuffle_shares(shares: Iterator[Share], seed: int) -> Iterator[Share]:
+    """The same global batches with their microbatches in another order; each keeps its number, and with it
+    its seeds and its place in BatchNorm's running statistics."""
+    generator = random.Random(seed)
+    for share in shares:
+        mixed = list(share.microbatches)
+        generator.shuffle(mixed)
+        if mixed and [n for n, _ in mixed] == [n for n, _ in share.microbatches]:
+            mixed = mixed[1:] + mixed[:1]
+        yield replace(share, microbatches=mixed)
+
+
+def _measure_noise(first: _Recorder, floors: dict[str, float], dtype: str) -> dict[str, Noise]:
+    scales = {key: largest(tensor) for key, tensor in first.tensors.items()}
+    tops: dict[str, float] = {}
+    for key, scale in scales.items():
+        kind = _kind_of(key)
+        tops[kind] = max(tops.get(kind, 0.0), scale if math.isfinite(scale) else 0.0)
+    noise = {}
+    for key, tensor in first.tensors.items():
+        kind = _kind_of(key)
+        if kind.endswith("initial") or not tensor.is_floating_point():
+            noise[key] = Noise(0.0, scales[key], 0.0)  # to the last bit
+            continue
+        # Weights keep the type that they are stored in, also where forwards compute in 16 bits.
+        eps = torch.finfo(tensor.dtype).eps if kind.endswith("weight") else EPS[dtype]
+        noise[key] = Noise(floors.get(key, 0.0), scales[key] or tops[kind], eps)
+    for key, value in first.numbers.items():
+        is_weight = _kind_of(key).endswith("weight of the batch")
+        eps = EPS["fp64"] if is_weight else EPS[dtype]
+        noise[key] = Noise(floors.get(key, 0.0), abs(value) if math.isfinite(value) else 0.0, eps)
+    return noise
+
+
+def _kind_of(key: str) -> str:
+    return "/".join(key.split("/", 2)[:2])
+
+
+def _check_repeatable(facts: Facts, dtype: str) -> None:
+    for key, value in facts.numbers.items():
+        floor = facts.noise[key].floor
+        if _kind_of(key).endswith(("loss", "norm")) and floor > _RANDOM[dtype] * abs(value):
+            raise _refuse_random(key, floor / abs(value) if value else math.inf)
+
+
+def _refuse_random(key: str, apart: float) -> PacelineError:
+    step, kind, _ = key.split("/", 2)
+    return PacelineError(
+        "PL722",
+        saw=f"one process, trained again with its microbatches in another order, gave another {kind} at step "
+        f"{step}: apart by {apart:.1e} of it.",
+        rule="A reference must be repeatable, or nothing can be compared with it.",
+        fix="Draw random numbers from torch's, numpy's or Python's global generators, which are seeded per "
+        "microbatch; give the same batch for the same step; and carry no state from one forward to the next.",
+    )
+
+
+def _list_tied(model: torch.nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

@@ -1,0 +1,210 @@
+"""What is verified: a recipe, or a model, batches and a loss of the user's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from paceline.data import build_data
+from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
+from paceline.errors import PacelineError
+from paceline.recipe import Layout, Recipe
+from paceline.recipe.schema import LayoutSection
+from paceline.train.batches import count_samples
+from paceline.train.run import build_loader, build_trainer, count_steps
+from paceline.train.trainer import Trainer
+
+# Microbatches that a user's global batch is cut into where no size is named, as the trainer does.
+_NUM_MICROBATCHES = 8
+
+
+class Opened(Protocol):
+    """A subject on a rank, with its data at hand."""
+
+    def build_trainer(self, layout: Layout, *, reduction: str, clip_norm: float) -> Trainer:
+        """A fresh trainer on the current world; collective."""
+
+    def give_shares(self, trainer: Trainer) -> Iterator[Share]:
+        """This rank's share of one global batch after another, the same ones for every layout."""
+
+
+class Subject(Protocol):
+    """What is verified; sent to every rank.
+
+    Attributes:
+        dtype: of training, see `Precision`.
+        reduction: `"fast"` or `"exact"`.
+        clip_norm: global gradient norm to clip to, 0 for none.
+        num_steps: optimizer steps to compare.
+        start: arguments of `paceline.start`.
+    """
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def reduction(self) -> str: ...
+    @property
+    def clip_norm(self) -> float: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def start(self) -> dict[str, Any]: ...
+
+    def open(self) -> Opened:
+        """Reads the data; on every rank once."""
+
+
+@dataclass(frozen=True)
+class RecipeSubject:
+    """A recipe as it is, but for its layout."""
+
+    recipe: Recipe
+    num_steps: int
+
+    @property
+    def dtype(self) -> str:
+        return self.recipe.train.dtype
+
+    @property
+    def reduction(self) -> str:
+        return self.recipe.train.reduction
+
+    @property
+    def clip_norm(self) -> float:
+        return self.recipe.train.clip_norm
+
+    @property
+    def start(self) -> dict[str, Any]:
+        train = self.recipe.train
+        threads = train.threads_per_rank
+        return {
+            "device": train.device,
+            "timeout_s": train.timeout_s,
+            "seed": train.seed,
+            # The same number on any number of ranks, because another one gives other last bits.
+            "threads_per_rank": 1 if threads == "auto" else threads,
+            "deterministic": train.deterministic,
+        }
+
+    def open(self) -> _OpenedRecipe:
+        return _OpenedRecipe(self.recipe)
+
+
+class _OpenedRecipe:
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._data = build_data(recipe)
+        # The schedule is that of the whole run; only the first steps of it are taken.
+        self._num_steps = count_steps(recipe, len(self._data.train))  # type: ignore[arg-type]
+
+    def build_trainer(self, layout: Layout, *, reduction: str, clip_norm: float) -> Trainer:
+        return build_trainer(self._adapt(layout, reduction, clip_norm), self._data, self._num_steps)
+
+    def give_shares(self, trainer: Trainer) -> Iterator[Share]:
+        section = self._recipe.loader.model_copy(update={"num_workers": 0})  # they change speed alone
+        train = self._recipe.train.model_copy(update={"epochs": None, "steps": self._num_steps})
+        recipe = self._recipe.model_copy(update={"loader": section, "train": train})
+        loader = build_loader(recipe, trainer, self._data.train, train=True)
+        while True:
+            yield from loader
+
+    def _adapt(self, layout: Layout, reduction: str, clip_norm: float) -> Recipe:
+        words = {entry.name: getattr(layout, entry.name) for entry in fields(layout)}
+        if layout.dp_replicate is None:
+            words["dp_replicate"] = "auto"
+        train = self._recipe.train.model_copy(update={"reduction": reduction, "clip_norm": clip_norm})
+        return self._recipe.model_copy(update={"layout": LayoutSection(**words), "train": train})
+
+
+@dataclass(frozen=True)
+class UserSubject:
+    """A model and what to train it on, as `paceline.verify` takes them."""
+
+    model_fn: Callable[[], nn.Module]
+    batch_fn: Any
+    loss: Callable[[Any, Any], Any]
+    forward: Callable[[Any, Any], Any] | None
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+    num_steps: int
+    dtype: str
+    reduction: str
+    clip_norm: float
+    microbatch_size: int | None
+    global_batch_size: int | None
+    seed: int
+    device: str = "auto"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def start(self) -> dict[str, Any]:
+        return {"device": self.device, "seed": self.seed, "threads_per_rank": 1}
+
+    def open(self) -> _OpenedUser:
+        return _OpenedUser(self)
+
+
+class _OpenedUser:
+    def __init__(self, subject: UserSubject) -> None:
+        self._subject = subject
+
+    def build_trainer(self, layout: Layout, *, reduction: str, clip_norm: float) -> Trainer:
+        subject = self._subject
+        return Trainer(
+            subject.model_fn,
+            forward=subject.forward,
+            loss=subject.loss,
+            optimizer=subject.optimizer,
+            layout=layout,
+            dtype=subject.dtype,
+            reduction=reduction,
+            microbatch_size=subject.microbatch_size,
+            clip_norm=clip_norm,
+            seed=subject.seed,
+            **subject.settings,
+        )
+
+    def give_shares(self, trainer: Trainer) -> Iterator[Share]:
+        subject = self._subject
+        if not callable(subject.batch_fn):
+            if subject.global_batch_size is None:
+                raise PacelineError(
+                    "PL721",
+                    saw=f"a data set of type {type(subject.batch_fn).__name__} without global_batch_size.",
+                    rule="A data set gives samples; how many make a global batch is yours to say.",
+                    fix="Pass global_batch_size=16, or a function from the step to a global batch.",
+                )
+            loader = trainer.loader(subject.batch_fn, global_batch_size=subject.global_batch_size)
+            while True:
+                yield from loader
+        start = 0
+        for step in itertools.count(1):
+            batch = subject.batch_fn(step)
+            share = self._share_out(batch, step, start, trainer)
+            start += share.num_samples
+            yield share
+
+    def _share_out(self, batch: Any, step: int, start: int, trainer: Trainer) -> Share:
+        num_samples = count_samples(batch)
+        size = self._subject.microbatch_size or max(1, num_samples // _NUM_MICROBATCHES)
+        cuts = split_microbatches(num_samples, size)
+        layout = trainer.layout
+        rank = trainer.world.rank // layout.tp  # tp's ranks compute on the same microbatches
+
+        def cut(first: int, last: int) -> Any:
+            return tree_map_only(Tensor, lambda tensor: tensor[first:last] if tensor.dim() else tensor, batch)
+
+        owned = owned_microbatches(len(cuts), layout.dp, rank)
+        return Share(
+            epoch=0,
+            number=step - 1,
+            num_samples=num_samples,
+            num_owned=count_owned(len(cuts), layout.dp),
+            microbatches=[(number, cut(*cuts[number])) for number in owned],
+            start=start,
+        )

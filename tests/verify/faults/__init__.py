@@ -1,0 +1,13 @@
+"""Faults planted into the library by patching it, in ranks of layouts only; the reference stays right.
+
+A fault is a context manager; inside it, the library is wrong. `FAULTS` has them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from tests.verify.faults import replicate
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {**replicate.FAULTS}

@@ -1,0 +1,34 @@
+"""Runs `verify` on the warm ranks of the tests, with a fault planted in the layouts' ranks or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.dist.pool import Pool
+from tests.verify.faults import FAULTS
+
+TIMEOUT_S = 60.0
+
+
+def faulty(fault: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Calls `fn(*args)` while the library has a fault."""
+    with FAULTS[fault]():
+        return fn(*args)
+
+
+class PoolRunner:
+    """In place of `paceline.launch`; ranks of worlds of several are faulty.
+
+    Args:
+        pool: the warm ranks.
+        fault: name of what to plant, empty for none.
+    """
+
+    def __init__(self, pool: Pool, fault: str = "") -> None:
+        self._pool, self._fault = pool, fault
+
+    def __call__(self, fn: Callable[..., Any], nproc: int, args: tuple[Any, ...]) -> list[Any]:
+        if self._fault and nproc > 1:
+            fn, args = faulty, (self._fault, fn, args)
+        return self._pool.run(fn, nproc, args, TIMEOUT_S, world=False)
