@@ -1,0 +1,129 @@
+"""Carries out a plan: parts in place of whole parameters, and hooks where ranks have to talk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from paceline.mesh import Axis
+from paceline.parallel.split import Split
+from paceline.parallel.tensor.collectives import add_up, copy
+from paceline.parallel.tensor.plan import Plan
+from paceline.parallel.tensor.sizes import divide_sizes
+from paceline.parallel.tensor.vocabulary import CutTensor, look_up
+
+Change = Callable[[Tensor], Tensor]
+
+
+def apply_plan(model: nn.Module, plan: Plan, axis: Axis) -> None:
+    """Splits a model over the ranks of tp, in place. No collective; forwards have some afterwards.
+
+    Args:
+        model: whole, with the same weights on every rank, or on meta.
+        plan: of the same model.
+        axis: tp.
+    """
+    assert plan.num_ranks == axis.size
+    _take_parts(model, plan.splits, axis.rank)
+    modules = dict(model.named_modules())
+    for name, calls in plan.sizes.items():
+        divide_sizes(modules[name], calls, axis.size)
+    for entry in plan.entries:
+        if entry.keys:
+            _change_input(modules[entry.module], entry.keys, lambda tensor: copy(tensor, axis))
+        else:
+            _change_output(modules[entry.module], lambda tensor: copy(tensor, axis))
+    for leaving in plan.exits:
+        module = modules[leaving.module]
+        if leaving.kind == "linear":
+            _add_up_linear(module, lambda tensor: add_up(tensor, axis))
+        elif leaving.kind == "lookup":
+            assert isinstance(module, nn.Embedding)
+            _add_up_rows_of(module, axis, lambda tensor: add_up(tensor, axis))
+        else:
+            _change_output(module, lambda tensor: add_up(tensor, axis))
+    if plan.outputs:
+        _cut_outputs(model, plan.outputs, axis)
+
+
+def _take_parts(model: nn.Module, splits: dict[str, Split], rank: int) -> None:
+    taken: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for store in (module._parameters, module._buffers):
+            for key, tensor in store.items():
+                split = splits.get(f"{prefix}.{key}" if prefix else key)
+                if split is None or tensor is None:
+                    continue
+                if id(tensor) not in taken:
+                    part = split.take(tensor.detach(), rank)
+                    if isinstance(tensor, nn.Parameter):
+                        part = nn.Parameter(part, requires_grad=tensor.requires_grad)
+                    taken[id(tensor)] = part
+                    taken[id(part)] = part  # reached again where a module has several names
+                store[key] = taken[id(tensor)]
+
+
+def _change_input(module: nn.Module, keys: tuple[int | str, ...], change: Change) -> None:
+    """One tensor, which a call may get under several names (query, key and value of self-attention)."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update((key, value) for key, value in kwargs.items())
+        changed = change(given[keys[0]])
+        given.update(dict.fromkeys(keys, changed))
+        return tuple(given[place] for place in range(len(args))), {key: given[key] for key in kwargs}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _change_output(module: nn.Module, change: Change) -> None:
+    def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
+        leaves, structure = tree_flatten(result)
+        place = next(n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        leaves[place] = change(leaves[place])
+        return tree_unflatten(leaves, structure)
+
+    module.register_forward_hook(hook)
+
+
+def _add_up_linear(module: nn.Module, change: Change) -> None:
+    """The bias is the same on all ranks, so it is added to the sum, not to the addends."""
+    if isinstance(module, nn.Linear):
+
+        def product(self: nn.Module, tensor: Tensor) -> Tensor:
+            return F.linear(tensor, self.weight)  # type: ignore[arg-type]
+    else:
+
+        def product(self: nn.Module, tensor: Tensor) -> Tensor:
+            return tensor @ self.weight  # type: ignore[operator]
+
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        total = change(product(self, input))
+        bias = self.bias
+        return total if bias is None else total + bias.to(total.dtype)  # type: ignore[operator]
+
+    module.forward = MethodType(forward, module)
+
+
+def _add_up_rows_of(module: nn.Embedding, axis: Axis, change: Change) -> None:
+    def forward(self: nn.Embedding, input: Tensor) -> Tensor:
+        return change(look_up(self, input, axis))
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _cut_outputs(model: nn.Module, outputs: dict[int, Split], axis: Axis) -> None:
+    def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
+        leaves, structure = tree_flatten(result)
+        tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for number, split in outputs.items():
+            leaves[tensors[number]] = CutTensor(leaves[tensors[number]], split, axis)
+        return tree_unflatten(leaves, structure)
+
+    model.register_forward_hook(hook)

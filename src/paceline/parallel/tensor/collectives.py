@@ -1,0 +1,168 @@
+"""What ranks of tp say to each other, as functions that autograd can go back through.
+
+| function      | forward                          | backward                         |
+|---------------|----------------------------------|----------------------------------|
+| `copy`        | nothing                          | all-reduce                       |
+| `add_up`      | all-reduce                       | nothing                          |
+| `gather`      | all-gather                       | this rank's part                 |
+| `gather_rows` | all-gather                       | reduce-scatter                   |
+| `add_up_rows` | reduce-scatter                   | all-gather                       |
+| `take_rows`   | this rank's part                 | all-gather                       |
+
+The last three are those of sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-gather and a
+reduce-scatter carry together the bytes of the all-reduce that they replace. All ranks of the axis must call
+them in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.mesh import Axis
+
+
+def copy(tensor: Tensor, axis: Axis) -> Tensor:
+    """The tensor; its gradient is added up over the ranks."""
+    result: Tensor = _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def add_up(tensor: Tensor, axis: Axis) -> Tensor:
+    """The sum of the ranks' tensors."""
+    result: Tensor = _AddUp.apply(tensor, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' parts side by side along a dimension; all ranks then compute the same with them."""
+    result: Tensor = _Gather.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' parts side by side; each rank then computes with a part of the parameters."""
+    result: Tensor = _GatherRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def add_up_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along a dimension of the sum of the ranks' tensors."""
+    result: Tensor = _AddUpRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def take_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part of a tensor that all ranks have."""
+    result: Tensor = _TakeRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks, in a tensor of its own; no autograd."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total
+
+
+def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' tensors, which have the same shape, side by side along a dimension; no autograd."""
+    tensor = tensor.contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(axis.size)]
+    dist.all_gather(parts, tensor, group=axis.group)
+    return torch.cat(parts, dim)
+
+
+def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along a dimension of the sum over the ranks; no autograd."""
+    parts = [part.contiguous() for part in tensor.chunk(axis.size, dim)]
+    if tensor.is_cuda:
+        own = torch.empty_like(parts[axis.rank])
+        dist.reduce_scatter(own, parts, group=axis.group)
+        return own
+    # gloo's own takes longer than sending the parts and adding here.
+    received = [torch.empty_like(parts[axis.rank]) for _ in range(axis.size)]
+    dist.all_to_all_single(
+        flat := torch.empty(axis.size * parts[0].numel(), dtype=tensor.dtype),
+        torch.cat([part.reshape(-1) for part in parts]),
+        group=axis.group,
+    )
+    for place, part in enumerate(flat.chunk(axis.size)):
+        received[place] = part.view_as(parts[axis.rank])
+    total = received[0]
+    for part in received[1:]:
+        total = total + part
+    return total
+
+
+def own_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along a dimension, contiguous; a copy."""
+    return tensor.chunk(axis.size, dim)[axis.rank].clone(memory_format=torch.contiguous_format)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_reduce(grad, ctx.axis), None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(tensor, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return own_part(grad, ctx.axis, ctx.dim), None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+
+
+class _AddUpRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return reduce_scatter(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return own_part(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return all_gather(grad, ctx.axis, ctx.dim), None, None

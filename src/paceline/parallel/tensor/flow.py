@@ -1,0 +1,253 @@
+"""Where cut tensors begin and end in a forward, in terms of modules that a hook can reach."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.parallel.tensor.trace import Trace, words
+
+# Operations that only look at a tensor otherwise: what holds for all uses of their result holds for them.
+_SHAPES = frozenset(
+    words(
+        "view _unsafe_view reshape _reshape_alias t transpose permute expand unsqueeze squeeze clone "
+        "contiguous _to_copy to detach alias flatten unflatten slice split chunk split_with_sizes "
+        "select"
+    )
+)
+
+
+class UnreachableError(Exception):
+    """An entry or exit is at no module's input or output."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A place where a whole activation meets cut tensors.
+
+    Attributes:
+        module: full name.
+        keys: which arguments of its call (places or keywords) are that one tensor; empty for its output.
+    """
+
+    module: str
+    keys: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A place where ranks hold addends.
+
+    Attributes:
+        module: full name.
+        kind: `"linear"`: its bias must be added after the sum; `"lookup"`: a table of which each rank has
+            some rows; `"output"`: the module's output is the sum.
+    """
+
+    module: str
+    kind: str
+
+
+class Flow:
+    """Entries and exits of a forward in which some tensors are cut.
+
+    Args:
+        trace: the forward.
+        modules: by full name.
+        cut: numbers of the cut tensors.
+        sums: numbers of the operations that give an addend.
+        lookups: numbers of those that look up a table which is cut by rows.
+
+    Attributes:
+        entries, exits: in order of execution, each once.
+        partial: whole parameters that meet cut tensors.
+
+    Raises:
+        UnreachableError: where no hook can reach.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        modules: Mapping[str, nn.Module],
+        cut: set[int],
+        sums: set[int],
+        lookups: set[int],
+    ) -> None:
+        self._trace, self._modules, self._cut = trace, modules, cut
+        self._sums, self._lookups = sums, lookups
+        self._uses: dict[int, list[int]] = defaultdict(list)
+        for number, op in enumerate(trace.ops):
+            for tensor in dict.fromkeys(op.inputs):
+                self._uses[tensor].append(number)
+        self._learned, self._computed = self._find_sources()
+        self._memo: dict[tuple[int, int], bool] = {}
+        self.exits = list(dict.fromkeys(self._find_exits()))
+        self.partial = self._find_partial()
+        self.entries = list(dict.fromkeys(self._find_entries()))
+
+    def _find_sources(self) -> tuple[dict[int, set[int]], set[int]]:
+        """By tensor, the parameters that it comes from; and the tensors that come from anything else as well."""
+        learned: dict[int, set[int]] = {number: {number} for number in self._trace.parameters}
+        computed = {number for number in self._trace.shapes if number not in self._trace.parameters}
+        for op in self._trace.ops:
+            sources = set().union(*(learned.get(number, set()) for number in op.inputs))
+            for number in op.outputs:
+                if self._trace.dtypes[number].is_floating_point or self._trace.dtypes[number].is_complex:
+                    learned[number] = learned.get(number, set()) | sources
+                if op.inputs and not any(tensor in computed for tensor in op.inputs):
+                    computed.discard(number)
+        return learned, computed
+
+    def _mixes(self, number: int) -> bool:
+        """Whether an operation computes with cut tensors in a way that makes other gradients parts."""
+        op = self._trace.ops[number]
+        return number not in self._lookups and any(t in self._cut for t in (*op.inputs, *op.outputs))
+
+    def _enters(self, tensor: int, number: int) -> bool:
+        """Whether a use of a whole tensor gives it a part of its gradient only."""
+        if (tensor, number) in self._memo:
+            return self._memo[(tensor, number)]
+        op = self._trace.ops[number]
+        if self._mixes(number):
+            # The bias of a sum is added behind it.
+            entering = not (number in self._sums and len(op.inputs) == 3 and tensor == op.inputs[0])
+        elif op.name in _SHAPES and len(op.outputs) and not op.name.endswith("_"):
+            results = [output for output in op.outputs if output != tensor]
+            uses = [(result, use) for result in results for use in self._uses[result]]
+            entering = bool(uses) and all(self._enters(result, use) for result, use in uses)
+            entering = entering and not any(result in self._trace.outputs for result in results)
+        else:
+            entering = False
+        self._memo[(tensor, number)] = entering
+        return entering
+
+    def _find_entries(self) -> list[Entry]:
+        found: list[Entry] = []
+        lifted = {
+            output
+            for number, op in enumerate(self._trace.ops)
+            if op.name in _SHAPES
+            and op.inputs
+            and self._enters(op.inputs[0], number)
+            and not self._mixes(number)
+            for output in op.outputs
+        }
+        for tensor in list(self._uses):
+            if tensor in self._cut or tensor in lifted or not self._needs_gradient(tensor):
+                continue
+            entering = [use for use in self._uses[tensor] if self._enters(tensor, use)]
+            if entering:
+                found += self._place(tensor, entering)
+        self._check_every_call(found)
+        return found
+
+    def _needs_gradient(self, tensor: int) -> bool:
+        """An activation that some parameter went into."""
+        return bool(self._learned.get(tensor)) and tensor in self._computed
+
+    def _place(self, tensor: int, entering: list[int]) -> list[Entry]:
+        """The fewest module inputs, from outside to inside, through which all these uses get the tensor."""
+        missing = set(entering)
+        found: list[Entry] = []
+        for call in self._trace.calls:
+            keys = [key for key, number in call.inputs.items() if number == tensor]
+            inside = [use for use in self._uses[tensor] if call.first <= use < call.last]
+            if not keys or not missing.intersection(inside) or not missing.issuperset(inside):
+                continue
+            if tensor in call.outputs:  # it goes on unused, so its gradient comes from there as well
+                continue
+            found.append(Entry(call.module, tuple(keys)))
+            missing.difference_update(inside)
+        producers = [call for call in self._trace.calls if tensor in call.outputs]
+        only_enters = set(entering) == set(self._uses[tensor]) and tensor not in self._trace.outputs
+        if missing and producers and only_enters and not found:
+            return [Entry(producers[-1].module, ())]
+        for use in sorted(missing):
+            if self._mixes(use):
+                where = self._trace.ops[use].module or "the model"
+                raise UnreachableError(f"its input in {where} is no module's input")
+            # Seen otherwise, it may be an input where the tensor itself is none.
+            results = [n for n in self._trace.ops[use].outputs if n != tensor]
+            found += [entry for n in results for entry in self._place(n, self._uses[n])]
+        return found
+
+    def _check_every_call(self, entries: list[Entry]) -> None:
+        """A module that is called several times has the same entries in each of its calls."""
+        calls: dict[str, int] = defaultdict(int)
+        for call in self._trace.calls:
+            calls[call.module] += 1
+        placed: dict[Entry, int] = defaultdict(int)
+        for entry in entries:
+            placed[entry] += 1
+        for entry, count in placed.items():
+            if calls[entry.module] != count:
+                raise UnreachableError(
+                    f"{entry.module} is called {calls[entry.module]} times, {count} of them with cut tensors"
+                )
+
+    def _find_partial(self) -> set[str]:
+        """Whole parameters that meet cut tensors; all of their uses must."""
+        found: set[str] = set()
+        for number, op in enumerate(self._trace.ops):
+            for tensor in op.inputs:
+                if tensor in self._cut or tensor in self._computed or not self._learned.get(tensor):
+                    continue
+                if not (self._mixes(number) and self._enters(tensor, number)):
+                    continue
+                if not self._only_enters(tensor):
+                    raise UnreachableError(
+                        f"{self._trace.names.get(tensor, 'a parameter')} meets cut and whole tensors"
+                    )
+                found |= {self._trace.names[source] for source in self._learned[tensor]}
+        return found
+
+    def _only_enters(self, tensor: int) -> bool:
+        sources = self._learned[tensor]
+        return all(
+            self._enters(number, use)
+            for number, learned in self._learned.items()
+            if number not in self._computed and learned & sources and number not in self._cut
+            for use in self._uses[number]
+        )
+
+    def _find_exits(self) -> list[Exit]:
+        found = []
+        for number in sorted(self._lookups):
+            op = self._trace.ops[number]
+            module = self._modules[op.module]
+            plain = isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+            if not plain or module.scale_grad_by_freq:
+                raise UnreachableError(f"the table of {op.module or 'the model'} is not a plain nn.Embedding")
+            found.append(Exit(op.module, "lookup"))
+        for number in sorted(self._sums):
+            found.append(self._find_exit(number))
+        return found
+
+    def _find_exit(self, number: int) -> Exit:
+        op = self._trace.ops[number]
+        module = self._modules[op.module]
+        if is_linear(module):
+            return Exit(op.module, "linear")
+        call = [call for call in self._trace.calls if call.first <= number < call.last][-1]
+        tensor = op.outputs[0]
+        while tensor not in call.outputs:
+            uses = self._uses[tensor]
+            if len(uses) != 1 or self._trace.ops[uses[0]].name not in _SHAPES or uses[0] >= call.last:
+                raise UnreachableError(f"the sum in {op.module or 'the model'} is not the module's output")
+            tensor = self._trace.ops[uses[0]].outputs[0]
+        if len(op.inputs) == 3 or len(call.outputs) != 1:
+            raise UnreachableError(f"the sum in {op.module or 'the model'} comes with more than itself")
+        return Exit(op.module, "output")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A linear layer of torch, or one of the same kind that holds its weight transposed (GPT-2's Conv1D)."""
+    if isinstance(module, nn.Linear):
+        return True
+    weight = getattr(module, "weight", None)
+    return type(module).__name__ == "Conv1D" and isinstance(weight, torch.Tensor) and weight.dim() == 2

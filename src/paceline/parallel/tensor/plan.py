@@ -1,0 +1,387 @@
+"""Which dimensions are cut over tp, and where ranks have to talk.
+
+From a trace (`trace.py`) and the classes of its dimensions (`rules.py`), atoms are chosen to be cut, those
+that cut most bytes of matrices first. With them cut, every tensor is one of three:
+
+- cut: it has a chosen atom, each rank holds its part;
+- whole: it has none, every rank computes the same;
+- a sum: a product over a chosen atom, each rank holds an addend. It is added up where it arises (an exit).
+
+Where a whole activation meets cut tensors (an entry), each rank gets only a part of its gradient, so the
+gradients are added up there in backward. That is Megatron-LM's f and g (Shoeybi et al. 2019, section 3):
+one all-reduce per attention or feed-forward and pass. A whole parameter that meets cut tensors inside (a
+norm of queries) has its gradient added up once per step instead (`Plan.partial`).
+
+A choice is made only where entry and exit are places that a hook can reach: the input or output of a module,
+or a linear layer. Then the forward is run once more with the parts of a rank, and every shape is compared with
+what is expected; what doesn't fit is left whole, with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.parallel.split import Split
+from paceline.parallel.tensor.atoms import Atom, leaves
+from paceline.parallel.tensor.flow import Entry, Exit, Flow, UnreachableError
+from paceline.parallel.tensor.rules import Dims, atoms_of, read_dims
+from paceline.parallel.tensor.sizes import change_size
+from paceline.parallel.tensor.trace import Trace, trace_forward
+
+STYLES = ("colwise", "rowwise", "replicate")
+
+
+@dataclass
+class Plan:
+    """How one model is split.
+
+    Attributes:
+        num_ranks: degree of tp.
+        splits: by full name, how a parameter or buffer is cut (tied ones under every name).
+        entries: where gradients of whole activations are added up in backward.
+        exits: where sums over ranks arise.
+        sizes: by module, the sized calls of its forward that are given the size of the whole: by their
+            number, the dimension of the result (`sizes.py`).
+        partial: names of whole parameters that get a part of their gradient on each rank.
+        outputs: by number among the tensors of the result, how it is cut.
+        draws: by key of a dropout (`dropout.py`), how the tensor that is dropped is cut.
+        split_bytes: of the matrices that are multiplied with, those that are cut.
+        matmul_bytes: all of them.
+        whole: matrices that stay whole, with the reason.
+    """
+
+    num_ranks: int
+    splits: dict[str, Split] = field(default_factory=dict)
+    entries: list[Entry] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    sizes: dict[str, dict[int, int]] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    outputs: dict[int, Split] = field(default_factory=dict)
+    draws: dict[str, Split] = field(default_factory=dict)
+    split_bytes: int = 0
+    matmul_bytes: int = 0
+    whole: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Part of the bytes of matrices that is cut, from 0 to 1."""
+        return self.split_bytes / self.matmul_bytes if self.matmul_bytes else 0.0
+
+    def describe(self) -> str:
+        """The plan for people: one line per kind of module, and what stays whole."""
+        lines = [
+            f"tp={self.num_ranks}: {self.share:.1%} of {self.matmul_bytes:,} bytes of matrices are split"
+        ]
+        grouped: dict[tuple[str, str], int] = defaultdict(int)
+        for name, split in self.splits.items():
+            packed = f", {split.outer} packed" if split.outer > 1 else ""
+            grouped[(_collapse(name), f"dimension {split.dim}{packed}")] += 1
+        for (name, how), count in grouped.items():
+            lines.append(f"  {name} ({count}): {how}" if count > 1 else f"  {name}: {how}")
+        reasons: dict[tuple[str, str], int] = defaultdict(int)
+        for name, reason in self.whole.items():
+            reasons[(_collapse(name), reason)] += 1
+        for (name, reason), count in reasons.items():
+            lines.append(f"  whole on every rank: {name}{f' ({count})' if count > 1 else ''}: {reason}")
+        return "\n".join(lines)
+
+
+def plan_tensor(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    num_ranks: int,
+    *,
+    requests: Mapping[str, str] | None = None,
+    listen: Callable[[Callable[[str, Tensor], None] | None], None] | None = None,
+) -> Plan:
+    """Finds out how a model can be split over `num_ranks`. Nothing is changed.
+
+    Args:
+        model: in training mode, whole; may be on meta.
+        run: calls it on an example batch.
+        num_ranks: degree of tp.
+        requests: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`.
+        listen: given a function, has it called with key and tensor at every dropout; with `None`, no more.
+
+    Raises:
+        PacelineError: PL460 where the forward can't be traced, PL462 where a request can't be met.
+    """
+    drawn: dict[str, int] = {}
+    trace = trace_forward(model, run, listen=None if listen is None else (listen, drawn))
+    dims = read_dims(trace)
+    planner = _Planner(model, run, num_ranks, trace, dims, drawn)
+    planner.apply_requests(requests or {})
+    while True:
+        planner.choose()
+        mismatch = planner.check()
+        if mismatch is None:
+            break
+        planner.give_up(*mismatch)
+    plan = planner.build()
+    _check_requests(plan, requests or {}, model)
+    return plan
+
+
+class _Planner:
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[nn.Module], Any],
+        num_ranks: int,
+        trace: Trace,
+        dims: Dims,
+        drawn: dict[str, int],
+    ) -> None:
+        self.model, self.run, self.num_ranks = model, run, num_ranks
+        self.trace, self.dims, self.drawn = trace, dims, drawn
+        self.modules = dict(model.named_modules())
+        self.chosen: list[Atom] = []
+        self._sizes: dict[str, dict[int, int]] = {}
+        self._flow: Flow | None = None
+        # Final from here on: no rule is applied any more.
+        self.atoms = {number: atoms_of(dims, number) for number in trace.shapes}
+        self._produced = {number for op in trace.ops for number in op.outputs}
+        self.holders: dict[Atom, set[int]] = defaultdict(set)
+        for number, found in self.atoms.items():
+            for _, _, atom in found:
+                self.holders[atom].add(number)
+        self.products = {op: leaves(dim) for op, dim in dims.products.items()}
+        self.lookups = {op: leaves(dim) for op, dim in dims.lookups.items()}
+
+    def apply_requests(self, requests: Mapping[str, str]) -> None:
+        for pattern, style in requests.items():
+            if style not in STYLES:
+                raise PacelineError(
+                    "PL462",
+                    saw=f"tp_plan has {pattern!r}: {style!r}.",
+                    rule=f"A style is one of {', '.join(STYLES)}.",
+                    fix='Write for example tp_plan={"layers.*.mlp": "replicate"}.',
+                )
+            found = [n for n, name in self.trace.names.items() if _matches(name, pattern)]
+            if not found:
+                raise PacelineError(
+                    "PL462",
+                    saw=f"tp_plan has {pattern!r}, which no parameter's module is called.",
+                    rule="Patterns are those of the names in model.named_modules().",
+                    fix="Mend the pattern, or leave it out: the plan is found without.",
+                )
+            if style == "replicate":
+                for number in found:
+                    for _, _, atom in self.atoms[number]:
+                        atom.pin(f"tp_plan says {pattern}: replicate")
+
+    def choose(self) -> None:
+        """Takes atom after atom, by the bytes of matrices that it cuts, as long as hooks can reach."""
+        self.chosen = []
+        worth: dict[Atom, int] = defaultdict(int)
+        for number, cost in self.matrices().items():
+            for _, _, atom in self.atoms[number]:
+                worth[atom] += cost
+        for atom in sorted(worth, key=lambda atom: -worth[atom]):
+            if self.can_cut(atom):
+                self._try(atom)
+        vocabulary = {atom.size for atom in self.chosen if self.holders[atom] & set(self.trace.outputs)}
+        for found in self.lookups.values():
+            for atom in found:
+                # A table of its own is worth an exchange where it is as tall as the vocabulary.
+                if len(found) == 1 and atom.size in vocabulary and self.can_cut(atom):
+                    self._try(atom)
+        self._flow = self._read_flow(self.chosen)
+
+    def matrices(self) -> dict[int, int]:
+        """Bytes of the parameters that are an operand of a product, by their number."""
+        roots = _trace_roots(self.trace)
+        found: dict[int, int] = {}
+        for op in self.products:
+            for operand in self.trace.ops[op].inputs[-2:]:
+                root = roots.get(operand)
+                if root is not None:
+                    itemsize = torch.empty((), dtype=self.trace.dtypes[root]).element_size()
+                    found[root] = math.prod(self.trace.shapes[root]) * itemsize
+        return found
+
+    def can_cut(self, atom: Atom) -> bool:
+        if atom.pinned or atom in self.chosen:
+            return False
+        if atom.size % self.num_ranks:
+            atom.pin(f"{atom.size} places can't be divided by {self.num_ranks}")
+            return False
+        for number in self.holders[atom]:
+            if sum(other is atom for _, _, other in self.atoms[number]) > 1:
+                atom.pin("it is two dimensions of one tensor")
+                return False
+            if number not in self.trace.names and number not in self._produced:
+                atom.pin("a tensor of the batch has it")
+                return False
+        return not any(self.holders[atom] & self.holders[other] for other in self.chosen)
+
+    def _try(self, atom: Atom) -> None:
+        try:
+            self._read_flow([*self.chosen, atom])
+        except UnreachableError as error:
+            atom.pin(str(error))
+            return
+        self.chosen.append(atom)
+
+    def _read_flow(self, chosen: list[Atom]) -> Flow:
+        cut = {number for atom in chosen for number in self.holders[atom]}
+        sums = {op for op, found in self.products.items() if any(atom in chosen for atom in found)}
+        lookups = {op for op, found in self.lookups.items() if any(atom in chosen for atom in found)}
+        return Flow(self.trace, self.modules, cut, sums, lookups)
+
+    def splits(self) -> dict[int, Split]:
+        """By number of a tensor, how it is cut."""
+        found = {}
+        for atom in self.chosen:
+            for number in self.holders[atom]:
+                place, outer = next((p, o) for p, o, other in self.atoms[number] if other is atom)
+                found[number] = Split(place, outer, self.num_ranks)
+        return found
+
+    def check(self) -> tuple[int, str] | None:
+        """Runs the parts of a rank; gives the first operation that isn't as expected, and why."""
+        return self._first_mismatch() if self.chosen else None
+
+    def give_up(self, op: int, reason: str) -> None:
+        """Leaves whole what an operation can't do with parts."""
+        around = range(op, max(-1, op - 40), -1)
+        for at in around:
+            tensors = {*self.trace.ops[at].inputs, *self.trace.ops[at].outputs}
+            found = [atom for atom in self.chosen if self.holders[atom] & tensors]
+            for atom in found:
+                atom.pin(reason)
+            if found:
+                return
+        for atom in self.chosen:
+            atom.pin(reason)
+
+    def _first_mismatch(self) -> tuple[int, str] | None:
+        splits = self.splits()
+        by_name = {name: splits[number] for number, name in self.trace.names.items() if number in splits}
+
+        def reshape(name: str, tensor: Tensor) -> tuple[int, ...]:
+            shape = list(tensor.shape)
+            split = by_name.get(name)
+            if split is not None:
+                shape[split.dim] //= self.num_ranks
+            return tuple(shape)
+
+        self._sizes = {}
+
+        def resize(number: int, func: Any, args: Any, kwargs: Any) -> Any:
+            call = self.trace.sized[number] if number < len(self.trace.sized) else None
+            cut = [n for n in call.outputs if n in splits] if call is not None and call.func is func else []
+            if call is None or not cut:
+                return args, kwargs
+            dim = splits[cut[0]].dim
+            size = self.trace.shapes[cut[0]][dim]
+
+            def change(given: int) -> int:
+                if given != size:  # that of the part already
+                    return given
+                self._sizes.setdefault(call.module, {})[call.number] = dim
+                return given // self.num_ranks
+
+            return change_size(func, args, kwargs, dim, change)
+
+        parts = trace_forward(self.model, self.run, reshape, partial_result=True, resize=resize)
+        for at, (mine, its) in enumerate(itertools.zip_longest(self.trace.ops, parts.ops)):
+            where = f"{(mine or its).module or 'the model'}"
+            if mine is None or its is None or mine.name != its.name:
+                return min(at, len(self.trace.ops) - 1), f"the code of {where} goes another way with parts"
+            for whole, part in zip(mine.outputs, its.outputs, strict=True):
+                expected = list(self.trace.shapes[whole])
+                if whole in splits:
+                    expected[splits[whole].dim] //= self.num_ranks
+                if tuple(expected) != parts.shapes[part]:
+                    return at, f"the code of {where} has a size of its own ({mine.name})"
+        return None
+
+    def build(self) -> Plan:
+        splits = self.splits()
+        assert self._flow is not None
+        flow = self._flow
+        plan = Plan(self.num_ranks, entries=flow.entries, exits=flow.exits, partial=flow.partial)
+        plan.sizes = self._sizes
+        first = {name: number for number, name in self.trace.names.items()}
+        canonical: dict[int, str] = {}
+        for name, tensor in _named_tensors(self.model):
+            canonical.setdefault(id(tensor), name)
+            number = first.get(canonical[id(tensor)])
+            if number is not None and number in splits:
+                plan.splits[name] = splits[number]
+        for place, number in enumerate(self.trace.outputs):
+            if number in splits:
+                plan.outputs[place] = splits[number]
+        plan.draws = {key: splits[number] for key, number in self.drawn.items() if number in splits}
+        for number, cost in self.matrices().items():
+            plan.matmul_bytes += cost
+            if number in splits:
+                plan.split_bytes += cost
+            else:
+                plan.whole[self.trace.names[number]] = self._reason(number)
+        return plan
+
+    def _reason(self, number: int) -> str:
+        reasons = [atom.pinned for _, _, atom in self.atoms[number] if atom.pinned]
+        return "; ".join(dict.fromkeys(reasons)) or "another dimension of the same tensors is split"
+
+
+def _trace_roots(trace: Trace) -> dict[int, int]:
+    """By number of a tensor that is a parameter seen otherwise (transposed, cast), that parameter."""
+    roots = {number: number for number in trace.names}
+    for op in trace.ops:
+        if op.name in ("t", "transpose", "view", "_unsafe_view", "expand", "_to_copy", "permute", "clone"):
+            root = roots.get(op.inputs[0]) if op.inputs else None
+            if root is not None:
+                for output in op.outputs:
+                    roots.setdefault(output, root)
+    return roots
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    module = name.rpartition(".")[0]
+    return fnmatch(module, pattern) or fnmatch(module, pattern + ".*")
+
+
+def _check_requests(plan: Plan, requests: Mapping[str, str], model: nn.Module) -> None:
+    for pattern, style in requests.items():
+        if style == "replicate":
+            continue
+        for name, module in model.named_modules():
+            if not fnmatch(name, pattern) or getattr(module, "weight", None) is None:
+                continue
+            split = plan.splits.get(f"{name}.weight")
+            # nn.Linear holds [out, in]; a transposed one ([in, out]) has its bias along dimension 1.
+            columns = 0 if isinstance(module, (nn.Linear, nn.Embedding)) else module.weight.dim() - 1
+            wanted = columns if style == "colwise" else 1 - columns
+            if split is None or split.dim != wanted:
+                found = "whole" if split is None else f"split along dimension {split.dim}"
+                reason = plan.whole.get(f"{name}.weight", "the other dimension joins it with its neighbours")
+                raise PacelineError(
+                    "PL462",
+                    saw=f"tp_plan asks for {name}: {style}; it would be {found} ({reason}).",
+                    rule="A split has to agree with the modules that it feeds.",
+                    fix="Leave it out of tp_plan, or replicate it.",
+                )
+
+
+def _collapse(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

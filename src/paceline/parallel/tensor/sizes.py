@@ -1,0 +1,115 @@
+"""Sizes in a model's code, such as the number of heads in `x.view(batch, -1, self.num_heads, width)`.
+
+With parts of the parameters, a size that counts what is cut has to be that of the part. Where the code takes
+it from a tensor's shape or leaves it to -1, it is right by itself. Where it is a number of the module (or worked
+out from one), it is changed on the way into the function of torch, in just the calls in which the trial
+forward has found it: the module's own numbers stay as they are, because code may use them otherwise as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Change = Callable[[int], int]
+
+_VIEWS = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand}
+_SPLITS = {Tensor.split, torch.split}
+_UNFLATTENS = {Tensor.unflatten, torch.unflatten}
+_CREATORS = {torch.zeros, torch.ones, torch.empty, torch.randn, torch.rand}
+SIZED = _VIEWS | _SPLITS | _UNFLATTENS | _CREATORS
+
+
+def change_size(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, change: Change
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with the size that it gives a dimension of its result changed.
+
+    Args:
+        func: of `SIZED`.
+        args, kwargs: of the call.
+        dim: of the result; nothing is changed where the call says nothing of it.
+        change: from the size given to the one to use; not asked about -1.
+    """
+    if func in _VIEWS or func in _CREATORS:
+        start = 0 if func in _CREATORS else 1
+        key = next((k for k in ("size", "shape") if k in kwargs), None)
+        if key is not None:
+            return args, {**kwargs, key: _change_at(kwargs[key], dim, change)}
+        given = args[start:]
+        if len(given) == 1 and isinstance(given[0], (tuple, list)):
+            return (*args[:start], _change_at(given[0], dim, change)), kwargs
+        if given and all(isinstance(size, int) for size in given):
+            return (*args[:start], *_change_at(given, dim, change)), kwargs
+        return args, kwargs
+    if func in _SPLITS:
+        place = kwargs.get("dim", args[2] if len(args) > 2 else 0) % args[0].dim()
+        if place != dim or len(args) < 2:
+            return args, kwargs
+        sizes = args[1]
+        changed = change(sizes) if isinstance(sizes, int) else [change(size) for size in sizes]
+        return (args[0], changed, *args[2:]), kwargs
+    place = kwargs.get("dim", args[1] if len(args) > 1 else 0) % args[0].dim()
+    if len(args) > 2:
+        return (*args[:2], _change_at(args[2], dim - place, change), *args[3:]), kwargs
+    return args, {**kwargs, "sizes": _change_at(kwargs["sizes"], dim - place, change)}
+
+
+def _change_at(sizes: Any, dim: int, change: Change) -> tuple[int, ...]:
+    return tuple(
+        change(size) if at == dim and isinstance(size, int) and size != -1 else size
+        for at, size in enumerate(sizes)
+    )
+
+
+def divide_sizes(module: nn.Module, calls: Mapping[int, int], num_ranks: int) -> None:
+    """From now on a module's forward gives parts of dimensions the sizes of parts.
+
+    Args:
+        module: its children's forwards are not touched.
+        calls: by number of the sized call within one forward, the dimension of its result.
+        num_ranks: what sizes are divided by.
+    """
+    mode = _Dividing(dict(calls), num_ranks)
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with mode.running():
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+    for child in module.children():
+        child.register_forward_pre_hook(lambda *_: mode.pause())
+        child.register_forward_hook(lambda *_: mode.go_on(), always_call=True)
+
+
+class _Dividing(TorchFunctionMode):
+    def __init__(self, calls: dict[int, int], num_ranks: int) -> None:
+        super().__init__()
+        self._calls = calls
+        self._num_ranks = num_ranks
+        self._number = 0
+        self._paused = 0
+
+    def running(self) -> _Dividing:
+        self._number, self._paused = 0, 0
+        return self
+
+    def pause(self) -> None:
+        self._paused += 1
+
+    def go_on(self) -> None:
+        self._paused -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._paused and func in SIZED:
+            dim = self._calls.get(self._number)
+            self._number += 1
+            if dim is not None:
+                args, kwargs = change_size(func, args, kwargs, dim, lambda size: size // self._num_ranks)
+        return func(*args, **kwargs)

@@ -1,0 +1,341 @@
+"""What one forward does: every operation on tensors, and the module that it belongs to.
+
+The forward runs on fake tensors (shapes without numbers), so it costs no arithmetic and works for a model on
+the meta device. Nothing of the model is changed. Recorded is what reaches the dispatcher: composite functions
+have come apart there, so that a handful of operations describes any Python code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paceline.errors import PacelineError
+from paceline.parallel.tensor.sizes import SIZED
+
+# Takes a function that wants to hear of every dropout (key, the tensor that is dropped), or `None` to stop.
+Listen = Callable[[Callable[[str, Tensor], None] | None], None]
+Resize = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+# Changes a parameter or buffer before a trace, by name: how a check sees the parts that a rank will hold.
+Reshape = Callable[[str, Tensor], tuple[int, ...]]
+
+
+@dataclass
+class Op:
+    """One operation.
+
+    Attributes:
+        name: of the dispatcher, without overload: `mm`, `view`, `native_layer_norm`.
+        args: its arguments, with the numbers of tensors (`Ref`) in place of these.
+        kwargs: the same for keywords.
+        outputs: numbers of the tensors that it gave, in order.
+        module: full name of the innermost module whose forward is running.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[int]
+    module: str
+
+    @property
+    def inputs(self) -> list[int]:
+        """Numbers of the tensors that it takes."""
+        return [leaf.number for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for a tensor."""
+
+    number: int
+
+
+@dataclass
+class Call:
+    """One call of a module: the operations from `first` to `last` (excluded) ran inside.
+
+    Attributes:
+        inputs: by argument (its place, or its name for keywords), the tensors' numbers; nested ones are
+            left out.
+        outputs: numbers of the tensors that it returned, by their place among the leaves of the result.
+    """
+
+    module: str
+    first: int
+    inputs: dict[int | str, int]
+    last: int = -1
+    outputs: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Sized:
+    """One call of a function of torch that is given sizes (`sizes.py`).
+
+    Attributes:
+        module: full name of the innermost module whose forward is running.
+        number: of the call among the sized ones of this forward of the module, children left out.
+        outputs: numbers of the tensors that it gave.
+        func: the function.
+    """
+
+    module: str
+    number: int
+    func: Any
+    outputs: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """A forward.
+
+    Attributes:
+        ops: the operations in order.
+        calls: the calls of modules, by order of their beginning; the first one is the model's.
+        shapes: by number of a tensor.
+        dtypes: by number of a tensor.
+        names: by number, the full name of a parameter or buffer (the first, where it has several).
+        parameters: which of these are parameters.
+        outputs: numbers of the tensors that the model returned, by their place among the leaves.
+        sized: calls that were given sizes, in order.
+    """
+
+    ops: list[Op]
+    calls: list[Call]
+    shapes: dict[int, tuple[int, ...]]
+    dtypes: dict[int, torch.dtype]
+    names: dict[int, str]
+    parameters: set[int]
+    outputs: list[int]
+    sized: list[Sized]
+
+    def calls_around(self, op: int) -> Iterator[Call]:
+        """The calls inside of which an operation ran, the outermost first."""
+        return (call for call in self.calls if call.first <= op < call.last)
+
+
+def trace_forward(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    reshape: Reshape | None = None,
+    *,
+    partial_result: bool = False,
+    resize: Resize | None = None,
+    listen: tuple[Listen, dict[str, int]] | None = None,
+) -> Trace:
+    """Runs `run(model)` on fake tensors and records it.
+
+    Args:
+        model: in the mode (train or eval) that is to be traced; its parameters may be on meta.
+        run: calls the model, with tensors of the batch that may be real.
+        reshape: from name and tensor to the shape that the parameter or buffer has in this trace.
+        partial_result: give what was recorded until the forward failed, in place of raising.
+        resize: from the number of a sized call and its function and arguments to those to use.
+        listen: what tells of every dropout, and a dict that takes the tensors' numbers by key.
+
+    Raises:
+        PacelineError: PL460 where the forward can't run without numbers.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+    seen: dict[int, Tensor] = {}
+    with mode:
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *_all_buffers(model)]:
+            if id(tensor) not in seen:
+                shape = tuple(tensor.shape) if reshape is None else reshape(name, tensor)
+                device = "cpu" if tensor.device.type == "meta" else tensor.device
+                seen[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device=device)
+            fakes[name] = seen[id(tensor)]
+    recorder = _Recorder()
+    sizes = _Sizes(recorder, resize)
+    for name, fake in fakes.items():
+        names.setdefault(recorder.number(fake), name)
+    parameters = {recorder.number(fakes[name]) for name, _ in model.named_parameters()}
+    caller = _Caller(model, run)
+    with ExitStack() as stack:
+        if listen is not None:
+            tell, drawn = listen
+            tell(lambda key, tensor: drawn.__setitem__(key, recorder.number(tensor)))
+            stack.callback(tell, None)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(mode)
+        stack.enter_context(recorder.watching(model))
+        stack.enter_context(recorder)
+        stack.enter_context(sizes)
+        try:
+            functional_call(caller, {f"model.{name}": fake for name, fake in fakes.items()}, ())
+        except Exception as error:
+            if partial_result:
+                return Trace(
+                    recorder.ops,
+                    recorder.calls,
+                    recorder.shapes,
+                    recorder.dtypes,
+                    names,
+                    parameters,
+                    [],
+                    sizes.calls,
+                )
+            raise PacelineError(
+                "PL460",
+                saw=f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
+                f"{type(error).__name__}: {_first_line(error)}",
+                rule="What tensor parallelism may split is read off one forward on tensors without numbers.",
+                fix="Give an example batch that the forward accepts; where a value of a tensor decides what "
+                "is computed (.item(), if x.any()), pass tp_plan= by hand.",
+            ) from error
+    outputs = next(call for call in recorder.calls if call.module == "").outputs
+    return Trace(
+        recorder.ops,
+        recorder.calls,
+        recorder.shapes,
+        recorder.dtypes,
+        names,
+        parameters,
+        outputs,
+        sizes.calls,
+    )
+
+
+def words(text: str) -> list[str]:
+    """Names of operations, from a text that fits on a few lines."""
+    return text.split()
+
+
+def cut_batch(batch: Any, num_samples: int) -> Any:
+    """The first samples of a nest of tensors."""
+    return tree_map_only(Tensor, lambda tensor: tensor[:num_samples] if tensor.dim() else tensor, batch)
+
+
+class _Caller(nn.Module):
+    """So that `functional_call` takes a function of the model in place of its forward."""
+
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.run = run
+
+    def forward(self) -> Any:
+        return self.run(self.model)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Op] = []
+        self.calls: list[Call] = []
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self.dtypes: dict[int, torch.dtype] = {}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # a freed tensor's id would be given to another one
+        self._open: list[Call] = []
+        self._num_sized: list[int] = []
+
+    def count_sized(self) -> tuple[str, int]:
+        """The running module, and the number of the next sized call in it."""
+        if not self._open:
+            return "", -1
+        self._num_sized[-1] += 1
+        return self._open[-1].module, self._num_sized[-1] - 1
+
+    def number(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._numbers:
+            number = self._numbers[id(tensor)] = len(self._kept)
+            self._kept.append(tensor)
+            self.shapes[number], self.dtypes[number] = tuple(tensor.shape), tensor.dtype
+        return self._numbers[id(tensor)]
+
+    def where(self) -> str:
+        return self._open[-1].module or "the model" if self._open else "the model"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        refs, ref_keywords = tree_map_only(
+            Tensor, lambda tensor: Ref(self.number(tensor)), (tuple(args), keywords)
+        )
+        result = func(*args, **keywords)
+        outputs = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+        if outputs:  # not a question, such as for the device
+            self.ops.append(
+                Op(name, refs, ref_keywords, outputs, self._open[-1].module if self._open else "")
+            )
+        return result
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Hears of every call of a module."""
+        handles = []
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        # A trial that fails is told by us.
+        before = logger.level
+        logger.setLevel(logging.CRITICAL)
+        for name, module in model.named_modules():
+
+            def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                inputs: dict[int | str, int] = {}
+                for key, value in [*enumerate(args), *kwargs.items()]:
+                    if isinstance(value, Tensor):
+                        inputs[key] = self.number(value)
+                self._open.append(Call(name, len(self.ops), inputs))
+                self.calls.append(self._open[-1])
+                self._num_sized.append(0)
+
+            def leave(_module: nn.Module, _args: Any, result: Any) -> None:
+                call = self._open.pop()
+                self._num_sized.pop()
+                call.last = len(self.ops)
+                call.outputs = [self.number(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            logger.setLevel(before)
+            for handle in handles:
+                handle.remove()
+
+
+class _Sizes(TorchFunctionMode):
+    def __init__(self, recorder: _Recorder, resize: Resize | None) -> None:
+        super().__init__()
+        self.calls: list[Sized] = []
+        self._recorder = recorder
+        self._resize = resize
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in SIZED:
+            return func(*args, **kwargs)
+        call = Sized(*self._recorder.count_sized(), func)
+        if self._resize is not None:
+            args, kwargs = self._resize(len(self.calls), func, args, kwargs)
+        self.calls.append(call)
+        result = func(*args, **kwargs)
+        call.outputs = [
+            self._recorder.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
+        ]
+        return result
+
+
+def _all_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(model.named_buffers(remove_duplicate=False))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300]

@@ -1,0 +1,70 @@
+"""Whole models, split over 2 and 4 ranks by a plan that is found by itself, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.mesh import build_mesh
+from paceline.parallel.tensor.apply import apply_plan
+from paceline.parallel.tensor.attention import open_attention
+from paceline.parallel.tensor.collectives import all_reduce
+from paceline.parallel.tensor.plan import Plan, plan_tensor
+from paceline.recipe import Layout
+from tests.dist.pool import Pool
+from tests.parallel.tensor.models import CASES, build, compute_loss
+
+
+def split(name: str, num_ranks: int) -> tuple[torch.nn.Module, Plan]:
+    model = build(name)
+    open_attention(model)
+    case = CASES[name]
+    batch = {key: value[:2] if name != "seq-first" else value for key, value in case.batch().items()}
+    return model, plan_tensor(model, lambda m: case.run(m, batch), num_ranks)
+
+
+def compare(world: Any, name: str) -> dict[str, float]:
+    """Largest difference to one process, by tensor, as a share of the tensor's largest value."""
+    torch.set_num_threads(1)
+    reference = build(name)
+    expected = compute_loss(name, reference)
+    expected.backward()
+    model, plan = split(name, world.world_size)
+    axis = build_mesh(Layout.parse(f"tp={world.world_size}"), world).tp
+    apply_plan(model, plan, axis)
+    loss = compute_loss(name, model)
+    loss.backward()
+    wrong = {"loss": abs(loss.item() / expected.item() - 1)}
+    for (key, whole), part in zip(reference.named_parameters(), model.parameters(), strict=True):
+        if whole.grad is None:
+            assert part.grad is None
+            continue
+        grad = part.grad
+        assert grad is not None, key
+        if key in plan.partial:
+            grad = all_reduce(grad, axis)
+        expected_grad = whole.grad
+        if key in plan.splits:
+            expected_grad = plan.splits[key].take(expected_grad, axis.rank)
+        scale = reference_scale(reference)
+        wrong[key] = float((grad - expected_grad).abs().max()) / scale
+    return wrong
+
+
+def reference_scale(model: torch.nn.Module) -> float:
+    return max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_splits_as_one_process(ranks: Pool, name: str, num_ranks: int) -> None:
+    for wrong in ranks.run(compare, nproc=num_ranks, args=(name,)):
+        assert max(wrong.values()) < 1e-12, {key: value for key, value in wrong.items() if value > 1e-12}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nearly_all_matrices_are_split(name: str) -> None:
+    _, plan = split(name, 2)
+    assert plan.share >= CASES[name].share, plan.describe()
