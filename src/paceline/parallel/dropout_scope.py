@@ -37,7 +37,7 @@ class Frame:
         parent: the frame that was on top before; `None` at the bottom of a stack.
         hook: whose call it is; `None` at the bottom of a drawing.
         number: which call of this module by the parent it is, from 0.
-        counts: how often modules were called in it, by name, and draws made, by kind.
+        counts: how often modules were called in it, by `Enter.counted`, and draws made, by kind.
         is_entered: at the bottom of a compiled block's stack: the block's own hook is yet to come.
     """
 
@@ -128,6 +128,7 @@ class Enter:
         name: the module's full name.
         above: full name of the nearest module above that has such a hook, `None` at the top.
         relative: the name below that one.
+        counted: by what a frame counts calls.
     """
 
     def __init__(self, token: str, name: str, above: str | None) -> None:
@@ -135,6 +136,7 @@ class Enter:
         self.name = name
         self.above = above
         self.relative = name[len(above) + 1 :] if above else name
+        self.counted = f"{token}:{self.relative}"
 
     def belongs_below(self, above: Enter | None) -> bool:
         """Whether a hook is that of the nearest module above this one."""
@@ -147,9 +149,9 @@ class Enter:
         if top.is_entered:
             top.is_entered = False
             return
-        name, counts = self.relative, top.counts
-        number = counts.get(name, 0)
-        counts[name] = number + 1
+        counts = top.counts
+        number = counts.get(self.counted, 0)
+        counts[self.counted] = number + 1
         scope.top = Frame(top, self, number)
 
 
