@@ -1,4 +1,5 @@
-"""Writes the generated pages of docs/: recipe.md from the schema's docstrings, codes.md from the pages.
+"""Writes what is generated in docs/: recipe.md from the schema's docstrings, codes.md from the pages, and
+the tables that layouts.md quotes from the rules and the arithmetic.
 
 python docs/generate.py
 """
@@ -17,7 +18,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from paceline.codes import PAGES
-from paceline.recipe import RESUMABLE, Recipe
+from paceline.plan.memory import Sizes, plan_memory, plan_recipe_memory
+from paceline.plan.parameters import Parameter, list_parameters
+from paceline.plan.traffic import plan_tp_traffic, plan_traffic
+from paceline.recipe import RESUMABLE, Layout, Recipe, enumerate_layouts, load_recipe, parse_recipe
 from paceline.recipe.explain import format_value, kind_of, models_in
 
 FOLDER = Path(__file__).parent
@@ -35,7 +39,13 @@ RANGES = {
 
 def generate() -> dict[str, str]:
     """The text of every generated page, by its file name in docs/."""
-    return {"recipe.md": "\n".join(_recipe_page()), "codes.md": "\n".join(_codes_page())}
+    return {
+        "recipe.md": "\n".join(_recipe_page()),
+        "codes.md": "\n".join(_codes_page()),
+        "tables/memory.txt": "\n".join(_memory_table()) + "\n",
+        "tables/seven-billion.txt": "\n".join(_seven_billion_table()) + "\n",
+        "tables/legal.txt": "\n".join(_legal_table()) + "\n",
+    }
 
 
 def _recipe_page() -> Iterator[str]:
@@ -120,6 +130,73 @@ def _codes_page() -> Iterator[str]:
         yield f"### {code}: {page.title}\n"
         yield f"{page.why}\n"
         yield f"**What to do.** {page.fix}\n"
+
+
+# LLaMA 7B (Touvron et al. 2023, table 2): 32,000 token ids, 6.74 billion parameters.
+SEVEN_BILLION = {
+    "model": {
+        "kind": "gpt",
+        "layers": 32,
+        "hidden": 4096,
+        "heads": 32,
+        "ffn_hidden": 11008,
+        "tie_embeddings": False,
+    },
+    "data": {"kind": "text", "tokenizer": "llama.json", "seq_len": 2048},
+    "train": {"steps": 1, "global_batch_size": 64, "microbatch_size": 4, "reduction": "fast"},
+}
+VOCAB_SIZE = 32_000
+LAYOUTS = (
+    "dp_replicate=8",
+    "dp_shard=8 zero=1",
+    "dp_shard=8 zero=2",
+    "dp_shard=8",
+    "dp_replicate=2 dp_shard=4",
+    "dp_replicate=4 tp=2",
+    "dp_shard=4 tp=2",
+    "tp=8",
+)
+
+
+def _memory_table() -> Iterator[str]:
+    """Fully sharded state of 7 billion parameters, in fp32 with AdamW."""
+    parameters = [Parameter("all", (7_000_000_000,))]
+    plans = [plan_memory(parameters, Layout(1, n))["after_backward"] for n in (1, 4, 8)]
+    yield f"{'GB per rank':<28}" + "".join(f"{n:>10}" for n in ("1 rank", "4 ranks", "8 ranks"))
+    for name, what in (
+        ("parameters", "parameters"),
+        ("gradients", "gradients"),
+        ("optimizer (AdamW: m, v)", "optimizer"),
+        ("total", "total"),
+    ):
+        yield f"{name:<28}" + "".join(f"{getattr(plan, what) / 1e9:>10.3g}" for plan in plans)
+
+
+def _seven_billion_table() -> Iterator[str]:
+    """A real model under several layouts."""
+    recipe = parse_recipe(SEVEN_BILLION)
+    parameters = list_parameters(recipe, VOCAB_SIZE)
+    yield f"{'GB per rank (8 ranks)':<28}" + "".join(
+        f"{n:>15}" for n in ("at rest", "after forward", "after backward", "sent per step")
+    )
+    for text in LAYOUTS:
+        layout = Layout.parse(text).resolve(8)
+        plan = plan_recipe_memory(recipe, layout, VOCAB_SIZE)
+        sizes = Sizes(num_microbatches=16 // layout.dp)
+        sent = sum(plan_traffic(parameters, layout, sizes).values())
+        sent += plan_tp_traffic(
+            layout, num_blocks=32, num_numbers=4 * 2048 * 4096, num_microbatches=16 // layout.dp
+        )
+        instants = [plan[instant].total for instant in ("at_rest", "after_forward", "after_backward")]
+        yield f"{text:<28}" + "".join(f"{num_bytes / 1e9:>15.1f}" for num_bytes in (*instants, sent))
+
+
+def _legal_table() -> Iterator[str]:
+    """How many layouts of the shipped recipes are legal."""
+    yield f"{'legal of all':<28}" + "".join(f"{n:>10}" for n in ("1 rank", "2 ranks", "4 ranks", "8 ranks"))
+    for path in sorted((FOLDER.parent / "recipes").glob("*.toml")):
+        counts = [enumerate_layouts(load_recipe(path), world_size) for world_size in (1, 2, 4, 8)]
+        yield f"{path.name:<28}" + "".join(f"{f'{len(legal)} of {total}':>10}" for legal, total in counts)
 
 
 def _one_line(text: str) -> str:

@@ -297,6 +297,13 @@ def test_all_reasons_at_once() -> None:
     assert all(f"[{code}]" in text for code in codes)
 
 
+def test_the_guide_shows_what_is_said() -> None:
+    asked = load_recipe(RECIPES / "gpt-stdlib.toml", ["model.heads=32", "model.ffn_hidden=1536"])
+    with pytest.raises(LayoutErrors) as caught:
+        refuse_layout(asked, Layout.parse("tp=6 zero=2"), 8)
+    assert str(caught.value) in (RECIPES.parent / "docs" / "layouts.md").read_text(encoding="utf-8")
+
+
 def test_a_refusal_crosses_processes() -> None:
     with pytest.raises(LayoutErrors) as caught:
         refuse_layout(recipe(GPT), Layout.parse("tp=3 zero=1"), 8)

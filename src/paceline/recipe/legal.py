@@ -92,7 +92,10 @@ class Rules:
             raise LayoutErrors(f'layout "{layout}" on {ranks}', problems, self.nearest(layout, world_size))
 
     def nearest(self, layout: Layout, world_size: int, num: int = 3) -> list[Layout]:
-        """Up to `num` legal layouts on so many ranks, the most similar first; the layout itself if legal."""
+        """Up to `num` legal layouts on so many ranks, the most similar first; the layout itself if legal.
+
+        Words other than degrees are as asked for, or left out.
+        """
         recompute, offload = (sorted({"none", word}) for word in (layout.recompute, layout.offload))
         near = [
             candidate
@@ -100,7 +103,7 @@ class Rules:
                 list_candidates(world_size, recompute, offload),
                 key=lambda candidate: (_measure_distance(layout, candidate), str(candidate)),
             )
-            if not any(self._break(candidate))
+            if _has_no_other_words(layout, candidate) and not any(self._break(candidate))
         ]
         return near[:num]
 
@@ -169,6 +172,10 @@ def enumerate_layouts(
 ) -> tuple[list[Layout], int]:
     """All legal layouts for a recipe on so many ranks, and how many candidates there were."""
     return Rules.of(recipe).enumerate(world_size, recompute, offload)
+
+
+def _has_no_other_words(asked: Layout, candidate: Layout) -> bool:
+    return all(getattr(candidate, word) in (getattr(asked, word), getattr(Layout, word)) for word in CHOICES)
 
 
 def _measure_distance(asked: Layout, candidate: Layout) -> float:

@@ -1,0 +1,1 @@
+"""Arithmetic over recipes: what a layout needs, before anyone rents a machine."""

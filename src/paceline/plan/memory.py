@@ -1,0 +1,168 @@
+"""How many bytes of a model's state a rank holds under a layout, at named instants of an optimizer step.
+
+State is what training keeps whatever the batch: parameters, gradients, the optimizer's. With n = dp_shard,
+zero = 1 divides the optimizer's state by n, 2 the gradients too, 3 the parameters too (Rajbhandari et al.
+2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3 and figure 1); tp
+divides what it splits, and dp_replicate nothing. What the paper counts as one number depends on when one
+looks, for sharded parameters are gathered before they are used (torch's `fully_shard`): hence the instants.
+
+Activations, the batch, buffers of collectives under way and the libraries' own memory are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.plan.parameters import Parameter, list_parameters
+from paceline.recipe import Layout, Recipe
+
+Instant = Literal["at_rest", "after_forward", "after_backward", "after_step"]
+# What an optimizer keeps for every number of a parameter: so many numbers of the same size.
+NUM_MOMENTS = {"adamw": 2, "sgd with momentum": 1, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, that with the lowest number on every axis, which never has less than another.
+
+    Attributes:
+        parameters: its own of them: all, or its shards.
+        gathered: whole parameters, gathered from the shards of all ranks for their use.
+        gradients: of them.
+        set_aside: gradients of single microbatches that wait to be added in the exact order.
+        optimizer: its state.
+        offloaded: of all these, what lies in the CPU's memory or on disk.
+    """
+
+    parameters: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    set_aside: int = 0
+    optimizer: int = 0
+    offloaded: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it, wherever it lies."""
+        return self.parameters + self.gathered + self.gradients + self.set_aside + self.optimizer
+
+    @property
+    def on_device(self) -> int:
+        """What is left on the device."""
+        return self.total - self.offloaded
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a number takes, and how a step goes.
+
+    Attributes:
+        parameter: bytes of a stored number; gradients and moments have the same.
+        gathered: bytes of a gathered number.
+        num_moments: of the optimizer, per number.
+        num_microbatches: that the rank computes per step.
+        keeps_gathered: whether gathered parameters stay from forward to backward; `None`: unless zero is 3.
+        exact: whether gradients are added in the exact order.
+    """
+
+    parameter: int = 4
+    gathered: int = 4
+    num_moments: int = 2
+    num_microbatches: int = 1
+    keeps_gathered: bool | None = None
+    exact: bool = False
+
+
+def plan_memory(
+    parameters: Sequence[Parameter], layout: Layout, sizes: Sizes | None = None
+) -> dict[Instant, Memory]:
+    """What a rank holds from the second step on, when the optimizer has its state.
+
+    Instants: `at_rest`, before a step, its gradients cleared; `after_forward` and `after_backward` of the
+    step's last microbatch; `after_step`, where gradients are still held.
+
+    Args:
+        parameters: that are trained, whole.
+        layout: resolved.
+        sizes: of numbers; by default fp32 and AdamW, one microbatch per rank and step, the fast reduction.
+    """
+    sizes = sizes or Sizes()
+    num_shards = layout.dp_shard
+    own = sum(count_own(parameter.divide(layout.tp), num_shards) for parameter in parameters)
+    padded = sum(count_padded(parameter.divide(layout.tp), num_shards) for parameter in parameters)
+    root = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters if p.block == "")
+    is_sharded = num_shards > 1
+    shards = padded // num_shards * sizes.parameter
+    keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
+    gathered = (padded if keeps else root) * sizes.gathered if is_sharded else 0
+    optimizer = own * sizes.parameter * sizes.num_moments
+    aside = _count_aside(sizes.num_microbatches) if sizes.exact else 0
+
+    def memory(*, gathered: int = 0, gradients: int = 0, set_aside: int = 0) -> Memory:
+        offloaded = shards + optimizer + gradients if layout.offload != "none" else 0
+        return Memory(shards, gathered, gradients, set_aside, optimizer, offloaded)
+
+    before = shards if sizes.num_microbatches > 1 else 0  # gradients of the step's earlier microbatches
+    if is_sharded and layout.zero == 1 and not sizes.exact:
+        before *= num_shards
+    # DDP's buckets, of which gradients are views, stay between steps.
+    buckets = shards if layout.dp_replicate != 1 and not is_sharded else 0
+    if not is_sharded and sizes.exact:
+        before = 0  # set aside
+    done = memory(gradients=shards)
+    return {
+        "at_rest": memory(gradients=buckets),
+        "after_forward": memory(
+            gathered=gathered,
+            gradients=max(before, buckets),
+            set_aside=aside * padded * sizes.parameter,
+        ),
+        "after_backward": done,
+        "after_step": done,
+    }
+
+
+def plan_recipe_memory(
+    recipe: Recipe, layout: Layout, vocab_size: int | None = None
+) -> dict[Instant, Memory]:
+    """`plan_memory` of a recipe's model, optimizer, types and microbatches; of rank 0.
+
+    Args:
+        recipe: what is trained.
+        layout: resolved.
+        vocab_size: as for `list_parameters`.
+    """
+    train, shard = recipe.train, recipe.shard
+    width = 8 if train.dtype == "fp64" else 4
+    num_microbatches = -(-train.global_batch_size // train.microbatch_size)
+    momentum = getattr(recipe.optimizer, "momentum", 0.0)
+    kind = "sgd with momentum" if recipe.optimizer.kind == "sgd" and momentum else recipe.optimizer.kind
+    sizes = Sizes(
+        parameter=width,
+        gathered=width if shard.param_dtype == "none" else 2,
+        num_moments=NUM_MOMENTS[kind],
+        num_microbatches=-(-num_microbatches // layout.dp),
+        keeps_gathered=None if shard.reshard_after_forward == "auto" else not shard.reshard_after_forward,
+        exact=train.reduction == "exact",
+    )
+    return plan_memory(list_parameters(recipe, vocab_size), layout, sizes)
+
+
+def count_padded(shape: Iterable[int], num_shards: int) -> int:
+    """Numbers of a parameter with its rows filled up to a multiple of the shards, as they are stored."""
+    rows, *rest = shape
+    return -(-rows // num_shards) * num_shards * math.prod(rest)
+
+
+def count_own(shape: Iterable[int], num_shards: int) -> int:
+    """Numbers of a parameter in the first shard, the largest."""
+    return count_padded(shape, num_shards) // num_shards
+
+
+def _count_aside(num_microbatches: int) -> int:
+    """Gradients set aside before a rank's last microbatch: a tree has added pairs up, as a counter carries
+    (`comm/tree.py`). For the first rank, whose block begins at microbatch 0."""
+    return (num_microbatches - 1).bit_count()

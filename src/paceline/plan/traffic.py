@@ -1,0 +1,66 @@
+"""How many bytes a rank sends for its gradients and parameters in an optimizer step, by axis.
+
+Counted as a ring sends them, which is the least that any algorithm can: of b bytes over n ranks an all-gather
+and a reduce-scatter send b (n-1)/n each, an all-reduce both (Rajbhandari et al. 2020, section 7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.plan.memory import Sizes, count_padded
+from paceline.plan.parameters import Parameter
+from paceline.recipe import Layout
+
+
+def plan_traffic(
+    parameters: Sequence[Parameter], layout: Layout, sizes: Sizes | None = None
+) -> dict[str, float]:
+    """Bytes that a rank sends per step over `dp_replicate` and over `dp_shard`, with the fast reduction.
+
+    zero = 3 gathers each block twice per microbatch (what is outside of blocks once) and sums gradients after
+    each; 2 gathers once per step; 1 sums once per step as well. Replicas sum theirs once per step.
+
+    Args:
+        parameters: that are trained, whole.
+        layout: resolved.
+        sizes: of numbers; `num_microbatches` is the largest number that a rank of the layout has.
+    """
+    sizes = sizes or Sizes()
+    assert not sizes.exact, "the exact reduction sends whole vectors, by the plan of comm/tree.py"
+    assert layout.dp_replicate is not None
+    num_shards, num_rounds = layout.dp_shard, sizes.num_microbatches
+    whole = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters)
+    root = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters if p.block == "")
+    keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
+    gathers = whole if keeps else 2 * whole - root
+    gathers *= 1 if layout.zero < 3 else num_rounds
+    sums = whole * (1 if layout.zero == 1 else num_rounds)
+    return {
+        "dp_replicate": 2 * _ring(layout.dp_replicate) * whole / num_shards * sizes.parameter,
+        "dp_shard": _ring(num_shards) * (gathers * sizes.gathered + sums * sizes.parameter),
+    }
+
+
+def plan_tp_traffic(
+    layout: Layout, *, num_blocks: int, num_numbers: int, num_microbatches: int = 1, number: int = 4
+) -> float:
+    """Bytes that a rank sends per step over tp for the activations between blocks.
+
+    One all-reduce after attention and one after the feed-forward of every block, in forward and again in
+    backward (Shoeybi et al. 2019, section 3). With `sequence` each of them is a reduce-scatter and an
+    all-gather, of the same bytes (Korthikanti et al. 2022, section 4.2.2).
+
+    Args:
+        layout: resolved.
+        num_blocks: of the model.
+        num_numbers: of one activation between blocks: samples x sequence x width of one microbatch.
+        num_microbatches: that the rank computes per step.
+        number: bytes of one number.
+    """
+    return 4 * num_blocks * num_microbatches * 2 * _ring(layout.tp) * math.prod((num_numbers, number))
+
+
+def _ring(num_ranks: int) -> float:
+    return (num_ranks - 1) / num_ranks
