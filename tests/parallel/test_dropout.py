@@ -135,7 +135,7 @@ def test_our_models(build: Callable[[], nn.Module]) -> None:
     whole = run(masks, model, ids)
     block = "layers.1" if isinstance(model, Gpt) else "encoder.layers.1"
     assert (f"{block}.self_attn/sdpa#0", [BATCH, 4, SEQ, SEQ]) in keys
-    assert len(keys) == len(set(key for key, _ in keys)) == (7 if isinstance(model, Gpt) else 9)
+    assert len(keys) == len({key for key, _ in keys}) == (7 if isinstance(model, Gpt) else 9)
     assert_same(run(masks, model, ids, 1), whole)
     assert masks.unsafe == []
 
