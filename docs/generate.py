@@ -203,6 +203,18 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
+def quote_tables(text: str, tables: dict[str, str]) -> str:
+    """A page with the blocks after `<!-- docs/tables/... -->` as the tables are now."""
+
+    def quote(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{tables[found[2]].rstrip()}\n```"
+
+    return re.sub(r"(<!-- docs/(tables/[\w.-]+) -->\n```)\n.*?\n```", quote, text, flags=re.S)
+
+
 if __name__ == "__main__":
-    for name, text in generate().items():
+    pages = generate()
+    for name, text in pages.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
+    guide = FOLDER / "layouts.md"
+    guide.write_text(quote_tables(guide.read_text(encoding="utf-8"), pages), encoding="utf-8")

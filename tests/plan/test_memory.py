@@ -83,18 +83,20 @@ TOTALS: dict[str, tuple[str, int, dict[Instant, float]]] = {
         1,
         {"at_rest": 3 * P / 4, "after_forward": 3 * P / 4 + ROOT, "after_backward": P, "after_step": P},
     ),
-    "zero 3, later": ("dp_shard=4", 2, {"after_forward": P + ROOT, "after_backward": P}),
+    "zero 3, later": ("dp_shard=4", 2, {"between": P, "after_forward": P + ROOT, "after_backward": P}),
     "zero 2": (
         "dp_shard=4 zero=2",
         2,
-        {"at_rest": 3 * P / 4, "after_forward": P + P, "after_backward": P, "after_step": P},
+        {"at_rest": 3 * P / 4, "between": P + P, "after_forward": P + P, "after_backward": P},
     ),
     "zero 1": (
         "dp_shard=4 zero=1",
         2,
-        {"at_rest": 3 * P / 4, "after_forward": 3 * P / 4 + P + P, "after_backward": P, "after_step": P},
+        {"at_rest": 3 * P / 4, "between": 3 * P / 4 + P + P, "after_backward": P},
     ),
     "hybrid": ("dp_replicate=2 dp_shard=2", 1, {"at_rest": 3 * P / 2, "after_backward": 2 * P}),
+    "hybrid, later": ("dp_replicate=2 dp_shard=2", 2, {"between": 5 * P / 2, "after_backward": 2 * P}),
+    "hybrid zero 1": ("dp_replicate=2 dp_shard=2 zero=1", 2, {"between": 3 * P / 2 + 2 * P}),
 }
 
 

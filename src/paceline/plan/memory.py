@@ -19,7 +19,7 @@ from typing import Literal
 from paceline.plan.parameters import Parameter, list_parameters
 from paceline.recipe import Layout, Recipe
 
-Instant = Literal["at_rest", "after_forward", "after_backward", "after_step"]
+Instant = Literal["at_rest", "between", "after_forward", "after_backward", "after_step"]
 # What an optimizer keeps for every number of a parameter: so many numbers of the same size.
 NUM_MOMENTS = {"adamw": 2, "sgd with momentum": 1, "sgd": 0}
 
@@ -81,8 +81,9 @@ def plan_memory(
 ) -> dict[Instant, Memory]:
     """What a rank holds from the second step on, when the optimizer has its state.
 
-    Instants: `at_rest`, before a step, its gradients cleared; `after_forward` and `after_backward` of the
-    step's last microbatch; `after_step`, where gradients are still held.
+    Instants: `at_rest`, before a step, its gradients cleared; `between`, after the backward of the last
+    microbatch but one (as at rest where there is one only); `after_forward` and `after_backward` of the last
+    microbatch; `after_step`, where gradients are still held.
 
     Args:
         parameters: that are trained, whole.
@@ -94,35 +95,44 @@ def plan_memory(
     own = sum(count_own(parameter.divide(layout.tp), num_shards) for parameter in parameters)
     padded = sum(count_padded(parameter.divide(layout.tp), num_shards) for parameter in parameters)
     root = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters if p.block == "")
-    is_sharded = num_shards > 1
     shards = padded // num_shards * sizes.parameter
-    keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
-    gathered = (padded if keeps else root) * sizes.gathered if is_sharded else 0
     optimizer = own * sizes.parameter * sizes.num_moments
-    aside = _count_aside(sizes.num_microbatches) if sizes.exact else 0
+    keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
+    accumulates = sizes.num_microbatches > 1
+    held = _count_held(layout, sizes) * shards
+    aside = _count_aside(sizes.num_microbatches) * padded * sizes.parameter if sizes.exact else 0
 
     def memory(*, gathered: int = 0, gradients: int = 0, set_aside: int = 0) -> Memory:
         offloaded = shards + optimizer + gradients if layout.offload != "none" else 0
-        return Memory(shards, gathered, gradients, set_aside, optimizer, offloaded)
+        return Memory(shards, gathered * sizes.gathered, gradients, set_aside, optimizer, offloaded)
 
-    before = shards if sizes.num_microbatches > 1 else 0  # gradients of the step's earlier microbatches
-    if is_sharded and layout.zero == 1 and not sizes.exact:
-        before *= num_shards
-    # DDP's buckets, of which gradients are views, stay between steps.
-    buckets = shards if layout.dp_replicate != 1 and not is_sharded else 0
-    if not is_sharded and sizes.exact:
-        before = 0  # set aside
     done = memory(gradients=shards)
+    # DDP's buckets, of which gradients are views, stay from step to step.
+    at_rest = memory(gradients=shards if num_shards == 1 and layout.dp_replicate != 1 else 0)
+    if num_shards == 1:
+        between = after_forward = memory(gradients=max(held, at_rest.gradients), set_aside=aside)
+    else:
+        stays = padded if layout.zero < 3 and accumulates else 0
+        between = memory(gathered=stays, gradients=held, set_aside=aside)
+        after_forward = memory(gathered=padded if keeps else root, gradients=held, set_aside=aside)
     return {
-        "at_rest": memory(gradients=buckets),
-        "after_forward": memory(
-            gathered=gathered,
-            gradients=max(before, buckets),
-            set_aside=aside * padded * sizes.parameter,
-        ),
+        "at_rest": at_rest,
+        "between": between,
+        "after_forward": after_forward,
         "after_backward": done,
         "after_step": done,
     }
+
+
+def _count_held(layout: Layout, sizes: Sizes) -> int:
+    """Gradients of a step's earlier microbatches, in numbers of this rank's part of them."""
+    if sizes.num_microbatches == 1 or (sizes.exact and layout.dp_shard == 1):
+        return 0  # none, or set aside
+    if layout.zero == 1 and not sizes.exact:
+        return layout.dp_shard  # they add up whole
+    # With replicas, what is summed over dp_shard waits in a place of its own for the sum over dp_replicate.
+    waits = layout.dp_shard > 1 and layout.dp_replicate != 1 and not sizes.exact
+    return 2 if waits else 1
 
 
 def plan_recipe_memory(
