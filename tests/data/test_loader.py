@@ -104,6 +104,10 @@ def global_batches(shares_by_rank: list[list[Share]]) -> list[list[Any]]:
         }
         numbers = [number for share in shares for number, _ in share.microbatches]
         assert numbers == list(range(first.num_microbatches))
+        places = [range_ for share in shares for range_ in share.samples]
+        assert [place for range_ in places for place in range_] == list(range(first.num_samples))
+        assert all(len(s.samples) == len(s.microbatches) for s in shares)
+        assert len({len(range_) for range_ in places[:-1]}) <= 1  # as microbatches are cut
         batch = [sample for share in shares for sample in samples_of(share)]
         assert len(batch) == first.num_samples
         batches.append(batch)

@@ -1,4 +1,4 @@
-"""Compiled blocks draw the same masks as eager ones, without a graph break and without compiling each anew."""
+"""Compiled blocks draw the same masks as eager ones, without a graph break or compiling each anew."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.train.batches import share_batch
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 from tests.train.cases import Trained, apart, assert_ranks_agree, take_steps, tensors_apart
@@ -93,6 +94,21 @@ def test_microbatches_are_numbered_through_over_the_ranks(ranks: Pool) -> None:
         assert_ranks_agree(results)
         assert apart(one.losses, results[0].losses) <= 1e-12
         assert tensors_apart(one.tensors, results[0].tensors) <= 1e-12
+
+
+def number_samples(world: Any, counts: list[int]) -> Any:
+    share = share_batch(torch.ones(counts[world.rank], 2), world, 2)
+    return [
+        (len(batch), list(numbers))
+        for (_, batch), numbers in zip(share.microbatches, share.samples, strict=True)
+    ]
+
+
+def test_samples_are_numbered_through_over_the_ranks(ranks: Pool) -> None:
+    first, second, third = ranks.run(number_samples, nproc=3, args=([3, 0, 2],))
+    assert first == [(2, [0, 1]), (1, [2])]
+    assert second == []
+    assert third == [(2, [3, 4])]
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

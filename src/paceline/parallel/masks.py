@@ -76,7 +76,7 @@ def place_samples(size: Sequence[int], num_samples: int, cuts: Sequence[Cut] = (
         return Place(0)
     if len(whole) > 1 and whole[1] == num_samples:
         return Place(1)
-    if whole and whole[0] and whole[0] % num_samples == 0:
+    if whole and whole[0] and num_samples and whole[0] % num_samples == 0:
         return Place(0, folded=True)
     return Place(None)
 
