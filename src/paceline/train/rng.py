@@ -1,8 +1,9 @@
 """Random numbers that depend on what is computed, not on who computes it.
 
-Before every microbatch all generators are seeded from (seed, step, phase, microbatch): dropout and
-any other randomness of a forward is then the same on whichever rank it runs. Outside of microbatches
-the generators go on with their own stream, which is the same on every rank and part of checkpoints.
+Before every microbatch all generators are seeded from (seed, step, phase, microbatch): what a forward
+draws is then the same on whichever rank it runs. Dropout uses no generator and depends on the sample
+instead of the microbatch (`parallel/dropout.py`). Outside of microbatches the generators go on with their
+own stream, which is the same on every rank and part of checkpoints.
 """
 
 from __future__ import annotations
