@@ -18,7 +18,7 @@ from paceline.launch.failure import PumpLost, RankFailed
 from paceline.launch.script import Become, run_as_main
 
 # One module per command; each has `register(subparsers)` and is light to import.
-_COMMANDS = ("run", "train", "checkpoint", "bench", "explain")
+_COMMANDS = ("run", "train", "verify", "checkpoint", "bench", "explain")
 _DESCRIPTION = "Distributed PyTorch training that gives the same answer on any number of machines."
 
 

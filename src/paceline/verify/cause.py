@@ -11,7 +11,7 @@ from collections import Counter
 from paceline.finding import Finding
 from paceline.verify import gradient_cause
 from paceline.verify.case import Case, Explained, name_some, near, show_size
-from paceline.verify.compare import FACTOR, Difference
+from paceline.verify.compare import Difference
 from paceline.verify.locate import EventDifference
 from paceline.verify.run_steps import KINDS
 
@@ -29,7 +29,7 @@ def diagnose(case: Case) -> Finding:
 
 
 def _explain(case: Case) -> Explained:
-    if case.step > 0 and all(d.size <= FACTOR * d.noise for d in case.first):
+    if case.step > 0 and all(d.size <= d.rounding for d in case.first):
         return _explain_bits(case)
     if case.step == 0:
         return _explain_start(case)

@@ -19,7 +19,7 @@ from paceline.launch.local import check_launch, launch
 from paceline.recipe import Layout, Recipe
 from paceline.verify.case import Case
 from paceline.verify.cause import diagnose
-from paceline.verify.compare import FACTOR
+from paceline.verify.compare import FACTORS
 from paceline.verify.layouts import Compared, compare_layouts
 from paceline.verify.locate import WatchedFacts, watch_layouts, watch_reference
 from paceline.verify.reference import Facts, make_reference
@@ -232,7 +232,7 @@ def verify_subject(
         clip_norm=facts.clip_norm,
         num_tensors=facts.num_tensors,
         num_microbatches=facts.num_microbatches,
-        factor=FACTOR,
+        factor=FACTORS[subject.dtype],
         tolerances={key: (n.floor, n.scale, n.tolerance) for key, n in facts.noise.items()},
         reference_s=reference_s,
     )

@@ -32,7 +32,7 @@ from paceline.verify.run_steps import KINDS, run_steps
 from paceline.verify.subject import Opened, Subject
 from paceline.world import start
 
-_NO_NOISE = Noise(0.0, 0.0, 0.0)
+_NO_NOISE = Noise(0.0, 0.0, 0.0, 0.0)
 # Differences that a rank tells of; a wrong layout differs nearly everywhere after its first step.
 _MAX_TOLD = 2000
 
@@ -135,7 +135,9 @@ class Comparer:
         found.worst = max(found.worst, (divide(size, tolerance), key_of(step, kind, name)))
         if size > tolerance and len(found.differences) < _MAX_TOLD:
             found.differences.append(
-                Difference(step, kind, name, self._rank, size, tolerance, noise.level, noise.scale, **seen)
+                Difference(
+                    step, kind, name, self._rank, size, tolerance, noise.tolerance, noise.scale, **seen
+                )
             )
 
 

@@ -24,6 +24,7 @@ from paceline.recipe import Layout
 from paceline.train.trainer import Trainer
 from paceline.verify.compare import (
     EPS,
+    FACTORS,
     Noise,
     find_factor,
     largest,
@@ -236,7 +237,7 @@ def watch_reference(subject: Subject, folder: str, step: int) -> None:
         move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=1)
         _run_watched(trainer, opened, Watch(trainer, rerun), step, _Nothing(), shuffles=True)
     noise = {
-        key: Noise(rerun.floors.get(key, 0.0), largest(tensor), EPS[subject.dtype])
+        key: Noise(rerun.floors.get(key, 0.0), largest(tensor), EPS[subject.dtype], FACTORS[subject.dtype])
         for key, tensor in kept.tensors.items()
         if tensor.is_floating_point()
     }
@@ -318,7 +319,7 @@ class _Judge(_Nothing):
         if expected is None:
             return
         self.found.num_events += 1
-        noise = self.facts.noise.get(key, Noise(0.0, 0.0, 0.0))
+        noise = self.facts.noise.get(key, Noise(0.0, 0.0, 0.0, 0.0))
         size = measure_distance(expected, tensor)
         if size <= noise.tolerance or len(self.found.differences) >= _MAX_TOLD:
             return

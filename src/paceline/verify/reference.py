@@ -34,7 +34,7 @@ from torch import Tensor
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
-from paceline.verify.compare import EPS, Noise, largest, measure_distance
+from paceline.verify.compare import EPS, FACTORS, Noise, largest, measure_distance
 from paceline.verify.observe import move_last_bits
 from paceline.verify.run_steps import run_steps
 from paceline.verify.subject import Opened, Subject
@@ -205,11 +205,15 @@ def shuffle_shares(shares: Iterator[Share], seed: int) -> Iterator[Share]:
     its seeds and its place in BatchNorm's running statistics."""
     generator = random.Random(seed)
     for share in shares:
-        mixed = list(share.microbatches)
-        generator.shuffle(mixed)
-        if mixed and [n for n, _ in mixed] == [n for n, _ in share.microbatches]:
-            mixed = mixed[1:] + mixed[:1]
-        yield replace(share, microbatches=mixed)
+        order = list(range(len(share.microbatches)))
+        generator.shuffle(order)
+        if order == sorted(order):
+            order = order[1:] + order[:1]
+        yield replace(
+            share,
+            microbatches=[share.microbatches[place] for place in order],
+            samples=[share.samples[place] for place in order],
+        )
 
 
 def _measure_noise(first: _Recorder, floors: dict[str, float], dtype: str) -> dict[str, Noise]:
@@ -218,19 +222,19 @@ def _measure_noise(first: _Recorder, floors: dict[str, float], dtype: str) -> di
     for key, scale in scales.items():
         kind = _kind_of(key)
         tops[kind] = max(tops.get(kind, 0.0), scale if math.isfinite(scale) else 0.0)
-    noise = {}
+    factor, noise = FACTORS[dtype], {}
     for key, tensor in first.tensors.items():
         kind = _kind_of(key)
         if kind.endswith("initial") or not tensor.is_floating_point():
-            noise[key] = Noise(0.0, scales[key], 0.0)  # to the last bit
+            noise[key] = Noise(0.0, scales[key], 0.0, factor)  # to the last bit
             continue
         # Weights keep the type that they are stored in, also where forwards compute in 16 bits.
         eps = torch.finfo(tensor.dtype).eps if kind.endswith("weight") else EPS[dtype]
-        noise[key] = Noise(floors.get(key, 0.0), scales[key] or tops[kind], eps)
+        noise[key] = Noise(floors.get(key, 0.0), scales[key] or tops[kind], eps, factor)
     for key, value in first.numbers.items():
-        is_weight = _kind_of(key).endswith("weight of the batch")
-        eps = EPS["fp64"] if is_weight else EPS[dtype]
-        noise[key] = Noise(floors.get(key, 0.0), abs(value) if math.isfinite(value) else 0.0, eps)
+        eps = EPS["fp64"] if _kind_of(key).endswith("weight of the batch") else EPS[dtype]
+        scale = abs(value) if math.isfinite(value) else 0.0
+        noise[key] = Noise(floors.get(key, 0.0), scale, eps, factor)
     return noise
 
 

@@ -206,5 +206,6 @@ class _OpenedUser:
             num_samples=num_samples,
             num_owned=count_owned(len(cuts), layout.dp),
             microbatches=[(number, cut(*cuts[number])) for number in owned],
+            samples=[range(*cuts[number]) for number in owned],
             start=start,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from tests.verify.faults import replicate
+from tests.verify.faults import harmless, replicate
 
+HARMLESS = harmless.HARMLESS
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {**replicate.FAULTS}

@@ -87,7 +87,7 @@ def microbatch_dropped() -> Iterator[None]:
 
     def run(self: Update, compute: Any, share: Any, **settings: Any) -> Any:
         if dist.get_rank() == 1:
-            share = replace(share, microbatches=share.microbatches[1:])
+            share = replace(share, microbatches=share.microbatches[1:], samples=share.samples[1:])
         return right(self, compute, share, **settings)
 
     with mock.patch.object(Update, "run", run):

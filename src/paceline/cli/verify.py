@@ -1,0 +1,191 @@
+"""`paceline verify RECIPE.toml --layout "..."`: is this layout the same as one process?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.finding import Finding
+    from paceline.recipe import Layout, Recipe
+    from paceline.verify.check import LayoutResult
+
+# Everything that needs torch is imported where it is used, so that `paceline --help` answers at once.
+
+_DESCRIPTION = """
+Trains a recipe for a few steps in one process, and under each layout on ranks of this machine, on the same
+global batches. Compares initial weights, loss, every gradient, the global norm, buffers, weights after each
+step and the optimizer's state; where something differs, says where it comes from. Exit code 1 where a layout
+differs.
+"""
+
+
+@dataclass
+class Asked:
+    """The layouts to verify.
+
+    Attributes:
+        layouts: legal, with all degrees known.
+        num_candidates: legal and refused ones; 0 without `--all`.
+        refused: with the reasons.
+    """
+
+    layouts: list[Layout]
+    num_candidates: int = 0
+    refused: list[tuple[Layout, list[Finding]]] = field(default_factory=list)
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command's parser."""
+    parser = subparsers.add_parser(
+        "verify", help="is a layout the same as one process? if not, where and why", description=_DESCRIPTION
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="path of a recipe's .toml file")
+    parser.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        dest="layouts",
+        action="append",
+        default=[],
+        help='for example "dp_replicate=2 tp=2"; may be given several times (default: the recipe\'s)',
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="every legal layout on 1, 2, 4 ... N ranks, N from --nproc"
+    )
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="(most) ranks; fills in dp_replicate where a layout lacks it"
+    )
+    parser.add_argument("--steps", metavar="K", type=int, default=3, help="optimizer steps (default 3)")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp64", "fp32", "bf16", "fp16"),
+        default="fp64",
+        help="fp64 (default) keeps rounding furthest away from faults",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        dest="settings",
+        action="append",
+        default=[],
+        help="overrides a key of the recipe, for example train.reduction=fast; may be given several times",
+    )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    shape.add_argument("--markdown", action="store_true", help="print a table in Markdown, and nothing else")
+    parser.add_argument("--tolerances", action="store_true", help="also list every tensor's tolerance")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carries out the command.
+
+    Returns:
+        0 where all layouts are the same as one process, 1 where one isn't.
+
+    Raises:
+        PacelineError: for a recipe, layouts or numbers that can't be; PL720 to PL722.
+    """
+    from paceline.recipe import load_recipe
+
+    recipe = load_recipe(args.recipe, [*args.settings, f"train.dtype={args.dtype}"])
+    asked = choose_layouts(recipe, args)
+
+    from paceline.cli import verify_report
+    from paceline.data import prepare_data
+    from paceline.launch.local import warm_up
+    from paceline.verify.check import verify_recipe
+
+    warm_up()  # it imports torch while the data is looked at here
+    prepare_data(recipe)
+    quiet = args.json or args.markdown
+    if not quiet:
+        print(verify_report.describe_begin(args.recipe, recipe, asked, args.steps), flush=True)
+
+    def tell(result: LayoutResult) -> None:
+        print(verify_report.describe_layout(result), file=sys.stderr if quiet else sys.stdout, flush=True)
+
+    verified = verify_recipe(recipe, asked.layouts, steps=args.steps, tell=tell)
+    if args.json:
+        print(json.dumps(verify_report.as_table(verified, asked)))
+    elif args.markdown:
+        print(verify_report.describe_markdown(verified, asked))
+    else:
+        print(verify_report.describe_end(verified, asked))
+    if args.tolerances and not args.json:
+        print(verify_report.describe_tolerances(verified))
+    return 0 if verified.ok else 1
+
+
+def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
+    """The layouts that the command line names.
+
+    Raises:
+        PacelineError: PL720 for flags that don't go together, PL110 to PL118 for a layout that is no
+            layout, and whatever keeps one from working for this recipe.
+    """
+    if args.nproc is not None and args.nproc < 1:
+        raise _refuse_flags(f"--nproc {args.nproc}.", "The number of ranks is a whole number from 1.")
+    if args.all:
+        if args.layouts:
+            raise _refuse_flags("--all with --layout.", "--all already has every legal layout.")
+        if args.nproc is None:
+            raise _refuse_flags("--all without --nproc.", "Which layouts there are depends on the ranks.")
+        return _list_all(recipe, args.nproc)
+    from paceline.recipe import Layout
+    from paceline.recipe.legal import refuse_layout
+
+    given = [Layout.parse(text) for text in args.layouts] or [recipe.layout.to_layout()]
+    layouts = []
+    for layout in given:
+        ranks = (
+            args.nproc if args.nproc is not None else (layout.dp_replicate or 1) * layout.dp_shard * layout.tp
+        )
+        refuse_layout(recipe, layout, ranks)
+        layouts.append(layout.resolve(ranks))
+    return Asked(list(dict.fromkeys(layouts)))
+
+
+def _list_all(recipe: Recipe, nproc: int) -> Asked:
+    from paceline.recipe.legal import check_layout, enumerate_layouts, list_candidates
+
+    asked = Asked([])
+    for ranks in list_ranks(nproc):
+        legal, num_candidates = enumerate_layouts(recipe, ranks)
+        asked.layouts += legal
+        asked.num_candidates += num_candidates
+        for layout in list_candidates(ranks, ("none",), ("none",)):
+            if layout not in legal:
+                asked.refused.append((layout, check_layout(recipe, layout, ranks)))
+    return asked
+
+
+def list_ranks(nproc: int) -> list[int]:
+    """1, 2, 4 ... and `nproc` itself."""
+
+    def double() -> Iterator[int]:
+        ranks = 1
+        while ranks < nproc:
+            yield ranks
+            ranks *= 2
+
+    return [*double(), nproc]
+
+
+def _refuse_flags(saw: str, rule: str) -> PacelineError:
+    return PacelineError("PL720", saw=saw, rule=rule, fix="Write for example --all --nproc 4.")
+
+
+def as_plain(value: Any) -> Any:
+    """A nest with what JSON has no word for (infinity) as text."""
+    if isinstance(value, dict):
+        return {key: as_plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and value in (float("inf"), float("-inf")) else value

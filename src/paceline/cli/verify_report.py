@@ -1,0 +1,148 @@
+"""What `paceline verify` found, for people and for machines."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from paceline.units import format_seconds
+
+if TYPE_CHECKING:
+    from paceline.cli.verify import Asked
+    from paceline.recipe import Recipe
+    from paceline.verify.check import LayoutResult, Verified
+
+_WORDS = {"ok": "ok", "differs": "DIFFERS", "refused": "refused", "failed": "FAILED"}
+_WIDTH = 44
+
+
+def describe_begin(path: str, recipe: Recipe, asked: Asked, steps: int) -> str:
+    """What is about to be compared."""
+    count = f"{len(asked.layouts)} layout{'s' * (len(asked.layouts) != 1)}"
+    of = f", the legal ones of {asked.num_candidates}" if asked.num_candidates else ""
+    train = recipe.train
+    return (
+        f"{path}: {count}{of}, against one process; {steps} steps of {train.global_batch_size} samples in "
+        f"microbatches of {train.microbatch_size}, {train.dtype}, {train.reduction} reduction"
+    )
+
+
+def describe_layout(result: LayoutResult) -> str:
+    """One layout in one line."""
+    line = f"{result.layout:<{_WIDTH}} {_WORDS[result.status]:<8}"
+    if result.status == "ok":
+        what = "every bit the same" if result.same_bits else f"at {_ratio(result.worst)} of its tolerance"
+        where = "" if result.same_bits else f", {_where(result.worst_where)}"
+        return f"{line} {what}{where}  ({format_seconds(result.seconds)})"
+    if result.status == "differs":
+        return f"{line} {_ratio(result.worst)} times its tolerance, {_where(result.worst_where)}"
+    return f"{line} {result.findings[0].saw if result.findings else ''}".splitlines()[0]
+
+
+def describe_end(verified: Verified, asked: Asked) -> str:
+    """Verdict, tolerances by kind, and findings."""
+    counts = Counter(result.status for result in verified.results)
+    told = ", ".join(f"{number} {_VERDICTS[status]}" for status, number in counts.items())
+    count = f"{len(verified.results)} layout{'s' * (len(verified.results) != 1)}"
+    parts = [f"{count}: {told}.", _describe_kinds(verified)]
+    if asked.num_candidates:
+        parts.append(_describe_refused(asked))
+    parts += [str(finding) for finding in verified.findings]
+    return "\n" + "\n\n".join(parts)
+
+
+_VERDICTS = {
+    "ok": "the same as one process",
+    "differs": "not the same",
+    "refused": "refused while building",
+    "failed": "failed",
+}
+
+
+def describe_markdown(verified: Verified, asked: Asked) -> str:
+    """A table for documents."""
+    lines = [
+        "| ranks | layout | result | largest difference / tolerance | in units of rounding | where |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in verified.results:
+        cells = [str(result.num_ranks), f"`{result.layout}`", _WORDS[result.status]]
+        if result.status in ("ok", "differs"):
+            cells += [_ratio(result.worst), f"{result.worst_noise:.2g}", _where(result.worst_where)]
+            if result.same_bits:
+                cells[-1] = "every bit the same"
+        else:
+            cells += ["", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    if asked.num_candidates:
+        lines += ["", f"{len(asked.layouts)} of {asked.num_candidates} layouts are legal."]
+    return "\n".join(lines)
+
+
+def describe_tolerances(verified: Verified) -> str:
+    """Every tensor with its noise floor, its largest element and its tolerance."""
+    rows = [("floor", "largest", "tolerance", "step/kind/name")]
+    for key, (floor, scale, tolerance) in sorted(verified.tolerances.items()):
+        rows.append((f"{floor:.1e}", f"{scale:.1e}", f"{tolerance:.1e}", key))
+    return "\n" + "\n".join(f"{a:>9} {b:>9} {c:>9}  {d}" for a, b, c, d in rows)
+
+
+def as_table(verified: Verified, asked: Asked) -> dict[str, Any]:
+    """All of it, JSON-able."""
+    from paceline.cli.verify import as_plain
+
+    table: dict[str, Any] = as_plain(asdict(verified))
+    table["ok"] = verified.ok
+    if asked.num_candidates:
+        table["num_candidates"] = asked.num_candidates
+        table["illegal"] = [
+            {"layout": str(layout), "findings": [asdict(finding) for finding in findings]}
+            for layout, findings in asked.refused
+        ]
+    return table
+
+
+def _describe_kinds(verified: Verified) -> str:
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for key, (floor, scale, tolerance) in verified.tolerances.items():
+        _, kind, _ = key.split("/", 2)
+        if kind != "initial" and scale:
+            kinds.setdefault(kind, []).append((floor / scale, tolerance / scale))
+    lines = [
+        f"tolerance: {verified.factor:g} x what the tensor moved by in reruns of one process, or its last bit; "
+        f"in parts of its largest element (gradients clipped at {verified.clip_norm:.3g})",
+        f"  {'':<20} {'number':>7} {'noise':>9} {'tolerance':>10} {'largest':>10}",
+    ]
+    for kind, pairs in kinds.items():
+        noise, tolerances = [floor for floor, _ in pairs], [tolerance for _, tolerance in pairs]
+        lines.append(
+            f"  {kind:<20} {len(pairs):>7} {median(noise):>9.1e} {median(tolerances):>10.1e} "
+            f"{max(tolerances):>10.1e}"
+        )
+    return "\n".join(lines)
+
+
+def _describe_refused(asked: Asked) -> str:
+    lines = [f"{len(asked.layouts)} of {asked.num_candidates} layouts are legal. The others:"]
+    reasons: dict[str, list[str]] = {}
+    for layout, findings in asked.refused:
+        for finding in findings:
+            reasons.setdefault(f"{finding.saw} {finding.rule} [{finding.code}]", []).append(str(layout))
+    lines += [f"  {len(layouts):>4}  {reason}" for reason, layouts in reasons.items()]
+    return "\n".join(lines)
+
+
+def _ratio(value: float) -> str:
+    return "inf" if math.isinf(value) else f"{value:.2g}"
+
+
+def _where(key: str) -> str:
+    """`gradient of layers.0.weight, step 1`, from `1/gradient/layers.0.weight`."""
+    if not key:
+        return ""
+    step, kind, name = key.split("/", 2)
+    what = f"{kind} {name}".strip() if kind != "gradient" else f"gradient of {name}"
+    return f"{what}, step {step}" if step != "0" else what
