@@ -45,6 +45,11 @@ def test_changes_are_listed_with_old_and_new() -> None:
         "train.device=cpu",
         "train.threads_per_rank=2",
         "layout.dp_replicate=2",
+        "layout.tp=2",
+        "layout.offload=disk",
+        "shard.prefetch=0",
+        "shard.reshard_after_forward=false",
+        "shard.offload_folder=/somewhere/else",
         "ddp.bucket_cap_mb=1.0",
         "loader.num_workers=2",
         "checkpoint.every=1",
@@ -66,6 +71,8 @@ def test_these_may_change(setting: str) -> None:
         ("train.dtype=fp64", "train.dtype: 'fp32' there, 'fp64' here"),
         ("model.layers=2", "model.layers: 4 there, 2 here"),
         ("data.seq_len=64", "data.seq_len: 128 there, 64 here"),
+        ("shard.param_dtype=bf16", "shard.param_dtype: 'none' there, 'bf16' here"),
+        ("shard.reduce_dtype=fp32", "shard.reduce_dtype: 'auto' there, 'fp32' here"),
     ],
 )
 def test_these_may_not(setting: str, shown: str) -> None:

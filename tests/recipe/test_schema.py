@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.recipe import Recipe, dump_recipe, parse_recipe
 from paceline.recipe.explain import models_in
+from paceline.recipe.layout import CHOICES
 
 SECTIONS = [model for field in Recipe.model_fields.values() for model in models_in(field.annotation)]
 
@@ -84,8 +85,28 @@ optimizer = sections(
         "schedule": st.sampled_from(["constant", "linear", "cosine"]),
     },
 ) | sections({"kind": st.just("sgd")}, {"momentum": st.floats(0.1, 0.9), "nesterov": st.booleans()})
-layout = sections({}, {"dp_replicate": st.integers(1, 10**4) | st.just("auto")})
-tables = sections({"model": gpt, "data": text, "train": train}, {"optimizer": optimizer, "layout": layout})
+layout = sections(
+    {},
+    {
+        "dp_replicate": st.integers(1, 10**4) | st.just("auto"),
+        "dp_shard": st.integers(1, 10**4),
+        "tp": st.integers(1, 64),
+        **{word: st.sampled_from(choices) for word, choices in CHOICES.items()},
+    },
+)
+shard = sections(
+    {},
+    {
+        "reshard_after_forward": st.booleans() | st.just("auto"),
+        "prefetch": st.integers(0, 10),
+        "param_dtype": st.sampled_from(["none", "bf16", "fp16"]),
+        "reduce_dtype": st.sampled_from(["auto", "fp32"]),
+        "offload_folder": names,
+    },
+)
+tables = sections(
+    {"model": gpt, "data": text, "train": train}, {"optimizer": optimizer, "layout": layout, "shard": shard}
+)
 
 
 @settings(deadline=None)  # machines may be busy
