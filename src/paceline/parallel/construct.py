@@ -159,6 +159,7 @@ def construct(
             ) from error
     if recorder.refused is not None:
         raise recorder.refused
+    recorder.check_shared()
     if not isinstance(model, nn.Module):
         raise PacelineError(
             "PL457",

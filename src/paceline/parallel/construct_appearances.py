@@ -81,6 +81,26 @@ def _read_value(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: An
         return func(value, *args[1:], **kwargs)
 
 
+def _move(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """`.to` and `.cpu`: to the CPU, where the tensor says that it is, nothing moves and nothing is copied."""
+    tensor = args[0]
+    if kwargs.get("copy"):
+        return func(*args, **kwargs)
+    try:
+        parse = torch._C._nn._parse_to
+        device, dtype, _, memory_format = (
+            (CPU, None, False, kwargs.get("memory_format"))
+            if func.__name__ == "cpu"
+            else parse(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})
+        )
+    except (TypeError, RuntimeError):  # a positional copy=
+        return func(*args, **kwargs)
+    if device is None or device.type not in ("cpu", "meta"):
+        return func(*args, **kwargs)
+    wanted = torch.preserve_format if memory_format is None else memory_format
+    return tensor.to(tensor.dtype if dtype is None else dtype, memory_format=wanted)
+
+
 def _format(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return _read_value(recorder, func, args, kwargs) if args[0].dim() == 0 else func(*args, **kwargs)
 
@@ -125,6 +145,8 @@ _APPEARANCES: dict[str, Callable[[Recorder, Any, tuple[Any, ...], Any], Any]] = 
     "is_cpu.__get__": _get_true,
     "data.__set__": _set_data,
     "data_ptr": _get_address,
+    "cpu": _move,
+    "to": _move,
     "tolist": _read_value,
     "__format__": _format,
     "numpy": _read_value,

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only
 
 from paceline.errors import PacelineError
 from paceline.parallel.construct_record import Data, Draw, Kind, Op, Record, Window
-from paceline.parallel.construct_replay import ChangedError, LostError, UninitialisedError, replay
+from paceline.parallel.construct_replay import ChangedError, LostError, UninitialisedError, read_bytes, replay
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -56,6 +56,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sources: list[torch.UntypedStorage] = []
         # Stand-ins for memory that others see too.
         self._foreign: set[int] = set()
+        # numpy's memory, and what was in it when it was met.
+        self._shared: list[tuple[Tensor, Data]] = []
         # By id: each generator that was drawn from, and its state before.
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         # By id of a generator and its state: the operation that left it so; None: nobody seeded it.
@@ -194,6 +196,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.add(op)
             return tensor
 
+    def check_shared(self) -> None:
+        """Raises PL458 where numpy's memory was written after torch looked at it."""
+        for tensor, data in self._shared:
+            if not torch.equal(read_bytes(tensor), read_bytes(data.tensor)):
+                self.refuse(
+                    "PL458",
+                    saw=f"The factory changes a numpy array of {tuple(tensor.shape)} that a tensor shares.",
+                    rule="Writes of numpy are not seen, so the values that a tensor had when are not known.",
+                    fix=f"Copy it: torch.tensor(array) in place of torch.from_numpy(array). {BUILT}",
+                )
+
     def put_back_generators(self) -> None:
         """Gives all generators that were drawn from the state that they had."""
         for generator, state in self._generators.values():
@@ -204,9 +217,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _adopt_storage(self, storage: torch.UntypedStorage, tensor: Tensor) -> torch.UntypedStorage:
         """The stand-in of a real storage; `tensor` is any on it."""
         if storage._cdata not in self._mirrors:
-            data = Data(tensor.detach(), tensor._version)
+            data = Data(tensor, tensor._version)
             if not storage.resizable():
                 data.keep()  # numpy's memory: its owner may write there unseen
+                self._shared.append((tensor, data))
             mirror = torch.UntypedStorage(storage.nbytes(), device=META)  # type: ignore[no-untyped-call]
             self._mirrors[storage._cdata] = mirror, data
             self._sources.append(storage)
