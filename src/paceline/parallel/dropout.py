@@ -224,7 +224,11 @@ def _is_drawn(x: Tensor) -> bool:
 
 
 def _apply(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """x * keep / (1 - p), rounded as torch does: the factor in x's dtype."""
+    """x * keep / (1 - p). For backward the mask is kept, of one byte per element."""
+    if not inplace and p < 1 and not isinstance(x, FakeTensor):
+        # What torch calls the backward of dropout is all that is left of it once there is a mask.
+        y: Tensor = torch.ops.aten.native_dropout_backward(x, keep, 1 / (1 - p))
+        return y
     noise = keep.to(x.dtype)
     if p < 1:
         noise.div_(1 - p)
@@ -292,9 +296,9 @@ def _weigh(
     scores = (query * math.copysign(root, factor)) @ key
     if is_causal:
         kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~kept, -math.inf)
+        scores.masked_fill_(~kept, -math.inf)
     if bias is not None:
-        scores = scores + bias
+        scores += bias
     output: Tensor = torch.ops.aten._safe_softmax(scores, -1)
     return output
 
