@@ -47,6 +47,7 @@ from paceline.parallel.gradient_exchange import (
     Rounds,
     SumChunks,
 )
+from paceline.parallel.shard_disk import Disk
 from paceline.parallel.shard_setup import Unit, apply_sharding, group_parameters, unused_columns
 from paceline.recipe.schema import ShardSection
 
@@ -111,9 +112,11 @@ class Shards:
         self._rounds = Rounds()
         self._rounds.adds_up = self._sums_once
         self._is_in_round = False
+        self._disk = Disk(settings.offload_folder) if offload == "disk" else None
         self.units = apply_sharding(model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload)
         self._chunks = self._build_chunks(mesh, exact_group)
         model.register_forward_hook(self._reshard_without_backward)
+        self.offload()
         if settings.find_unused_parameters:
             for unit in self.units:
                 self._watch_use(unit)
@@ -266,8 +269,28 @@ class Shards:
         for unit in self.units:
             unit.module.reshard()
 
+    def offload(self) -> None:
+        """Moves the shards to disk where `offload` says so; call it again once a model on meta is filled."""
+        if self._disk is not None and not any(p.is_meta for p in self._model.parameters()):
+            self._disk.move_parameters(self.units)
+
+    def offload_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Moves an optimizer's state to disk where `offload` says so; after loading a checkpoint."""
+        if self._disk is not None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._disk.move_state(optimizer, parameter)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step: with offload to disk one parameter at a time, so that its state needs no room
+        in memory. Optimizers that look at all parameters at once (LBFGS) are not for that."""
+        if self._disk is None:
+            optimizer.step()
+        else:
+            self._disk.step(optimizer)
+
     def close(self) -> None:
-        """Ends what runs beside the training; the model must not be used afterwards."""
+        """Ends what runs beside the training. Offloaded tensors stay in their files while they are used."""
 
     def _build_chunks(
         self, mesh: Mesh, exact_group: dist.ProcessGroup | None
