@@ -67,8 +67,11 @@ def check_same_draws(factory: Factory) -> None:
         torch.manual_seed(7)
         return factory()
 
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as tensors are made by one: a matrix product's bits depend on their number
     with torch.random.fork_rng():
         eager = seeded()
+    torch.set_num_threads(num_threads)
     construction = construct(seeded, 0)
     check_structure(eager, construction)
     for name, tensor in read_tensors(eager).items():
@@ -237,6 +240,15 @@ def build_tied() -> nn.Module:
     return model
 
 
+def build_and_run() -> nn.Module:
+    """Runs itself, as models do to find out shapes or statistics, and takes a step."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model(torch.randn(5, 3)).square().sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.zero_grad()
+    return model
+
+
 def build_from_weights() -> nn.Module:
     model = nn.Linear(3, 3)
     model.load_state_dict({"weight": torch.eye(3), "bias": torch.ones(3)})
@@ -256,6 +268,7 @@ MODULES: dict[str, Factory] = {
     "bfloat16": lambda: nn.Linear(8, 8).to("cpu", torch.bfloat16),
     "double": build_in_double,
     "tied": build_tied,
+    "run": build_and_run,
     "from weights": build_from_weights,
 }
 
@@ -400,6 +413,20 @@ def test_filling_ignores_what_is_around_it() -> None:
     for name, tensor in expected.items():
         assert have_same_bits(tensor, filled[name]), name
         assert not filled[name].requires_grad
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    construction = construct(initialised(nn.init.orthogonal_, (300, 200)), 1)
+    before = torch.get_num_threads()
+    filled = []
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            filled.append(construction.fill("weight"))
+            assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*filled)
 
 
 def test_an_initialised_model_trains() -> None:

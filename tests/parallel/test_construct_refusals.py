@@ -69,6 +69,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "PL456",
         "_Orthogonal",
     ),
+    "apply": (lambda: Reading(lambda m: m.weight.data.apply_(abs)), "PL456", "apply_"),
     "sparse": (lambda: Reading(lambda m: m.weight.to_sparse()), "PL456", "to_sparse"),
     "raises": (lambda: Reading(lambda m: 1 / 0), "PL457", "ZeroDivisionError: division by zero"),  # type: ignore[arg-type, return-value]
     "no module": (lambda: None, "PL457", "NoneType"),  # type: ignore[arg-type, return-value]

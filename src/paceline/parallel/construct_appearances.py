@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from paceline.parallel.construct_mode import CPU, META, Recorder, unseen
+from paceline.parallel.construct_mode import BUILT, CPU, META, Recorder, unseen, where
 
 
 class Appearances(TorchFunctionMode):
@@ -121,6 +121,15 @@ def _make_tensor(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: A
     return func(tree_map(read, args[0]), *args[1:], **kwargs)
 
 
+def _refuse_python(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    recorder.refuse(
+        "PL456",
+        saw=f"{where()} calls {func.__name__}, which runs a Python function on every element.",
+        rule="Elements have no values while a factory runs on the meta device.",
+        fix=f"Use operations of torch in place of the function. {BUILT}",
+    )
+
+
 def _new_tensor(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs})
 
@@ -145,6 +154,9 @@ _APPEARANCES: dict[str, Callable[[Recorder, Any, tuple[Any, ...], Any], Any]] = 
     "is_cpu.__get__": _get_true,
     "data.__set__": _set_data,
     "data_ptr": _get_address,
+    "apply_": _refuse_python,
+    "map_": _refuse_python,
+    "map2_": _refuse_python,
     "cpu": _move,
     "to": _move,
     "tolist": _read_value,

@@ -33,6 +33,10 @@ _OVERWRITING = {
     *("bernoulli_.float", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),
     *("normal_", "random_", "uniform_", "zero_"),
 }
+# They write running statistics, and their schemas don't say so.
+_UNTOLD = dict.fromkeys(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
+)
 _EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -456,7 +460,8 @@ def _written(
     overwritten: set[int] = set()
     overload = f"{name}.{func._schema.overload_name}"
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        told = argument.alias_info is not None and argument.alias_info.is_write
+        if not told and argument.name not in _UNTOLD.get(name, ()):
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for leaf in tree_iter(value):

@@ -81,13 +81,22 @@ def read_bytes(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Nothing around the call has a say: no autograd, autocast or default device; generators are put back."""
+    """Nothing around the call has a say: no autograd, autocast or default device; generators are put back.
+
+    One thread, as the bits of a matrix product or a factorisation depend on their number. (Random numbers are
+    drawn by one in any case.)
+    """
     state = torch.default_generator.get_state()
     dtype = torch.get_default_dtype()
+    num_threads = torch.get_num_threads()
     try:
+        if num_threads > 1:
+            torch.set_num_threads(1)
         with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             yield
     finally:
+        if num_threads > 1:
+            torch.set_num_threads(num_threads)
         torch.set_default_dtype(dtype)
         torch.default_generator.set_state(state)
 
