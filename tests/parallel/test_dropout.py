@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.models.encoder import Encoder
 from paceline.models.gpt import Gpt
 from paceline.parallel.dropout import Cut, Masks, apply_dropout, remove_dropout
+from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.split import Split
 from paceline.recipe.schema import EncoderModel, GptModel
 
@@ -314,6 +315,32 @@ def test_recompute_draws_the_same(use_reentrant: bool, preserve: bool) -> None:
     assert set(twice) == set(once)
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["block", "selective"])
+@pytest.mark.parametrize("hooked_first", [False, True])
+def test_recompute_by_hooks_draws_the_same(kind: str, hooked_first: bool) -> None:
+    """As `parallel/recompute.py` does it: the whole module is called again, its hooks included."""
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(batch_first=True), layer(batch_first=True), nn.Linear(HIDDEN, 3)).double()
+    plain = copy.deepcopy(model)
+    blocks = [("0", model[0]), ("1", model[1])]
+    if hooked_first:
+        masks = apply_dropout(model)
+        apply_recompute(model, blocks, kind)
+    else:
+        apply_recompute(model, blocks, kind)
+        masks = apply_dropout(model)
+    x = draw_x(BATCH, SEQ, HIDDEN)
+    drawn: list[str] = []
+    masks.on_draw = lambda key, _x, _y: drawn.append(key)
+    for each, own in ((model, masks), (plain, apply_dropout(plain))):
+        with own.drawing(5, range(BATCH)):
+            each(each(x) @ each[2].weight).square().sum().backward()
+    assert {"1.dropout1/dropout#0", "~1.1.dropout1/dropout#0"} < set(drawn)
+    assert len(drawn) > 1.5 * len(set(drawn))  # they were drawn again
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_a_shared_layer_draws_anew_in_each_call() -> None:

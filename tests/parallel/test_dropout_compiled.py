@@ -102,12 +102,32 @@ def test_compiled_blocks_draw_as_eager_ones(recompute: bool) -> None:
         model(torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64))  # no masks are drawn, none are needed
 
 
-def test_a_whole_compiled_model() -> None:
-    torch.manual_seed(0)
+def test_blocks_that_run_eagerly_after_all_draw_the_same() -> None:
+    """As while operations are counted, and past the compiler's limit of compilations."""
     model = Model().double()
     masks = apply_dropout(model)
     eager = take_step(model, masks)
-    model.compile(backend="aot_eager", fullgraph=True)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compile_blocks(model, counter)
+    keys: list[str] = []
+    masks.on_draw = lambda key, _x, _y: keys.append(key)
+    with torch.compiler.set_stance("force_eager"):
+        for a, b in zip(take_step(model, masks), eager, strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count == 0
+    assert keys[-1] == "layers.9/dropout#0"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_whole_compiled_model(recompute: bool) -> None:
+    torch.manual_seed(0)
+    model = Model().double()
+    model.layers = model.layers[:2]
+    masks = apply_dropout(model)
+    eager = take_step(model, masks)
+    model.recompute = recompute
+    # A block to recompute inside of a graph may have no effects, such as counts: there the graph ends.
+    model.compile(backend="aot_eager", fullgraph=not recompute)
     for a, b in zip(take_step(model, masks), eager, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 

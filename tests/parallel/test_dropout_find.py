@@ -50,6 +50,16 @@ class Host(nn.Module):
         return x * random.random() * np.random.rand() if self.training else x
 
 
+class Foreign(nn.Module):
+    """A kernel of another library, that asks for numbers behind torch's back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.utils._python_dispatch._disable_current_modes():
+                torch.rand(3)
+        return x
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +78,7 @@ EXPECTED = {
     nn.RReLU: [("PL450", "1.0", "aten::rrelu_with_noise")],
     Recurrent: [("PL450", "1.0.lstm", "aten::bernoulli_.float")],
     Host: [("PL453", "the model", "from random"), ("PL453", "the model", "from numpy.random")],
+    Foreign: [("PL453", "the model", "from torch")],
     nn.Identity: [],
 }
 

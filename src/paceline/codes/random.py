@@ -42,11 +42,16 @@ PAGES: dict[str, Page] = {
         fix="Stack nn.LSTM of one layer each with nn.Dropout between them, or set dropout=0.",
     ),
     "PL453": Page(
-        title="A forward draws from Python's or numpy's generator",
+        title="A forward draws from a generator, and where is not to be seen",
         why=(
-            "Both are seeded before every microbatch, so data-parallel ranks agree, but a draw for a whole "
-            "microbatch changes with its size, and ranks that share a sample must draw the same."
+            "After a forward, the state of Python's random, of numpy's or (without one of its operations) of "
+            "torch's generator is another one. All are seeded before every microbatch, so data-parallel "
+            "ranks agree, but a draw for a whole microbatch changes with its size, and ranks that share one "
+            "must draw the same."
         ),
-        fix="Draw in the data set's __getitem__, where numbers depend on (seed, epoch, sample) alone.",
+        fix=(
+            "Draw in the data set's __getitem__, where numbers depend on (seed, epoch, sample) alone; of a "
+            "kernel with dropout of its own (flash-attn), turn that off or take torch's attention."
+        ),
     ),
 }

@@ -189,9 +189,12 @@ def _keep(masks: Masks, key: str, size: Sequence[int], p: float, like: Tensor) -
     return masks.draw(key, size, p, like.device)
 
 
-@torch.library.custom_op("paceline::keep", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op("paceline::keep", mutates_args=())
 def _keep_compiled(base: Tensor, name: str, size: list[int], p: float, like: Tensor) -> Tensor:
-    """A mask in compiled code; who draws is looked up when it runs."""
+    """A mask in compiled code; who draws is looked up when it runs.
+
+    For the compiler it isn't random: run again in backward, it gives the same.
+    """
     found = bases[int(base)]
     masks = _laid_out.get(found.token)
     assert masks is not None, "compiled code that draws runs inside of Masks.drawing only"
@@ -224,8 +227,11 @@ def _is_drawn(x: Tensor) -> bool:
 
 
 def _apply(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """x * keep / (1 - p). For backward the mask is kept, of one byte per element."""
-    if not inplace and p < 1 and not isinstance(x, FakeTensor):
+    """x * keep / (1 - p), in steps as torch takes them.
+
+    For backward, the CPU keeps the mask in x's dtype, which is faster; others keep a byte per element.
+    """
+    if not inplace and p < 1 and x.device.type != "cpu" and not isinstance(x, FakeTensor):
         # What torch calls the backward of dropout is all that is left of it once there is a mask.
         y: Tensor = torch.ops.aten.native_dropout_backward(x, keep, 1 / (1 - p))
         return y

@@ -30,7 +30,8 @@ def find_random(model: nn.Module, run: Callable[[], Any]) -> list[Finding]:
         run: does the forward, in train mode and not compiled (compiled code is not seen).
 
     Returns:
-        PL450 per module and operation; PL453 where Python's or numpy's global generator was used.
+        PL450 per module and operation; PL453 where Python's or numpy's global generator was used, or torch's
+        by something that isn't an operation of torch's (a kernel of another library).
     """
     names = {id(module): name for name, module in model.named_modules()}
     stack: list[nn.Module] = []
@@ -43,7 +44,7 @@ def find_random(model: nn.Module, run: Callable[[], Any]) -> list[Finding]:
             pass  # what a forward that raised has left
 
     watch = _Watch(lambda: next((m for m in reversed(stack) if id(m) in names), None), names)
-    before = _read_host_generators()
+    before = _read_generators()
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
         with watch:
@@ -51,8 +52,10 @@ def find_random(model: nn.Module, run: Callable[[], Any]) -> list[Finding]:
     finally:
         for handle in handles:
             handle.remove()
-    moved = [kind for kind, state in _read_host_generators().items() if state != before[kind]]
-    return [*watch.found.values(), *(_drawn_on_host(kind) for kind in moved)]
+    moved = [kind for kind, state in _read_generators().items() if state != before[kind]]
+    if watch.found and "torch" in moved:
+        moved.remove("torch")  # by what was seen
+    return [*watch.found.values(), *(_drawn_unseen(kind) for kind in moved)]
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,9 +92,14 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return "dropout_p" not in values or bool(values["dropout_p"])
 
 
-def _read_host_generators() -> dict[str, Any]:
-    state: Any = np.random.get_state(legacy=True)
-    return {"random": random.getstate(), "numpy.random": (state[1].tobytes(), *state[2:])}
+def _read_generators() -> dict[str, Any]:
+    numpy: Any = np.random.get_state(legacy=True)
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "random": random.getstate(),
+        "numpy.random": (numpy[1].tobytes(), *numpy[2:]),
+        "torch": [state.numpy().tobytes() for state in (torch.get_rng_state(), *on_gpu)],
+    }
 
 
 def _drawn_by_torch(where: str, module: nn.Module | None, operation: str) -> Finding:
@@ -106,11 +114,11 @@ def _drawn_by_torch(where: str, module: nn.Module | None, operation: str) -> Fin
     )
 
 
-def _drawn_on_host(kind: str) -> Finding:
+def _drawn_unseen(kind: str) -> Finding:
     return Finding(
         "PL453",
         where="the model",
-        saw=f"its forward draws from {kind}.",
+        saw=f"its forward draws from {kind}'s generator, where is not to be seen.",
         rule="That generator is the rank's, so what is drawn changes with microbatch_size.",
         fix="Draw in the data set, where numbers depend on the sample alone, or turn it off.",
     )

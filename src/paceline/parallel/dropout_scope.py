@@ -38,7 +38,8 @@ class Frame:
         hook: whose call it is; `None` at the bottom of a drawing.
         number: which call of this module by the parent it is, from 0.
         counts: how often modules were called in it, by `Enter.counted`, and draws made, by kind.
-        is_entered: at the bottom of a compiled block's stack: the block's own hook is yet to come.
+        is_entered: this call is known already when its module's hook comes: of a block that is compiled, or
+            run again.
     """
 
     __slots__ = ("counts", "hook", "is_entered", "number", "parent")
@@ -183,13 +184,17 @@ def standing_at(frame: Frame | None, base: Base) -> Iterator[None]:
         scope.top, scope.base = saved
 
 
+def _find_enter(module: nn.Module) -> Enter | None:
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter)), None)
+
+
 def compiled(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call`, the compiled forward of a module with hooks, run where names are relative to the module.
 
     Without this around it the masks are the same, but each block is compiled for itself, and after
     eight of them torch gives up.
     """
-    enter = next((h for h in module._forward_pre_hooks.values() if isinstance(h, Enter)), None)
+    enter = _find_enter(module)
     if enter is None:
         return call
 
@@ -219,6 +224,8 @@ def _remember(function: Callable[..., Any], *, is_second: bool) -> Callable[...,
     if top is None:
         return function
     frame, base = _copy(top), scope.base
+    # A module that is checkpointed by hooks of its own has been entered by now, and will be once more.
+    frame.is_entered = isinstance(function, nn.Module) and top.hook is _find_enter(function)
     num_runs = int(is_second)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -235,6 +242,7 @@ def _remember(function: Callable[..., Any], *, is_second: bool) -> Callable[...,
 def _copy(frame: Frame) -> Frame:
     copied = Frame(frame.parent, frame.hook, frame.number)
     copied.counts.update(frame.counts)
+    copied.is_entered = frame.is_entered
     return copied
 
 
