@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -418,6 +419,35 @@ def test_a_forward_that_raises_leaves_the_right_scope() -> None:
     with masks.drawing(1, range(2)):
         model(torch.ones(2, 5))
     assert keys == names[:2]
+
+
+class Stop(BaseException):
+    """torch calls no hook for what isn't an Exception."""
+
+
+class Interrupted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Dropout(0.5), Raise())
+        self.second = nn.Sequential(nn.Dropout(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(Stop):
+            x = self.first(x)
+        return x
+
+
+class Raise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise Stop
+
+
+def test_what_is_no_exception_is_over_with_the_module_that_caught_it() -> None:
+    masks, keys = apply_dropout(model := Interrupted()), []
+    masks.on_draw = lambda key, _x, _y: keys.append(key)
+    with masks.drawing(1, range(2)):
+        model.second(model(torch.ones(2, 5)))
+    assert keys == ["first.0/dropout#0", "second.0/dropout#0"]
 
 
 def test_outside_of_drawing_torch_is_as_it_was() -> None:
