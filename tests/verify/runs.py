@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.dist.pool import Pool
+from paceline.errors import PacelineError
+from paceline.launch.failure import RankFailed
+from tests.dist.pool import Pool, RankError
 from tests.verify.faults import FAULTS, HARMLESS
 
 TIMEOUT_S = 60.0
@@ -31,4 +33,11 @@ class PoolRunner:
     def __call__(self, fn: Callable[..., Any], nproc: int, args: tuple[Any, ...]) -> list[Any]:
         if self._fault and nproc > 1:
             fn, args = faulty, (self._fault, fn, args)
-        return self._pool.run(fn, nproc, args, TIMEOUT_S, world=False)
+        try:
+            return self._pool.run(fn, nproc, args, TIMEOUT_S, world=False)
+        except RankError as error:  # in the words of paceline.launch
+            for cause in error.causes.values():
+                if isinstance(cause, PacelineError):
+                    raise cause from None
+            rank = min(set(error.reports) - set(error.stuck), default=0)
+            raise RankFailed(rank, 1, error.reports.get(rank, "")) from None

@@ -112,7 +112,7 @@ def _describe_kinds(verified: Verified) -> str:
         if kind != "initial" and scale:
             kinds.setdefault(kind, []).append((floor / scale, tolerance / scale))
     lines = [
-        f"tolerance: {verified.factor:g} x what the tensor moved by in reruns of one process, or its last bit; "
+        f"tolerance: {verified.factor:g} x what a tensor moved by in reruns of one process, or its last bit, "
         f"in parts of its largest element (gradients clipped at {verified.clip_norm:.3g})",
         f"  {'':<20} {'number':>7} {'noise':>9} {'tolerance':>10} {'largest':>10}",
     ]

@@ -36,9 +36,22 @@ def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
-    """What this rank holds of a tensor that has the shape of parameter or buffer `name`; not collective."""
-    part: Callable[[str, Tensor], Tensor] | None = getattr(trainer, "part", None)
-    return whole if part is None else local(part(name, whole))
+    """What this rank holds of a whole tensor that lies as parameter or buffer `name` does; not collective."""
+    placement = _find_placement(trainer)
+    if placement is None:
+        return whole
+    prefix, _, key = name.rpartition(".")
+    module = trainer.model.get_submodule(prefix)
+    owner = module._parameters.get(key)
+    if owner is None:
+        owner = module._buffers[key]
+    part: Tensor = placement.part(name, whole, owner)
+    return part.cpu()
+
+
+def _find_placement(trainer: Trainer) -> Any:
+    """Where the parts of the model are, or `None` where all of it is everywhere."""
+    return getattr(trainer._updates["model"], "placement", None)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a right layout may do to last bits, planted where no layout does it: it must not be taken for a fault."""
+"""What a right layout may do to last bits, planted where no layout does it: it must not raise an alarm."""
 
 from __future__ import annotations
 
