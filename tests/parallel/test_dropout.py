@@ -272,6 +272,18 @@ def test_tensor_parallel_parts_draw_their_part_of_the_mask() -> None:
         assert not torch.equal(parts[0][number], parts[1][number])
 
 
+def test_later_calls_are_cut_as_the_first() -> None:
+    masks = apply_dropout(model := nn.Sequential(nn.Dropout(0.5)))
+    whole, part = torch.ones(BATCH, 20), torch.ones(BATCH, 10)
+    with masks.drawing(1, range(BATCH)):
+        expected = [model(whole) for _ in range(2)]
+    masks.splits["0/dropout#0"] = [Cut(1, 1, 2, 1)]
+    with masks.drawing(1, range(BATCH)):
+        got = [model(part) for _ in range(2)]
+    assert torch.equal(torch.cat(got), torch.cat(expected)[:, 10:])
+    assert not torch.equal(*got)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("preserve", [False, True])
 def test_recompute_draws_the_same(use_reentrant: bool, preserve: bool) -> None:

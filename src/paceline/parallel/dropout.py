@@ -15,12 +15,12 @@ What is not reached is named: at once in `Masks.unsafe` where the model's module
 
 from __future__ import annotations
 
-import math
+import re
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +40,16 @@ from paceline.parallel.dropout_scope import (
     scope,
     standing_at,
 )
+from paceline.parallel.dropout_values import apply_alpha_mask, apply_mask, repeat_heads, weigh
 from paceline.parallel.masks import Cut, Place, draw_mask, place_samples
 
 __all__ = ["Cut", "Masks", "apply_dropout"]
 
+Value = TypeVar("Value")
 OnDraw = Callable[[str, Tensor, Tensor], None]
 # By token (see `Enter`); a copy of a laid-out model has the same one.
 _laid_out: weakref.WeakValueDictionary[str, Masks] = weakref.WeakValueDictionary()
+_CALL_NUMBER = re.compile(r"~\d+")
 # The hooks' keys. torch numbers hooks through, and numbers that differ between blocks would be conditions
 # for compiled code.
 _ENTER, _LEAVE = "paceline_enter", "paceline_leave"
@@ -57,7 +60,8 @@ class Masks:
 
     Attributes:
         splits: by key (see `on_draw`): what part of the tensor that is dropped this rank has. Tensor
-            parallelism fills it.
+            parallelism fills it. A module's second call (`layers.0~1/dropout#0`) is as its first unless it
+            has a key of its own.
         sample_dims: by key: the dimension of the samples, where sizes don't tell (a sequence as long as
             there are samples, with the sequence first).
         unsafe: draws that depend on the layout, once each.
@@ -102,8 +106,8 @@ class Masks:
     def draw(self, key: str, size: Sequence[int], p: float, device: torch.device) -> Tensor:
         """What is kept of a tensor: bool of `size`, on `device`. Inside of `drawing`."""
         seed, samples = self._active[-1]
-        cuts = self.splits.get(key, ())
-        dim = self.sample_dims.get(key)
+        cuts = _look_up(self.splits, key) or ()
+        dim = _look_up(self.sample_dims, key)
         place = place_samples(size, len(samples), cuts) if dim is None else Place(dim)
         if place.dim is None:
             self._tell(_no_samples(key, size, len(samples)))
@@ -112,6 +116,13 @@ class Masks:
     def _tell(self, finding: Finding) -> None:
         if finding not in self.unsafe:
             self.unsafe.append(finding)
+
+
+def _look_up(values: Mapping[str, Value], key: str) -> Value | None:
+    """What is known of a draw; of a module's later calls (`layers.0~1/dropout#0`) what is of its first."""
+    if not values or key in values:
+        return values.get(key)
+    return values.get(_CALL_NUMBER.sub("", key).lstrip("."))
 
 
 def apply_dropout(model: nn.Module) -> Masks:
@@ -226,24 +237,9 @@ def _is_drawn(x: Tensor) -> bool:
     return _find_masks() is not None
 
 
-def _apply(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """x * keep / (1 - p), in steps as torch takes them.
-
-    For backward, the CPU keeps the mask in x's dtype, which is faster; others keep a byte per element.
-    """
-    if not inplace and p < 1 and x.device.type != "cpu" and not isinstance(x, FakeTensor):
-        # What torch calls the backward of dropout is all that is left of it once there is a mask.
-        y: Tensor = torch.ops.aten.native_dropout_backward(x, keep, 1 / (1 - p))
-        return y
-    noise = keep.to(x.dtype)
-    if p < 1:
-        noise.div_(1 - p)
-    return x.mul_(noise) if inplace else x * noise
-
-
 def _drop(x: Tensor, p: float, inplace: bool, kind: str = "dropout") -> Tensor:
     keep, masks, key = _mask(kind, x.shape, p, x)
-    y = _apply(x, keep, p, inplace)
+    y = apply_mask(x, keep, p, inplace)
     if masks is not None and masks.on_draw is not None:
         masks.on_draw(key, x, y)
     return y
@@ -278,40 +274,10 @@ def _attention(
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(dtype)
     with torch.autocast(device, enabled=False):
-        weights = _weigh(query, key, attn_mask, is_causal, scale, enable_gqa)
+        weights = weigh(query, key, attn_mask, is_causal, scale, enable_gqa)
         weights = _drop(weights, dropout_p, inplace=False, kind="sdpa")
         value = value.to(weights.dtype)
-        return (weights @ _repeat_heads(value, query, enable_gqa)).to(dtype)
-
-
-def _weigh(
-    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Attention's weights before dropout, step by step as in torch's `_scaled_dot_product_attention_math`.
-
-    (That function takes a mask for its dropout, but warns that it is for tests.)
-    """
-    if bias is not None and bias.dtype == torch.bool:
-        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -math.inf)
-    narrow = query.dtype in (torch.float16, torch.bfloat16)
-    if narrow and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
-        query, key = query.float(), key.float()
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    root = math.sqrt(abs(factor))
-    key = _repeat_heads(key, query, enable_gqa).transpose(-2, -1) * root
-    scores = (query * math.copysign(root, factor)) @ key
-    if is_causal:
-        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores.masked_fill_(~kept, -math.inf)
-    if bias is not None:
-        scores += bias
-    output: Tensor = torch.ops.aten._safe_softmax(scores, -1)
-    return output
-
-
-def _repeat_heads(x: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
-    """Keys or values [..., heads, length, width], each head as often as queries share it."""
-    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) if enable_gqa else x
+        return (weights @ repeat_heads(value, query, enable_gqa)).to(dtype)
 
 
 class _Originals:
@@ -342,24 +308,12 @@ def _replace_low(name: str, inplace: bool) -> Callable[[Tensor, float, bool], Te
         keep, _, key = _mask(kind, size, p, input)
         if is_feature:
             keep = keep.view(*size, *[1] * (input.dim() - 2))
-        y = _apply_alpha(input, keep, p, inplace) if is_alpha else _apply(input, keep, p, inplace)
+        y = apply_alpha_mask(input, keep, p, inplace) if is_alpha else apply_mask(input, keep, p, inplace)
         if masks.on_draw is not None:
             masks.on_draw(key, input, y)
         return y
 
     return run
-
-
-def _apply_alpha(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """Alpha dropout (Klambauer et al. 2017, section 3), with the constants of aten/native/Dropout.cpp."""
-    noise = keep.to(x.dtype)
-    if p == 1:
-        return x.mul_(noise) if inplace else x * noise
-    alpha = 1.7580993408473766
-    a = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
-    b = noise.sub(1).mul_(alpha * a).add_(alpha * a * p)
-    noise = noise.mul_(a)
-    return x.mul_(noise).add_(b) if inplace else torch.add(x * noise, b)
 
 
 def _with_break(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,0 +1,66 @@
+"""What dropout computes once there is a mask, rounded as torch does it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def apply_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+    """x * keep / (1 - p), in steps as torch takes them.
+
+    For backward, the CPU keeps the mask in x's dtype, which is faster; others keep a byte per element.
+    """
+    if not inplace and p < 1 and x.device.type != "cpu" and not isinstance(x, FakeTensor):
+        # What torch calls the backward of dropout is all that is left of it once there is a mask.
+        y: Tensor = torch.ops.aten.native_dropout_backward(x, keep, 1 / (1 - p))
+        return y
+    noise = keep.to(x.dtype)
+    if p < 1:
+        noise.div_(1 - p)
+    return x.mul_(noise) if inplace else x * noise
+
+
+def apply_alpha_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
+    """Alpha dropout (Klambauer et al. 2017, section 3), with the constants of aten/native/Dropout.cpp."""
+    noise = keep.to(x.dtype)
+    if p == 1:
+        return x.mul_(noise) if inplace else x * noise
+    alpha = 1.7580993408473766
+    a = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
+    b = noise.sub(1).mul_(alpha * a).add_(alpha * a * p)
+    noise = noise.mul_(a)
+    return x.mul_(noise).add_(b) if inplace else torch.add(x * noise, b)
+
+
+def weigh(
+    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Attention's weights before dropout, step by step as in torch's `_scaled_dot_product_attention_math`.
+
+    (That function takes a mask for its dropout, but warns that it is for tests.)
+    """
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -math.inf)
+    narrow = query.dtype in (torch.float16, torch.bfloat16)
+    if narrow and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
+        query, key = query.float(), key.float()
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    root = math.sqrt(abs(factor))
+    key = repeat_heads(key, query, enable_gqa).transpose(-2, -1) * root
+    scores = (query * math.copysign(root, factor)) @ key
+    if is_causal:
+        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores.masked_fill_(~kept, -math.inf)
+    if bias is not None:
+        scores += bias
+    output: Tensor = torch.ops.aten._safe_softmax(scores, -1)
+    return output
+
+
+def repeat_heads(x: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
+    """Keys or values [..., heads, length, width], each head as often as queries share it."""
+    return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) if enable_gqa else x
