@@ -6,7 +6,7 @@ are those of one node where its degree allows it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,7 +22,7 @@ class Axis:
     """This rank's place among those that differ from it in some degrees only.
 
     Attributes:
-        name: `dp_replicate`, `dp_shard`, `tp`, or `dp` for the first two together.
+        name: `dp_replicate`, `dp_shard`, `tp`, `dp` for the first two together, `model` for the last two.
         size: how many ranks these are.
         rank: this one's number among them.
         group: their process group.
@@ -41,14 +41,24 @@ class Mesh:
         layout: the degrees, resolved.
         dp_replicate, dp_shard, tp: the axes.
         dp: all ranks that hold different microbatches of this one's tp place: dp_replicate times dp_shard.
+        model: all ranks that hold one copy of the model among them: dp_shard times tp.
         device_mesh: torch's mesh, three-dimensional, its dimensions named as the axes.
     """
 
-    def __init__(self, layout: Layout, device_mesh: DeviceMesh, dp_mesh: DeviceMesh) -> None:
+    def __init__(self, layout: Layout, device_mesh: DeviceMesh) -> None:
         self.layout = layout
         self.device_mesh = device_mesh
         self.dp_replicate, self.dp_shard, self.tp = (_read_axis(name, device_mesh[name]) for name in NAMES)
-        self.dp = _read_axis("dp", dp_mesh)
+        self.dp = self._join("dp", "dp_replicate", "dp_shard")
+        self.model = self._join("model", "dp_shard", "tp")
+
+    def _join(self, name: str, outer: str, inner: str) -> Axis:
+        """Two axes as one; no group of its own where one of them is all of it."""
+        for one, other in ((outer, inner), (inner, outer)):
+            if getattr(self, other).size == 1:
+                axis: Axis = getattr(self, one)
+                return replace(axis, name=name)
+        return _read_axis(name, self.device_mesh[outer, inner]._flatten(name))
 
 
 def build_mesh(layout: Layout, world: World) -> Mesh:
@@ -60,8 +70,7 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
     layout = layout.resolve(world.world_size)
     degrees = tuple(getattr(layout, name) for name in NAMES)
     device_mesh = init_device_mesh(world.device.type, degrees, mesh_dim_names=NAMES)
-    dp_mesh = device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    return Mesh(layout, device_mesh, dp_mesh)
+    return Mesh(layout, device_mesh)
 
 
 def build_private_group(axis: Axis) -> dist.ProcessGroup:

@@ -15,9 +15,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from paceline.errors import PacelineError
+from paceline.parallel.placement import Placement
 
 # How the arithmetic is carried out on the device at hand, not what it is: these stay as the optimizer
 # was built, so that a run can move to another device.
@@ -27,12 +29,22 @@ _NOT_OPTIONS = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
-def optimizer_state_by_name(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[str, Any]:
-    """All state and settings of an optimizer as a tree. Refers to its tensors, copies none.
+def optimizer_state_by_name(
+    optimizer: Optimizer,
+    named_parameters: NamedParameters,
+    placement: Placement | None = None,
+    *,
+    keep: bool = True,
+) -> dict[str, Any]:
+    """All state and settings of an optimizer as a tree. Refers to its tensors, copies none that are whole.
+
+    Collective over dp_shard and tp where `placement` says that they divide the model.
 
     Args:
         optimizer: any `torch.optim.Optimizer` whose state is in `.state`, as torch's own all are.
         named_parameters: `model.named_parameters()`; more than the optimizer has is fine (frozen ones).
+        placement: where the model's parts are; left out, every tensor is whole.
+        keep: whether this rank wants the tensors that are put together, or only helps with them.
 
     Raises:
         PacelineError: PL511 where the optimizer has a parameter without a name.
@@ -41,11 +53,16 @@ def optimizer_state_by_name(optimizer: Optimizer, named_parameters: NamedParamet
     parameters: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            parameters[names[parameter]] = {
-                "shape": list(parameter.shape),
-                "group": number,
-                "state": dict(optimizer.state.get(parameter, {})),
-            }
+            name, state = names[parameter], dict(optimizer.state.get(parameter, {}))
+            shape = list(parameter.shape)
+            if placement is not None:
+                shape = placement.whole_shape(name, parameter)
+                if placement.is_divided:
+                    for key, value in state.items():
+                        if placement.lies_as(value, parameter):
+                            whole = placement.whole(name, value)
+                            state[key] = whole.cpu() if keep else None
+            parameters[name] = {"shape": shape, "group": number, "state": state}
     options = [
         {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
         for group in optimizer.param_groups
@@ -55,7 +72,10 @@ def optimizer_state_by_name(optimizer: Optimizer, named_parameters: NamedParamet
 
 
 def load_optimizer_state_by_name(
-    optimizer: Optimizer, named_parameters: NamedParameters, tree: Mapping[str, Any]
+    optimizer: Optimizer,
+    named_parameters: NamedParameters,
+    tree: Mapping[str, Any],
+    placement: Placement | None = None,
 ) -> None:
     """Puts saved state and settings into an optimizer, whatever the order of its groups.
 
@@ -69,21 +89,29 @@ def load_optimizer_state_by_name(
         optimizer: of the same kind as the saved one.
         named_parameters: `model.named_parameters()`.
         tree: of `optimizer_state_by_name`.
+        placement: where the model's parts are; the tree then has this rank's parts of what is divided.
 
     Raises:
         PacelineError: PL511 where the state is of another kind of optimizer or another model, with names.
     """
     names = _names_of(optimizer, named_parameters)
-    _check_fits(optimizer, names, tree)
+    shapes = {
+        name: list(p.shape) if placement is None else placement.whole_shape(name, p)
+        for p, name in names.items()
+    }
+    _check_fits(optimizer, names, shapes, tree)
     saved = tree["parameters"]
     options = [_options_of(group, names, tree) for group in optimizer.param_groups]
     state: dict[Any, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            held = saved[names[parameter]]["state"]
+            name = names[parameter]
+            held = saved[name]["state"]
             if held:
                 state[parameter] = {
-                    key: _place_step(value, parameter, group) if key == "step" else _place(value, parameter)
+                    key: _place_step(value, parameter, group)
+                    if key == "step"
+                    else _place_part(value, parameter)
                     for key, value in held.items()
                 }
     state.update(tree["other"])
@@ -112,21 +140,26 @@ def _names_of(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[t
     return names
 
 
-def _check_fits(optimizer: Optimizer, names: Mapping[torch.Tensor, str], tree: Mapping[str, Any]) -> None:
+def _check_fits(
+    optimizer: Optimizer,
+    names: Mapping[torch.Tensor, str],
+    shapes: Mapping[str, list[int]],
+    tree: Mapping[str, Any],
+) -> None:
     kind = type(optimizer).__name__
     if tree["kind"] != kind:
         raise _of_another(f"it is of the optimizer {tree['kind']}, and this one is {kind}.")
     saved = tree["parameters"]
-    here = {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
+    here = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
     problems = []
-    if missing := sorted(here.keys() - saved.keys()):
+    if missing := sorted(here - saved.keys()):
         problems.append(f"it lacks {_some(missing)}")
-    if extra := sorted(saved.keys() - here.keys()):
+    if extra := sorted(saved.keys() - here):
         problems.append(f"it has {_some(extra)}, which are not trained here")
     misshapen = [
-        f"{name} ({saved[name]['shape']} there, {list(parameter.shape)} here)"
-        for name, parameter in here.items()
-        if name in saved and list(saved[name]["shape"]) != list(parameter.shape)
+        f"{name} ({saved[name]['shape']} there, {shapes[name]} here)"
+        for name in here
+        if name in saved and list(saved[name]["shape"]) != shapes[name]
     ]
     if misshapen:
         problems.append(f"shapes differ: {_some(misshapen)}")
@@ -172,6 +205,23 @@ def _place(value: Any, parameter: torch.Tensor) -> Any:
             placed = torch.empty_like(parameter, dtype=value.dtype).copy_(placed)
         return placed
     return _map_items(value, lambda item: _place(item, parameter))
+
+
+def _place_part(value: Any, parameter: torch.Tensor) -> Any:
+    """A copy of a piece of state; what belongs to a rank's part of a sharded parameter lies as that does."""
+    if not isinstance(parameter, DTensor):
+        return _place(value, parameter)
+    part = parameter.to_local()
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != part.shape:
+        return _place(value, part)
+    return DTensor.from_local(
+        value.to(part.device, copy=True),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _place_step(value: Any, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:

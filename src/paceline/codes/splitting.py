@@ -47,10 +47,18 @@ PAGES: dict[str, Page] = {
     "PL464": Page(
         title="The sequence can't be split between the blocks",
         why=(
-            "With sequence=true each rank of tp has a part of the sequence between attention and feed-forward. "
-            "That works where the blocks pass on one tensor [batch, length, width] and do to it, outside of "
+            "With sequence=true each rank of tp has a part of the sequence between attention and "
+            "feed-forward. That works where the blocks pass on one tensor [batch, length, width] and do to it, outside of "
             "what tp splits, only what treats every place by itself."
         ),
         fix="Leave sequence out; the message says what is in the way.",
+    ),
+    "PL465": Page(
+        title="Nothing to recompute",
+        why=(
+            "recompute drops the activations inside of the model's repeated blocks and computes them "
+            "again in backward. The blocks are found by themselves: the modules of one kind in the model's lists."
+        ),
+        fix="Leave recompute out, or put the repeated part of the model into an nn.ModuleList.",
     ),
 }

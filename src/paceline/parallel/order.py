@@ -3,87 +3,218 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
-from paceline.mesh import Mesh
+from paceline.mesh import Mesh, build_private_group
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.construct import Construction
+from paceline.parallel.dropout import Masks, apply_dropout
 from paceline.parallel.exact import ExactReduction
+from paceline.parallel.placement import Placement
+from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.replicate import CommHook, Replica
-from paceline.recipe.schema import DdpSection
+from paceline.parallel.shard import Shards
+from paceline.parallel.tensor.apply import apply_plan
+from paceline.parallel.tensor.attention import open_attention
+from paceline.parallel.tensor.plan import Plan, find_plan
+from paceline.recipe import Layout
+from paceline.recipe.schema import DdpSection, ShardSection
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is laid out, beside the degrees of its mesh.
+
+    Attributes:
+        layout: resolved; for a world of one, what is left of it: recompute.
+        ddp: of the replication.
+        shard: of the sharding.
+        exact: sum gradients in an order that doesn't depend on dp.
+        comm_hook: the user's `(state, hook)` for the gradients of replicas.
+        sync_batchnorm: turn BatchNorm into `SyncBatchNorm`.
+        compile: `torch.compile` the model; under dp_shard or tp, each of its blocks.
+        example: calls the model on a batch of a few samples; needed for tp.
+        tp_plan: by pattern of a module's name, how it is split; the rest is found by itself.
+    """
+
+    layout: Layout
+    ddp: DdpSection = field(default_factory=DdpSection)
+    shard: ShardSection = field(default_factory=ShardSection)
+    exact: bool = False
+    comm_hook: tuple[Any, CommHook] | None = None
+    sync_batchnorm: bool = False
+    compile: bool = False
+    example: Callable[[nn.Module], Any] | None = None
+    tp_plan: Mapping[str, str] | None = None
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Whether steps may leave parameters unused, some on some ranks only."""
+        if self.layout.dp_shard > 1:
+            return self.shard.find_unused_parameters
+        return self.ddp.find_unused_parameters
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """What became of a model.
+
+    Attributes:
+        reducer: what sums the gradients over dp, or `None` where there is nobody to sum with.
+        exact: sums a rank's own microbatches in the order of the tree, unless `reducer` does.
+        placement: where its parts are.
+        masks: its dropout.
+        plan: how tp splits it.
+    """
+
+    reducer: Replica | Shards | None
+    exact: ExactReduction | None
+    placement: Placement
+    masks: Masks
+    plan: Plan | None
 
 
 def parallelize(
     model: nn.Module,
     mesh: Mesh | None,
-    *,
-    ddp: DdpSection,
-    exact: ExactReduction | None = None,
-    comm_hook: tuple[Any, CommHook] | None = None,
-    sync_batchnorm: bool = False,
-    compile: bool = False,
-) -> Replica | None:
+    settings: Settings,
+    device: torch.device,
+    construction: Construction | None = None,
+) -> LaidOut:
     """Applies every parallelism of the mesh to a model, in place, in the one order that works.
 
-    Collective: every rank of the mesh must call it with the same model structure.
+    Collective: every rank must call it with the same model structure.
 
     Args:
-        model: on its device, in its final dtype.
+        model: on the device, in its final dtype; or on the meta device, see `construction`.
         mesh: the ranks, or `None` for a world of one.
-        ddp: settings of the replication.
-        exact: sums the gradients over the ranks, in place of the library's all-reduce.
-        comm_hook: the user's `(state, hook)` for the gradients.
-        sync_batchnorm: turn BatchNorm into `SyncBatchNorm`.
-        compile: `torch.compile` the model.
-
-    Returns:
-        What reduces the gradients, or `None` where there is nobody to reduce with.
+        settings: how.
+        device: where the model is to be.
+        construction: where the values of a model on the meta device come from.
 
     Raises:
-        PacelineError: PL422 for `sync_batchnorm` off CUDA, PL420 with nothing to train.
+        PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL447 for
+            what can't be sharded, PL455 to PL459 for what can't be built on meta, PL460 to PL465 for what
+            tp and recompute can't do.
     """
-    if not any(p.requires_grad for p in model.parameters()):
-        raise PacelineError(
-            "PL420",
-            saw=f"none of the {sum(1 for _ in model.parameters())} parameters of {type(model).__name__} "
-            "requires a gradient.",
-            rule="An update needs at least one parameter to train.",
-            fix="Set requires_grad on the parameters to train before handing the model over.",
-        )
-    if sync_batchnorm:
+    _check_trains(model)
+    layout = settings.layout
+    if settings.sync_batchnorm:
         # First: it replaces modules, and everything after holds on to modules or parameters.
         _synchronise_batchnorm(model, mesh)
-    if compile:
-        # Before DDP: the model alone is one graph; collectives stay outside of it, in DDP's hooks.
-        _compile(model)
-        log.info("compile: torch.compile over the whole model")
-    if mesh is None:
-        if comm_hook is not None:
+    if mesh is not None and construction is None:
+        # Before any rank drops what another one has: rank 0's weights are the truth.
+        align_with_main(model)
+    # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
+    masks = apply_dropout(model)
+    plan = None
+    if layout.tp > 1:
+        assert mesh is not None
+        # On whole modules: sharding cuts what is left, and blocks must be recomputed with their collectives.
+        plan = _split(model, mesh, settings, masks)
+    if layout.recompute != "none":
+        # Before sharding: a block is gathered again before it is computed again.
+        apply_recompute(model, find_blocks(model), layout.recompute)
+        log.info("recompute: %s", layout.recompute)
+    placement = Placement(model, mesh, plan.splits, plan.partial) if plan else Placement(model, mesh)
+    reducer: Replica | Shards | None = None
+    exact: ExactReduction | None = None
+    if settings.compile:
+        # Before sharding and replication, whose collectives stay outside of the graphs.
+        _compile(model, divided=layout.dp_shard > 1 or layout.tp > 1)
+    if layout.dp_shard > 1:
+        assert mesh is not None
+        group = build_private_group(mesh.dp) if settings.exact else None
+        # Last but for the values: it replaces every parameter, and its hooks go around all others.
+        reducer = Shards(
+            model,
+            mesh,
+            settings.shard,
+            zero=layout.zero,
+            offload=layout.offload,
+            exact_group=group,
+        )
+    if construction is not None:
+        # Now that each rank knows its part: one whole tensor at a time, of which it keeps that.
+        _fill(model, construction, placement, device)
+    if layout.dp_shard == 1:
+        replicas = mesh is not None and mesh.dp_replicate.size > 1
+        if settings.exact:
+            group = build_private_group(mesh.dp) if replicas and mesh is not None else None
+            exact = ExactReduction(model, group, device)
+        if replicas:
+            assert mesh is not None
+            # Last: DDP broadcasts what the parameters are by now, and hooks these very tensors.
+            reducer = Replica(model, mesh.dp_replicate, settings.ddp, exact, settings.comm_hook)
+            log.info(
+                "replicate: DistributedDataParallel over dp_replicate=%d, %s reduction",
+                mesh.dp_replicate.size,
+                "exact" if settings.exact else "fast",
+            )
+        elif settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank has nobody to communicate with")
-        return None
-    # Last: DDP broadcasts what the parameters are by now, and hooks these very tensors.
-    replica = Replica(model, mesh.dp_replicate, ddp, exact, comm_hook)
-    log.info(
-        "replicate: DistributedDataParallel over dp_replicate=%d, %s reduction",
-        mesh.dp_replicate.size,
-        "fast" if exact is None else "exact",
+    return LaidOut(reducer, exact, placement, masks, plan)
+
+
+def align_with_main(model: nn.Module) -> None:
+    """Gives every rank rank 0's parameters and buffers; collective over the world."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)
+
+
+def _check_trains(model: nn.Module) -> None:
+    if any(p.requires_grad for p in model.parameters()):
+        return
+    raise PacelineError(
+        "PL420",
+        saw=f"none of the {sum(1 for _ in model.parameters())} parameters of {type(model).__name__} "
+        "requires a gradient.",
+        rule="An update needs at least one parameter to train.",
+        fix="Set requires_grad on the parameters to train before handing the model over.",
     )
-    return replica
 
 
-def _compile(model: nn.Module) -> None:
-    call = model._call_impl
+def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Plan:
+    open_attention(model)
+    plan = find_plan(model, settings.example, mesh.tp.size, settings.tp_plan, masks)
+    apply_plan(model, plan, mesh.tp, masks)
+    log.info("%s", plan.describe())
+    return plan
+
+
+def _fill(model: nn.Module, construction: Construction, placement: Placement, device: torch.device) -> None:
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        # fully_shard holds on to its parameters, so these get memory in place; plain ones are replaced.
+        model.to_empty(device=device)
+    placement.materialise(construction.fill, device)
+
+
+def _compile(model: nn.Module, *, divided: bool) -> None:
+    blocks = find_blocks(model) if divided else []
+    for _, module in blocks or [("", model)]:
+        _compile_module(module)
+    log.info("compile: torch.compile over %s", f"{len(blocks)} blocks" if blocks else "the whole model")
+
+
+def _compile_module(module: nn.Module) -> None:
+    call = module._call_impl
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # What Module.compile() does, with a frame of ours in between: the compiler passes over the frames of
     # torch.nn's own classes, so that an nn.Sequential would stay as it is without a word.
-    model._compiled_call_impl = torch.compile(forward)
+    module._compiled_call_impl = torch.compile(forward)
 
 
 def _synchronise_batchnorm(model: nn.Module, mesh: Mesh | None) -> None:

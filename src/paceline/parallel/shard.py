@@ -143,8 +143,7 @@ class Shards:
         """A number of 63 bits made from the groups that were gathered and reduced since `begin`, in order.
 
         Equal on all ranks unless they ran different modules, and so took one another's data: the sums are
-        wrong then, though nothing failed. Whoever agrees on things per step compares it, see
-        `check_signatures`.
+        wrong then, though nothing failed. Whoever agrees on things per step compares it.
         """
         return self._rounds.signature
 
@@ -237,29 +236,6 @@ class Shards:
             fix="Set shard.find_unused_parameters = true, or requires_grad=False on parameters that the loss "
             "does not use.",
         )
-
-    def check_signatures(self, signatures: list[int]) -> None:
-        """Raises unless all ranks ran the same modules in the same order in this step.
-
-        Args:
-            signatures: per rank of dp, its `signature`.
-
-        Raises:
-            PacelineError: PL443, the same on every rank.
-        """
-        others = [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]
-        if not others:
-            return
-        error = PacelineError(
-            "PL443",
-            saw=f"rank {others[0]} of dp gathered or summed other blocks, or in another order, than rank 0.",
-            rule="Under dp_shard the ranks take part in every block's gathering and summing, so all of them "
-            "run the same blocks in each microbatch.",
-            fix="Run every block for every microbatch (multiply what must not count by zero), or use "
-            "dp_shard=1.",
-        )
-        error.on_every_rank = True
-        raise error
 
     def reshard(self) -> None:
         """Puts the shards back into the model wherever gathered parameters stand in for them.

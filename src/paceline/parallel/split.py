@@ -36,16 +36,21 @@ class Split:
         """The part of a tp rank, contiguous; a copy."""
         size = whole.shape[self.dim]
         assert size % (self.outer * self.num_ranks) == 0, (tuple(whole.shape), self)
-        folded = whole.unflatten(self.dim, (self.outer, self.num_ranks, -1))
+        folded = _fold(whole, self.dim, (self.outer, self.num_ranks, -1))
         part = folded.select(self.dim + 1, rank)
         return part.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor, from the parts of all tp ranks in their order."""
         assert len(parts) == self.num_ranks
-        folded = [part.unflatten(self.dim, (self.outer, -1)) for part in parts]
+        folded = [_fold(part, self.dim, (self.outer, -1)) for part in parts]
         return torch.stack(folded, self.dim + 1).flatten(self.dim, self.dim + 2)
 
     def whole_shape(self, part: Sequence[int]) -> list[int]:
         """The shape of the whole tensor, from that of a part."""
         return [size * (self.num_ranks if dim == self.dim else 1) for dim, size in enumerate(part)]
+
+
+def _fold(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    folded: Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return folded

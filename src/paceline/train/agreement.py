@@ -5,6 +5,7 @@ others add zero), so the sum is exact and every rank reads the same bits, in an 
 depend on who computed what:
 
     [ number of ranks asked to stop by SIGINT | ... by SIGTERM | position, position squared |
+      signature, signature squared |
       per microbatch: loss sum, weight, running statistics of BatchNorm ... |
       per parameter: on how many ranks a gradient was computed (only with find_unused_parameters) ]
 
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from paceline.errors import PacelineError
 
-_NUM_HEADER = 4
+_NUM_HEADER = 6
+# Bits of a signature that are compared; sums of its square stay exact on any number of ranks.
+_SIGNATURE_BITS = 20
 _LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
 # Every rank sends all it has to every other, so this is for small numbers only.
 _MAX_EXCHANGE_RANKS = 8
@@ -84,6 +87,7 @@ class Agreement:
         self._received: Tensor | None = None
         self._work: dist.Work | None = None
         self._position = 0
+        self._signature = 0
 
     def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor, statistics: Tensor | None) -> None:
         """Fills the slot of microbatch `index`; doesn't wait for the device."""
@@ -103,15 +107,18 @@ class Agreement:
         if used:
             self._vector[-len(used) :] = torch.tensor(used, dtype=torch.float64)
 
-    def launch(self, *, stop_signum: int, position: int) -> None:
+    def launch(self, *, stop_signum: int, position: int, signature: int = 0) -> None:
         """Starts the collective.
 
         Args:
             stop_signum: the signal this rank got, or 0.
             position: a number that must be the same on all ranks, such as the step's.
+            signature: another one, of what ranks did before.
         """
         self._position = position
-        header = [stop_signum == signal.SIGINT, stop_signum == signal.SIGTERM, position, position**2]
+        self._signature = signature % 2**_SIGNATURE_BITS
+        asked = [stop_signum == signal.SIGINT, stop_signum == signal.SIGTERM]
+        header = [*asked, position, position**2, self._signature, self._signature**2]
         if self._array is not None:
             self._array[:_NUM_HEADER] = header
         else:
@@ -136,7 +143,7 @@ class Agreement:
             What was agreed, and the value of `extra` (0 without).
 
         Raises:
-            PacelineError: PL430 where ranks are at different positions.
+            PacelineError: PL430 where ranks are at different positions, PL443 where they did other things.
         """
         if self._work is not None:
             self._work.wait()
@@ -148,8 +155,9 @@ class Agreement:
         vector = vector.cpu()
         values: list[float] = vector.tolist()
         end = _NUM_HEADER + self._num_microbatches * self._width
-        num_int, num_term, position_sum, square_sum = values[:_NUM_HEADER]
-        self._check_position(position_sum, square_sum)
+        num_int, num_term, *sums = values[:_NUM_HEADER]
+        self._check_position(*sums[:2])
+        self._check_signature(*sums[2:])
         used = None
         if self._num_parameters:
             used = [count > 0 for count in values[end : end + self._num_parameters]]
@@ -172,3 +180,18 @@ class Agreement:
             rule="Every rank takes the same steps on the same global batches.",
             fix="Look for a step, a loader or an early exit that depends on the rank.",
         )
+
+    def _check_signature(self, total: float, squares: float) -> None:
+        num_ranks = 1 if self._group is None else self._group.size()
+        if total == num_ranks * self._signature and squares == num_ranks * self._signature**2:
+            return
+        error = PacelineError(
+            "PL443",
+            saw="in the step before, ranks gathered or summed different blocks, or in another order.",
+            rule="Under dp_shard the ranks take part in every block's gathering and summing, so all of them "
+            "run the same blocks in each microbatch. The weights are wrong since that step.",
+            fix="Run every block for every microbatch (multiply what must not count by zero), or use "
+            "dp_shard=1; and go on from a checkpoint of before.",
+        )
+        error.on_every_rank = True
+        raise error

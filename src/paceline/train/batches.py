@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
-from paceline.world import World
+from paceline.mesh import Axis
 
 
 def count_samples(batch: Any) -> int:
@@ -58,22 +58,29 @@ def weigh(loss: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return total, weight
 
 
-def share_batch(batch: Any, world: World, microbatch_size: int | None) -> Share:
-    """This rank's samples as its share of a global batch made of all ranks' samples; collective.
+def share_batch(batch: Any, dp: Axis | None, device: torch.device, microbatch_size: int | None) -> Share:
+    """This rank's samples as its share of a global batch made of all ranks' samples; collective over dp.
 
     Microbatches and samples are numbered through in the order of ranks. Costs one all-reduce of 8 bytes
     per rank.
+
+    Args:
+        batch: this rank's samples; ranks of tp give the same ones.
+        dp: the ranks that have different samples, or `None` for one.
+        device: where the collective runs.
+        microbatch_size: samples per forward; `None` for all of a rank's at once.
     """
     num_samples = count_samples(batch)
-    counts = [num_samples]
-    if world.world_size > 1:
-        all_counts = torch.zeros(world.world_size, dtype=torch.int64, device=world.device)
-        all_counts[world.rank] = num_samples
-        dist.all_reduce(all_counts)
+    counts, rank = [num_samples], 0
+    if dp is not None and dp.size > 1:
+        rank = dp.rank
+        all_counts = torch.zeros(dp.size, dtype=torch.int64, device=device)
+        all_counts[rank] = num_samples
+        dist.all_reduce(all_counts, group=dp.group)
         counts = all_counts.tolist()
     cuts = [split_microbatches(count, microbatch_size or max(1, count)) for count in counts]
-    first = sum(len(cut) for cut in cuts[: world.rank])
-    first_sample = sum(counts[: world.rank])
+    first = sum(len(cut) for cut in cuts[:rank])
+    first_sample = sum(counts[:rank])
     return Share(
         epoch=0,
         number=0,
@@ -81,11 +88,24 @@ def share_batch(batch: Any, world: World, microbatch_size: int | None) -> Share:
         num_owned=tuple(map(len, cuts)),
         microbatches=[
             (first + number, _cut_samples(batch, start, stop))
-            for number, (start, stop) in enumerate(cuts[world.rank])
+            for number, (start, stop) in enumerate(cuts[rank])
         ],
-        samples=[range(first_sample + start, first_sample + stop) for start, stop in cuts[world.rank]],
+        samples=[range(first_sample + start, first_sample + stop) for start, stop in cuts[rank]],
     )
 
 
 def _cut_samples(batch: Any, start: int, stop: int) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor[start:stop] if tensor.dim() else tensor, batch)
+
+
+def lend_batch(share: Share, dp: Axis) -> Any:
+    """A microbatch of this global batch for each rank that runs one more forward than it owns microbatches.
+
+    Collective over dp where some rank owns none and another does: those get one that is not theirs.
+    """
+    if share.microbatches and all(share.num_owned):
+        return share.microbatches[0][1]
+    lender = next(rank for rank, owned in enumerate(share.num_owned) if owned)
+    lent = [share.microbatches[0][1] if dp.rank == lender else None]
+    dist.broadcast_object_list(lent, group=dp.group, group_src=lender)
+    return share.microbatches[0][1] if share.microbatches else lent[0]

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import PacelineError
-from paceline.mesh import Mesh, build_private_group
+from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
-from paceline.parallel.exact import ExactReduction
-from paceline.parallel.order import parallelize
-from paceline.parallel.replicate import CommHook
-from paceline.recipe.schema import DdpSection
+from paceline.parallel.construct import Construction, construct
+from paceline.parallel.order import Settings, parallelize
+from paceline.parallel.placement import Placement
+from paceline.recipe import Layout
 from paceline.train.precision import Precision
-from paceline.train.rng import derive_seed, preserved_generators, seed_generators
+from paceline.train.rng import derive_seed
 from paceline.train.update import Update, Updated
 
 log = logging.getLogger(__name__)
@@ -40,70 +39,68 @@ class UpdateSettings:
         mesh: the ranks, or `None` in a world of one.
         precision: dtype and device.
         statistics: BatchNorm's, of all models.
-        ddp: settings of DistributedDataParallel.
+        laying_out: how models are laid out over the mesh.
         schedule: from an optimizer to its learning-rate scheduler.
-        reduction: `"fast"` or `"exact"`.
-        comm_hook: the user's, for gradients.
         clip_norm: global gradient norm to clip to.
         seed: base of the microbatches' seeds.
-        sync_batchnorm: statistics over all ranks.
-        compile: `torch.compile` the models.
     """
 
     mesh: Mesh | None
     precision: Precision
     statistics: RunningStatistics
-    ddp: DdpSection
+    laying_out: Settings
     schedule: ScheduleFactory | None
-    reduction: str
-    comm_hook: tuple[Any, CommHook] | None
     clip_norm: float
     seed: int
-    sync_batchnorm: bool
-    compile: bool
 
 
-def build_models(models: Mapping[str, Model], precision: Precision, seed: int) -> dict[str, nn.Module]:
-    """The modules on their device, in their dtype; factories are called under a seed of their own."""
-    built = {}
-    for name, model in models.items():
-        if not isinstance(model, nn.Module):
-            with preserved_generators(precision.device):
-                seed_generators(derive_seed(seed, "model", name), precision.device)
-                model = model()
+@dataclass(frozen=True)
+class Built:
+    """A model before it is laid out.
+
+    Attributes:
+        model: on its device; or on the meta device, built by a factory.
+        construction: where the values of a model on the meta device come from.
+    """
+
+    model: nn.Module
+    construction: Construction | None
+
+
+def build_model(name: str, model: Model, precision: Precision, seed: int) -> Built:
+    """A module on its device in its dtype; a factory's, on the meta device, as every rank makes its own part."""
+    if isinstance(model, nn.Module):
         precision.place_model(model)
-        built[name] = model
-    return built
+        return Built(model, None)
+    construction = construct(model, derive_seed(seed, "model", name), precision.cast_model)
+    return Built(construction.model, construction)
 
 
-def build_update(name: str, model: nn.Module, factory: OptimizerFactory, settings: UpdateSettings) -> Update:
+def complete_model(built: Built, device: torch.device) -> None:
+    """Gives a model that nobody lays out its values, all of them on every rank."""
+    if built.construction is not None:
+        Placement(built.model, None).materialise(built.construction.fill, device)
+
+
+def build_update(name: str, built: Built, factory: OptimizerFactory, settings: UpdateSettings) -> Update:
     """A model laid out over the ranks, with its optimizer; collective."""
-    mesh, exact = settings.mesh, None
-    if settings.reduction == "exact":
-        group = None if mesh is None else build_private_group(mesh.dp)
-        exact = ExactReduction(model, group, settings.precision.device)
-    replica = parallelize(
-        model,
-        mesh,
-        ddp=settings.ddp,
-        exact=exact,
-        comm_hook=settings.comm_hook,
-        sync_batchnorm=settings.sync_batchnorm,
-        compile=settings.compile,
-    )
+    model, laying_out = built.model, settings.laying_out
+    device = settings.precision.device
+    laid_out = parallelize(model, settings.mesh, laying_out, device, built.construction)
     optimizer = factory(list(model.named_parameters()))
     update = Update(
         name,
         model,
+        laid_out,
+        settings.mesh,
         optimizer,
         settings.schedule(optimizer) if settings.schedule is not None else None,
-        replica,
-        exact,
+        is_exact=laying_out.exact,
         statistics=settings.statistics,
         precision=settings.precision,
         clip_norm=settings.clip_norm,
         seed=settings.seed,
-        track_used=settings.ddp.find_unused_parameters,
+        track_used=laying_out.find_unused_parameters,
     )
     if update.not_updated:
         log.warning(
@@ -115,11 +112,16 @@ def build_update(name: str, model: nn.Module, factory: OptimizerFactory, setting
     return update
 
 
-def align_with_main(model: nn.Module, mesh: Mesh | None) -> None:
-    """Gives a model that no optimizer updates (so that DDP doesn't see it) rank 0's weights; collective."""
-    if mesh is not None:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+def check_several(layout: Layout) -> None:
+    """Raises PL423 for several models in a layout that divides a model."""
+    if layout.dp_shard > 1 or layout.tp > 1:
+        raise PacelineError(
+            "PL423",
+            saw=f"named models with layout {layout}.",
+            rule="With several models each is replicated: what one of them gathers or adds up in the middle of "
+            "another's loss has no fixed order.",
+            fix="Use dp_replicate for all ranks, or train one model.",
+        )
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
-from paceline.train.batches import weigh
+from paceline.mesh import Mesh
+from paceline.train.batches import lend_batch, weigh
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed, seed_generators
-from paceline.world import World
 
 Metric = Callable[[Any, Any], Any]
+# In place of a microbatch's number, where a rank runs one only because the others do.
+_IDLE = -1
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,15 @@ def evaluate(
     forward: Callable[[Any, Any], Any],
     loss: Callable[[Any, Any], Any],
     metrics: dict[str, Metric],
-    world: World,
+    mesh: Mesh | None,
     precision: Precision,
     seed: int,
 ) -> Evaluation:
     """Runs the model in eval mode over all samples of a loader; collective.
 
     Every rank runs its microbatches; one collective at the end carries each microbatch's sums in a slot
-    of its own, so that their sum has the same order on every layout.
+    of its own, so that their sum has the same order on every layout. Where the model is divided, a rank with
+    fewer microbatches than another runs one more of them for nothing, because forwards talk.
 
     Raises:
         PacelineError: PL411 for a loader without samples, or without any weight in them.
@@ -72,14 +75,19 @@ def evaluate(
     num_microbatches = num_samples = 0
     try:
         for share in loader.iterate_once():
-            for index, batch in share.microbatches:
+            rounds = list(share.microbatches)
+            if mesh is not None and mesh.dp_shard.size > 1 and len(set(share.num_owned)) > 1:
+                num_idle = max(share.num_owned) - len(rounds)
+                rounds += [(_IDLE, lend_batch(share, mesh.dp))] * num_idle
+            for index, batch in rounds:
                 seed_generators(derive_seed(seed, num_microbatches + index), precision.device)
                 batch = precision.place_batch(batch)
                 with precision.autocast():
                     output = forward(model, batch)
                     sums = [weigh(f(output, batch), batch) for f in (loss, *metrics.values())]
                 flat = [value.double().to(precision.device) for pair in sums for value in pair]
-                rows.append((num_microbatches + index, torch.stack(flat)))
+                if index != _IDLE and (mesh is None or mesh.tp.rank == 0):
+                    rows.append((num_microbatches + index, torch.stack(flat)))
             num_microbatches += share.num_microbatches
             num_samples += share.num_samples
     finally:
@@ -90,7 +98,7 @@ def evaluate(
     )
     for index, row in rows:
         table[index] = row
-    if world.world_size > 1 and num_microbatches:
+    if mesh is not None and num_microbatches:
         dist.all_reduce(table)
     columns = [math.fsum(column) for column in table.T.tolist()]
     if not num_samples or not columns[1]:

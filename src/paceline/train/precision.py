@@ -40,6 +40,10 @@ class Precision:
     def place_model(self, model: nn.Module) -> None:
         """Moves a model to the device and its floating-point tensors to the storage type, in place."""
         model.to(device=self.device)
+        self.cast_model(model)
+
+    def cast_model(self, model: nn.Module) -> None:
+        """Turns a model's floating-point tensors into the storage type, in place."""
         if any(t.is_floating_point() and t.dtype != self._storage for t in model.parameters()):
             model.to(dtype=self._storage)
         elif self.name == "fp64":
@@ -60,6 +64,42 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast)
 
-    def build_scaler(self) -> torch.amp.GradScaler | None:
-        """A gradient scaler where small gradients would vanish (fp16), else `None`."""
-        return torch.amp.GradScaler(self.device.type) if self.name == "fp16" else None
+    def build_scaler(self) -> LossScaler | None:
+        """A scaler of losses where small gradients would vanish (fp16), else `None`."""
+        return LossScaler(self.device) if self.name == "fp16" else None
+
+
+class LossScaler:
+    """torch's GradScaler, told from outside whether the gradients are finite.
+
+    torch's own looks at the gradients that a rank has, so that ranks with different parts of a model would
+    come to different scales. Here all go by the one global norm. Gradients are unscaled by whoever multiplies
+    them next, see `scale_of_gradients`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._scaler = torch.amp.GradScaler(device.type)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, which keeps small gradients from vanishing."""
+        return self._scaler.scale(loss)
+
+    def scale_of_gradients(self) -> float:
+        """What gradients must be multiplied with to be those of the loss."""
+        return 1.0 / float(self._scaler.get_scale())
+
+    def update(self, *, found_finite: bool) -> None:
+        """After a step: a smaller scale where a gradient was not finite, a larger one now and then."""
+        found = torch.full((), 0.0 if found_finite else 1.0, device=self._device)
+        # What `unscale_` leaves behind for `update`, under any key.
+        self._scaler._per_optimizer_states[0]["found_inf_per_device"] = {self._device: found}
+        self._scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As torch's."""
+        self._scaler.load_state_dict(state)

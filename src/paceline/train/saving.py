@@ -17,6 +17,7 @@ from torch import nn
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity
 from paceline.errors import PacelineError
 from paceline.finding import Finding
+from paceline.parallel.placement import Placement, local
 from paceline.train.rng import read_generators, write_generators
 from paceline.train.transfer import load_on_main, run_on_main
 from paceline.train.update import Update
@@ -81,6 +82,11 @@ class Saver:
         if self._last is not None and self._last[0] == step:
             return self._last[1]
         folder = self._require_folder()
+        # Together, while all ranks are here; only rank 0 keeps what comes of it.
+        tensors = _gather_models(models, updates, keep=self._world.is_main)
+        optimizers = {
+            name: update.optimizer_state(keep=self._world.is_main) for name, update in updates.items()
+        }
 
         def write() -> Path:
             state = {
@@ -94,8 +100,8 @@ class Saver:
             }
             return folder.save(
                 step,
-                model=_model_tensors(models),
-                optimizer={name: update.optimizer_state() for name, update in updates.items()},
+                model=tensors,
+                optimizer=optimizers,
                 state=state,
                 recipe_toml=self._recipe_toml,
                 identity=self._describe(),
@@ -124,7 +130,7 @@ class Saver:
                 log.warning("%s", finding)
             return {"model": loaded.model, "optimizer": loaded.optimizer, "state": loaded.state}
 
-        tree = load_on_main(self._world, read)
+        tree = load_on_main(self._world, read, _Parts(models, updates).cut)
         if tree is None:
             return None
         _check_optimizers(set(updates), set(tree["optimizer"]))
@@ -168,6 +174,53 @@ def _model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Any]:
     return {f"{name}.{key}": t for name, model in models.items() for key, t in model.state_dict().items()}
 
 
+def _gather_models(
+    models: Mapping[str, nn.Module], updates: Mapping[str, Update], *, keep: bool
+) -> dict[str, Any]:
+    """The same, of whole tensors; collective. Tied names give one tensor, as they do in the model."""
+    placement = _find_placement(models, updates)
+    if placement is None:
+        return _model_tensors(models) if keep else {}
+    made: dict[int, Any] = {}
+    found: dict[str, Any] = {}
+    for name, tensor in next(iter(models.values())).state_dict(keep_vars=True).items():
+        if id(tensor) not in made:
+            whole = placement.whole(name, tensor.detach())
+            made[id(tensor)] = whole.cpu() if keep else None
+        found[name] = made[id(tensor)]
+    return found if keep else {}
+
+
+def _find_placement(models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Placement | None:
+    """Where the parts of the only model are, if it is divided; several models never are."""
+    if len(models) > 1 or not updates:
+        return None
+    placement = next(iter(updates.values())).placement
+    return placement if placement.is_divided else None
+
+
+class _Parts:
+    """What this rank keeps of a checkpoint's whole tensors, by the names that lead to them."""
+
+    def __init__(self, models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> None:
+        self._placement = _find_placement(models, updates)
+        self._tensors: dict[str, Any] = {}
+        if self._placement is not None:
+            self._tensors = next(iter(models.values())).state_dict(keep_vars=True)
+
+    def cut(self, path: tuple[Any, ...], whole: torch.Tensor) -> torch.Tensor:
+        """The rank's part of a parameter, buffer or piece of optimizer state; anything else as it is."""
+        if self._placement is None or len(path) < 2:
+            return whole
+        name = (
+            path[1] if path[0] == "model" else path[3] if path[0] == "optimizer" and len(path) > 3 else None
+        )
+        tensor = self._tensors.get(name) if isinstance(name, str) else None
+        if tensor is None or not self._placement.divides(str(name), tensor, whole):
+            return whole
+        return self._placement.part(str(name), whole, tensor).clone()
+
+
 def _check_optimizers(here: set[str], saved: set[str]) -> None:
     if here != saved:
         raise PacelineError(
@@ -180,7 +233,12 @@ def _check_optimizers(here: set[str], saved: set[str]) -> None:
 
 
 def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) -> None:
-    expected = _model_tensors(models)
+    """Copies what this rank keeps into the models.
+
+    Raises:
+        PacelineError: PL531 for tensors of another model.
+    """
+    expected = {name: local(tensor) for name, tensor in _model_tensors(models).items()}
     problems = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
     problems += [f"{name} is not in this model" for name in tensors.keys() - expected.keys()]
     problems += [

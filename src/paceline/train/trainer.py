@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.data.loader import Loader, Position
@@ -18,10 +18,12 @@ from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.order import Settings, align_with_main
 from paceline.parallel.replicate import CommHook
+from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
 from paceline.recipe.explain import validate_section
-from paceline.recipe.schema import DdpSection
+from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.train.batches import share_batch, weigh
 from paceline.train.building import (
     Model,
@@ -29,13 +31,14 @@ from paceline.train.building import (
     ScheduleFactory,
     UpdateModel,
     UpdateSettings,
-    align_with_main,
-    build_models,
+    build_model,
     build_update,
     call_model,
     check_functions,
     check_numbers,
     check_reduction,
+    check_several,
+    complete_model,
     refuse_sync_batchnorm,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
@@ -74,7 +77,12 @@ class Trainer:
         step: for named models: `step(update)` calls `update(name, loss)` once or more, with
             `loss(models, batch)` giving what `loss` above gives. Each call is one optimizer step of
             that model on this global batch.
-        layout: degrees, for example `"dp_replicate=2"`. Default: all ranks replicate.
+        layout: degrees, for example `"dp_replicate=2 dp_shard=2 tp=2"`. Default: all ranks replicate.
+        example: a batch of a few samples, as `step` will get them; needed for tp, which reads off one forward
+            how the model can be split.
+        tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; the rest is found by
+            itself.
+        shard: settings of the sharding, as the recipe's `[shard]`.
         schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
         dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.
         reduction: how gradients are summed over microbatches and ranks. `"exact"`: in an order that doesn't
@@ -111,6 +119,9 @@ class Trainer:
         loss: Callable[[Any, Any], Any] | None = None,
         step: Callable[[UpdateModel], None] | None = None,
         layout: str | Layout = "",
+        example: Any = None,
+        tp_plan: Mapping[str, str] | None = None,
+        shard: ShardSection | Mapping[str, Any] | None = None,
         schedule: ScheduleFactory | None = None,
         dtype: str = "fp32",
         reduction: str = "exact",
@@ -159,33 +170,49 @@ class Trainer:
         check_reduction(reduction, has_comm_hook=comm_hook is not None, sync_batchnorm=sync_batchnorm)
         if reduction == "exact":
             self.world.pin_threads(1)
-        self.models = build_models(names or {"model": model}, self._precision, seed)  # type: ignore[dict-item]
+        if names is not None:
+            check_several(self.layout)
+        built = {
+            name: build_model(name, model, self._precision, seed)
+            for name, model in (names or {"model": model}).items()  # type: ignore[dict-item]
+        }
+        self.models = {name: each.model for name, each in built.items()}
         self._mesh = build_mesh(self.layout, self.world) if self.world.world_size > 1 else None
         factories = dict(optimizer) if isinstance(optimizer, Mapping) else {"model": optimizer}
         settings = UpdateSettings(
             mesh=self._mesh,
             precision=self._precision,
             statistics=RunningStatistics(self.models.values()),
-            ddp=ddp if isinstance(ddp, DdpSection) else validate_section("ddp", DdpSection, ddp or {}),
+            laying_out=Settings(
+                self.layout,
+                ddp=ddp if isinstance(ddp, DdpSection) else validate_section("ddp", DdpSection, ddp or {}),
+                shard=shard
+                if isinstance(shard, ShardSection)
+                else validate_section("shard", ShardSection, shard or {}),
+                exact=reduction == "exact",
+                comm_hook=comm_hook,
+                sync_batchnorm=sync_batchnorm,
+                compile=compile,
+                example=None if example is None else lambda model: self._try_forward(model, example),
+                tp_plan=tp_plan,
+            ),
             schedule=schedule,
-            reduction=reduction,
-            comm_hook=comm_hook,
             clip_norm=clip_norm,
             seed=seed,
-            sync_batchnorm=sync_batchnorm,
-            compile=compile,
         )
         self._updates = {
-            name: build_update(name, self.models[name], factory, settings)
-            for name, factory in factories.items()
+            name: build_update(name, built[name], factory, settings) for name, factory in factories.items()
         }
         for name in self.models.keys() - self._updates.keys():
-            align_with_main(self.models[name], self._mesh)
+            complete_model(built[name], self.world.device)
+            if self._mesh is not None:
+                align_with_main(self.models[name])
         peak = peak_flops or find_peak_flops(self.world.device, dtype)
         self._peak_flops = peak * self.world.world_size if peak else None
         self._saver = Saver(
             self.world, keep=keep, layout=str(self.layout), reduction=reduction, recipe_toml=recipe_toml
         )
+        self._dp = self._mesh.dp if self._mesh is not None else None
         self._loaders: dict[str, Loader] = {}
         self._requests = StopRequests()
         self._stop_signum = 0
@@ -241,8 +268,8 @@ class Trainer:
             dataset,
             global_batch_size=global_batch_size,
             microbatch_size=size,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
+            rank=0 if self._dp is None else self._dp.rank,
+            world_size=1 if self._dp is None else self._dp.size,
             seed=self._seed,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -340,7 +367,11 @@ class Trainer:
         """
         self._requests.install()
         self.leave_if_asked()
-        share = batch if isinstance(batch, Share) else share_batch(batch, self.world, self.microbatch_size)
+        share = (
+            batch
+            if isinstance(batch, Share)
+            else share_batch(batch, self._dp, self.world.device, self.microbatch_size)
+        )
         if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
             raise refuse_sync_batchnorm(
                 share.num_samples, self.microbatch_size or share.num_samples, self.world.world_size
@@ -408,7 +439,7 @@ class Trainer:
                 forward=self._forward,
                 loss=self._loss,  # type: ignore[arg-type]
                 metrics=dict(metrics or {}),
-                world=self.world,
+                mesh=self._mesh,
                 precision=self._precision,
                 seed=derive_seed(self._seed, "evaluate"),
             )
@@ -418,11 +449,41 @@ class Trainer:
         self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
         return result
 
+    def whole(self, name: str, tensor: Tensor, model: str = "model") -> Tensor:
+        """A whole tensor, from what this rank has of it; collective.
+
+        Args:
+            name: of the parameter or buffer that it is or belongs to.
+            tensor: that one, its gradient (as hooks get it) or a piece of its optimizer state.
+            model: which one, where there are several.
+        """
+        if model in self._updates:
+            return self._updates[model].placement.whole(name, tensor)
+        return tensor
+
+    def whole_state(self, model: str = "model") -> dict[str, Tensor]:
+        """The whole model as a plain one's `state_dict`, with all of its buffers; collective.
+
+        Returns:
+            On rank 0 all parameters and buffers by full name, on the CPU; elsewhere an empty dict.
+        """
+        module, found = self.models[model], {}
+        named = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        for name, tensor in named:
+            whole = self.whole(name, tensor.detach(), model)
+            if self.world.is_main:
+                found[name] = whole.to("cpu", copy=True)
+        return found
+
     def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
         """Calls `hook({name: gradient})` in every step after reduction, before clipping.
 
         The gradients are those of the mean loss over the global batch; the hook may change them in
-        place, alike on every rank.
+        place, alike on every rank. Where the layout divides the model they are what this rank has; `whole`
+        gives all of one.
         """
         if model not in self._updates:
             raise PacelineError(
@@ -480,6 +541,10 @@ class Trainer:
                 rule="Evaluating means the loss of one model.",
                 fix="Pass loss=lambda output, batch: (sum_of_losses, weight) to Trainer.",
             )
+
+    def _try_forward(self, model: nn.Module, batch: Any) -> Any:
+        with self._precision.autocast():
+            return self._forward(model, self._precision.place_batch(cut_batch(batch)))
 
     def _one_model_loss(self, models: dict[str, nn.Module], batch: Any) -> Any:
         assert self._loss is not None

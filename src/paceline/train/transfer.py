@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from paceline.errors import PacelineError
 from paceline.world import World
 
 T = TypeVar("T")
+Cut = Callable[[tuple[Any, ...], Tensor], Tensor]
 
 
 def run_on_main(world: World, do: Callable[[], T]) -> T:
@@ -37,11 +38,16 @@ def run_on_main(world: World, do: Callable[[], T]) -> T:
     return result
 
 
-def load_on_main(world: World, load: Callable[[], Any]) -> Any:
+def load_on_main(world: World, load: Callable[[], Any], cut: Cut | None = None) -> Any:
     """Runs `load` on rank 0 and gives every rank the tree of tensors that it returned.
 
-    Collective. Tensors travel one by one as they are on the CPU, so a rank never holds a second copy
-    of all of them; only rank 0 needs to see the files.
+    Collective. Tensors travel one by one as they are on the CPU, and a rank keeps what `cut` leaves of each,
+    so only rank 0 ever holds all of them; and only rank 0 needs to see the files.
+
+    Args:
+        world: the ranks.
+        load: gives the tree: dicts by name, lists, tensors and values that can be pickled.
+        cut: from the names that lead to a tensor, and the tensor, to what this rank keeps of it.
     """
     tree: Any = None
 
@@ -55,14 +61,17 @@ def load_on_main(world: World, load: Callable[[], Any]) -> Any:
         return tree
     own = iter([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)])
 
-    def receive(hole: _Hole) -> Tensor:
+    def receive(path: Any, hole: Any) -> Any:
+        if not isinstance(hole, _Hole):
+            return hole
         tensor = next(own).contiguous() if world.is_main else torch.empty(hole.shape, dtype=hole.dtype)
         if tensor.numel():
             # As bytes: gloo doesn't know every dtype, and bits are what matters here.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
-        return tensor
+        names = tuple(getattr(key, "key", None) for key in path)
+        return tensor if cut is None else cut(names, tensor)
 
-    return tree_map_only(_Hole, receive, skeleton)
+    return tree_map_with_path(receive, skeleton)
 
 
 class _Hole:

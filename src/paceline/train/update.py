@@ -15,23 +15,28 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
 from paceline.data.share import Share
 from paceline.errors import PacelineError
+from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
-from paceline.parallel.exact import ExactReduction
+from paceline.parallel.norm import measure_norm
+from paceline.parallel.order import LaidOut
+from paceline.parallel.placement import local
 from paceline.parallel.replicate import Compute, Replica
+from paceline.parallel.shard import Shards
 from paceline.train.agreement import Agreed, Agreement
+from paceline.train.batches import count_samples, lend_batch
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed, seed_generators
 
@@ -71,11 +76,12 @@ class Update:
 
     Args:
         name: of the model, for messages and checkpoints.
-        model: on its device; gradients are reduced through `replica`.
+        model: on its device.
+        laid_out: what became of it: who reduces its gradients, and where its parts are.
+        mesh: the ranks, or `None` in a world of one.
         optimizer: over the model's parameters.
         schedule: a learning-rate scheduler stepped once per update, or `None`.
-        replica: who reduces the gradients, or `None` in a world of one.
-        exact: sums them in an order that doesn't depend on the layout, or `None` for the fast reduction.
+        is_exact: whether gradients and their norm are summed in an order that doesn't depend on dp.
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
         clip_norm: global norm to clip to, 0 for none.
@@ -87,11 +93,12 @@ class Update:
         self,
         name: str,
         model: nn.Module,
+        laid_out: LaidOut,
+        mesh: Mesh | None,
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler | None,
-        replica: Replica | None,
-        exact: ExactReduction | None,
         *,
+        is_exact: bool,
         statistics: RunningStatistics,
         precision: Precision,
         clip_norm: float,
@@ -104,8 +111,14 @@ class Update:
         self.schedule = schedule
         self.gradient_hooks: list[GradientHook] = []
         self.flops_per_sample: float | None = None
-        self._replica = replica
-        self._exact = exact
+        self.placement = laid_out.placement
+        self._reducer = laid_out.reducer
+        self._masks = laid_out.masks
+        self._exact = laid_out.exact
+        self._mesh = mesh
+        self._is_exact = is_exact
+        # Ranks of tp compute the same losses; the sums over ranks count each once.
+        self._speaks = mesh is None or mesh.tp.rank == 0
         self._statistics = statistics
         self._precision = precision
         self._clip_norm = clip_norm
@@ -151,39 +164,32 @@ class Update:
         """
         for _, parameter in self._named:  # those that the optimizer leaves alone too
             parameter.grad = None
-        talking = None if self._replica is None or self._replica.silent else self._replica
+        is_talking = self._mesh is not None and not (self._reducer is not None and self._reducer.silent)
         agreement = Agreement(
             share.num_microbatches,
             self._statistics.num_values,
             len(self._named) if self._used is not None else 0,
             self._precision.device,
-            None if talking is None else talking.group,
+            dist.group.WORLD if is_talking else None,
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
         self._statistics.begin()
         if self._exact is not None:
             self._exact.begin(share.num_owned)
-        launch = _Launch(agreement, stop_signum, step, self._used)
-        comm_s = 0.0
-        for number, (index, batch) in enumerate(share.microbatches):
-            seed_generators(derive_seed(self._seed, step, phase, index), self._precision.device)
-            is_last = number == len(share.microbatches) - 1
-            with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
-                comm_s += self._run_microbatch(compute, index, batch, agreement, launch if is_last else None)
-            if self._exact is not None and (talking is None or not is_last):
-                self._exact.set_aside(index)
-        if not share.microbatches:
-            comm_s += self._run_nothing(launch)
-        if talking is not None and self._used is None:
-            talking.check_reduced()
-        if self._exact is not None:
-            self._exact.end(reduced=talking is not None)
+        # Of the step before: this one's is complete only after its last backward.
+        signature = self._reducer.signature if isinstance(self._reducer, Shards) else 0
+        launch = _Launch(agreement, stop_signum, step, self._used, signature)
+        rounds = _Rounds(compute, share, step, phase, launch)
+        if isinstance(self._reducer, Shards):
+            comm_s = self._run_shards(self._reducer, rounds, count_flops=count_flops)
+        else:
+            comm_s = self._run_whole(self._reducer, rounds, is_talking, count_flops=count_flops)
         return self._finish(agreement, comm_s)
 
     def silenced(self) -> AbstractContextManager[None]:
         """Inside, `run` computes this rank's share and communicates nothing, see `Replica.silenced`."""
-        return nullcontext() if self._replica is None else self._replica.silenced()
+        return nullcontext() if self._reducer is None else self._reducer.silenced()
 
     def state_dict(self) -> dict[str, Any]:
         """Schedule, scaler, unit and counted operations; the optimizer's own state is `optimizer_state`."""
@@ -209,57 +215,138 @@ class Update:
         """Ends what runs beside the training."""
         if self._exact is not None:
             self._exact.close()
+        if isinstance(self._reducer, Shards):
+            self._reducer.close()
 
-    def optimizer_state(self) -> Any:
-        """The optimizer's state by parameter name."""
-        return optimizer_state_by_name(self.optimizer, self.model.named_parameters())
+    def optimizer_state(self, *, keep: bool = True) -> Any:
+        """The optimizer's state by parameter name, whole tensors; collective.
+
+        Args:
+            keep: whether this rank wants the tensors.
+        """
+        named = self.model.named_parameters()
+        return optimizer_state_by_name(self.optimizer, named, self.placement, keep=keep)
 
     def load_optimizer_state(self, state: Any) -> None:
-        """Puts back what `optimizer_state` gave."""
-        load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state)
+        """Puts back what `optimizer_state` gave, each rank its part."""
+        load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state, self.placement)
 
-    def _run_microbatch(
-        self, compute: Compute, index: int, batch: Any, agreement: Agreement, launch: _Launch | None
+    def _run_whole(
+        self, replica: Replica | None, rounds: _Rounds, is_talking: bool, *, count_flops: bool
     ) -> float:
-        """Forward and backward of one microbatch; the last one carries `launch` and reduces."""
-        assert self._unit is not None
+        """The rank's own microbatches; the last one reduces, alongside its backward."""
+        share, comm_s = rounds.share, 0.0
+        sums = is_talking and replica is not None
+        for number in range(len(share.microbatches)):
+            index, is_last = share.microbatches[number][0], number == len(share.microbatches) - 1
+            with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
+                with nullcontext() if replica is None else replica.synchronising(is_last):
+                    comm_s += self._run_microbatch(rounds, number, is_last=is_last)
+            if self._exact is not None and (not sums or not is_last):
+                self._exact.set_aside(index)
+        if not share.microbatches:
+            comm_s += self._run_nothing(replica, rounds.launch)
+        if sums and self._used is None:
+            assert replica is not None
+            replica.check_reduced()
+        if self._exact is not None:
+            self._exact.end(reduced=sums)
+        return comm_s
+
+    def _run_shards(self, shards: Shards, rounds: _Rounds, *, count_flops: bool) -> float:
+        """As many rounds on every rank, because in each forward all of them gather parameters."""
+        assert self._mesh is not None
+        share, comm_s = rounds.share, 0.0
+        shards.begin(share.num_owned)
+        if not shards.num_rounds:
+            rounds.launch.now()
+            return 0.0
+        lent = None
+        if min(share.num_owned) < shards.num_rounds:
+            lent = lend_batch(share, self._mesh.dp)
+        for number in range(shards.num_rounds):
+            is_last = number == shards.num_rounds - 1
+            is_own = number < len(share.microbatches)
+            with shards.synchronising(is_last, share.microbatches[number][0] if is_own else None):
+                if is_own:
+                    with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
+                        comm_s += self._run_microbatch(rounds, number, is_last=is_last)
+                else:
+                    comm_s += self._run_idle(rounds, lent, is_last=is_last)
+        if not shards.silent:
+            shards.check_reduced()
+        return comm_s
+
+    def _run_microbatch(self, rounds: _Rounds, number: int, *, is_last: bool) -> float:
+        """Forward and backward of one microbatch; in the step's last one the agreement travels along."""
+        index, batch = rounds.share.microbatches[number]
+        seed_generators(derive_seed(self._seed, rounds.step, rounds.phase, index), self._precision.device)
         batch = self._precision.place_batch(batch)
         self._statistics.start_microbatch()
-        with _synchronising(self._replica, launch is not None):
-            with self._precision.autocast():
-                loss_sum, weight = (
-                    compute(batch) if self._replica is None else self._replica.forward(compute, batch)
-                )
+        with self._drawing(rounds, rounds.share.samples[number]):
+            loss_sum, weight = self._forward(rounds.compute, batch)
             if not loss_sum.requires_grad:
                 raise _refuse_constant_loss(self.name, index)
             statistics = self._statistics.read_microbatch() if self._statistics.num_values else None
-            agreement.put_microbatch(index, loss_sum, weight, statistics)
-            if launch is not None and self._used is None:
-                launch.now()
-            if self._exact is not None and self._replica is not None and launch is not None and self._used:
+            if self._speaks:
+                rounds.launch.agreement.put_microbatch(index, loss_sum, weight, statistics)
+            if is_last and self._used is None:
+                rounds.launch.now()
+            if self._exact is not None and isinstance(self._reducer, Replica) and is_last and self._used:
                 self._exact.fill_missing()
-            scaled = loss_sum / self._unit
-            if self._scaler is not None:
-                scaled = self._scaler.scale(scaled)
-            comm_s = _backward(self._replica, scaled)
-        if launch is not None and self._used is not None:
-            launch.now()
+            comm_s = self._backward(loss_sum)
+        if is_last and self._used is not None:
+            self._read_used()
+            rounds.launch.now()
         return comm_s
 
-    def _run_nothing(self, launch: _Launch) -> float:
+    def _run_idle(self, rounds: _Rounds, batch: Any, *, is_last: bool) -> float:
+        """A round in which this rank has no microbatch of its own: its loss counts nothing."""
+        seed_generators(derive_seed(self._seed, rounds.step, rounds.phase, "idle"), self._precision.device)
+        batch = self._precision.place_batch(batch)
+        self._statistics.start_microbatch()
+        with self._drawing(rounds, range(count_samples(batch))):
+            loss_sum, _ = self._forward(rounds.compute, batch)
+            if is_last and self._used is None:
+                rounds.launch.now()
+            comm_s = self._backward(loss_sum)
+        if is_last and self._used is not None:
+            self._read_used()
+            rounds.launch.now()
+        return comm_s
+
+    def _drawing(self, rounds: _Rounds, samples: Sequence[int]) -> AbstractContextManager[None]:
+        """Around a microbatch: its dropout depends on the step and the samples alone."""
+        return self._masks.drawing(derive_seed(self._seed, rounds.step, rounds.phase), samples)
+
+    def _forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
+        with self._precision.autocast():
+            return compute(batch) if self._reducer is None else self._reducer.forward(compute, batch)
+
+    def _backward(self, loss_sum: Tensor) -> float:
+        assert self._unit is not None
+        scaled = loss_sum / self._unit
+        if self._scaler is not None:
+            scaled = self._scaler.scale(scaled)
+        if self._reducer is not None:
+            return self._reducer.backward(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return 0.0
+
+    def _run_nothing(self, replica: Replica | None, launch: _Launch) -> float:
         """Joins the collectives of a step in which this rank owns no microbatch, in their order."""
-        if self._replica is None:
+        if replica is None:
             launch.now()
             return 0.0
-        with self._replica.synchronising(True):
+        with replica.synchronising(True):
             # First, as on the others: DDP has collectives of its own in a forward (buffers, and the new
             # order of the buckets in the second step).
-            zero = self._replica.forward_nothing()
+            zero = replica.forward_nothing()
             if self._used is None:
                 launch.now()
             if self._scaler is not None:
                 zero = self._scaler.scale(zero)  # its state comes to life with the first use
-            comm_s = self._replica.backward(zero)
+            comm_s = replica.backward(zero)
         if self._used is not None:
             self._used[:] = [False] * len(self._used)  # zeros are no use of a parameter
             launch.now()
@@ -277,11 +364,9 @@ class Update:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""
         assert self._unit is not None
         started_s = time.perf_counter()
-        found = [p.grad for _, p in self._updated]
-        gradients = [g for g in found if g is not None]
-        if self._scaler is not None and gradients:
-            self._scaler.unscale_(self.optimizer)
-        norm_tensor = self._measure_norm(found, gradients)
+        self.placement.add_up_partial({name: p.grad for name, p in self._named})
+        gradients = [local(p.grad) for _, p in self._updated if p.grad is not None]
+        norm_tensor = self._measure_norm()
         compute_s = time.perf_counter() - started_s
         agreed, norm = agreement.wait(norm_tensor)
         if self._precision.device.type != "cuda":  # there the wait is for kernels, ours included
@@ -291,47 +376,61 @@ class Update:
         weight = math.fsum(agreed.weights)
         loss = math.fsum(agreed.losses) / weight if weight and _all_finite(agreed.losses) else math.nan
         scale = self._unit / weight if weight else 0.0
-        if self._replica is not None:
-            scale *= self._replica.gradient_scale
+        if self._reducer is not None:
+            scale *= self._reducer.gradient_scale
+        if self._scaler is not None:
+            scale *= self._scaler.scale_of_gradients()
         norm *= scale
-        skipped = _find_reason_to_skip(agreed, weight, norm, self._named)
+        skipped = self._find_reason_to_skip(agreed, weight, norm)
         if skipped is None:
             if self._statistics.num_values:
                 self._statistics.merge(agreed.statistics)
             self._apply(gradients, scale, norm)
         else:
             self._statistics.restore()
-        if self._scaler is not None and gradients:
-            self._scaler.update()
+        if self._scaler is not None:
+            self._scaler.update(found_finite=math.isfinite(norm))
         if weight and not 1 / _UNIT_SLACK < weight / self._unit < _UNIT_SLACK:
             self._unit = _power_of_two(weight)
         if self.schedule is not None:
             self._step_schedule(was_skipped=skipped is not None)
         return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s)
 
-    def _measure_norm(self, gradients: list[Tensor | None], present: list[Tensor]) -> Tensor:
-        """The norm of all gradients, those that no microbatch of this rank reached counted as zero.
-
-        Left out, they would make the list of norms shorter than on a rank where DDP has filled them in, and
-        a shorter list is added up in another order.
-        """
-        if not present:
-            return torch.zeros((), device=self._precision.device)
-        if len(present) == len(gradients):
-            return get_total_norm(present)
-        norms = iter(torch._foreach_norm(present))
-        zero = torch.zeros((), dtype=present[0].dtype, device=present[0].device)
-        norm: Tensor = torch.linalg.vector_norm(
-            torch.stack([zero if g is None else next(norms) for g in gradients])
+    def _measure_norm(self) -> Tensor:
+        return measure_norm(
+            [(name, p.grad) for name, p in self._updated],
+            [p for _, p in self._updated],
+            self.placement,
+            self._mesh,
+            exact=self._is_exact,
         )
-        return norm
+
+    def _find_reason_to_skip(self, agreed: Agreed, weight: float, norm: float) -> str | None:
+        """Why the weights must be left alone; the same answer on every rank."""
+        bad = [number for number, loss in enumerate(agreed.losses) if not math.isfinite(loss)]
+        if bad:
+            return f"the loss of microbatch {bad[0]} of {len(agreed.losses)} is {agreed.losses[bad[0]]}"
+        if weight <= 0 or not math.isfinite(weight):
+            return f"the global batch has a total weight of {weight:g}"
+        if math.isfinite(norm):
+            return None
+        broken = torch.tensor(
+            [p.grad is not None and not bool(local(p.grad).isfinite().all()) for _, p in self._named],
+            dtype=torch.int32,
+            device=self._precision.device,
+        )
+        if self.placement.is_divided:
+            assert self._mesh is not None
+            dist.all_reduce(broken, group=self._mesh.model.group)
+        names = [name for (name, _), is_broken in zip(self._named, broken.tolist(), strict=True) if is_broken]
+        return f"the gradient of {names[0] if names else 'the global norm'} is not finite"
 
     def _apply(self, gradients: list[Tensor], scale: float, norm: float) -> None:
         if self.gradient_hooks:
             torch._foreach_mul_(gradients, scale)
             for hook in self.gradient_hooks:
                 hook({name: p.grad for name, p in self._updated if p.grad is not None})
-            scale, norm = 1.0, float(get_total_norm(gradients))
+            scale, norm = 1.0, float(self._measure_norm())
         if self._clip_norm:
             scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPS))
         if scale != 1.0:
@@ -348,8 +447,13 @@ class Update:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.schedule.step()
 
+    def _read_used(self) -> None:
+        """Under sharding, gradients of zeros reach all parameters; the reducer knows which were used."""
+        if self._used is not None and isinstance(self._reducer, Shards):
+            self._used[:] = [id(p) in self._reducer.used for _, p in self._named]
+
     def _watch_use(self) -> None:
-        if self._used is None:
+        if self._used is None or isinstance(self._reducer, Shards):
             return
         for number, (_, parameter) in enumerate(self._named):
 
@@ -367,6 +471,17 @@ class Update:
         self._used = [False] * len(self._named)
 
 
+@dataclass(frozen=True)
+class _Rounds:
+    """What the microbatches of one update have in common."""
+
+    compute: Compute
+    share: Share
+    step: int
+    phase: int
+    launch: _Launch
+
+
 @dataclass
 class _Launch:
     """Starts the agreement at the right moment of the last microbatch."""
@@ -375,22 +490,12 @@ class _Launch:
     stop_signum: int
     position: int
     used: list[bool] | None
+    signature: int
 
     def now(self) -> None:
         if self.used is not None:
             self.agreement.put_used(self.used)
-        self.agreement.launch(stop_signum=self.stop_signum, position=self.position)
-
-
-def _synchronising(replica: Replica | None, sync: bool) -> AbstractContextManager[None]:
-    return nullcontext() if replica is None else replica.synchronising(sync)
-
-
-def _backward(replica: Replica | None, loss: Tensor) -> float:
-    if replica is not None:
-        return replica.backward(loss)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return 0.0
+        self.agreement.launch(stop_signum=self.stop_signum, position=self.position, signature=self.signature)
 
 
 def _refuse_constant_loss(name: str, index: int) -> PacelineError:
@@ -409,18 +514,3 @@ def _all_finite(values: list[float]) -> bool:
 
 def _power_of_two(value: float) -> float:
     return 2.0 ** round(math.log2(value)) if value > 0 else 1.0
-
-
-def _find_reason_to_skip(
-    agreed: Agreed, weight: float, norm: float, named: list[tuple[str, nn.Parameter]]
-) -> str | None:
-    """Why the weights must be left alone; the same answer on every rank."""
-    bad = [number for number, loss in enumerate(agreed.losses) if not math.isfinite(loss)]
-    if bad:
-        return f"the loss of microbatch {bad[0]} of {len(agreed.losses)} is {agreed.losses[bad[0]]}"
-    if weight <= 0 or not math.isfinite(weight):
-        return f"the global batch has a total weight of {weight:g}"
-    if not math.isfinite(norm):
-        names = [n for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
-        return f"the gradient of {names[0] if names else 'the global norm'} is not finite"
-    return None

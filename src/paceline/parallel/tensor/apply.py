@@ -12,22 +12,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.mesh import Axis
+from paceline.parallel.dropout import Cut, Masks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.collectives import add_up, copy
 from paceline.parallel.tensor.plan import Plan
 from paceline.parallel.tensor.sizes import divide_sizes
+from paceline.parallel.tensor.trace import NUM_SAMPLES
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up
 
 Change = Callable[[Tensor], Tensor]
 
 
-def apply_plan(model: nn.Module, plan: Plan, axis: Axis) -> None:
+def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = None) -> None:
     """Splits a model over the ranks of tp, in place. No collective; forwards have some afterwards.
 
     Args:
         model: whole, with the same weights on every rank, or on meta.
         plan: of the same model.
         axis: tp.
+        masks: the model's dropout.
     """
     assert plan.num_ranks == axis.size
     _take_parts(model, plan.splits, axis.rank)
@@ -48,6 +51,11 @@ def apply_plan(model: nn.Module, plan: Plan, axis: Axis) -> None:
             _add_up_rows_of(module, axis, lambda tensor: add_up(tensor, axis))
         else:
             _change_output(module, lambda tensor: add_up(tensor, axis))
+    for key, split in plan.draws.items():
+        assert masks is not None
+        # Samples in front of the heads in one dimension are counted per sample there.
+        outer = split.outer // NUM_SAMPLES if split.dim == 0 else split.outer
+        masks.splits[key] = [Cut(split.dim, max(1, outer), axis.size, axis.rank)]
     if plan.outputs:
         _cut_outputs(model, plan.outputs, axis)
 

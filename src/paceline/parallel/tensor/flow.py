@@ -91,7 +91,7 @@ class Flow:
         self.entries = list(dict.fromkeys(self._find_entries()))
 
     def _find_sources(self) -> tuple[dict[int, set[int]], set[int]]:
-        """By tensor, the parameters that it comes from; and the tensors that come from anything else as well."""
+        """By tensor, the parameters that it comes from; and the tensors that come from anything else too."""
         learned: dict[int, set[int]] = {number: {number} for number in self._trace.parameters}
         computed = {number for number in self._trace.shapes if number not in self._trace.parameters}
         for op in self._trace.ops:

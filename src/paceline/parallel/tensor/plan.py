@@ -13,8 +13,8 @@ one all-reduce per attention or feed-forward and pass. A whole parameter that me
 norm of queries) has its gradient added up once per step instead (`Plan.partial`).
 
 A choice is made only where entry and exit are places that a hook can reach: the input or output of a module,
-or a linear layer. Then the forward is run once more with the parts of a rank, and every shape is compared with
-what is expected; what doesn't fit is left whole, with the reason.
+or a linear layer. Then the forward is run once more with the parts of a rank, and every shape is compared
+with what is expected; what doesn't fit is left whole, with the reason.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
+from paceline.parallel.dropout import Masks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, leaves
 from paceline.parallel.tensor.flow import Entry, Exit, Flow, UnreachableError
@@ -96,30 +97,35 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan_tensor(
+def find_plan(
     model: nn.Module,
-    run: Callable[[nn.Module], Any],
+    example: Callable[[nn.Module], Any] | None,
     num_ranks: int,
-    *,
     requests: Mapping[str, str] | None = None,
-    listen: Callable[[Callable[[str, Tensor], None] | None], None] | None = None,
+    masks: Masks | None = None,
 ) -> Plan:
     """Finds out how a model can be split over `num_ranks`. Nothing is changed.
 
     Args:
         model: in training mode, whole; may be on meta.
-        run: calls it on an example batch.
+        example: calls it on a batch of a few samples.
         num_ranks: degree of tp.
         requests: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`.
-        listen: given a function, has it called with key and tensor at every dropout; with `None`, no more.
+        masks: the model's dropout, so that the plan knows which dropouts see parts.
 
     Raises:
-        PacelineError: PL460 where the forward can't be traced, PL462 where a request can't be met.
+        PacelineError: PL460 where the forward can't be traced, PL461 where nothing can be split, PL462 where
+            a request can't be met, PL463 without an example.
     """
-    drawn: dict[str, int] = {}
-    trace = trace_forward(model, run, listen=None if listen is None else (listen, drawn))
-    dims = read_dims(trace)
-    planner = _Planner(model, run, num_ranks, trace, dims, drawn)
+    if example is None:
+        raise PacelineError(
+            "PL463",
+            saw=f"tp={num_ranks} without an example batch.",
+            rule="How a model can be split over tp is read off one forward.",
+            fix="Pass example=batch: a nest of tensors as the training loop will give, of a few samples.",
+        )
+    trace = trace_forward(model, example, masks=masks)
+    planner = _Planner(model, example, num_ranks, trace, read_dims(trace), masks)
     planner.apply_requests(requests or {})
     while True:
         planner.choose()
@@ -128,6 +134,14 @@ def plan_tensor(
             break
         planner.give_up(*mismatch)
     plan = planner.build()
+    if not plan.splits:
+        reasons = "; ".join(dict.fromkeys(f"{_collapse(n)}: {why}" for n, why in plan.whole.items()))
+        raise PacelineError(
+            "PL461",
+            saw=f"tp={num_ranks} for {type(model).__name__}, of which nothing can be split. {reasons[:600]}",
+            rule="Ranks of tp share the work of matrix products; with none split they would all do the same.",
+            fix="Use these ranks for dp_replicate or dp_shard, or choose a tp that divides the heads.",
+        )
     _check_requests(plan, requests or {}, model)
     return plan
 
@@ -140,10 +154,10 @@ class _Planner:
         num_ranks: int,
         trace: Trace,
         dims: Dims,
-        drawn: dict[str, int],
+        masks: Masks | None,
     ) -> None:
         self.model, self.run, self.num_ranks = model, run, num_ranks
-        self.trace, self.dims, self.drawn = trace, dims, drawn
+        self.trace, self.dims, self.masks = trace, dims, masks
         self.modules = dict(model.named_modules())
         self.chosen: list[Atom] = []
         self._sizes: dict[str, dict[int, int]] = {}
@@ -294,7 +308,7 @@ class _Planner:
 
             return change_size(func, args, kwargs, dim, change)
 
-        parts = trace_forward(self.model, self.run, reshape, partial_result=True, resize=resize)
+        parts = trace_forward(self.model, self.run, reshape, partial_result=True, resize=resize, masks=self.masks)
         for at, (mine, its) in enumerate(itertools.zip_longest(self.trace.ops, parts.ops)):
             where = f"{(mine or its).module or 'the model'}"
             if mine is None or its is None or mine.name != its.name:
@@ -323,7 +337,7 @@ class _Planner:
         for place, number in enumerate(self.trace.outputs):
             if number in splits:
                 plan.outputs[place] = splits[number]
-        plan.draws = {key: splits[number] for key, number in self.drawn.items() if number in splits}
+        plan.draws = {key: splits[number] for key, number in self.trace.drawn.items() if number in splits}
         for number, cost in self.matrices().items():
             plan.matmul_bytes += cost
             if number in splits:

@@ -1,9 +1,9 @@
 """Sizes in a model's code, such as the number of heads in `x.view(batch, -1, self.num_heads, width)`.
 
 With parts of the parameters, a size that counts what is cut has to be that of the part. Where the code takes
-it from a tensor's shape or leaves it to -1, it is right by itself. Where it is a number of the module (or worked
-out from one), it is changed on the way into the function of torch, in just the calls in which the trial
-forward has found it: the module's own numbers stay as they are, because code may use them otherwise as well.
+it from a tensor's shape or leaves it to -1, it is right by itself. Where it is a number of the module (or
+worked out from one), it is changed on the way into the function of torch, in just the calls in which the
+trial forward has found it: the module's own numbers stay as they are, as code may use them otherwise too.
 """
 
 from __future__ import annotations

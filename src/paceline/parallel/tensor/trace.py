@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import PacelineError
+from paceline.parallel.dropout import Masks
 from paceline.parallel.tensor.sizes import SIZED
 
-# Takes a function that wants to hear of every dropout (key, the tensor that is dropped), or `None` to stop.
-Listen = Callable[[Callable[[str, Tensor], None] | None], None]
+# Samples of an example batch; enough that their dimension doesn't vanish.
+NUM_SAMPLES = 2
 Resize = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 # Changes a parameter or buffer before a trace, by name: how a check sees the parts that a rank will hold.
 Reshape = Callable[[str, Tensor], tuple[int, ...]]
@@ -109,6 +110,7 @@ class Trace:
         parameters: which of these are parameters.
         outputs: numbers of the tensors that the model returned, by their place among the leaves.
         sized: calls that were given sizes, in order.
+        drawn: by key of a dropout (`parallel/dropout.py`), the tensor that was dropped.
     """
 
     ops: list[Op]
@@ -119,6 +121,7 @@ class Trace:
     parameters: set[int]
     outputs: list[int]
     sized: list[Sized]
+    drawn: dict[str, int]
 
     def calls_around(self, op: int) -> Iterator[Call]:
         """The calls inside of which an operation ran, the outermost first."""
@@ -132,7 +135,7 @@ def trace_forward(
     *,
     partial_result: bool = False,
     resize: Resize | None = None,
-    listen: tuple[Listen, dict[str, int]] | None = None,
+    masks: Masks | None = None,
 ) -> Trace:
     """Runs `run(model)` on fake tensors and records it.
 
@@ -142,7 +145,7 @@ def trace_forward(
         reshape: from name and tensor to the shape that the parameter or buffer has in this trace.
         partial_result: give what was recorded until the forward failed, in place of raising.
         resize: from the number of a sized call and its function and arguments to those to use.
-        listen: what tells of every dropout, and a dict that takes the tensors' numbers by key.
+        masks: the model's dropout, to be listened to.
 
     Raises:
         PacelineError: PL460 where the forward can't run without numbers.
@@ -164,11 +167,10 @@ def trace_forward(
         names.setdefault(recorder.number(fake), name)
     parameters = {recorder.number(fakes[name]) for name, _ in model.named_parameters()}
     caller = _Caller(model, run)
+    drawn: dict[str, int] = {}
     with ExitStack() as stack:
-        if listen is not None:
-            tell, drawn = listen
-            tell(lambda key, tensor: drawn.__setitem__(key, recorder.number(tensor)))
-            stack.callback(tell, None)
+        if masks is not None:
+            stack.enter_context(_listening(masks, recorder, drawn))
         stack.enter_context(torch.no_grad())
         stack.enter_context(mode)
         stack.enter_context(recorder.watching(model))
@@ -187,6 +189,7 @@ def trace_forward(
                     parameters,
                     [],
                     sizes.calls,
+                    drawn,
                 )
             raise PacelineError(
                 "PL460",
@@ -206,6 +209,7 @@ def trace_forward(
         parameters,
         outputs,
         sizes.calls,
+        drawn,
     )
 
 
@@ -214,9 +218,21 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-def cut_batch(batch: Any, num_samples: int) -> Any:
-    """The first samples of a nest of tensors."""
-    return tree_map_only(Tensor, lambda tensor: tensor[:num_samples] if tensor.dim() else tensor, batch)
+def cut_batch(batch: Any) -> Any:
+    """The first samples of a nest of tensors, for an example."""
+    return tree_map_only(Tensor, lambda tensor: tensor[:NUM_SAMPLES] if tensor.dim() else tensor, batch)
+
+
+@contextmanager
+def _listening(masks: Masks, recorder: _Recorder, drawn: dict[str, int]) -> Iterator[None]:
+    before, unsafe = masks.on_draw, list(masks.unsafe)
+    masks.on_draw = lambda key, dropped, _: drawn.__setitem__(key, recorder.number(dropped))
+    try:
+        with masks.drawing(0, range(NUM_SAMPLES)):
+            yield
+    finally:
+        # What a trial tells of samples says nothing: it may not have been cut by samples.
+        masks.on_draw, masks.unsafe[:] = before, unsafe
 
 
 class _Caller(nn.Module):

@@ -1,0 +1,132 @@
+"""The norm of a gradient whose parts are on several ranks.
+
+torch's own `clip_grad_norm_` fails where parameters lie on different meshes. Here every rank adds up the
+squares of what it has, whole tensors only on the first rank of tp, and one small collective adds those.
+
+With the exact reduction the norm must have the same bits however rows are shared out over dp_shard. So it is
+made of the norms of single rows, which no rank divides, put into the order of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from paceline.mesh import Mesh
+from paceline.parallel.placement import Placement, local
+
+Named = Sequence[tuple[str, Tensor | None]]
+
+
+def measure_norm(
+    gradients: Named, parameters: Sequence[Tensor], placement: Placement, mesh: Mesh | None, *, exact: bool
+) -> Tensor:
+    """The global 2-norm, a scalar on the gradients' device; the same on every rank of a copy.
+
+    Collective over dp_shard and tp where they are larger than 1: a number per rank, and with `exact` under
+    dp_shard a number per row of every gradient.
+
+    Args:
+        gradients: by full name, reduced; `None` counts as zero.
+        parameters: theirs, in the same order.
+        placement: of the model.
+        mesh: the ranks, or `None` for one.
+        exact: whether the bits may not depend on dp_shard.
+    """
+    device, dtype = parameters[0].device, parameters[0].dtype
+    if exact:
+        squares = _add_rows(gradients, parameters, placement, mesh)
+    elif mesh is None or not placement.is_divided:
+        return _norm_of_all([gradient for _, gradient in gradients], dtype, device)
+    else:
+        counted = [
+            local(gradient)
+            for name, gradient in gradients
+            if gradient is not None and (name in placement.splits or mesh.tp.rank == 0)
+        ]
+        counted = [gradient for gradient in counted if gradient.numel()]
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        squares = get_total_norm(counted).double().square() if counted else zero
+        dist.all_reduce(squares, group=mesh.model.group)
+    return squares.sqrt()
+
+
+def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Gradients that no microbatch of this rank reached count as zero: left out, they would make the list of
+    norms shorter than on a rank where DDP has filled them in, and a shorter list is added up otherwise."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return torch.zeros((), device=device)
+    if len(present) == len(gradients):
+        return get_total_norm(present)
+    norms = iter(torch._foreach_norm(present))
+    zero = torch.zeros((), dtype=dtype, device=device)
+    stacked = torch.stack([zero if gradient is None else next(norms) for gradient in gradients])
+    norm: Tensor = torch.linalg.vector_norm(stacked)
+    return norm
+
+
+def _add_rows(
+    gradients: Named, parameters: Sequence[Tensor], placement: Placement, mesh: Mesh | None
+) -> Tensor:
+    """The sum of squares in an order that only tp may change."""
+    rows = [_measure_rows(g, p) for (_, g), p in zip(gradients, parameters, strict=True)]
+    if mesh is not None and mesh.dp_shard.size > 1:
+        rows = _order_rows(rows, [_count_rows(p) for p in parameters], mesh)
+    cut = [name in placement.splits for name, _ in gradients]
+    like = parameters[0]
+    of_cut = _add_squares([r for r, is_cut in zip(rows, cut, strict=True) if is_cut], like)
+    of_whole = _add_squares([r for r, is_cut in zip(rows, cut, strict=True) if not is_cut], like)
+    if mesh is not None and mesh.tp.size > 1:
+        parts = [torch.empty_like(of_cut) for _ in range(mesh.tp.size)]
+        dist.all_gather(parts, of_cut, group=mesh.tp.group)
+        of_cut = torch.stack(parts).sum()
+    return of_cut + of_whole
+
+
+def _count_rows(parameter: Tensor) -> int:
+    return parameter.shape[0] if parameter.dim() else 1
+
+
+def _measure_rows(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """The norm of each row that this rank has."""
+    if gradient is None:
+        return torch.zeros(_count_rows(local(parameter)), dtype=parameter.dtype, device=parameter.device)
+    rows = local(gradient)
+    if rows.dim() < 2:
+        return rows.reshape(-1)
+    norms: Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1)
+    return norms
+
+
+def _order_rows(rows: list[Tensor], totals: list[int], mesh: Mesh) -> list[Tensor]:
+    """Per tensor the numbers of all rows, from those that this rank has of each."""
+    num_ranks = mesh.dp_shard.size
+    most = [-(-total // num_ranks) for total in totals]  # rows of a rank; the last ranks may have fewer
+    own = rows[0].new_zeros(sum(most))
+    for start, part in zip(_starts(most), rows, strict=True):
+        own[start : start + len(part)] = part
+    gathered = own.new_empty(num_ranks, len(own))
+    dist.all_gather(list(gathered.unbind(0)), own, group=mesh.dp_shard.group)
+    return [
+        gathered[:, start : start + count].reshape(-1)[:total]
+        for start, count, total in zip(_starts(most), most, totals, strict=True)
+    ]
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    starts, start = [], 0
+    for length in lengths:
+        starts.append(start)
+        start += length
+    return starts
+
+
+def _add_squares(rows: list[Tensor], like: Tensor) -> Tensor:
+    if not rows:
+        return torch.zeros((), dtype=torch.float64, device=like.device)
+    return torch.cat(rows).double().square().sum()

@@ -1,0 +1,160 @@
+"""Where the parts of a laid-out model are, and how they become whole again.
+
+A parameter may be divided twice: over tp by a `Split` (each rank then holds a plain tensor, its part), and
+what is left of it over dp_shard by rows (torch's DTensor). What belongs to a parameter (gradient, optimizer
+state) lies as the parameter does. Checkpoints, `verify` and users see full names and whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.mesh import Mesh
+from paceline.parallel.split import Split
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, as a plain one that shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Placement:
+    """How one model lies on the ranks.
+
+    Args:
+        model: laid out.
+        mesh: the ranks, or `None` for one.
+        splits: by full name, what tp divides; buffers too, tied names each.
+        partial: names of whole parameters of whose gradient a rank of tp has a part only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh | None,
+        splits: Mapping[str, Split] | None = None,
+        partial: set[str] | None = None,
+    ) -> None:
+        self.splits = dict(splits or {})
+        self.partial = partial or set()
+        self._model = model
+        self._mesh = mesh
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether any rank lacks a part of the model."""
+        return self._mesh is not None and (self._mesh.dp_shard.size > 1 or self._mesh.tp.size > 1)
+
+    def whole_shape(self, name: str, parameter: Tensor) -> list[int]:
+        """The shape of the whole tensor of this name."""
+        split = self.splits.get(name)
+        return list(parameter.shape) if split is None else split.whole_shape(parameter.shape)
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole tensor; collective over dp_shard and tp, every rank gets it.
+
+        Args:
+            name: of the parameter or buffer that it is or belongs to.
+            tensor: laid out as that one (itself, its gradient, a moment). A plain number, such as a count of
+                steps, is whole already.
+        """
+        split = self.splits.get(name)
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        elif tensor.dim() == 0:
+            return tensor
+        if split is None:
+            return tensor
+        assert self._mesh is not None
+        axis = self._mesh.tp
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(axis.size)]
+        dist.all_gather(parts, own, group=axis.group)
+        return split.join(parts)
+
+    def part(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+        """What this rank has of a whole tensor that lies as `parameter` does; may share its memory."""
+        split = self.splits.get(name)
+        if split is not None:
+            assert self._mesh is not None
+            whole = split.take(whole, self._mesh.tp.rank)
+        if not isinstance(parameter, DTensor):
+            return whole
+        assert self._mesh is not None
+        axis = self._mesh.dp_shard
+        rows = torch.chunk(whole, axis.size, dim=0)  # as DTensor cuts: the last ranks may have fewer, or none
+        return rows[axis.rank] if axis.rank < len(rows) else whole[:0]
+
+    def write(self, name: str, parameter: Tensor, whole: Tensor) -> None:
+        """Puts a whole value into a parameter or buffer, each rank its part. No collective."""
+        with torch.no_grad():
+            target = local(parameter.detach())
+            target.copy_(self.part(name, whole, parameter))
+
+    def lies_as(self, value: Any, parameter: Tensor) -> bool:
+        """Whether a piece of optimizer state is laid out as its parameter."""
+        if isinstance(value, DTensor):
+            return True
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+    def divides(self, name: str, parameter: Tensor, whole: Any) -> bool:
+        """Whether a whole tensor is to be divided as a parameter is."""
+        is_divided = name in self.splits or isinstance(parameter, DTensor)
+        return (
+            is_divided
+            and isinstance(whole, Tensor)
+            and list(whole.shape) == self.whole_shape(name, parameter)
+        )
+
+    def add_up_partial(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Adds up over tp what ranks have of the gradients of whole parameters; collective over tp, one
+        all-reduce per dtype. A missing gradient counts as zero where another rank can't know."""
+        if self._mesh is None or self._mesh.tp.size == 1 or not self.partial:
+            return
+        found: dict[torch.dtype, list[Tensor]] = {}
+        for name, gradient in gradients.items():
+            if name in self.partial and gradient is not None:
+                part = local(gradient)
+                found.setdefault(part.dtype, []).append(part)
+        for parts in found.values():
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(flat, group=self._mesh.tp.group)
+            start = 0
+            for part in parts:
+                part.copy_(flat[start : start + part.numel()].view_as(part))
+                start += part.numel()
+
+    def materialise(self, fill: Callable[[str], Tensor], device: torch.device) -> None:
+        """Gives a model that is on the meta device its values; each rank makes one whole tensor at a time.
+
+        Args:
+            fill: from a full name to the whole tensor.
+            device: where the values go.
+        """
+        made: dict[int, Tensor] = {}
+        for prefix, module in self._model.named_modules(remove_duplicate=False):
+            for store in (module._parameters, module._buffers):
+                for key, tensor in store.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        name = f"{prefix}.{key}" if prefix else key
+                        made[id(tensor)] = made_tensor = self._make(name, tensor, fill(name).to(device))
+                        made[id(made_tensor)] = made_tensor  # reached again where a module has two names
+                    store[key] = made[id(tensor)]
+
+    def _make(self, name: str, tensor: Tensor, whole: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            # fully_shard has moved its shards to the device, and holds on to this very object.
+            self.write(name, tensor, whole)
+            return tensor
+        part = self.part(name, whole, tensor)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(part, requires_grad=tensor.requires_grad)
+        return part
