@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.parallel.dropout import Masks, apply_dropout
 from paceline.parallel.dropout_scope import compiled
+from paceline.parallel.recompute import apply_recompute
 
 # The compiler looks at the .grad of its inputs, and hides torch's warning in a way that "error" defeats.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -73,14 +74,14 @@ def take_step(model: Model, masks: Masks) -> list[Tensor]:
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 
-def compile_blocks(model: Model, backend: object) -> None:
+def compile_blocks(model: Model, backend: object, fullgraph: bool = True) -> None:
     for layer in model.layers:
         call = layer._call_impl
 
         def forward(*args: object, call: object = call) -> object:
             return call(*args)  # type: ignore[operator]
 
-        function = torch.compile(forward, backend=backend, fullgraph=True)
+        function = torch.compile(forward, backend=backend, fullgraph=fullgraph)
         layer._compiled_call_impl = compiled(layer, function)
 
 
@@ -100,6 +101,20 @@ def test_compiled_blocks_draw_as_eager_ones(recompute: bool) -> None:
     model.eval()
     with torch.no_grad():
         model(torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.float64))  # no masks are drawn, none are needed
+
+
+@pytest.mark.parametrize("kind", ["block", "selective"])
+def test_recompute_by_hooks_within_compiled_blocks(kind: str) -> None:
+    """As `parallel/order.py` does it: recompute first, then compiling; torch's hooks break the graph."""
+    torch.manual_seed(0)
+    model = Model().double()
+    model.layers = model.layers[:3]
+    masks = apply_dropout(model)
+    eager = take_step(model, masks)
+    apply_recompute(model, [(f"layers.{i}", block) for i, block in enumerate(model.layers)], kind)
+    compile_blocks(model, "aot_eager", fullgraph=False)
+    for a, b in zip(take_step(model, masks), eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_blocks_that_run_eagerly_after_all_draw_the_same() -> None:

@@ -100,8 +100,8 @@ class Base:
         self.number = torch.tensor(int.from_bytes(digest, "little"))
 
     def join(self, name: str) -> str:
-        """The full name of a draw whose name is relative to this."""
-        return self.path + ("." if self.path and not name.startswith("/") else "") + name
+        """The full name of a draw or a call whose name is relative to this."""
+        return self.path + ("." if self.path and name[:1] not in ("", "/") else "") + name
 
 
 scope = Scope()
