@@ -106,3 +106,23 @@ def test_bits_are_those_of_one_process(ranks: Pool, kind: str) -> None:
     layouts = ["dp_shard=4 zero=1", "dp_shard=4 zero=2", "dp_shard=4", "dp_replicate=2 dp_shard=2"]
     for layout in layouts if kind == "float32" else layouts[2:]:
         assert ranks.run(train_sharded, 4, (layout, kind)) == [expected] * 4, layout
+
+
+def signs_of_a_zero_gradient(world: Any, zero: int) -> list[bool]:
+    """The gradient of `sign` is -0.0 in every microbatch."""
+    model = Toy()
+    model.sign = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    shards, mesh = build_shards(world, f"dp_shard=2 zero={zero}", model, exact=True)
+    shards.begin((2, 1))
+    for number in range(2):
+        index = 2 * mesh.dp.rank + number
+        with shards.synchronising(number == 1, index if index < 3 else None):
+            loss, _ = shards.forward(lambda ids: sum_losses(model, ids), microbatch(index))
+            shards.backward(loss + (model.sign * -0.0).sum())
+    signs: list[bool] = whole(model.sign.grad).signbit().tolist()
+    return signs
+
+
+def test_rounds_and_ranks_without_a_part_change_no_sign(ranks: Pool) -> None:
+    for zero in (1, 3):
+        assert ranks.run(signs_of_a_zero_gradient, 2, (zero,)) == [[True] * 6] * 2

@@ -51,7 +51,6 @@ class Rounds:
         index: the number within the global batch of the round's microbatch; `None` in an idle round.
         is_last: whether the step's gradients are complete after this round.
         silent: whether nothing is sent, see `Shards.silenced`.
-        adds_up: whether a call's vector holds the sum of all rounds of the step so far.
         plan: how the microbatches are added; of the exact reduction.
         waited_s: seconds spent in collectives since it was last set to 0.
         signature: a number made from which groups were gathered and reduced in this step and in which order.
@@ -62,7 +61,6 @@ class Rounds:
         self.index: int | None = None
         self.is_last = False
         self.silent = False
-        self.adds_up = False
         self.plan: Plan | None = None
         self.waited_s = 0.0
         self.signature = 0
@@ -172,8 +170,6 @@ class SumChunks(ReduceScatter):
             return
         rounds.note(2 * self._number + 1)
         started_s = time.perf_counter()
-        if rounds.index is None and not rounds.adds_up:
-            input_tensor.zero_()
         _sum_rows(output_tensor, input_tensor, group)
         if self._replicas is not None:
             self._sum_replicas(output_tensor)

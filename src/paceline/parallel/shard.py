@@ -110,7 +110,6 @@ class Shards:
         self._keeps_parameters = zero < 3
         self._model = model
         self._rounds = Rounds()
-        self._rounds.adds_up = self._sums_once
         self._is_in_round = False
         self._disk = Disk(settings.offload_folder) if offload == "disk" else None
         self.units = apply_sharding(model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload)
