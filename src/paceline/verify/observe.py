@@ -28,11 +28,13 @@ def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
 
 def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
     """This rank's parts of the optimizer's state: (parameter's full name, name of the state, tensor)."""
-    tree = trainer._updates["model"].optimizer_state()
-    for name, entry in tree["parameters"].items():
-        for key, value in entry["state"].items():
-            if isinstance(value, Tensor):
-                yield name, key, local(value)
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    optimizer = trainer._updates["model"].optimizer
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield names[id(parameter)], key, local(value)
 
 
 def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:

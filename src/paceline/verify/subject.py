@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
 
 from paceline.data import build_data
 from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
@@ -166,8 +167,18 @@ class _OpenedUser:
             microbatch_size=subject.microbatch_size,
             clip_norm=clip_norm,
             seed=subject.seed,
-            **subject.settings,
+            **{"example": self._give_example(), **subject.settings},
         )
+
+    def _give_example(self) -> Any:
+        """A batch for `Trainer` to read off how the model can be split."""
+        source = self._subject.batch_fn
+        if callable(source):
+            return source(1)
+        samples = (
+            iter(source) if hasattr(source, "__iter__") else (source[place] for place in itertools.count())
+        )
+        return default_collate(list(itertools.islice(samples, 2)))
 
     def give_shares(self, trainer: Trainer) -> Iterator[Share]:
         subject = self._subject
