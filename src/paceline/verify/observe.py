@@ -44,7 +44,7 @@ def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
         return whole
     prefix, _, key = name.rpartition(".")
     module = trainer.model.get_submodule(prefix)
-    owner = module._parameters.get(key)
+    owner: Tensor | None = module._parameters.get(key)
     if owner is None:
         owner = module._buffers[key]
     part: Tensor = placement.part(name, whole, owner)

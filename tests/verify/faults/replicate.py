@@ -99,11 +99,11 @@ def gradient_overwritten() -> Iterator[None]:
     """Each microbatch's gradient takes the place of the one before: the last one is left."""
     right = Update._run_microbatch
 
-    def run(self: Update, *args: Any) -> float:
+    def run(self: Update, *args: Any, **settings: Any) -> float:
         for _, parameter in self._named:
             if parameter.grad is not None:
                 parameter.grad.zero_()
-        return right(self, *args)
+        return right(self, *args, **settings)
 
     with mock.patch.object(Update, "_run_microbatch", run):
         yield
@@ -166,12 +166,12 @@ def statistics_unsynchronised() -> Iterator[None]:
 @contextlib.contextmanager
 def norm_of_a_part() -> Iterator[None]:
     """The global norm leaves out the first gradient."""
-    right = Update._measure_norm
+    right = update.measure_norm
 
-    def measure(self: Update, gradients: Any, present: Any) -> torch.Tensor:
-        return right(self, gradients[1:], present[1:])
+    def measure(gradients: Any, parameters: Any, *args: Any, **settings: Any) -> torch.Tensor:
+        return right(gradients[1:], parameters[1:], *args, **settings)
 
-    with mock.patch.object(Update, "_measure_norm", measure):
+    with mock.patch.object(update, "measure_norm", measure):
         yield
 
 
