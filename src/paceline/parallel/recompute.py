@@ -2,18 +2,23 @@
 
 Costs one more forward of the blocks (about a third of a step's arithmetic) and saves all activations but the
 blocks' inputs (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). The selective form keeps
-the results of matrix products and attention, which are the dear ones to compute, and drops the cheap rest
-(Korthikanti et al. 2022, section 5).
+the results of matrix products, convolutions and attention, which are the dear ones to compute, and drops the
+cheap rest (Korthikanti et al. 2022, section 5).
+
+A layer that counts what it sees (BatchNorm's running statistics) sees each microbatch once: what the second
+forward does to its buffers is taken back.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from paceline.errors import PacelineError
@@ -23,6 +28,7 @@ _KEPT = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -48,10 +54,51 @@ def apply_recompute(model: nn.Module, blocks: list[tuple[str, nn.Module]], kind:
             fix="Leave recompute out, or put the repeated part of the model into an nn.ModuleList.",
         )
     for _, block in blocks:
-        if kind == "selective":
-            checkpoint(block, context_fn=partial(create_selective_checkpoint_contexts, _decide))
+        layers = [layer for layer in block.modules() if isinstance(layer, _NormBase)]
+        if kind == "selective" or layers:
+            checkpoint(block, context_fn=_Contexts(kind, layers))
         else:
             checkpoint(block)
+
+
+class _Contexts:
+    """Makes the contexts around a block's first and second forward.
+
+    Args:
+        kind: "block" or "selective".
+        layers: those of the block that may have running statistics.
+    """
+
+    def __init__(self, kind: str, layers: list[_NormBase]) -> None:
+        self._kind = kind
+        self._layers = layers
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first: AbstractContextManager[Any] = nullcontext()
+        second: AbstractContextManager[Any] = nullcontext()
+        if self._kind == "selective":
+            first, second = create_selective_checkpoint_contexts(_decide)
+        return first, _statistics_kept(self._layers, second)
+
+
+@contextmanager
+def _statistics_kept(layers: list[_NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Around a second forward: running statistics are afterwards what they were."""
+    buffers = [
+        buffer
+        for layer in layers
+        if layer.training
+        for buffer in (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+        if isinstance(buffer, Tensor)
+    ]
+    saved = [buffer.clone() for buffer in buffers]
+    try:
+        with inner:
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
 
 
 def _decide(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
