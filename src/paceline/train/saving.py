@@ -128,12 +128,14 @@ class Saver:
                 return None
             for finding in check_identity(loaded.identity, self._describe()):
                 log.warning("%s", finding)
+            # Here, where tensors are whole: a rank can't tell a part from a whole tensor of a smaller model.
+            _check_optimizers(set(updates), set(loaded.optimizer))
+            _check_model(_whole_shapes(models, updates), loaded.model)
             return {"model": loaded.model, "optimizer": loaded.optimizer, "state": loaded.state}
 
         tree = load_on_main(self._world, read, _Parts(models, updates).cut)
         if tree is None:
             return None
-        _check_optimizers(set(updates), set(tree["optimizer"]))
         _load_models(models, tree["model"])
         state = tree["state"]
         for name, update in updates.items():
@@ -232,19 +234,30 @@ def _check_optimizers(here: set[str], saved: set[str]) -> None:
         )
 
 
-def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) -> None:
-    """Copies what this rank keeps into the models.
+def _whole_shapes(
+    models: Mapping[str, nn.Module], updates: Mapping[str, Update]
+) -> dict[str, tuple[int, ...]]:
+    """By full name, the shapes of the models' whole tensors."""
+    placement = _find_placement(models, updates)
+    return {
+        name: tuple(tensor.shape if placement is None else placement.whole_shape(name, tensor))
+        for name, tensor in _model_tensors(models).items()
+    }
 
-    Raises:
-        PacelineError: PL531 for tensors of another model.
+
+def _check_model(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:
+    """Raises PL531 for tensors of another model.
+
+    Args:
+        expected: shapes of the models' whole tensors by full name.
+        tensors: of a checkpoint, whole.
     """
-    expected = {name: local(tensor) for name, tensor in _model_tensors(models).items()}
     problems = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
     problems += [f"{name} is not in this model" for name in tensors.keys() - expected.keys()]
     problems += [
-        f"{name} is {tuple(tensors[name].shape)} there and {tuple(expected[name].shape)} here"
+        f"{name} is {tuple(tensors[name].shape)} there and {expected[name]} here"
         for name in expected.keys() & tensors.keys()
-        if tensors[name].shape != expected[name].shape
+        if tuple(tensors[name].shape) != expected[name]
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:5]) + (" ..." if len(problems) > 5 else "")
@@ -254,9 +267,13 @@ def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) ->
             rule="A run goes on with the model it began with.",
             fix="Choose another run folder, or build the model as it was.",
         )
+
+
+def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) -> None:
+    """Copies what this rank keeps into the models."""
     with torch.no_grad():
-        for name, tensor in expected.items():
-            tensor.copy_(tensors[name])
+        for name, tensor in _model_tensors(models).items():
+            local(tensor).copy_(tensors[name])
 
 
 def _make_folder(folder: Path) -> None:
