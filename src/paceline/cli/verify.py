@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Carries out the command.
 
     Returns:
-        0 where all layouts are the same as one process, 1 where one isn't.
+        0 where all layouts are the same as one process, 1 where one isn't, 2 where one can't be laid out.
 
     Raises:
         PacelineError: for a recipe, layouts or numbers that can't be; PL720 to PL722.
@@ -120,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
         print(verify_report.describe_end(verified, asked))
     if args.tolerances and not args.json:
         print(verify_report.describe_tolerances(verified))
-    return 0 if verified.ok else 1
+    if verified.ok:
+        return 0
+    return 2 if {result.status for result in verified.results} <= {"ok", "refused"} else 1
 
 
 def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:

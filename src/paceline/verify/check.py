@@ -87,8 +87,8 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """Whether every layout that could be laid out is the same as one process."""
-        return all(result.status in ("ok", "refused") for result in self.results)
+        """Whether every layout is the same as one process; one that can't be laid out is not."""
+        return all(result.status == "ok" for result in self.results)
 
     @property
     def findings(self) -> list[Finding]:
