@@ -17,7 +17,7 @@ from tests.dist.pool import Pool
 from tests.dist.recorder import RECORD, count_recorded, recorded_collectives
 
 NUM_PARAMETERS = 12 * 64 + 64 + 64 * 64 + 64 + 64 * 3 + 3
-HEADER, PER_MICROBATCH, PER_BATCHNORM = 4, 2, 2 * 64 + 1
+HEADER, PER_MICROBATCH, PER_BATCHNORM = 6, 2, 2 * 64 + 1
 
 
 def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:

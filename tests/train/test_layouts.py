@@ -78,8 +78,22 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 LAYOUTS = {
-    2: ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2", "tp=2"],
-    4: ["dp_replicate=2 dp_shard=2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "tp=4", "dp_shard=4"],
+    2: [
+        "dp_replicate=2",
+        "dp_shard=2 zero=1",
+        "dp_shard=2 zero=2",
+        "dp_shard=2",
+        "tp=2",
+        "tp=2 sequence=true",
+    ],
+    4: [
+        "dp_replicate=2 dp_shard=2",
+        "dp_shard=2 tp=2",
+        "dp_replicate=2 tp=2",
+        "tp=4",
+        "dp_shard=4",
+        "dp_shard=2 tp=2 sequence=true",
+    ],
     8: ["dp_replicate=2 dp_shard=2 tp=2"],
 }
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.mesh import Axis
 from paceline.train.batches import share_batch
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
@@ -96,8 +98,12 @@ def test_microbatches_are_numbered_through_over_the_ranks(ranks: Pool) -> None:
         assert tensors_apart(one.tensors, results[0].tensors) <= 1e-12
 
 
+def _all_ranks(world: Any) -> Axis:
+    return Axis("dp", world.world_size, world.rank, dist.group.WORLD)
+
+
 def number_samples(world: Any, counts: list[int]) -> Any:
-    share = share_batch(torch.ones(counts[world.rank], 2), world, 2)
+    share = share_batch(torch.ones(counts[world.rank], 2), _all_ranks(world), world.device, 2)
     return [
         (len(batch), list(numbers))
         for (_, batch), numbers in zip(share.microbatches, share.samples, strict=True)

@@ -28,7 +28,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--nproc",
         type=int,
         metavar="N",
-        help="ranks to start on this machine (default: layout.dp_replicate, or 1)",
+        help="ranks to start on this machine (default: the product of the layout's degrees)",
     )
     parser.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/<name of the recipe>)")
     parser.add_argument(
@@ -127,12 +127,25 @@ def _join(recipe: Recipe, folder: Path, args: argparse.Namespace) -> int:
 
     place = read_environment(os.environ)
     try:
+        _check_layout(recipe, place.world_size)
         summary = train_on_rank(dump_recipe(recipe), str(folder), not args.json)
     except PacelineError as error:
         if error.on_every_rank and place.rank != 0:
             return error.exit_code  # rank 0 tells it
         raise
     return 0 if summary is None else _tell(recipe, summary, place.world_size, args)
+
+
+def _check_layout(recipe: Recipe, world_size: int) -> None:
+    """Raises on every rank alike where the layout is not legal on these ranks."""
+    from paceline.errors import PacelineError
+    from paceline.recipe import refuse_layout
+
+    try:
+        refuse_layout(recipe, recipe.layout.to_layout(), world_size)
+    except PacelineError as error:
+        error.on_every_rank = True
+        raise
 
 
 def _tell(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Namespace) -> int:
@@ -153,14 +166,16 @@ def _tell(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Na
 
 
 def _choose_nproc(asked: int | None, recipe: Recipe) -> int:
-    from paceline.recipe import Layout
+    """The number of ranks, for a layout that is legal on so many; remarks go to standard error."""
+    from paceline.recipe import refuse_layout, remark_layout
 
-    degree = recipe.layout.dp_replicate
-    if asked is None:
-        return 1 if degree == "auto" else degree
-    if degree != "auto" and asked >= 1:
-        Layout(degree).resolve(asked)
-    return asked
+    layout = recipe.layout.to_layout()
+    nproc = (layout.dp_replicate or 1) * layout.dp_shard * layout.tp if asked is None else asked
+    if nproc >= 1:  # anything else is told by whoever starts ranks
+        refuse_layout(recipe, layout, nproc)
+        for remark in remark_layout(recipe, layout, nproc):
+            print(remark, file=sys.stderr)
+    return nproc
 
 
 def _refuse_launcher_flags(args: argparse.Namespace) -> None:

@@ -109,6 +109,13 @@ PAGES: dict[str, Page] = {
         "the same on every layout.",
         "Leave sync_batchnorm off, or train on CUDA.",
     ),
+    "PL423": Page(
+        "Several models in a layout that divides a model",
+        "With named models a step runs several of them in one loss. Sharding and tensor parallelism gather "
+        "and add up in the middle of a forward, in an order that all ranks must share; with several models "
+        "it would depend on your step function.",
+        "Use dp_replicate for all ranks, or train one model.",
+    ),
     "PL424": Page(
         "sync_batchnorm together with accumulation",
         "Statistics over all ranks are taken while every rank runs one microbatch. With several "

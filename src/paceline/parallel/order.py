@@ -16,7 +16,9 @@ from paceline.errors import PacelineError
 from paceline.mesh import Mesh, build_private_group
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct import Construction
+from paceline.parallel.construct_values import place_values
 from paceline.parallel.dropout import Masks, apply_dropout
+from paceline.parallel.dropout_scope import compiled
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute
@@ -147,6 +149,8 @@ def parallelize(
     if construction is not None:
         # Now that each rank knows its part: one whole tensor at a time, of which it keeps that.
         _fill(model, construction, placement, device)
+    if isinstance(reducer, Shards):
+        reducer.offload()  # where there are values now
     if layout.dp_shard == 1:
         replicas = mesh is not None and mesh.dp_replicate.size > 1
         if settings.exact:
@@ -186,7 +190,9 @@ def _check_trains(model: nn.Module) -> None:
 
 def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Plan:
     open_attention(model)
-    plan = find_plan(model, settings.example, mesh.tp.size, settings.tp_plan, masks)
+    plan = find_plan(
+        model, settings.example, mesh.tp.size, settings.tp_plan, masks, sequence=settings.layout.sequence
+    )
     apply_plan(model, plan, mesh.tp, masks)
     log.info("%s", plan.describe())
     return plan
@@ -194,9 +200,11 @@ def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Pl
 
 def _fill(model: nn.Module, construction: Construction, placement: Placement, device: torch.device) -> None:
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        # fully_shard holds on to its parameters, so these get memory in place; plain ones are replaced.
+        # fully_shard holds on to its parameters, which get memory in place.
         model.to_empty(device=device)
-    placement.materialise(construction.fill, device)
+        placement.fill(construction.fill, device)
+    else:
+        place_values(construction, device, lambda name, whole: placement.part(name, whole, whole))
 
 
 def _compile(model: nn.Module, *, divided: bool) -> None:
@@ -214,7 +222,7 @@ def _compile_module(module: nn.Module) -> None:
 
     # What Module.compile() does, with a frame of ours in between: the compiler passes over the frames of
     # torch.nn's own classes, so that an nn.Sequential would stay as it is without a word.
-    module._compiled_call_impl = torch.compile(forward)
+    module._compiled_call_impl = compiled(module, torch.compile(forward))
 
 
 def _synchronise_batchnorm(model: nn.Module, mesh: Mesh | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from paceline.mesh import Mesh
 from paceline.parallel.split import Split
@@ -66,7 +66,7 @@ class Placement:
         """
         split = self.splits.get(name)
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            tensor = self._join_rows(tensor)
         elif tensor.dim() == 0:
             return tensor
         if split is None:
@@ -77,6 +77,24 @@ class Placement:
         parts = [torch.empty_like(own) for _ in range(axis.size)]
         dist.all_gather(parts, own, group=axis.group)
         return split.join(parts)
+
+    def _join_rows(self, tensor: DTensor) -> Tensor:
+        """The whole of what dp_shard divides.
+
+        `full_tensor()` would talk in a group that torch looks up by the name in a cached description of the
+        tensor, which may be from a mesh of an earlier world in this process: another group by now, or none.
+        """
+        if tuple(tensor.placements) != (Shard(0),):
+            return tensor.full_tensor()
+        assert self._mesh is not None
+        axis = self._mesh.dp_shard
+        own = tensor.to_local().detach()
+        num_rows, most = tensor.shape[0], -(-tensor.shape[0] // axis.size)
+        padded = own.new_zeros(most, *own.shape[1:])
+        padded[: len(own)] = own
+        rows = [torch.empty_like(padded) for _ in range(axis.size)]
+        dist.all_gather(rows, padded, group=axis.group)
+        return torch.cat([part[: max(0, num_rows - rank * most)] for rank, part in enumerate(rows)])
 
     def part(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
         """What this rank has of a whole tensor that lies as `parameter` does; may share its memory."""
@@ -130,31 +148,18 @@ class Placement:
                 part.copy_(flat[start : start + part.numel()].view_as(part))
                 start += part.numel()
 
-    def materialise(self, fill: Callable[[str], Tensor], device: torch.device) -> None:
-        """Gives a model that is on the meta device its values; each rank makes one whole tensor at a time.
+    def fill(self, make: Callable[[str], Tensor], device: torch.device) -> None:
+        """Gives a model its values in place; each rank makes one whole tensor at a time and keeps its part.
 
         Args:
-            fill: from a full name to the whole tensor.
-            device: where the values go.
+            make: from a full name to the whole tensor.
+            device: where the model is.
         """
-        made: dict[int, Tensor] = {}
-        for prefix, module in self._model.named_modules(remove_duplicate=False):
-            for store in (module._parameters, module._buffers):
-                for key, tensor in store.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in made:
-                        name = f"{prefix}.{key}" if prefix else key
-                        made[id(tensor)] = made_tensor = self._make(name, tensor, fill(name).to(device))
-                        made[id(made_tensor)] = made_tensor  # reached again where a module has two names
-                    store[key] = made[id(tensor)]
-
-    def _make(self, name: str, tensor: Tensor, whole: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            # fully_shard has moved its shards to the device, and holds on to this very object.
-            self.write(name, tensor, whole)
-            return tensor
-        part = self.part(name, whole, tensor)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(part, requires_grad=tensor.requires_grad)
-        return part
+        done: set[int] = set()
+        for name, tensor in [
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        ]:
+            if id(tensor) not in done:
+                done.add(id(tensor))
+                self.write(name, tensor, make(name).to(device))

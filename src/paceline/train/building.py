@@ -15,8 +15,8 @@ from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.construct import Construction, construct
+from paceline.parallel.construct_values import place_values
 from paceline.parallel.order import Settings, parallelize
-from paceline.parallel.placement import Placement
 from paceline.recipe import Layout
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed
@@ -68,7 +68,7 @@ class Built:
 
 
 def build_model(name: str, model: Model, precision: Precision, seed: int) -> Built:
-    """A module on its device in its dtype; a factory's, on the meta device, as every rank makes its own part."""
+    """A module on its device in its dtype; a factory's on meta, as every rank makes its own part."""
     if isinstance(model, nn.Module):
         precision.place_model(model)
         return Built(model, None)
@@ -79,7 +79,7 @@ def build_model(name: str, model: Model, precision: Precision, seed: int) -> Bui
 def complete_model(built: Built, device: torch.device) -> None:
     """Gives a model that nobody lays out its values, all of them on every rank."""
     if built.construction is not None:
-        Placement(built.model, None).materialise(built.construction.fill, device)
+        place_values(built.construction, device)
 
 
 def build_update(name: str, built: Built, factory: OptimizerFactory, settings: UpdateSettings) -> Update:
@@ -118,8 +118,8 @@ def check_several(layout: Layout) -> None:
         raise PacelineError(
             "PL423",
             saw=f"named models with layout {layout}.",
-            rule="With several models each is replicated: what one of them gathers or adds up in the middle of "
-            "another's loss has no fixed order.",
+            rule="With several models each is replicated: what one of them gathers or adds up in the middle "
+            "of another's loss has no fixed order.",
             fix="Use dp_replicate for all ranks, or train one model.",
         )
 

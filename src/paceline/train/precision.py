@@ -91,6 +91,8 @@ class LossScaler:
 
     def update(self, *, found_finite: bool) -> None:
         """After a step: a smaller scale where a gradient was not finite, a larger one now and then."""
+        if self._scaler._scale is None:  # a first step without any microbatch
+            return
         found = torch.full((), 0.0 if found_finite else 1.0, device=self._device)
         # What `unscale_` leaves behind for `update`, under any key.
         self._scaler._per_optimizer_states[0]["found_inf_per_device"] = {self._device: found}

@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 
 from paceline.data import TaskData, build_data, measure_bigram
 from paceline.models import Gpt, build_model
-from paceline.recipe import Layout, Recipe, dump_recipe
+from paceline.recipe import Recipe, dump_recipe
 from paceline.train.evaluation import Evaluation
 from paceline.train.metrics import read_rows
 from paceline.train.rng import derive_seed, preserved_generators, seed_generators
@@ -95,14 +95,15 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         settings: further arguments of `Trainer`, such as `comm_hook`.
     """
     task, train = build_task(recipe), recipe.train
-    degree = recipe.layout.dp_replicate
     return Trainer(
         lambda: build_model(recipe, data),
         forward=task.forward,
         loss=task.loss,
         optimizer=lambda named: build_optimizer(recipe, named),
         schedule=lambda optimizer: build_lr_schedule(recipe, optimizer, num_steps),
-        layout=Layout(None if degree == "auto" else degree),
+        layout=recipe.layout.to_layout(),
+        shard=recipe.shard,
+        example=default_collate([data.train[place] for place in range(2)]),
         dtype=train.dtype,
         reduction=train.reduction,
         microbatch_size=train.microbatch_size,

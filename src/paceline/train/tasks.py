@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from paceline.recipe.schema import AdamW, Recipe
@@ -71,10 +72,14 @@ def build_optimizer(recipe: Recipe, named: list[tuple[str, nn.Parameter]]) -> to
     ]
     groups = [group for group in groups if group["params"]]
     # One kernel for all tensors, which is much faster on CPU than a loop over them.
+    is_sharded = any(isinstance(p, DTensor) for p in trained)
     if isinstance(section, AdamW):
         beta1, beta2 = section.betas
         return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=section.eps, fused=True)
-    return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, nesterov=section.nesterov, fused=True)
+    # torch's fused SGD doesn't take DTensors.
+    kernels = {"foreach": True} if is_sharded else {"fused": True}
+    momentum, nesterov = section.momentum, section.nesterov
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **kernels)
 
 
 def build_lr_schedule(

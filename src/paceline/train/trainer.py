@@ -80,8 +80,8 @@ class Trainer:
         layout: degrees, for example `"dp_replicate=2 dp_shard=2 tp=2"`. Default: all ranks replicate.
         example: a batch of a few samples, as `step` will get them; needed for tp, which reads off one forward
             how the model can be split.
-        tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; the rest is found by
-            itself.
+        tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; the rest is found
+            by itself.
         shard: settings of the sharding, as the recipe's `[shard]`.
         schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
         dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.

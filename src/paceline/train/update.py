@@ -230,6 +230,8 @@ class Update:
     def load_optimizer_state(self, state: Any) -> None:
         """Puts back what `optimizer_state` gave, each rank its part."""
         load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state, self.placement)
+        if isinstance(self._reducer, Shards):
+            self._reducer.offload_state(self.optimizer)
 
     def _run_whole(
         self, replica: Replica | None, rounds: _Rounds, is_talking: bool, *, count_flops: bool
@@ -239,9 +241,9 @@ class Update:
         sums = is_talking and replica is not None
         for number in range(len(share.microbatches)):
             index, is_last = share.microbatches[number][0], number == len(share.microbatches) - 1
-            with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
-                with nullcontext() if replica is None else replica.synchronising(is_last):
-                    comm_s += self._run_microbatch(rounds, number, is_last=is_last)
+            counting = self._counting_flops(share) if count_flops and number == 0 else nullcontext()
+            with counting, nullcontext() if replica is None else replica.synchronising(is_last):
+                comm_s += self._run_microbatch(rounds, number, is_last=is_last)
             if self._exact is not None and (not sums or not is_last):
                 self._exact.set_aside(index)
         if not share.microbatches:
@@ -435,7 +437,10 @@ class Update:
             scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPS))
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
-        self.optimizer.step()
+        if isinstance(self._reducer, Shards):
+            self._reducer.step(self.optimizer)
+        else:
+            self.optimizer.step()
 
     def _step_schedule(self, *, was_skipped: bool) -> None:
         """The rate depends on the number of the step, so a skipped step moves it too."""

@@ -7,31 +7,32 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.collectives import all_reduce
-from paceline.parallel.tensor.plan import Plan, plan_tensor
+from paceline.parallel.tensor.plan import Plan, find_plan
 from paceline.recipe import Layout
 from tests.dist.pool import Pool
 from tests.parallel.tensor.models import CASES, build, compute_loss
 
 
-def split(name: str, num_ranks: int) -> tuple[torch.nn.Module, Plan]:
+def split(name: str, num_ranks: int, *, sequence: bool = False) -> tuple[torch.nn.Module, Plan]:
     model = build(name)
     open_attention(model)
     case = CASES[name]
     batch = {key: value[:2] if name != "seq-first" else value for key, value in case.batch().items()}
-    return model, plan_tensor(model, lambda m: case.run(m, batch), num_ranks)
+    return model, find_plan(model, lambda m: case.run(m, batch), num_ranks, sequence=sequence)
 
 
-def compare(world: Any, name: str) -> dict[str, float]:
+def compare(world: Any, name: str, sequence: bool = False) -> dict[str, float]:
     """Largest difference to one process, by tensor, as a share of the tensor's largest value."""
     torch.set_num_threads(1)
     reference = build(name)
     expected = compute_loss(name, reference)
     expected.backward()
-    model, plan = split(name, world.world_size)
+    model, plan = split(name, world.world_size, sequence=sequence)
     axis = build_mesh(Layout.parse(f"tp={world.world_size}"), world).tp
     apply_plan(model, plan, axis)
     loss = compute_loss(name, model)
@@ -68,3 +69,24 @@ def test_splits_as_one_process(ranks: Pool, name: str, num_ranks: int) -> None:
 def test_nearly_all_matrices_are_split(name: str) -> None:
     _, plan = split(name, 2)
     assert plan.share >= CASES[name].share, plan.describe()
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt-grouped", "encoder", "llama", "gpt2", "bert"])
+def test_splits_along_the_sequence(ranks: Pool, name: str) -> None:
+    for wrong in ranks.run(compare, nproc=2, args=(name, True)):
+        assert max(wrong.values()) < 1e-12, {key: value for key, value in wrong.items() if value > 1e-12}
+
+
+@pytest.mark.parametrize(
+    ("name", "saw"),
+    [
+        ("lora", "layers.0.self_attn has a size of its own"),  # reads the length before it is gathered
+        ("vit", "takes 2x17x32, whose dimension 1 2 ranks can't divide"),
+        ("normed", "no blocks were found"),
+    ],
+)
+def test_a_sequence_that_cannot_be_cut_is_refused(name: str, saw: str) -> None:
+    with pytest.raises(PacelineError) as caught:
+        split(name, 2, sequence=True)
+    assert caught.value.code == "PL464"
+    assert saw in caught.value.saw

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -11,16 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.dropout import Cut, Masks
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.collectives import add_up, copy
+from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
+from paceline.parallel.tensor.hooks import Change, change_input, change_output
 from paceline.parallel.tensor.plan import Plan
+from paceline.parallel.tensor.sequence import DIM, Sequence
 from paceline.parallel.tensor.sizes import divide_sizes
 from paceline.parallel.tensor.trace import NUM_SAMPLES
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up
-
-Change = Callable[[Tensor], Tensor]
 
 
 def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = None) -> None:
@@ -37,25 +37,34 @@ def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = N
     modules = dict(model.named_modules())
     for name, calls in plan.sizes.items():
         divide_sizes(modules[name], calls, axis.size)
+    along = plan.sequence or Sequence()
     for entry in plan.entries:
+        change = _gather_rows(axis) if entry in along.entries else _copy(axis)
         if entry.keys:
-            _change_input(modules[entry.module], entry.keys, lambda tensor: copy(tensor, axis))
+            change_input(modules[entry.module], entry.keys, change)
         else:
-            _change_output(modules[entry.module], lambda tensor: copy(tensor, axis))
+            change_output(modules[entry.module], change)
     for leaving in plan.exits:
         module = modules[leaving.module]
+        change = _add_up_rows(axis) if leaving in along.exits else _add_up(axis)
         if leaving.kind == "linear":
-            _add_up_linear(module, lambda tensor: add_up(tensor, axis))
+            _add_up_linear(module, change)
         elif leaving.kind == "lookup":
             assert isinstance(module, nn.Embedding)
-            _add_up_rows_of(module, axis, lambda tensor: add_up(tensor, axis))
+            _add_up_lookups(module, axis, change)
         else:
-            _change_output(module, lambda tensor: add_up(tensor, axis))
+            change_output(module, change)
+    for stretch in along.stretches:
+        change_input(modules[stretch.first], stretch.keys, _take_rows(axis))
+        change_output(modules[stretch.last], _join_rows(axis))
     for key, split in plan.draws.items():
         assert masks is not None
         # Samples in front of the heads in one dimension are counted per sample there.
         outer = split.outer // NUM_SAMPLES if split.dim == 0 else split.outer
         masks.splits[key] = [Cut(split.dim, max(1, outer), axis.size, axis.rank)]
+    for key in along.draws:
+        assert masks is not None
+        masks.splits[key] = [Cut(DIM, 1, axis.size, axis.rank)]
     if plan.outputs:
         _cut_outputs(model, plan.outputs, axis)
 
@@ -77,29 +86,6 @@ def _take_parts(model: nn.Module, splits: dict[str, Split], rank: int) -> None:
                 store[key] = taken[id(tensor)]
 
 
-def _change_input(module: nn.Module, keys: tuple[int | str, ...], change: Change) -> None:
-    """One tensor, which a call may get under several names (query, key and value of self-attention)."""
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update((key, value) for key, value in kwargs.items())
-        changed = change(given[keys[0]])
-        given.update(dict.fromkeys(keys, changed))
-        return tuple(given[place] for place in range(len(args))), {key: given[key] for key in kwargs}
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _change_output(module: nn.Module, change: Change) -> None:
-    def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
-        leaves, structure = tree_flatten(result)
-        place = next(n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        leaves[place] = change(leaves[place])
-        return tree_unflatten(leaves, structure)
-
-    module.register_forward_hook(hook)
-
-
 def _add_up_linear(module: nn.Module, change: Change) -> None:
     """The bias is the same on all ranks, so it is added to the sum, not to the addends."""
     if isinstance(module, nn.Linear):
@@ -119,7 +105,7 @@ def _add_up_linear(module: nn.Module, change: Change) -> None:
     module.forward = MethodType(forward, module)
 
 
-def _add_up_rows_of(module: nn.Embedding, axis: Axis, change: Change) -> None:
+def _add_up_lookups(module: nn.Embedding, axis: Axis, change: Change) -> None:
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:
         return change(look_up(self, input, axis))
 
@@ -135,3 +121,37 @@ def _cut_outputs(model: nn.Module, outputs: dict[int, Split], axis: Axis) -> Non
         return tree_unflatten(leaves, structure)
 
     model.register_forward_hook(hook)
+
+
+def _copy(axis: Axis) -> Change:
+    return lambda tensor: copy(tensor, axis)
+
+
+def _add_up(axis: Axis) -> Change:
+    return lambda tensor: add_up(tensor, axis)
+
+
+def _gather_rows(axis: Axis) -> Change:
+    return lambda tensor: gather_rows(tensor, axis, DIM)
+
+
+def _add_up_rows(axis: Axis) -> Change:
+    return lambda tensor: add_up_rows(tensor, axis, DIM)
+
+
+def _join_rows(axis: Axis) -> Change:
+    return lambda tensor: gather(tensor, axis, DIM)
+
+
+def _take_rows(axis: Axis) -> Change:
+    def take(tensor: Tensor) -> Tensor:
+        if tensor.shape[DIM] % axis.size:
+            raise PacelineError(
+                "PL464",
+                saw=f"sequence=true with a sequence of {tensor.shape[DIM]} on tp={axis.size}.",
+                rule="Every rank of tp has an equal part of the sequence between the blocks.",
+                fix=f"Pad sequences to a multiple of {axis.size}, or leave sequence out.",
+            )
+        return take_rows(tensor, axis, DIM)
+
+    return take

@@ -65,6 +65,8 @@ class Flow:
     Attributes:
         entries, exits: in order of execution, each once.
         partial: whole parameters that meet cut tensors.
+        sums: as given.
+        learned: by number of a tensor, those of the parameters that went into it.
 
     Raises:
         UnreachableError: where no hook can reach.
@@ -79,12 +81,12 @@ class Flow:
         lookups: set[int],
     ) -> None:
         self._trace, self._modules, self._cut = trace, modules, cut
-        self._sums, self._lookups = sums, lookups
+        self.sums, self._lookups = sums, lookups
         self._uses: dict[int, list[int]] = defaultdict(list)
         for number, op in enumerate(trace.ops):
             for tensor in dict.fromkeys(op.inputs):
                 self._uses[tensor].append(number)
-        self._learned, self._computed = self._find_sources()
+        self.learned, self._computed = self._find_sources()
         self._memo: dict[tuple[int, int], bool] = {}
         self.exits = list(dict.fromkeys(self._find_exits()))
         self.partial = self._find_partial()
@@ -103,23 +105,23 @@ class Flow:
                     computed.discard(number)
         return learned, computed
 
-    def _mixes(self, number: int) -> bool:
+    def mixes(self, number: int) -> bool:
         """Whether an operation computes with cut tensors in a way that makes other gradients parts."""
         op = self._trace.ops[number]
         return number not in self._lookups and any(t in self._cut for t in (*op.inputs, *op.outputs))
 
-    def _enters(self, tensor: int, number: int) -> bool:
+    def enters(self, tensor: int, number: int) -> bool:
         """Whether a use of a whole tensor gives it a part of its gradient only."""
         if (tensor, number) in self._memo:
             return self._memo[(tensor, number)]
         op = self._trace.ops[number]
-        if self._mixes(number):
+        if self.mixes(number):
             # The bias of a sum is added behind it.
-            entering = not (number in self._sums and len(op.inputs) == 3 and tensor == op.inputs[0])
+            entering = not (number in self.sums and len(op.inputs) == 3 and tensor == op.inputs[0])
         elif op.name in _SHAPES and len(op.outputs) and not op.name.endswith("_"):
             results = [output for output in op.outputs if output != tensor]
             uses = [(result, use) for result in results for use in self._uses[result]]
-            entering = bool(uses) and all(self._enters(result, use) for result, use in uses)
+            entering = bool(uses) and all(self.enters(result, use) for result, use in uses)
             entering = entering and not any(result in self._trace.outputs for result in results)
         else:
             entering = False
@@ -133,14 +135,14 @@ class Flow:
             for number, op in enumerate(self._trace.ops)
             if op.name in _SHAPES
             and op.inputs
-            and self._enters(op.inputs[0], number)
-            and not self._mixes(number)
+            and self.enters(op.inputs[0], number)
+            and not self.mixes(number)
             for output in op.outputs
         }
         for tensor in list(self._uses):
             if tensor in self._cut or tensor in lifted or not self._needs_gradient(tensor):
                 continue
-            entering = [use for use in self._uses[tensor] if self._enters(tensor, use)]
+            entering = [use for use in self._uses[tensor] if self.enters(tensor, use)]
             if entering:
                 found += self._place(tensor, entering)
         self._check_every_call(found)
@@ -148,7 +150,7 @@ class Flow:
 
     def _needs_gradient(self, tensor: int) -> bool:
         """An activation that some parameter went into."""
-        return bool(self._learned.get(tensor)) and tensor in self._computed
+        return bool(self.learned.get(tensor)) and tensor in self._computed
 
     def _place(self, tensor: int, entering: list[int]) -> list[Entry]:
         """The fewest module inputs, from outside to inside, through which all these uses get the tensor."""
@@ -168,7 +170,7 @@ class Flow:
         if missing and producers and only_enters and not found:
             return [Entry(producers[-1].module, ())]
         for use in sorted(missing):
-            if self._mixes(use):
+            if self.mixes(use):
                 where = self._trace.ops[use].module or "the model"
                 raise UnreachableError(f"its input in {where} is no module's input")
             # Seen otherwise, it may be an input where the tensor itself is none.
@@ -195,22 +197,22 @@ class Flow:
         found: set[str] = set()
         for number, op in enumerate(self._trace.ops):
             for tensor in op.inputs:
-                if tensor in self._cut or tensor in self._computed or not self._learned.get(tensor):
+                if tensor in self._cut or tensor in self._computed or not self.learned.get(tensor):
                     continue
-                if not (self._mixes(number) and self._enters(tensor, number)):
+                if not (self.mixes(number) and self.enters(tensor, number)):
                     continue
                 if not self._only_enters(tensor):
                     raise UnreachableError(
                         f"{self._trace.names.get(tensor, 'a parameter')} meets cut and whole tensors"
                     )
-                found |= {self._trace.names[source] for source in self._learned[tensor]}
+                found |= {self._trace.names[source] for source in self.learned[tensor]}
         return found
 
     def _only_enters(self, tensor: int) -> bool:
-        sources = self._learned[tensor]
+        sources = self.learned[tensor]
         return all(
-            self._enters(number, use)
-            for number, learned in self._learned.items()
+            self.enters(number, use)
+            for number, learned in self.learned.items()
             if number not in self._computed and learned & sources and number not in self._cut
             for use in self._uses[number]
         )
@@ -224,7 +226,7 @@ class Flow:
             if not plain or module.scale_grad_by_freq:
                 raise UnreachableError(f"the table of {op.module or 'the model'} is not a plain nn.Embedding")
             found.append(Exit(op.module, "lookup"))
-        for number in sorted(self._sums):
+        for number in sorted(self.sums):
             found.append(self._find_exit(number))
         return found
 

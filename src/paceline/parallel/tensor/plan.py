@@ -31,11 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
+from paceline.parallel.blocks import find_blocks
 from paceline.parallel.dropout import Masks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, leaves
 from paceline.parallel.tensor.flow import Entry, Exit, Flow, UnreachableError
 from paceline.parallel.tensor.rules import Dims, atoms_of, read_dims
+from paceline.parallel.tensor.sequence import DIM, Sequence, plan_sequence, refuse_mismatch, rehearse
 from paceline.parallel.tensor.sizes import change_size
 from paceline.parallel.tensor.trace import Trace, trace_forward
 
@@ -56,6 +58,7 @@ class Plan:
         partial: names of whole parameters that get a part of their gradient on each rank.
         outputs: by number among the tensors of the result, how it is cut.
         draws: by key of a dropout (`dropout.py`), how the tensor that is dropped is cut.
+        sequence: where activations are cut along the sequence, if that was asked for.
         split_bytes: of the matrices that are multiplied with, those that are cut.
         matmul_bytes: all of them.
         whole: matrices that stay whole, with the reason.
@@ -69,6 +72,7 @@ class Plan:
     partial: set[str] = field(default_factory=set)
     outputs: dict[int, Split] = field(default_factory=dict)
     draws: dict[str, Split] = field(default_factory=dict)
+    sequence: Sequence | None = None
     split_bytes: int = 0
     matmul_bytes: int = 0
     whole: dict[str, str] = field(default_factory=dict)
@@ -92,6 +96,8 @@ class Plan:
         reasons: dict[tuple[str, str], int] = defaultdict(int)
         for name, reason in self.whole.items():
             reasons[(_collapse(name), reason)] += 1
+        for stretch in self.sequence.stretches if self.sequence else []:
+            lines.append(f"  along the sequence: from {stretch.first} to {stretch.last}")
         for (name, reason), count in reasons.items():
             lines.append(f"  whole on every rank: {name}{f' ({count})' if count > 1 else ''}: {reason}")
         return "\n".join(lines)
@@ -103,6 +109,8 @@ def find_plan(
     num_ranks: int,
     requests: Mapping[str, str] | None = None,
     masks: Masks | None = None,
+    *,
+    sequence: bool = False,
 ) -> Plan:
     """Finds out how a model can be split over `num_ranks`. Nothing is changed.
 
@@ -112,10 +120,11 @@ def find_plan(
         num_ranks: degree of tp.
         requests: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`.
         masks: the model's dropout, so that the plan knows which dropouts see parts.
+        sequence: cut activations between the blocks along the sequence.
 
     Raises:
         PacelineError: PL460 where the forward can't be traced, PL461 where nothing can be split, PL462 where
-            a request can't be met, PL463 without an example.
+            a request can't be met, PL463 without an example, PL464 where the sequence can't be cut.
     """
     if example is None:
         raise PacelineError(
@@ -143,6 +152,9 @@ def find_plan(
             fix="Use these ranks for dp_replicate or dp_shard, or choose a tp that divides the heads.",
         )
     _check_requests(plan, requests or {}, model)
+    if sequence:
+        plan.sequence = planner.plan_sequence()
+        plan.partial |= plan.sequence.partial
     return plan
 
 
@@ -279,7 +291,7 @@ class _Planner:
         for atom in self.chosen:
             atom.pin(reason)
 
-    def _first_mismatch(self) -> tuple[int, str] | None:
+    def _first_mismatch(self, sequence: Sequence | None = None) -> tuple[int, str] | None:
         splits = self.splits()
         by_name = {name: splits[number] for number, name in self.trace.names.items() if number in splits}
 
@@ -308,15 +320,30 @@ class _Planner:
 
             return change_size(func, args, kwargs, dim, change)
 
-        parts = trace_forward(self.model, self.run, reshape, partial_result=True, resize=resize, masks=self.masks)
+        parts = trace_forward(
+            self.model,
+            self.run,
+            reshape,
+            partial_result=True,
+            resize=resize,
+            masks=self.masks,
+            detours=rehearse(sequence, self.num_ranks) if sequence else (),
+        )
+        made: set[int] = set()  # from nothing but sizes, such as what a dropout keeps
         for at, (mine, its) in enumerate(itertools.zip_longest(self.trace.ops, parts.ops)):
             where = f"{(mine or its).module or 'the model'}"
             if mine is None or its is None or mine.name != its.name:
                 return min(at, len(self.trace.ops) - 1), f"the code of {where} goes another way with parts"
+            if sequence is not None and made.issuperset(mine.inputs):
+                made.update(mine.outputs)
+                continue
             for whole, part in zip(mine.outputs, its.outputs, strict=True):
                 expected = list(self.trace.shapes[whole])
                 if whole in splits:
                     expected[splits[whole].dim] //= self.num_ranks
+                if sequence is not None and whole in sequence.stream:
+                    # [batch, length, ...], or with both in one dimension
+                    expected[min(DIM, len(expected) - 1) if len(expected) > 2 else 0] //= self.num_ranks
                 if tuple(expected) != parts.shapes[part]:
                     return at, f"the code of {where} has a size of its own ({mine.name})"
         return None
@@ -344,6 +371,15 @@ class _Planner:
                 plan.split_bytes += cost
             else:
                 plan.whole[self.trace.names[number]] = self._reason(number)
+        return plan
+
+    def plan_sequence(self) -> Sequence:
+        assert self._flow is not None
+        blocks = [name for name, _ in find_blocks(self.model) if name]
+        plan = plan_sequence(self.trace, self._flow, self.modules, blocks, self.num_ranks)
+        mismatch = self._first_mismatch(plan)
+        if mismatch is not None:
+            raise refuse_mismatch(mismatch[1])
         return plan
 
     def _reason(self, number: int) -> str:

@@ -314,7 +314,7 @@ def _batch_norm(dims: Dims, number: int, op: Op) -> None:
             pin(dim, _why(op))
 
 
-_POINTWISE = words(
+POINTWISE = words(
     "add add_ sub sub_ rsub mul mul_ div div_ neg neg_ pow reciprocal sqrt rsqrt exp exp_ log log1p "
     "sin cos tanh sigmoid silu silu_ gelu gelu_ relu relu_ leaky_relu elu selu mish hardtanh softplus "
     "hardswish hardsigmoid abs sign erf square clamp clamp_ clamp_min clamp_max where masked_fill "
@@ -328,7 +328,7 @@ _POINTWISE = words(
 )
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys(POINTWISE, _pointwise),
     **dict.fromkeys(
         words(
             "arange zeros ones full empty scalar_tensor rand randn randint linspace eye empty_strided "

@@ -8,7 +8,7 @@ have come apart there, so that a handful of operations describes any Python code
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import PacelineError
 from paceline.parallel.dropout import Masks
+from paceline.parallel.tensor.hooks import change_input, change_output
 from paceline.parallel.tensor.sizes import SIZED
 
 # Samples of an example batch; enough that their dimension doesn't vanish.
@@ -78,6 +79,21 @@ class Call:
     inputs: dict[int | str, int]
     last: int = -1
     outputs: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Detour:
+    """What is done to a tensor on its way into or out of a module, in a trace only.
+
+    Attributes:
+        module: full name.
+        keys: arguments of its call that are the tensor; empty for its first output.
+        change: gives what takes its place; not recorded.
+    """
+
+    module: str
+    keys: tuple[int | str, ...]
+    change: Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -136,6 +152,7 @@ def trace_forward(
     partial_result: bool = False,
     resize: Resize | None = None,
     masks: Masks | None = None,
+    detours: Sequence[Detour] = (),
 ) -> Trace:
     """Runs `run(model)` on fake tensors and records it.
 
@@ -146,6 +163,7 @@ def trace_forward(
         partial_result: give what was recorded until the forward failed, in place of raising.
         resize: from the number of a sized call and its function and arguments to those to use.
         masks: the model's dropout, to be listened to.
+        detours: stand in for what hooks will do.
 
     Raises:
         PacelineError: PL460 where the forward can't run without numbers.
@@ -174,6 +192,7 @@ def trace_forward(
         stack.enter_context(torch.no_grad())
         stack.enter_context(mode)
         stack.enter_context(recorder.watching(model))
+        stack.enter_context(recorder.taking(detours, model))
         stack.enter_context(recorder)
         stack.enter_context(sizes)
         try:
@@ -258,6 +277,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[Tensor] = []  # a freed tensor's id would be given to another one
         self._open: list[Call] = []
         self._num_sized: list[int] = []
+        self._is_paused = False
 
     def count_sized(self) -> tuple[str, int]:
         """The running module, and the number of the next sized call in it."""
@@ -280,6 +300,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs or {})
+        if self._is_paused:
+            return func(*args, **keywords)
         refs, ref_keywords = tree_map_only(
             Tensor, lambda tensor: Ref(self.number(tensor)), (tuple(args), keywords)
         )
@@ -323,6 +345,30 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             logger.setLevel(before)
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def taking(self, detours: Sequence[Detour], model: nn.Module) -> Iterator[None]:
+        """Sends tensors on detours, which are not recorded."""
+        handles = []
+        for detour in detours:
+            module = model.get_submodule(detour.module)
+
+            def change(tensor: Tensor, detour: Detour = detour) -> Tensor:
+                self._is_paused = True
+                try:
+                    return detour.change(tensor)
+                finally:
+                    self._is_paused = False
+
+            if detour.keys:
+                handles.append(change_input(module, detour.keys, change, prepend=True))
+            else:
+                handles.append(change_output(module, change))
+        try:
+            yield
+        finally:
             for handle in handles:
                 handle.remove()
 

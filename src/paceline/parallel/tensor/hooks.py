@@ -1,0 +1,46 @@
+"""Hooks that put another tensor in the place of a module's input or output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+Change = Callable[[Tensor], Tensor]
+
+
+def change_input(
+    module: nn.Module, keys: tuple[int | str, ...], change: Change, *, prepend: bool = False
+) -> RemovableHandle:
+    """One tensor, which a call may get under several names (query, key and value of self-attention).
+
+    Args:
+        module: whose calls.
+        keys: places or keywords of the arguments.
+        change: gives what takes its place.
+        prepend: before all hooks that are there.
+    """
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update((key, value) for key, value in kwargs.items())
+        changed = change(given[keys[0]])
+        given.update(dict.fromkeys(keys, changed))
+        return tuple(given[place] for place in range(len(args))), {key: given[key] for key in kwargs}
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
+
+
+def change_output(module: nn.Module, change: Change) -> RemovableHandle:
+    """The first tensor of what a module returns."""
+
+    def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
+        leaves, structure = tree_flatten(result)
+        place = next(n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        leaves[place] = change(leaves[place])
+        return tree_unflatten(leaves, structure)
+
+    return module.register_forward_hook(hook)

@@ -1,0 +1,260 @@
+"""Sequence parallelism: between the parts of a block that tp splits, each rank has a part of the sequence.
+
+Without it, all ranks of tp compute norms, dropouts and residual sums alike, and keep the same activations for
+backward. With it a stretch of blocks passes on [batch, length / ranks, width]: an entry gathers the sequence,
+an exit adds up and scatters it (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", section 4.2.2). The bytes sent are those of the all-reduces that they replace.
+
+What happens to the stream outside of entries and exits must treat every place by itself. That is checked
+operation by operation in the trace; what isn't known to be so is refused, with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.parallel.tensor.flow import Entry, Exit, Flow
+from paceline.parallel.tensor.rules import POINTWISE
+from paceline.parallel.tensor.trace import Call, Detour, Op, Trace, words
+
+# Along the sequence, in tensors [batch, length, ...].
+DIM = 1
+_VIEWS = frozenset(words("view _unsafe_view reshape _reshape_alias clone contiguous"))
+_ALONG_LAST = frozenset(words("mean sum amax amin _softmax _log_softmax var std"))
+_NORMS = frozenset(words("native_layer_norm _fused_rms_norm rms_norm"))
+_PRODUCTS = frozenset(words("mm addmm"))
+
+
+@dataclass
+class Stretch:
+    """Blocks that pass on a part of the sequence.
+
+    Attributes:
+        first: the module whose input is cut.
+        keys: the arguments of its call that are the stream.
+        last: the module whose output is put together again.
+    """
+
+    first: str
+    keys: tuple[int | str, ...]
+    last: str
+
+
+@dataclass
+class Sequence:
+    """Where a model's activations are cut along the sequence.
+
+    Attributes:
+        stretches: from where to where.
+        entries: those of the plan that gather.
+        exits: those that scatter.
+        partial: whole parameters that see a part of the sequence, so have a part of their gradient.
+        draws: keys of dropouts that see a part.
+        stream: numbers of the tensors in the trace that are cut along the sequence.
+    """
+
+    stretches: list[Stretch] = field(default_factory=list)
+    entries: set[Entry] = field(default_factory=set)
+    exits: set[Exit] = field(default_factory=set)
+    partial: set[str] = field(default_factory=set)
+    draws: set[str] = field(default_factory=set)
+    stream: set[int] = field(default_factory=set)
+
+
+def plan_sequence(
+    trace: Trace, flow: Flow, modules: Mapping[str, nn.Module], blocks: list[str], num_ranks: int
+) -> Sequence:
+    """Finds the stretches of a model and checks them.
+
+    Args:
+        trace: the forward.
+        flow: entries and exits of the plan.
+        modules: by full name.
+        blocks: names of the repeated blocks.
+        num_ranks: degree of tp.
+
+    Raises:
+        PacelineError: PL464 where the sequence can't be cut.
+    """
+    plan = Sequence()
+    calls = {call.module: call for call in trace.calls if call.module in set(blocks)}
+    if len(calls) != sum(call.module in set(blocks) for call in trace.calls):
+        raise _refuse("a block is called more than once in a forward")
+    for stretch in _find_stretches([calls[name] for name in blocks if name in calls]):
+        _read_stretch(trace, flow, modules, stretch, num_ranks, plan)
+    if not plan.stretches or not plan.entries:
+        raise _refuse("no blocks were found that pass on a tensor and that tp splits")
+    return plan
+
+
+def _find_stretches(calls: list[Call]) -> Iterator[list[Call]]:
+    """Runs of blocks of which each takes what the one before gave."""
+    run: list[Call] = []
+    for call in calls:
+        if run and run[-1].outputs and run[-1].outputs[0] in call.inputs.values():
+            run.append(call)
+            continue
+        if run:
+            yield run
+        run = [call]
+    if run:
+        yield run
+
+
+def _read_stretch(
+    trace: Trace,
+    flow: Flow,
+    modules: Mapping[str, nn.Module],
+    calls: list[Call],
+    num_ranks: int,
+    plan: Sequence,
+) -> None:
+    first, last = calls[0], calls[-1]
+    keys = tuple(first.inputs) if len(first.inputs) == 1 else _stream_keys(calls)
+    if not keys or not last.outputs:
+        raise _refuse(f"{first.module} does not take and give one tensor")
+    stream = {first.inputs[keys[0]]}
+    shape = trace.shapes[first.inputs[keys[0]]]
+    if len(shape) != 3 or shape[DIM] % num_ranks:
+        shown = "x".join(map(str, shape))
+        raise _refuse(f"{first.module} takes {shown}, whose dimension {DIM} {num_ranks} ranks can't divide")
+    inside = [n for call in calls for n in range(call.first, call.last)]
+    walk = _Walk(trace, flow, modules, shape, stream, plan)
+    for number in inside:
+        walk.pass_op(number)
+    if last.outputs[0] not in stream:
+        raise _refuse(f"what {last.module} gives is not what went through it")
+    plan.stretches.append(Stretch(first.module, keys, last.module))
+    plan.draws |= {key for key, number in trace.drawn.items() if number in stream}
+
+
+def _stream_keys(calls: list[Call]) -> tuple[int | str, ...]:
+    """Under which names the second block gets what the first one gave; so does the first one."""
+    if len(calls) < 2:
+        return tuple(key for key in calls[0].inputs if key in (0, "hidden_states", "x", "src"))[:1]
+    return tuple(key for key, number in calls[1].inputs.items() if number == calls[0].outputs[0])
+
+
+class _Walk:
+    """Follows the stream through the operations of a stretch, and adds what it meets to the plan.
+
+    Attributes:
+        stream: numbers of the tensors that are cut along the sequence where they are used, and of the sums
+            that are scattered into them.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        flow: Flow,
+        modules: Mapping[str, nn.Module],
+        shape: tuple[int, ...],
+        stream: set[int],
+        plan: Sequence,
+    ) -> None:
+        self.stream = stream
+        self._trace, self._flow, self._modules = trace, flow, modules
+        self._shape, self._plan = shape, plan
+        self._exits = {leaving.module: leaving for leaving in flow.exits}
+        self._entries = [
+            (entry, call) for entry in flow.entries for call in trace.calls if call.module == entry.module
+        ]
+
+    def pass_op(self, number: int) -> None:
+        op = self._trace.ops[number]
+        taken = self.stream.intersection(op.inputs)
+        for tensor in list(taken):
+            entry = self._gathered_at(tensor, number)
+            if entry is not None:
+                self._plan.entries.add(entry)
+                taken.discard(tensor)
+        if number in self._flow.sums:
+            self._leave(op)
+        elif taken and self._flow.mixes(number):
+            raise _refuse(f"{op.name} in {op.module or 'the model'} takes the stream without an entry")
+        elif taken:
+            _check_op(self._trace, op, taken, self.stream, self._shape)
+            self.stream.update(op.outputs)
+            if op.module not in self._exits:  # there the sum is scattered only when it leaves
+                self._plan.stream.update(op.outputs)
+            for tensor in set(op.inputs) - self.stream:
+                names = self._trace.names
+                self._plan.partial |= {names[source] for source in self._flow.learned.get(tensor, ())}
+
+    def _gathered_at(self, tensor: int, number: int) -> Entry | None:
+        """The entry through which an operation gets a tensor, if it does."""
+        for entry, call in self._entries:
+            if entry.keys:
+                if call.first <= number < call.last and tensor in (call.inputs[key] for key in entry.keys):
+                    return entry
+            elif tensor in call.outputs and number >= call.last:
+                return entry
+        return None
+
+    def _leave(self, op: Op) -> None:
+        """A sum: scattered, it is the stream again."""
+        self.stream.update(op.outputs)
+        self._plan.exits.add(self._exits[op.module])
+        if getattr(self._modules[op.module], "bias", None) is not None:
+            self._plan.partial.add(f"{op.module}.bias")
+
+
+def _check_op(trace: Trace, op: Op, taken: set[int], stream: set[int], shape: tuple[int, ...]) -> None:
+    """Raises unless an operation treats every place of the sequence by itself."""
+    batch, length = shape[0], shape[DIM]
+    where = f"{op.name} in {op.module or 'the model'}"
+    if op.name in POINTWISE:
+        return  # with a tensor of the whole sequence shapes don't fit, which the rehearsal shows
+    tensor_shape = trace.shapes[op.inputs[0]]
+    if op.name in _ALONG_LAST:
+        given = op.args[1] if len(op.args) > 1 else None
+        places = [given] if isinstance(given, int) else list(given or [])
+        if places and all(place % len(tensor_shape) == len(tensor_shape) - 1 for place in places):
+            return
+    if op.name in _NORMS and len(op.args[1]) == 1:
+        return
+    if op.name in _VIEWS and all(
+        trace.shapes[output][:2] == (batch, length) or trace.shapes[output][0] == batch * length
+        for output in op.outputs
+    ):
+        return
+    if op.name in _PRODUCTS and op.inputs[-2] in taken and op.inputs[-1] not in stream:
+        return
+    raise _refuse(f"{where} may look at more than one place of the sequence")
+
+
+def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
+    """What the hooks of a plan will do, on one rank and with shapes only."""
+
+    def take(tensor: Tensor) -> Tensor:
+        return tensor.chunk(num_ranks, DIM)[0]
+
+    def gather(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor] * num_ranks, DIM)
+
+    return [
+        *(Detour(stretch.first, stretch.keys, take) for stretch in plan.stretches),
+        *(Detour(entry.module, entry.keys, gather) for entry in plan.entries),
+        *(Detour(leaving.module, (), take) for leaving in plan.exits),
+        *(Detour(stretch.last, (), gather) for stretch in plan.stretches),
+    ]
+
+
+def refuse_mismatch(reason: str) -> PacelineError:
+    """The error for code that doesn't work on a part of the sequence."""
+    return _refuse(reason)
+
+
+def _refuse(saw: str) -> PacelineError:
+    return PacelineError(
+        "PL464",
+        saw=f"sequence=true: {saw}.",
+        rule="Between what tp splits, blocks must pass on one tensor [batch, length, width] and treat every "
+        "place of it by itself.",
+        fix="Leave sequence out.",
+    )
