@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils.data import Subset, default_collate
 
 from paceline.data import TaskData, build_data, measure_bigram
@@ -178,7 +179,8 @@ def train_recipe(
     run_on_main(world, claim)
     run = _Run(recipe, folder, world, reporter if world.is_main else None)
     run.train()
-    return run.summarise() if world.is_main else None
+    plain = run.gather_model()
+    return run.summarise(plain) if world.is_main else None
 
 
 class _Run:
@@ -198,7 +200,7 @@ class _Run:
                 valid = Subset(valid, range(limit))
             self._valid_loader = build_loader(recipe, self._trainer, valid, train=False)
         self._first_step = self._trainer.resume(folder)
-        self._num_parameters = sum(p.numel() for p in self._trainer.model.parameters())
+        self._num_parameters = self._trainer.count_parameters()
         self._valid: dict[str, float] | None = None
         self._steps: list[Step] = []
 
@@ -220,8 +222,21 @@ class _Run:
                 if self._trainer.step_number >= self._num_steps:
                     break
 
-    def summarise(self) -> Summary:
-        """What this run came to; on rank 0."""
+    def gather_model(self) -> nn.Module:
+        """The trained model as one process has it, complete on rank 0; collective."""
+        layout = self._trainer.layout
+        if layout.dp_shard == layout.tp == 1:
+            return self._trainer.model
+        plain = build_model(self._recipe, self._data)
+        self._trainer.gather_into(plain)
+        return plain
+
+    def summarise(self, model: nn.Module) -> Summary:
+        """What this run came to; on rank 0.
+
+        Args:
+            model: of `gather_model`.
+        """
         rows = read_rows(self._folder / "metrics.jsonl")
         warm = self._steps[3:] or self._steps
         total_s = sum(step.step_s for step in warm)
@@ -247,7 +262,7 @@ class _Run:
             flops_per_s=last.get("flops_per_s"),
             mfu=last.get("mfu"),
             memory_bytes=last.get("memory_bytes"),
-            sample=self._write_sample(),
+            sample=self._write_sample(model),
         )
 
     def _take_step(self, share: Any) -> None:
@@ -290,8 +305,7 @@ class _Run:
             num_samples=self._recipe.train.eval_samples,
         )
 
-    def _write_sample(self) -> str | None:
-        model = self._trainer.model
+    def _write_sample(self, model: nn.Module) -> str | None:
         if not isinstance(model, Gpt):
             return None
         seed, device = derive_seed(self._recipe.train.seed, "sample"), self._world.device

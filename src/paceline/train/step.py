@@ -19,7 +19,8 @@ class Step:
         updates: per model name, what its (last) update of this step did.
         step_s: seconds from the end of the previous step to the end of this one, on this rank.
         data_s: seconds of these that this rank waited for its data.
-        comm_s: seconds of these that this rank waited for other ranks and the wire (CPU only).
+        comm_s: seconds of these that this rank waited for other ranks and the wire (CPU only); what tp sends
+            in the middle of a forward or backward is not in it.
     """
 
     number: int

@@ -478,6 +478,26 @@ class Trainer:
                 found[name] = whole.to("cpu", copy=True)
         return found
 
+    def gather_into(self, plain: nn.Module, model: str = "model") -> None:
+        """Puts the trained weights into a plain module of the same kind, on rank 0; collective.
+
+        Args:
+            plain: as the model was before it was laid out; on ranks other than 0 it isn't touched.
+            model: which one, where there are several.
+        """
+        state = self.whole_state(model)
+        if self.world.is_main:
+            persistent = plain.state_dict().keys()
+            plain.load_state_dict({name: state[name] for name in persistent})
+
+    def count_parameters(self, model: str = "model") -> int:
+        """The number of a model's parameters, trained and frozen, whatever the layout."""
+        named = self.models[model].named_parameters()
+        if model not in self._updates:
+            return sum(p.numel() for _, p in named)
+        placement = self._updates[model].placement
+        return sum(math.prod(placement.whole_shape(name, p)) for name, p in named)
+
     def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
         """Calls `hook({name: gradient})` in every step after reduction, before clipping.
 

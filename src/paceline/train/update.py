@@ -356,11 +356,15 @@ class Update:
 
     @contextmanager
     def _counting_flops(self, share: Share) -> Iterator[None]:
-        """Counts operations eagerly: a compiled graph has none that could be counted."""
+        """Counts operations eagerly: a compiled graph has none that could be counted.
+
+        Under tp those of this rank stand for an equal part of all.
+        """
         with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
             yield
         num_samples = math.ceil(share.num_samples / share.num_microbatches)
-        self.flops_per_sample = counter.get_total_flops() / num_samples
+        num_parts = 1 if self._mesh is None else self._mesh.tp.size
+        self.flops_per_sample = counter.get_total_flops() * num_parts / num_samples
 
     def _finish(self, agreement: Agreement, comm_s: float) -> Updated:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""
