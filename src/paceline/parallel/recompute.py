@@ -77,7 +77,7 @@ class _Contexts:
         first: AbstractContextManager[Any] = nullcontext()
         second: AbstractContextManager[Any] = nullcontext()
         if self._kind == "selective":
-            first, second = create_selective_checkpoint_contexts(_decide)
+            first, second = create_selective_checkpoint_contexts(_decide)  # type: ignore[no-untyped-call]
         return first, _statistics_kept(self._layers, second)
 
 
