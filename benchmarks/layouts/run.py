@@ -1,0 +1,187 @@
+"""Step time of the Trainer under shard and tensor layouts, against hand-written loops, in the same ranks.
+
+    python benchmarks/layouts/run.py                                      # all of README.md
+    python benchmarks/layouts/run.py --size 0.8M --layout tp=2 --blocks 50  # a quick look
+    python benchmarks/layouts/run.py --tables                             # of what was measured before
+
+Keeps the raw times in results/*.json and their summary in results.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+import alternate
+import torch
+from loops import LOOPS, Job
+
+from paceline.bench.spread import Spread
+from paceline.launch.local import launch
+
+HERE = Path(__file__).parent
+# What the upper end of the interval must stay under.
+LIMIT = 1.05
+SEQ_LEN = 96
+MICROBATCH_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how it is timed.
+
+    Attributes:
+        model: keys of the recipe's [model].
+        block_steps: steps of a block.
+        num_blocks: blocks of each loop.
+    """
+
+    model: dict[str, int]
+    block_steps: int
+    num_blocks: int
+
+
+SIZES = {
+    "0.8M": Size({"layers": 4, "hidden": 128, "heads": 4}, 2, 200),
+    "19M": Size({"layers": 6, "hidden": 512, "heads": 8}, 1, 60),
+}
+LAYOUTS = ["dp_shard=2 zero=3", "dp_shard=2 zero=2", "tp=2", "dp_shard=2 tp=2"]
+
+
+def measure(size_name: str, layout: str, num_microbatches: int, num_blocks: int) -> dict[str, Any]:
+    """One comparison."""
+    size = SIZES[size_name]
+    job = Job(size.model, layout, SEQ_LEN, MICROBATCH_SIZE, num_microbatches)
+    degrees = job.degrees
+    started, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
+    found = launch(
+        alternate.run_rank,
+        nproc=degrees.dp_shard * degrees.tp,
+        args=(job, num_blocks, size.block_steps, 3),
+    )
+    losses = found[0].losses
+    if num_microbatches == 1 and abs(losses["paceline"] - losses["by_hand"]) > 1e-4:
+        raise SystemExit(f"the loops don't train alike: {losses}")
+    # A block is over when the last rank is through.
+    block_s = {
+        name: [max(blocks) for blocks in zip(*(times.block_s[name] for times in found), strict=True)]
+        for name in LOOPS
+    }
+    return {
+        "size": size_name,
+        "layout": layout,
+        "num_parameters": found[0].num_parameters,
+        "seq_len": SEQ_LEN,
+        "microbatch_size": MICROBATCH_SIZE,
+        "microbatches_per_rank": num_microbatches,
+        "block_steps": size.block_steps,
+        "started": started,
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
+        "machine": describe_machine(),
+        "losses": losses,
+        "block_s": block_s,
+    }
+
+
+def spread_ratio(result: dict[str, Any]) -> Spread:
+    """Of a block of the Trainer to the neighbouring one by hand."""
+    times = result["block_s"]
+    return Spread.of(a / b for a, b in zip(times["paceline"], times["by_hand"], strict=True))
+
+
+def describe(results: list[dict[str, Any]]) -> str:
+    """A table in Markdown."""
+    lines = [
+        "| parameters | layout | microbatches | paceline, ms per step | by hand, ms | ratio | "
+        "interval of the median | n | load |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        ratio, steps = spread_ratio(result), result["block_steps"]
+        own, hand = (
+            Spread.of(1e3 * block / steps for block in result["block_s"][name])
+            for name in ("paceline", "by_hand")
+        )
+        lines.append(
+            f"| {result['num_parameters']:,} | {result['layout']} | {result['microbatches_per_rank']} | "
+            f"{own:.4g} | {hand:.4g} | {ratio.median:.3f} | {ratio.low:.3f} to {ratio.high:.3f} "
+            f"({ratio.confidence:.0%}) | {ratio.num_values} | "
+            f"{result['load_before']:.1f} to {result['load_after']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def describe_machine() -> str:
+    """The processor, the cores, the system and torch."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"{cpu}, {cores} cores, {platform.system()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, gloo, 1 thread per rank"
+    )
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """What was measured before, by size and layout."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    order = list(SIZES)
+    return sorted(
+        results,
+        key=lambda r: (order.index(r["size"]), LAYOUTS.index(r["layout"]), r["microbatches_per_rank"]),
+    )
+
+
+def write_summary(results: list[dict[str, Any]], path: Path) -> str:
+    """The table and on what it was measured."""
+    machines = sorted({result["machine"] for result in results})
+    text = "\n".join([*machines, "", describe(results), ""])
+    path.write_text(text)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, action="append", help="default: all")
+    parser.add_argument("--layout", choices=LAYOUTS, action="append", help="default: all")
+    parser.add_argument("--microbatches", type=int, action="append", help="per rank; default: 1 and 2")
+    parser.add_argument("--blocks", type=int, help="blocks of each loop; default: what README.md has")
+    parser.add_argument("--tables", action="store_true", help="print the table of what was measured before")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results/ and results.txt")
+    args = parser.parse_args()
+    folder = args.out / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    missed = []
+    if not args.tables:
+        for size_name in args.size or SIZES:
+            for layout in args.layout or LAYOUTS:
+                for num_microbatches in args.microbatches or (1, 2):
+                    num_blocks = args.blocks or SIZES[size_name].num_blocks
+                    result = measure(size_name, layout, num_microbatches, num_blocks)
+                    name = f"{size_name}-{layout.replace(' ', '-')}-{num_microbatches}"
+                    (folder / f"{name}.json").write_text(json.dumps(result) + "\n")
+                    ratio = spread_ratio(result)
+                    print(f"{name}: {ratio:.3f}, n={ratio.num_values}", flush=True)
+                    if ratio.high > LIMIT:
+                        missed.append(f"{name}: upper end {ratio.high:.3f}, wanted {LIMIT}")
+    print(write_summary(read_results(folder), args.out / "results.txt"))
+    for line in missed:
+        print(f"missed: {line}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
