@@ -9,11 +9,14 @@ import torch
 
 from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
+from paceline.models.gpt import Gpt
+from paceline.parallel.dropout import apply_dropout
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.collectives import all_reduce
 from paceline.parallel.tensor.plan import Plan, find_plan
 from paceline.recipe import Layout
+from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool
 from tests.parallel.tensor.models import CASES, build, compute_loss
 
@@ -69,6 +72,20 @@ def test_splits_as_one_process(ranks: Pool, name: str, num_ranks: int) -> None:
 def test_nearly_all_matrices_are_split(name: str) -> None:
     _, plan = split(name, 2)
     assert plan.share >= CASES[name].share, plan.describe()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_one_head_per_rank_and_dropout(num_ranks: int) -> None:
+    """With a single head memory lies otherwise, and other operations run."""
+    section = GptModel(kind="gpt", layers=2, hidden=32, heads=4, dropout=0.1)
+    model = Gpt(section, 96, 16).train()
+    masks = apply_dropout(model)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    plan = find_plan(model, lambda m: m(ids), num_ranks, None, masks, sequence=True)
+    assert plan.share == 1, plan.describe()
+    assert {key.split("/")[1] for key in plan.draws} == {"sdpa#0"}
+    assert plan.sequence is not None
+    assert len(plan.sequence.draws) == 4  # behind attention and feed-forward of two blocks
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-grouped", "encoder", "llama", "gpt2", "bert"])

@@ -52,11 +52,39 @@ class Exit:
     kind: str
 
 
+class Uses:
+    """Who uses what in a forward, whatever is cut.
+
+    Attributes:
+        trace: the forward.
+        of: by number of a tensor, the numbers of the operations that take it.
+        learned: by number of a tensor, those of the parameters that went into it.
+        computed: numbers of the tensors that come from anything else too.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.of: dict[int, list[int]] = defaultdict(list)
+        for number, op in enumerate(trace.ops):
+            for tensor in dict.fromkeys(op.inputs):
+                self.of[tensor].append(number)
+        self.learned: dict[int, frozenset[int]] = {n: frozenset((n,)) for n in trace.parameters}
+        self.computed = {number for number in trace.shapes if number not in trace.parameters}
+        for op in trace.ops:
+            found = [self.learned[number] for number in op.inputs if number in self.learned]
+            sources = frozenset[int]().union(*found)
+            for number in op.outputs:
+                if trace.dtypes[number].is_floating_point or trace.dtypes[number].is_complex:
+                    self.learned[number] = self.learned.get(number, frozenset()) | sources
+                if op.inputs and not any(tensor in self.computed for tensor in op.inputs):
+                    self.computed.discard(number)
+
+
 class Flow:
     """Entries and exits of a forward in which some tensors are cut.
 
     Args:
-        trace: the forward.
+        uses: of the forward.
         modules: by full name.
         cut: numbers of the cut tensors.
         sums: numbers of the operations that give an addend.
@@ -74,36 +102,19 @@ class Flow:
 
     def __init__(
         self,
-        trace: Trace,
+        uses: Uses,
         modules: Mapping[str, nn.Module],
         cut: set[int],
         sums: set[int],
         lookups: set[int],
     ) -> None:
-        self._trace, self._modules, self._cut = trace, modules, cut
+        self._trace, self._modules, self._cut = uses.trace, modules, cut
         self.sums, self._lookups = sums, lookups
-        self._uses: dict[int, list[int]] = defaultdict(list)
-        for number, op in enumerate(trace.ops):
-            for tensor in dict.fromkeys(op.inputs):
-                self._uses[tensor].append(number)
-        self.learned, self._computed = self._find_sources()
+        self._uses, self.learned, self._computed = uses.of, uses.learned, uses.computed
         self._memo: dict[tuple[int, int], bool] = {}
         self.exits = list(dict.fromkeys(self._find_exits()))
         self.partial = self._find_partial()
         self.entries = list(dict.fromkeys(self._find_entries()))
-
-    def _find_sources(self) -> tuple[dict[int, set[int]], set[int]]:
-        """By tensor, the parameters that it comes from; and the tensors that come from anything else too."""
-        learned: dict[int, set[int]] = {number: {number} for number in self._trace.parameters}
-        computed = {number for number in self._trace.shapes if number not in self._trace.parameters}
-        for op in self._trace.ops:
-            sources = set().union(*(learned.get(number, set()) for number in op.inputs))
-            for number in op.outputs:
-                if self._trace.dtypes[number].is_floating_point or self._trace.dtypes[number].is_complex:
-                    learned[number] = learned.get(number, set()) | sources
-                if op.inputs and not any(tensor in computed for tensor in op.inputs):
-                    computed.discard(number)
-        return learned, computed
 
     def mixes(self, number: int) -> bool:
         """Whether an operation computes with cut tensors in a way that makes other gradients parts."""

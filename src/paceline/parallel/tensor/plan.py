@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
@@ -35,11 +35,11 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.dropout import Masks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, leaves
-from paceline.parallel.tensor.flow import Entry, Exit, Flow, UnreachableError
+from paceline.parallel.tensor.flow import Entry, Exit, Flow, UnreachableError, Uses
 from paceline.parallel.tensor.rules import Dims, atoms_of, read_dims
 from paceline.parallel.tensor.sequence import DIM, Sequence, plan_sequence, refuse_mismatch, rehearse
 from paceline.parallel.tensor.sizes import change_size
-from paceline.parallel.tensor.trace import Trace, trace_forward
+from paceline.parallel.tensor.trace import Op, Trace, trace_forward
 
 STYLES = ("colwise", "rowwise", "replicate")
 
@@ -174,6 +174,7 @@ class _Planner:
         self.chosen: list[Atom] = []
         self._sizes: dict[str, dict[int, int]] = {}
         self._flow: Flow | None = None
+        self._uses = Uses(trace)
         # Final from here on: no rule is applied any more.
         self.atoms = {number: atoms_of(dims, number) for number in trace.shapes}
         self._produced = {number for op in trace.ops for number in op.outputs}
@@ -263,7 +264,7 @@ class _Planner:
         cut = {number for atom in chosen for number in self.holders[atom]}
         sums = {op for op, found in self.products.items() if any(atom in chosen for atom in found)}
         lookups = {op for op, found in self.lookups.items() if any(atom in chosen for atom in found)}
-        return Flow(self.trace, self.modules, cut, sums, lookups)
+        return Flow(self._uses, self.modules, cut, sums, lookups)
 
     def splits(self) -> dict[int, Split]:
         """By number of a tensor, how it is cut."""
@@ -330,10 +331,14 @@ class _Planner:
             detours=rehearse(sequence, self.num_ranks) if sequence else (),
         )
         made: set[int] = set()  # from nothing but sizes, such as what a dropout keeps
-        for at, (mine, its) in enumerate(itertools.zip_longest(self.trace.ops, parts.ops)):
+        pairs = itertools.zip_longest(_compared(self.trace), _compared(parts))
+        last = len(self.trace.ops) - 1
+        for one, other in pairs:
+            at, mine = one or (last, None)
+            _, its = other or (last, None)
             where = f"{(mine or its).module or 'the model'}"
-            if mine is None or its is None or mine.name != its.name:
-                return min(at, len(self.trace.ops) - 1), f"the code of {where} goes another way with parts"
+            if mine is None or its is None or _kind(mine) != _kind(its):
+                return at, f"the code of {where} goes another way with parts"
             if sequence is not None and made.issuperset(mine.inputs):
                 made.update(mine.outputs)
                 continue
@@ -385,6 +390,19 @@ class _Planner:
     def _reason(self, number: int) -> str:
         reasons = [atom.pinned for _, _, atom in self.atoms[number] if atom.pinned]
         return "; ".join(dict.fromkeys(reasons)) or "another dimension of the same tensors is split"
+
+
+def _compared(trace: Trace) -> Iterator[tuple[int, Op]]:
+    """The operations that parts must go through as the whole does. Copies and expansions to the same shape
+    come and go with the order of elements in memory, which parts may have otherwise."""
+    for number, op in enumerate(trace.ops):
+        same = bool(op.inputs) and trace.shapes[op.inputs[0]] == trace.shapes[op.outputs[0]]
+        if not (same and op.name in ("clone", "contiguous", "expand", "view", "_unsafe_view")):
+            yield number, op
+
+
+def _kind(op: Op) -> str:
+    return "view" if op.name in ("_unsafe_view", "_reshape_alias", "reshape") else op.name
 
 
 def _trace_roots(trace: Trace) -> dict[int, int]:
