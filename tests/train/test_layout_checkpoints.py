@@ -272,3 +272,55 @@ def test_only_main_holds_all_tensors(ranks: Pool, tmp_path: Any, layout: str) ->
         # Of what it saves a rank holds some tensors at a time, and of what it loads its part besides.
         assert other["saving"] < main["whole"] / 3
         assert main["whole"] / 4 <= other["loading"] < main["whole"] / 4 + main["whole"] / 3
+
+
+class Average:
+    """A running mean of a model's parameters, as users write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.means = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.count = 0
+
+    def update(self) -> None:
+        self.count += 1
+        for name, parameter in self.model.named_parameters():
+            self.means[name].lerp_(parameter.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "means": {f"module.{name}": mean for name, mean in self.means.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        for name, mean in self.means.items():
+            mean.copy_(state["means"][f"module.{name}"])
+
+
+def go_on_with_average(world: Any, layout: str, folder: str, tracks_late: bool) -> list[dict[str, Tensor]]:
+    """The whole means after loading, and after one more step."""
+    trainer = build_trainer(layout, build_gpt, fused)
+    average = Average(trainer.model)
+    loader = trainer.loader(Tokens(), global_batch_size=GLOBAL_BATCH)
+    if not tracks_late:
+        trainer.track(average=average)
+    trainer.resume(folder)
+    if tracks_late:
+        trainer.track(average=average)
+    found = [{name: trainer.whole(name, mean).clone() for name, mean in average.means.items()}]
+    trainer.step(next(iter(loader)))
+    average.update()
+    trainer.save()
+    assert average.count == trainer.step_number
+    found.append({name: trainer.whole(name, mean).clone() for name, mean in average.means.items()})
+    trainer.close()
+    return found
+
+
+def test_an_average_of_weights_is_saved_whole(ranks: Pool, tmp_path: Any) -> None:
+    before: dict[str, Tensor] = {}
+    for number, layout in enumerate(["tp=2", "dp_shard=2", "", "tp=2 dp_shard=2"]):
+        args = (layout, str(tmp_path), number % 2 == 1)
+        results = ranks.run(go_on_with_average, num_ranks(layout), args, timeout_s=60)
+        for start, _ in results if number else []:
+            assert_equal(start, before)
+        before = results[0][1]

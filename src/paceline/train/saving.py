@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity
 from paceline.errors import PacelineError
@@ -50,6 +52,7 @@ class Saver:
         self._loaded_tracked: dict[str, Any] = {}
         self._loaded_loaders: dict[str, Any] = {}
         self._last: tuple[int, Path] | None = None
+        self._parts: _Parts | None = None
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Adds objects with state; gives them what was loaded for them."""
@@ -63,7 +66,7 @@ class Saver:
                 )
             self._tracked[name] = value
             if name in self._loaded_tracked:
-                value.load_state_dict(self._loaded_tracked.pop(name))
+                self._give(value, self._loaded_tracked.pop(name))
 
     def take_loader_state(self, name: str) -> dict[str, Any] | None:
         """The loaded position of a loader, once."""
@@ -87,6 +90,10 @@ class Saver:
         optimizers = {
             name: update.optimizer_state(keep=self._world.is_main) for name, update in updates.items()
         }
+        parts = _Parts(models, updates)
+        tracked: dict[str, Any] = {}
+        if self._world.is_main or parts.is_divided:
+            tracked = {name: parts.join(value.state_dict()) for name, value in self._tracked.items()}
 
         def write() -> Path:
             state = {
@@ -95,8 +102,7 @@ class Saver:
                 "updates": {name: update.state_dict() for name, update in updates.items()},
                 "loaders": loaders,
                 "rng": read_generators(self._world.device),
-                "tracked": {name: value.state_dict() for name, value in self._tracked.items()}
-                | self._loaded_tracked,
+                "tracked": tracked | self._loaded_tracked,
             }
             return folder.save(
                 step,
@@ -133,7 +139,8 @@ class Saver:
             _check_model(_whole_shapes(models, updates), loaded.model)
             return {"model": loaded.model, "optimizer": loaded.optimizer, "state": loaded.state}
 
-        tree = load_on_main(self._world, read, _Parts(models, updates).cut)
+        self._parts = _Parts(models, updates)
+        tree = load_on_main(self._world, read, self._parts.cut)
         if tree is None:
             return None
         _load_models(models, tree["model"])
@@ -146,9 +153,15 @@ class Saver:
         self._loaded_tracked = dict(state["tracked"])
         for name, value in self._tracked.items():
             if name in self._loaded_tracked:
-                value.load_state_dict(self._loaded_tracked.pop(name))
+                self._give(value, self._loaded_tracked.pop(name))
         counters: dict[str, Any] = state["counters"]
         return counters
+
+    def _give(self, value: Any, state: Any) -> None:
+        """Loads a tracked object's state, of which it gets this rank's parts where it has parts now."""
+        if self._parts is not None and self._parts.is_divided:
+            state = self._parts.cut_as(state, value.state_dict())
+        value.load_state_dict(state)
 
     def _describe(self) -> dict[str, Any]:
         return describe_identity(
@@ -210,6 +223,54 @@ class _Parts:
         if self._placement is not None:
             self._tensors = next(iter(models.values())).state_dict(keep_vars=True)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank lacks a part of the model."""
+        return self._placement is not None
+
+    def join(self, state: Any) -> Any:
+        """A tracked object's state with whole tensors; collective. What is named like a parameter (an average
+        of weights) and is as large as this rank's part of it, is such a part."""
+
+        def gather(path: Any, value: Any) -> Any:
+            name = self._find_name(path)
+            if name is None or self._placement is None or not self._is_part(name, value):
+                return value
+            return self._placement.whole(name, value).cpu()
+
+        return tree_map_with_path(gather, state)
+
+    def cut_as(self, state: Any, current: Any) -> Any:
+        """The rank's parts of a tracked object's whole state, where it has parts of these at present."""
+        held = {str(path): value for path, value in tree_flatten_with_path(current)[0]}
+
+        def cut(path: Any, value: Any) -> Any:
+            name, now = self._find_name(path), held.get(str(path))
+            if name is None or self._placement is None or not self._is_part(name, now):
+                return value
+            if not self._placement.divides(name, self._tensors[name], value):
+                return value
+            part = self._placement.part(name, value, self._tensors[name]).clone()
+            return _lie_as(part, now) if isinstance(now, DTensor) else part
+
+        return tree_map_with_path(cut, state)
+
+    def _find_name(self, path: Any) -> str | None:
+        """The tensor of the model that a key is named after, whatever stands before its full name."""
+        key = getattr(path[-1], "key", None) if path else None
+        while isinstance(key, str) and key:
+            if key in self._tensors:
+                return key
+            key = key.partition(".")[2]
+        return None
+
+    def _is_part(self, name: str, value: Any) -> bool:
+        assert self._placement is not None
+        of_model = self._tensors[name]
+        if not isinstance(value, torch.Tensor) or value.shape != of_model.shape:
+            return False
+        return isinstance(value, DTensor) or (name in self._placement.splits and not _is_sharded(of_model))
+
     def cut(self, path: tuple[Any, ...], whole: torch.Tensor) -> torch.Tensor:
         """The rank's part of a parameter, buffer or piece of optimizer state; anything else as it is."""
         if self._placement is None or len(path) < 2:
@@ -221,6 +282,21 @@ class _Parts:
         if tensor is None or not self._placement.divides(str(name), tensor, whole):
             return whole
         return self._placement.part(str(name), whole, tensor).clone()
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def _lie_as(part: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        part.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _check_optimizers(here: set[str], saved: set[str]) -> None:
