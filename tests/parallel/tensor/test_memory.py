@@ -2,18 +2,18 @@
 activations that are kept for backward, against what the arithmetic of a block says.
 
 Of one block, in units of A, the activation between blocks (samples x sequence x width), with I for the inner
-width over the width. Norms' inputs and outputs are whole under tp; queries, keys, values and the attention's
-output are divided, and the feed-forward's four:
+width over the width. Whole under tp: input, normalised input and output of both norms. Divided: queries,
+keys, values and the attention's output, and the four of the inner width.
 
 | layout | kept |
 |---|---|
-| one process | 4 + 4 + 4 I |
-| tp = t | 4 + (4 + 4 I) / t |
-| tp = t, sequence | 2 + (2 + 4 + 4 I) / t |
+| one process | 6 + 4 + 4 I |
+| tp = t | 6 + (4 + 4 I) / t |
+| tp = t, sequence | 2 + (4 + 4 + 4 I) / t |
 
 The form is that of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-equations 2 and 4. Theirs divides the last row's 2 as well: it gathers the inputs of attention and feed-forward
-a second time in backward, ours keeps them.
+equations 2 and 4. Theirs divides the last row's 2 as well: they gather the inputs of attention and
+feed-forward a second time in backward, we keep them whole.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_state_follows_the_plan(ranks: Pool, layout: str, num_microbatches: int)
     resolved = parsed.resolve(nproc)
     plan = plan_memory(parameters, resolved, Sizes(num_microbatches=num_microbatches))
     wanted: dict[str, float] = {instant: memory.total for instant, memory in plan.items()}
-    wanted["built"] = plan["at_rest"].parameters
+    wanted["built"] = plan["at_rest"].parameters + plan["at_rest"].gradients  # DDP's buckets
     if num_microbatches == 1:
         del wanted["between"]
     for seen in ranks.run(measure_state, nproc, (layout, num_microbatches), timeout_s=60):
@@ -187,8 +187,8 @@ def test_a_part_of_the_sequence_keeps_less(ranks: Pool, tp: int) -> None:
     unit = SAMPLES * LENGTH * HIDDEN * 4
     inner = 4 * INNER / HIDDEN
     for whole, plain in ranks.run(measure_activations, tp, (f"tp={tp}",)):
-        assert whole / unit == pytest.approx(4 + 4 + inner, rel=0.05)
-        assert plain / unit == pytest.approx(4 + (4 + inner) / tp, rel=0.05)
+        assert whole / unit == pytest.approx(6 + 4 + inner, rel=0.05)
+        assert plain / unit == pytest.approx(6 + (4 + inner) / tp, rel=0.05)
     for _, along in ranks.run(measure_activations, tp, (f"tp={tp} sequence=true",)):
-        assert along / unit == pytest.approx(2 + (2 + 4 + inner) / tp, rel=0.05)
-        assert along < plain
+        assert along / unit == pytest.approx(2 + (4 + 4 + inner) / tp, rel=0.05)
+        assert along < 0.95 * plain
