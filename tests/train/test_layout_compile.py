@@ -69,7 +69,6 @@ def test_compiled_layouts(ranks: Pool) -> None:
     compare(ranks, 2, ["dp_shard=2", "tp=2"], "aot_eager")
 
 
-@pytest.mark.xfail(strict=True, reason="a whole model is compiled, and its blocks computed again eagerly")
 def test_recompute_of_compiled_blocks(ranks: Pool) -> None:
     compare(ranks, 1, ["recompute=block", "recompute=selective"], "aot_eager")
 

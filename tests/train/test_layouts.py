@@ -110,3 +110,24 @@ def test_trains_as_one_process(ranks: Pool, num_ranks: int, layout: str) -> None
         assert other["valid"] == pytest.approx(one["valid"], rel=1e-12)
     assert distance(one["start"], many[0]["start"]) == 0
     assert distance(one["end"], many[0]["end"]) < 1e-9
+
+
+def build_with(world: Any, layout: str, optimizer: str) -> str:
+    try:
+        paceline.Trainer(
+            build_gpt,
+            loss=next_token_loss,
+            forward=lambda model, batch: model(batch["ids"][:, :-1]),
+            optimizer=lambda named: getattr(torch.optim, optimizer)([p for _, p in named]),
+            layout=layout,
+            example={"ids": torch.zeros(2, 9, dtype=torch.int64)},
+        )
+    except paceline.PacelineError as error:
+        return error.code
+    return "built"
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp_shard=2", "dp_replicate=2"])
+def test_an_optimizer_that_mixes_elements(ranks: Pool, layout: str) -> None:
+    expected = "built" if layout == "dp_replicate=2" else "PL466"
+    assert ranks.run(build_with, args=(layout, "Adafactor")) == [expected] * 2

@@ -48,17 +48,27 @@ PAGES: dict[str, Page] = {
         title="The sequence can't be split between the blocks",
         why=(
             "With sequence=true each rank of tp has a part of the sequence between attention and "
-            "feed-forward. That works where the blocks pass on one tensor [batch, length, width] and do to it, outside of "
-            "what tp splits, only what treats every place by itself."
+            "feed-forward. That works where the blocks pass on one tensor [batch, length, width] and do to "
+            "it, outside of what tp splits, only what treats every place by itself."
         ),
         fix="Leave sequence out; the message says what is in the way.",
     ),
     "PL465": Page(
         title="Nothing to recompute",
         why=(
-            "recompute drops the activations inside of the model's repeated blocks and computes them "
-            "again in backward. The blocks are found by themselves: the modules of one kind in the model's lists."
+            "recompute drops the activations inside of the model's repeated blocks and computes "
+            "them again in backward. The blocks are found by themselves: the modules of one kind in the model's lists."
         ),
         fix="Leave recompute out, or put the repeated part of the model into an nn.ModuleList.",
+    ),
+    "PL466": Page(
+        title="An optimizer that works with whole tensors, in a layout that divides them",
+        why=(
+            "Under dp_shard and tp a rank has a part of each tensor and of its gradient. An optimizer that "
+            "treats every element by itself (SGD, Adam and their kin) gives each rank its part of the right "
+            "update. One that takes means over rows, norms of layers or products of matrices would take them "
+            "over the part, and be wrong without a word."
+        ),
+        fix="Use AdamW or another elementwise optimizer, or give the ranks to dp_replicate.",
     ),
 }

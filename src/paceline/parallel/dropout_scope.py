@@ -19,6 +19,7 @@ All of it is per process, not per thread: backward runs in threads of its own on
 
 from __future__ import annotations
 
+import importlib
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -257,11 +258,10 @@ def remember_in_checkpoints() -> None:
         return without_reentrant(_remember(fn, is_second=True), *args, **kwargs)
 
     def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return forward(ctx, _remember(run_function, is_second=False), *args)
+        return forward(ctx, _remember(run_function, is_second=False), *args)  # type: ignore[no-untyped-call]
 
     generate._paceline = True  # type: ignore[attr-defined]
     torch_checkpoint._checkpoint_without_reentrant_generator = generate
-    torch_checkpoint.CheckpointFunction.forward = staticmethod(run_forward)
-    from torch.distributed._composable import checkpoint_activation
-
-    checkpoint_activation._checkpoint_without_reentrant_generator = generate  # it has its own reference
+    torch_checkpoint.CheckpointFunction.forward = staticmethod(run_forward)  # type: ignore[method-assign]
+    composable: Any = importlib.import_module("torch.distributed._composable.checkpoint_activation")
+    composable._checkpoint_without_reentrant_generator = generate  # it has its own reference

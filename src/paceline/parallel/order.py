@@ -44,7 +44,7 @@ class Settings:
         exact: sum gradients in an order that doesn't depend on dp.
         comm_hook: the user's `(state, hook)` for the gradients of replicas.
         sync_batchnorm: turn BatchNorm into `SyncBatchNorm`.
-        compile: `torch.compile` the model; under dp_shard or tp, each of its blocks.
+        compile: `torch.compile` the model; under dp_shard, tp or recompute, each of its blocks.
         example: calls the model on a batch of a few samples; needed for tp.
         tp_plan: by pattern of a module's name, how it is split; the rest is found by itself.
     """
@@ -133,7 +133,7 @@ def parallelize(
     exact: ExactReduction | None = None
     if settings.compile:
         # Before sharding and replication, whose collectives stay outside of the graphs.
-        _compile(model, divided=layout.dp_shard > 1 or layout.tp > 1)
+        _compile(model, layout)
     if layout.dp_shard > 1:
         assert mesh is not None
         group = build_private_group(mesh.dp) if settings.exact else None
@@ -207,8 +207,10 @@ def _fill(model: nn.Module, construction: Construction, placement: Placement, de
         place_values(construction, device, lambda name, whole: placement.part(name, whole, whole))
 
 
-def _compile(model: nn.Module, *, divided: bool) -> None:
-    blocks = find_blocks(model) if divided else []
+def _compile(model: nn.Module, layout: Layout) -> None:
+    # What talks, and what is run again by itself, must not be in the middle of a graph.
+    by_block = layout.dp_shard > 1 or layout.tp > 1 or layout.recompute != "none"
+    blocks = find_blocks(model) if by_block else []
     for _, module in blocks or [("", model)]:
         _compile_module(module)
     log.info("compile: torch.compile over %s", f"{len(blocks)} blocks" if blocks else "the whole model")

@@ -28,6 +28,8 @@ Named = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Model = nn.Module | Callable[[], nn.Module]
+# Optimizers whose update of an element depends on others of its tensor.
+_MIXING = {"Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb"}
 UpdateModel = Callable[[str, Callable[[dict[str, nn.Module], Any], Any]], Updated]
 
 
@@ -88,6 +90,13 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
     device = settings.precision.device
     laid_out = parallelize(model, settings.mesh, laying_out, device, built.construction)
     optimizer = factory(list(model.named_parameters()))
+    if laid_out.placement.is_divided and type(optimizer).__name__ in _MIXING:
+        raise PacelineError(
+            "PL466",
+            saw=f"optimizer={type(optimizer).__name__} with layout {laying_out.layout}.",
+            rule="It works with whole tensors (means of rows, norms, products), of which a rank has a part.",
+            fix="Use one that treats every element by itself (AdamW, SGD, Lion ...), or dp_replicate.",
+        )
     update = Update(
         name,
         model,

@@ -210,7 +210,6 @@ def test_shards_of_parts_send_the_parts_only(ranks: Pool, zero: int) -> None:
             assert [each.numel for each in norms] == [1]
 
 
-@pytest.mark.xfail(strict=True, reason="fully_shard's hooks make the cut logits whole")
 def test_loss_stays_cut_under_sharding(ranks: Pool) -> None:
     for (sent,) in ranks.run(read_steps, 4, ("dp_shard=2 tp=2", (1,)), env=RECORD):
         assert [(each.kind, each.numel) for each in sent if each.axis == "tp"] == PLAIN

@@ -334,11 +334,11 @@ class _Planner:
         pairs = itertools.zip_longest(_compared(self.trace), _compared(parts))
         last = len(self.trace.ops) - 1
         for one, other in pairs:
-            at, mine = one or (last, None)
-            _, its = other or (last, None)
-            where = f"{(mine or its).module or 'the model'}"
-            if mine is None or its is None or _kind(mine) != _kind(its):
+            at, mine = one or (last, self.trace.ops[last])
+            where = mine.module or "the model"
+            if one is None or other is None or _kind(mine) != _kind(other[1]):
                 return at, f"the code of {where} goes another way with parts"
+            its = other[1]
             if sequence is not None and made.issuperset(mine.inputs):
                 made.update(mine.outputs)
                 continue

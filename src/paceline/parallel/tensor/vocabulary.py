@@ -63,7 +63,7 @@ class CutTensor:
         self._axis = axis
         self._whole: Tensor | None = None
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # code that asks whether an output is a tensor is answered as it expects
         return Tensor
 
@@ -112,6 +112,20 @@ class CutTensor:
 
     def detach(self) -> CutTensor:
         return self._with(self.part.detach())
+
+    def clone(self, *args: Any, **kwargs: Any) -> CutTensor:
+        return self._with(self.part.clone(*args, **kwargs))
+
+    def is_floating_point(self) -> bool:
+        return self.part.is_floating_point()
+
+    @property
+    def _base(self) -> Tensor | None:  # fully_shard's hooks and ours ask, and must not make it whole
+        return self.part._base
+
+    def register_hook(self, hook: Any) -> Any:
+        """Runs when backward reaches the part: there fully_shard gathers what backward needs."""
+        return self.part.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         """On the parts where the cut dimension is the last one and stays out of it."""
