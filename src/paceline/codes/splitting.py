@@ -57,7 +57,8 @@ PAGES: dict[str, Page] = {
         title="Nothing to recompute",
         why=(
             "recompute drops the activations inside of the model's repeated blocks and computes "
-            "them again in backward. The blocks are found by themselves: the modules of one kind in the model's lists."
+            "them again in backward. The blocks are found by themselves: the modules of one kind in the "
+            "model's lists."
         ),
         fix="Leave recompute out, or put the repeated part of the model into an nn.ModuleList.",
     ),
