@@ -19,11 +19,13 @@ class Times:
 
     Attributes:
         block_s: per loop, seconds of each of its blocks, in order of time.
+        block_cpu_s: per loop, the seconds that this process, all its threads, computed in them.
         losses: per loop, the loss after the first steps: the mean over this global batch.
         num_parameters: of the whole model.
     """
 
     block_s: dict[str, list[float]]
+    block_cpu_s: dict[str, list[float]]
     losses: dict[str, float]
     num_parameters: int
 
@@ -38,14 +40,15 @@ def run_rank(job: Job, num_blocks: int, block_steps: int, warm_up: int) -> Times
     with paceline.start(device="cpu", threads_per_rank=1) as world:
         loops = {name: loop(job) for name, loop in LOOPS.items()}
         block_s: dict[str, list[float]] = {name: [] for name in loops}
+        block_cpu_s: dict[str, list[float]] = {name: [] for name in loops}
         last: dict[str, Any] = {}
 
-        def run_block(name: str, steps: int) -> float:
+        def run_block(name: str, steps: int) -> tuple[float, float]:
             world.barrier()
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 last[name] = next(loops[name])
-            return time.perf_counter() - start_s
+            return time.perf_counter() - start_s, time.process_time() - start_cpu_s
 
         for name in loops:
             run_block(name, warm_up)
@@ -56,7 +59,9 @@ def run_rank(job: Job, num_blocks: int, block_steps: int, warm_up: int) -> Times
         losses = {name: sum(each[name] for each in found) / len(found) for name in loops}
         for number in range(num_blocks):
             for name in loops if number % 2 == 0 else reversed(loops):
-                block_s[name].append(run_block(name, block_steps))
+                taken_s, computed_s = run_block(name, block_steps)
+                block_s[name].append(taken_s)
+                block_cpu_s[name].append(computed_s)
         world.barrier()
         num_parameters = sum(p.numel() for p in job.build_model().parameters())
-    return Times(block_s, losses, num_parameters)
+    return Times(block_s, block_cpu_s, losses, num_parameters)

@@ -119,6 +119,8 @@ def by_hand(job: Job) -> Iterator[Any]:
     """What the tutorials of torch and torchtitan do, with what is fastest there."""
     degrees = job.degrees
     mesh = init_device_mesh("cpu", (degrees.dp_shard, degrees.tp), mesh_dim_names=("dp", "tp"))
+    if degrees.dp_shard > 1 and degrees.tp > 1:
+        mesh._flatten("all")  # for norms over both: one all-reduce, not one per axis
     model = job.build_model()
     if degrees.tp > 1:
         split_by_hand(model, mesh["tp"])
