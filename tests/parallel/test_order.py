@@ -11,10 +11,16 @@ from torch import nn
 
 from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
-from paceline.parallel.order import parallelize
+from paceline.models.gpt import Gpt
+from paceline.parallel.order import LaidOut, Settings, parallelize
 from paceline.recipe import Layout
-from paceline.recipe.schema import DdpSection
+from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool
+
+
+def lay(model: nn.Module, mesh: Any, **settings: Any) -> LaidOut:
+    layout = Layout(dp_replicate=1) if mesh is None else mesh.layout
+    return parallelize(model, mesh, Settings(layout, **settings), torch.device("cpu"))
 
 
 def lay_out(world: Any) -> tuple[list[str], bool]:
@@ -35,13 +41,13 @@ def lay_out(world: Any) -> tuple[list[str], bool]:
         with pytest.MonkeyPatch.context() as patch:
             # Importing the compiler takes seconds.
             patch.setattr(torch, "compile", lambda forward: compiled.append(forward) or forward)
-            replica = parallelize(model, mesh, ddp=DdpSection(), compile=True)
+            laid_out = lay(model, mesh, compile=True)
         assert len(compiled) == 1
         assert torch.equal(model(torch.ones(2)), compiled[0](torch.ones(2)))
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    return records, replica is None
+    return records, laid_out.reducer is None
 
 
 def test_the_order_is_told(ranks: Pool) -> None:
@@ -51,21 +57,48 @@ def test_the_order_is_told(ranks: Pool) -> None:
     assert ranks.run(lay_out, nproc=1) == [([compiled], True)]
 
 
+def lay_out_all(world: Any) -> list[str]:
+    records: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage().split(":")[0].split("=")[0])
+
+    logger = logging.getLogger("paceline.parallel")
+    logger.setLevel(logging.INFO)
+    handler = Handler()
+    logger.addHandler(handler)
+    try:
+        model = Gpt(GptModel(kind="gpt", layers=2, hidden=16, heads=2), 32, 8)
+        mesh = build_mesh(Layout.parse("dp_shard=2 tp=2 recompute=block"), world)
+        laid_out = lay(model, mesh, example=lambda m: m(torch.zeros(2, 8, dtype=torch.int64)))
+        assert laid_out.plan is not None
+        assert laid_out.plan.share == 1
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return records
+
+
+def test_every_transformation_is_told_in_its_order(ranks: Pool) -> None:
+    assert ranks.run(lay_out_all, nproc=4) == [["tp", "recompute", "shard"]] * 4
+
+
 def test_synchronised_batchnorm_needs_cuda() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(PacelineError, match=r"sync_batchnorm is on, the model is on cpu.*\[PL422\]"):
-        parallelize(model, None, ddp=DdpSection(), sync_batchnorm=True)
+        lay(model, None, sync_batchnorm=True)
     assert type(model[1]) is nn.BatchNorm1d
 
 
 @pytest.mark.gpu
 def test_synchronised_batchnorm_replaces_layers_on_cuda() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2))).cuda()
-    parallelize(model, None, ddp=DdpSection(), sync_batchnorm=True)
+    parallelize(model, None, Settings(Layout(dp_replicate=1), sync_batchnorm=True), torch.device("cuda"))
     assert isinstance(model[1][0], nn.SyncBatchNorm)
 
 
 def test_a_hook_without_anybody_to_talk_to_is_told(caplog: pytest.LogCaptureFixture) -> None:
     hook: Any = (None, lambda state, bucket: torch.futures.Future())
-    assert parallelize(nn.Linear(2, 2), None, ddp=DdpSection(), comm_hook=hook) is None
+    assert lay(nn.Linear(2, 2), None, comm_hook=hook).reducer is None
     assert "comm_hook is not used" in caplog.text

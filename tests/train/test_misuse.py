@@ -154,10 +154,10 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
         lambda: build(model=nn.Linear(3, 2).requires_grad_(False)),
         "none of the 2 parameters",
     ),
-    "sync_batchnorm on CPU": (
-        "PL422",
+    "sync_batchnorm without any": (
+        "PL149",
         lambda: build(sync_batchnorm=True, reduction="fast"),
-        "the model is on cpu",
+        "without BatchNorm",
     ),
     # ---- batches and losses
     "a batch of numbers": ("PL409", lambda: build().step([1, 2, 3]), "a batch of type list without a tensor"),

@@ -19,8 +19,8 @@ All of it is per process, not per thread: backward runs in threads of its own on
 
 from __future__ import annotations
 
-import importlib
 import hashlib
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

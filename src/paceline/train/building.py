@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct import Construction, construct
 from paceline.parallel.construct_values import place_values
 from paceline.parallel.order import Settings, parallelize
 from paceline.recipe import Layout
+from paceline.recipe.facts import ModelFacts, RunFacts
+from paceline.recipe.legal import Rules
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed
 from paceline.train.update import Update, Updated
@@ -119,6 +123,36 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
             ", ".join(update.not_updated[:3]),
         )
     return update
+
+
+def refuse_illegal(built: Built, settings: Settings, precision: Precision, world_size: int) -> None:
+    """Raises where the rules for layouts have something against this one, with all reasons.
+
+    Args:
+        built: the model.
+        settings: the layout, resolved, and what goes with it.
+        precision: dtype and device.
+        world_size: ranks.
+
+    Raises:
+        RecipeErrors: one problem for each rule that is broken, and the nearest layouts that work.
+    """
+    blocks = [name for name, _ in find_blocks(built.model) if name]
+    model = ModelFacts(
+        max_rows=max((p.shape[0] for p in built.model.parameters() if p.dim()), default=None),
+        num_blocks=len(blocks),
+        has_batchnorm=any(isinstance(module, _BatchNorm) for module in built.model.modules()),
+    )
+    run = RunFacts(
+        dtype=precision.name,
+        reduction="exact" if settings.exact else "fast",
+        device=precision.device.type,
+        sync_batchnorm=settings.sync_batchnorm,
+        has_comm_hook=settings.comm_hook is not None,
+        ddp=settings.ddp,
+        shard=settings.shard,
+    )
+    Rules(model, run).refuse(settings.layout, world_size)
 
 
 def check_several(layout: Layout) -> None:

@@ -39,6 +39,7 @@ from paceline.train.building import (
     check_reduction,
     check_several,
     complete_model,
+    refuse_illegal,
     refuse_sync_batchnorm,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
@@ -200,6 +201,8 @@ class Trainer:
             clip_norm=clip_norm,
             seed=seed,
         )
+        for each in built.values():
+            refuse_illegal(each, settings.laying_out, self._precision, self.world.world_size)
         self._updates = {
             name: build_update(name, built[name], factory, settings) for name, factory in factories.items()
         }

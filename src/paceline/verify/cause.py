@@ -102,7 +102,7 @@ def _explain_lost(case: Case) -> Explained | None:
 def _explain_forward(case: Case) -> Explained:
     events = case.events(gradient=False)
     first = events[0]
-    which = case.name_ranks(d.rank for d in events)
+    which = case.name_ranks(d.rank for d in events if d.order == first.order)
     micro = f"microbatch {first.microbatch}"
     module, place = _place(case, first)
     size = show_size(first.size, first.tolerance)
@@ -115,6 +115,9 @@ def _explain_forward(case: Case) -> Explained:
             "Look at the data: an order, an augmentation or a step that depends on the rank.",
         )
     saw = f"The first difference {which} is {place}, {micro}, {size}."
+    if first.owner is not None:
+        saw += f" It is what rank {first.owner} of tp should have."
+        return _explain_module(case, first, module, saw)
     facts = case.watched.modules.get(module) if case.watched is not None else None
     dropout = 0.0 if facts is None else facts.dropout
     if first.looks_masked or (dropout and not first.looks_rounded and first.size > _LARGE * first.scale):

@@ -26,6 +26,8 @@ from torch import Tensor
 FACTORS = {"fp64": 100.0, "fp32": 20.0, "bf16": 8.0, "fp16": 8.0}
 # Smallest step of what a forward computes in.
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
+# How the note of a difference begins that is the right tensor of another rank.
+ANOTHERS_PART = "it is the part of rank"
 # Tensors whose root-mean-square difference is this share of them were rounded to 16 bits somewhere.
 _HALF_PRECISION = (2.0**-14, 2.0**-5)
 # Least-squares factors count when they leave less than this of the tensor unexplained.

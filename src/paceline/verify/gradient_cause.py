@@ -7,9 +7,12 @@ the factors tell the cause; where no factors explain it, backward went wrong ins
 from __future__ import annotations
 
 from paceline.verify.case import Case, Explained, name_some, near, show_size
+from paceline.verify.compare import ANOTHERS_PART
 
 # What causes are put to that are nobody's but the reduction's.
 _PLACE = "the sum of gradients"
+# Of all gradients; fewer may be the doing of one module.
+_NEARLY_ALL = 0.8
 _SUM_RULE = "The gradient is the sum over all microbatches of the global batch, each of them once."
 
 
@@ -21,13 +24,50 @@ def explain(case: Case) -> Explained | None:
     rounded = _explain_rounding(case)
     if rounded is not None:
         return rounded
+    anothers = _explain_anothers(case)
+    if anothers is not None:
+        return anothers
     by_sum = _explain_factors(case)
     if by_sum is not None:
         return by_sum
     events = case.events(gradient=True)
     if events:
         return _explain_backward(case)
-    return _explain_parameters(case)
+    return _explain_strange(case) or _explain_parameters(case)
+
+
+def _explain_anothers(case: Case) -> Explained | None:
+    """Parts that other ranks should have."""
+    differing = case.of_kind("gradient")
+    moved = [d for d in differing if d.note.startswith(ANOTHERS_PART)]
+    if len(moved) < 0.8 * len(differing):
+        return None
+    return Explained(
+        "PL703",
+        _PLACE,
+        f"Outputs agree, but of {name_some([d.name for d in moved])} a rank has the gradient of another part, "
+        f"{case.name_ranks(d.rank for d in moved)}: {moved[0].note} for rank {moved[0].rank}.",
+        "Each rank of dp_shard keeps the sum of its own chunk.",
+        "Look at the order in which the reduce-scatter gives out its chunks.",
+    )
+
+
+def _explain_strange(case: Case) -> Explained | None:
+    """Nearly all gradients differ though every module's is right: something is in the sum that isn't theirs."""
+    differing = {d.name for d in case.of_kind("gradient")}
+    if case.watched is None or len(differing) < _NEARLY_ALL * len(case.watched.parameters):
+        return None
+    first = case.of_kind("gradient")[0]
+    return Explained(
+        "PL703",
+        _PLACE,
+        f"All outputs and, in every module, their gradients agree, but the gradient of {len(differing)} "
+        f"parameters differs {case.name_ranks(d.rank for d in case.of_kind('gradient'))}, "
+        f"{show_size(first.size, first.tolerance)}, and is no sum of the microbatches' gradients.",
+        _SUM_RULE,
+        "Look for what is added beside the microbatches: a round that a rank takes for others' sake (an idle "
+        "round), what was left of the step before, another rank's part.",
+    )
 
 
 def _explain_rounding(case: Case) -> Explained | None:
@@ -55,7 +95,14 @@ def _explain_factors(case: Case) -> Explained | None:
     which = case.name_ranks(wrong)
     rank = min(wrong)
     factors = wrong[rank]
-    for explain in (_explain_unreduced, _explain_missing, _explain_common, _explain_weights, _explain_last):
+    for explain in (
+        _explain_replicas,
+        _explain_unreduced,
+        _explain_missing,
+        _explain_common,
+        _explain_weights,
+        _explain_last,
+    ):
         explained = explain(case, rank, factors, which)
         if explained is not None:
             return explained
@@ -69,6 +116,25 @@ def _explain_factors(case: Case) -> Explained | None:
     )
 
 
+def _explain_replicas(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
+    """A replica that has its own microbatches and no other's."""
+    layout = case.layout
+    replica = rank // layout.tp // layout.dp_shard
+    places = range(replica * layout.dp_shard, (replica + 1) * layout.dp_shard)
+    own = {number for place in places for number in case.owned(place)}
+    present = {number for number, factor in enumerate(factors) if not near(factor, 0.0, 5.0)}
+    if layout.dp_shard == 1 or layout.dp == layout.dp_shard or not own or present != own:
+        return None
+    return Explained(
+        "PL705",
+        _PLACE,
+        f"Outputs agree, but the gradient {which} has the microbatches of the rank's own replica and no "
+        "other's.",
+        "The shards' sums are summed over dp_replicate, once per step.",
+        "Look for the all-reduce over dp_replicate behind the reduce-scatter over dp_shard.",
+    )
+
+
 def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
     """A rank that has its own microbatches and none of the others'."""
     own = set(case.owned(rank // case.layout.tp))
@@ -78,11 +144,13 @@ def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) 
     if any(near(factors[number], 0.0, 5.0) for number in own):
         return None
     scale = factors[min(own)]
+    axis = case.name_degree(scale)
+    instead = f" Its own are summed over {axis} in place of dp." if axis else ""
     return Explained(
         "PL705",
         _PLACE,
         f"Outputs agree, but the gradient {which} has this rank's own microbatches and no other rank's "
-        f"(factor {scale:.4g} for its own, 0 for the others).",
+        f"(factor {scale:.4g} for its own, 0 for the others).{instead}",
         "Every rank applies the sum over all ranks.",
         "Look for a reduction that these ranks leave out: no_sync around the last backward, a hook that "
         "returns the bucket as it is, a group that is not the layout's.",

@@ -18,6 +18,7 @@ from paceline.errors import PacelineError
 from paceline.recipe import Layout
 from paceline.train.trainer import Trainer
 from paceline.verify.compare import (
+    ANOTHERS_PART,
     Difference,
     Noise,
     divide,
@@ -26,7 +27,7 @@ from paceline.verify.compare import (
     measure_distance,
     share_apart,
 )
-from paceline.verify.observe import take_part
+from paceline.verify.observe import list_parts, take_part
 from paceline.verify.reference import Reference, key_of
 from paceline.verify.run_steps import KINDS, run_steps
 from paceline.verify.subject import Opened, Subject
@@ -105,8 +106,15 @@ class Comparer:
             factor=find_factor(expected, tensor),
             share=share_apart(expected, tensor, self._allow(noise)),
             looks_rounded=looks_rounded(expected, tensor),
-            note=_compare_kinds(expected, tensor),
+            note=_compare_kinds(expected, tensor) or self._find_owner(key, owner, tensor, noise),
         )
+
+    def _find_owner(self, key: str, owner: str, tensor: Tensor, noise: Noise) -> str:
+        """Whose part it is, where it is another rank's."""
+        for place, part in enumerate(list_parts(self._trainer, owner, self._reference.tensor(key))):
+            if part.numel() and measure_distance(part, tensor) <= noise.tolerance:
+                return f"{ANOTHERS_PART} {place} of dp_shard"
+        return ""
 
     def finish(self) -> Compared:
         """Adds what the reference has and this layout never showed; gives everything, in order."""

@@ -32,7 +32,7 @@ from paceline.verify.compare import (
     looks_rounded,
     measure_distance,
 )
-from paceline.verify.observe import local, move_last_bits, take_part
+from paceline.verify.observe import is_whole, local, move_last_bits, take_part
 from paceline.verify.reference import ONE, Facts, shuffle_shares
 from paceline.verify.run_steps import run_steps
 from paceline.verify.subject import Opened, Subject
@@ -60,6 +60,7 @@ class EventDifference:
         looks_masked: whether other elements are 0 and the rest agrees, as two dropout masks give it.
         looks_rounded: whether it is apart by what a 16-bit type rounds away.
         only_padding: whether all that differs belongs to positions that the batch marks as padding.
+        owner: the rank of tp whose part it is, where it is another one's.
     """
 
     order: int
@@ -74,6 +75,7 @@ class EventDifference:
     looks_masked: bool
     looks_rounded: bool
     only_padding: bool = False
+    owner: int | None = None
 
 
 @dataclass
@@ -337,9 +339,20 @@ class _Judge(_Nothing):
                 factor=find_factor(expected, tensor),
                 looks_masked=looks_masked(expected, tensor, noise.tolerance),
                 looks_rounded=looks_rounded(expected, tensor),
+                owner=self._find_owner(key, tensor, noise.tolerance),
                 only_padding=expected.is_floating_point() and self._is_padding(microbatch, apart),
             )
         )
+
+    def _find_owner(self, key: str, tensor: Tensor, tolerance: float) -> int | None:
+        whole, layout = self._file.get_tensor(key), self._trainer.layout
+        if whole.shape == tensor.shape:
+            return None
+        for rank in range(layout.tp):
+            part = find_part(whole, tensor, layout, rank)
+            if part is not None and measure_distance(part, tensor) <= tolerance:
+                return rank
+        return None
 
     def _is_padding(self, microbatch: int, apart: Tensor) -> bool:
         """Whether what differs is where an input of the model says that there is nothing."""
@@ -366,16 +379,22 @@ class _Judge(_Nothing):
         return self.found
 
     def _fit_factors(self) -> list[float] | None:
+        """From all gradients; where they have no factors in common, from those that all ranks of tp have."""
+        names = self.facts.parameters
+        found = self._fit([name for name in names if name in self.gradients])
+        if found is not None or self._trainer.layout.tp == 1:
+            return found
+        return self._fit([n for n in names if n in self.gradients and is_whole(self._trainer, n)])
+
+    def _fit(self, names: list[str]) -> list[float] | None:
         count = 1 + max(self.facts.losses, default=-1)
         file: Any = safe_open(str(self._folder / f"gradients-{self._step}.safetensors"), framework="pt")
         keys = frozenset(file.keys())
         columns: list[list[Tensor]] = [[] for _ in range(count)]
         right: list[Tensor] = []
-        for name in self.facts.parameters:
-            gradient = self.gradients.get(name)
-            if gradient is None:
-                continue
-            stride = max(1, gradient.numel() * len(self.facts.parameters) // _MAX_FITTED)
+        for name in names:
+            gradient = self.gradients[name]
+            stride = max(1, gradient.numel() * len(names) // _MAX_FITTED)
             right.append(gradient.double().flatten()[::stride])
             for number, column in enumerate(columns):
                 part = torch.zeros_like(gradient)

@@ -14,6 +14,12 @@ from torch import Tensor, nn
 from paceline.train.trainer import Trainer
 
 
+# Backwards that add up over tp (parallel/tensor/collectives.py), and those of views.
+_ADDING_UP = ("_CopyBackward", "_GatherRowsBackward")
+_SEEN_OTHERWISE = ("View", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Expand", "Reshape", "Alias")
+_SEEN_OTHERWISE += ("UnsafeView", "Clone", "ToCopy", "Slice", "Split", "Unbind", "Select", "Chunk")
+
+
 def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
     """This rank's parts of all parameters and buffers: (kind, full name, tensor).
 
@@ -54,6 +60,40 @@ def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
 def _find_placement(trainer: Trainer) -> Any:
     """Where the parts of the model are, or `None` where all of it is everywhere."""
     return getattr(trainer._updates["model"], "placement", None)
+
+
+def list_parts(trainer: Trainer, name: str, whole: Tensor) -> list[Tensor]:
+    """What each rank of this rank's dp_shard holds of a whole tensor, in their order; [] where one has all."""
+    placement, mesh = _find_placement(trainer), trainer._updates["model"]._mesh
+    if placement is None or mesh is None or mesh.dp_shard.size == 1:
+        return []
+    split = placement.splits.get(name)
+    whole = whole if split is None else split.take(whole, mesh.tp.rank)
+    rows = list(torch.chunk(whole, mesh.dp_shard.size, dim=0))
+    return rows + [whole[:0]] * (mesh.dp_shard.size - len(rows))
+
+
+def is_whole(trainer: Trainer, name: str) -> bool:
+    """Whether ranks of tp all have what this rank has of a parameter or buffer."""
+    placement = _find_placement(trainer)
+    return placement is None or name not in placement.splits
+
+
+def has_part_of_gradient(tensor: Tensor) -> bool:
+    """Whether a rank of tp gets a part of this activation's gradient only, and is right to.
+
+    It is so behind the place where a gradient is added up over tp in backward, as long as the tensor is only
+    seen otherwise (viewed, transposed).
+    """
+    node: Any = tensor.grad_fn
+    while node is not None:
+        kind = type(node).__name__
+        if kind in _ADDING_UP:
+            return True
+        if not kind.startswith(_SEEN_OTHERWISE):
+            return False
+        node = node.next_functions[0][0]
+    return False
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.share import Share
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
-from paceline.verify.observe import local, place_batch, wrap_functions
+from paceline.verify.observe import has_part_of_gradient, local, place_batch, wrap_functions
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Watch:
         for place, tensor in enumerate(tensors):
             event, microbatch = Event(name, self._calls[name], side, place), self.microbatch
             self._sink.event(microbatch, event, local(tensor), gradient=False)
-            if tensor.requires_grad:
+            if tensor.requires_grad and not has_part_of_gradient(tensor):
 
                 def show(gradient: Tensor, event: Event = event, microbatch: int = microbatch) -> None:
                     self._sink.event(microbatch, event, local(gradient), gradient=True)

@@ -1,0 +1,108 @@
+"""What a plan is told, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.models.gpt import Gpt
+from paceline.parallel.tensor.plan import Plan, find_plan
+from paceline.recipe.schema import GptModel
+
+
+def plan(requests: dict[str, str] | None = None, num_ranks: int = 2, **settings: Any) -> Plan:
+    section = GptModel(kind="gpt", layers=2, hidden=32, **{"heads": 4, **settings})
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    return find_plan(Gpt(section, 96, 8), lambda model: model(ids), num_ranks, requests)
+
+
+def refuse(code: str, *args: Any, **settings: Any) -> str:
+    with pytest.raises(PacelineError) as caught:
+        plan(*args, **settings)
+    assert caught.value.code == code
+    return caught.value.saw
+
+
+def test_a_request_keeps_modules_whole() -> None:
+    found = plan({"layers.*.mlp": "replicate"})
+    assert not any(".mlp." in name for name in found.splits)
+    assert any(".self_attn." in name for name in found.splits)
+    assert "tp_plan says layers.*.mlp: replicate" in found.whole["layers.1.mlp.up_proj.weight"]
+    assert "layers.*.mlp.up_proj.weight (2)" in found.describe()
+
+
+def test_requests_that_agree() -> None:
+    requests = {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"}
+    assert plan(requests).splits == plan().splits
+
+
+def test_requests_that_cannot_be_met() -> None:
+    assert "o_proj: colwise; it would be split along dimension 1" in refuse(
+        "PL462", {"layers.*.self_attn.o_proj": "colwise"}
+    )
+    assert "no parameter's module is called" in refuse("PL462", {"blocks.*.mlp": "replicate"})
+    assert "'sideways'" in refuse("PL462", {"layers.*.mlp": "sideways"})
+
+
+def test_heads_that_cannot_be_divided_stay_whole_and_are_told() -> None:
+    found = plan(num_ranks=4, heads=2)
+    assert 0.5 < found.share < 1
+    assert "2 places can't be divided by 4" in found.whole["layers.0.self_attn.q_proj.weight"]
+
+
+def test_nothing_to_split() -> None:
+    with pytest.raises(PacelineError) as caught:
+        find_plan(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), lambda m: m(torch.zeros(2, 3, 8, 8)), 2)
+    assert caught.value.code == "PL461"
+
+
+def test_no_example() -> None:
+    with pytest.raises(PacelineError) as caught:
+        find_plan(nn.Linear(2, 2), None, 2)
+    assert caught.value.code == "PL463"
+
+
+class Undecided(nn.Module):
+    """Goes by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result * 2 if result.sum().item() > 0 else result
+
+
+def test_a_forward_that_needs_numbers() -> None:
+    with pytest.raises(PacelineError, match="Undecided failed in the model") as caught:
+        find_plan(Undecided(), lambda m: m(torch.zeros(2, 4)), 2)
+    assert caught.value.code == "PL460"
+
+
+def test_a_wrong_example() -> None:
+    with pytest.raises(PacelineError, match="failed in the model") as caught:
+        find_plan(nn.Linear(4, 4), lambda m: m(torch.zeros(2, 5)), 2)
+    assert caught.value.code == "PL460"
+
+
+def test_planning_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = Gpt(GptModel(kind="gpt", layers=1, hidden=32, heads=4), 96, 8)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.arange(8).repeat(2, 1)
+    expected = model(ids)
+    find_plan(model, lambda m: m(ids), 2, sequence=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model(ids), expected)
+
+
+def test_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = Gpt(GptModel(kind="gpt", layers=2, hidden=32, heads=4), 96, 8)
+    found = find_plan(model, lambda m: m(torch.zeros(2, 8, dtype=torch.int64, device="cpu")), 2)
+    assert found.share == 1
