@@ -8,71 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.recipe import parse_recipe
-from paceline.verify.check import LayoutResult, resolve_layout, verify_recipe
+from paceline.verify.check import LayoutResult, resolve_layout, verify_recipe, verify_subject
 from tests.dist.pool import Pool
 from tests.train.cases import digits_recipe, text_recipe
 from tests.verify.faults import FAULTS
+from tests.verify.faults.expected import EXPECTED, table
+from tests.verify.faults.models import tied_subject
 from tests.verify.runs import PoolRunner
-
-# By fault: kind of model, layout, code of the cause, place it is put to, words in the message.
-EXPECTED: dict[str, tuple[str, str, str, str, list[str]]] = {
-    "not_summed_on_one_rank": (
-        "gpt",
-        "dp_replicate=2",
-        "PL705",
-        "step 1",
-        ["on rank 1 only", "0 for the others"],
-    ),
-    "averaged_twice": (
-        "gpt",
-        "dp_replicate=2",
-        "PL703",
-        "step 1",
-        ["1/2 of", "dp_replicate=2", "on all 2 ranks"],
-    ),
-    "summed_twice": (
-        "gpt",
-        "dp_replicate=4",
-        "PL703",
-        "step 1",
-        ["4 times", "summed over dp_replicate=4 again"],
-    ),
-    "clipped_before_reduction": (
-        "gpt",
-        "dp_replicate=2",
-        "PL706",
-        "step 1",
-        ["factor of its own", "clipping"],
-    ),
-    "microbatch_dropped": ("gpt", "dp_replicate=2", "PL704", "step 1", ["Microbatch 2 of 4", "rank 1"]),
-    "gradient_overwritten": ("gpt", "dp_replicate=2", "PL704", "step 1", ["nothing of microbatch 0, 2"]),
-    "mean_of_means": ("encoder", "dp_replicate=2", "PL706", "step 1", ["mean of the microbatches' means"]),
-    "dropout_by_rank": (
-        "gpt",
-        "dp_replicate=2",
-        "PL702",
-        "step 1",
-        ["after rotary and before layers.0", "Other elements are 0", "rank 1 only"],
-    ),
-    "wrong_seed": (
-        "encoder",
-        "dp_replicate=2",
-        "PL702",
-        "step 1, dropout",
-        ["Dropout has dropout 0.1", "on all 2 ranks"],
-    ),
-    "dropout_the_same_every_step": ("encoder", "dp_replicate=2", "PL702", "step 2, dropout", ["dropout 0.1"]),
-    "statistics_unsynchronised": (
-        "resnet",
-        "dp_replicate=2",
-        "PL710",
-        "stem_norm.running",
-        ["on all 2 ranks"],
-    ),
-    "norm_of_a_part": ("gpt", "dp_replicate=2", "PL708", "step 1", ["times the reference's"]),
-    "another_start_on_one_rank": ("gpt", "dp_replicate=2", "PL700", "before step 1", ["on rank 1 only"]),
-    "rounded_to_bf16": ("gpt", "dp_replicate=2", "PL712", "the sum of gradients", ["16-bit"]),
-}
 
 
 def recipe_table(kind: str, folder: Path, reduction: str = "fast", dtype: str = "fp64") -> dict[str, Any]:
@@ -82,21 +24,76 @@ def recipe_table(kind: str, folder: Path, reduction: str = "fast", dtype: str = 
     return table
 
 
-def find(ranks: Pool, table: dict[str, Any], layout: str, fault: str = "") -> LayoutResult:
-    recipe, steps = parse_recipe(table), 3
-    return verify_recipe(recipe, [resolve_layout(layout)], steps=steps, run=PoolRunner(ranks, fault)).results[
-        0
-    ]
+def find(ranks: Pool, folder: Path, kind: str, layout: str, fault: str = "") -> LayoutResult:
+    layouts, run = [resolve_layout(layout)], PoolRunner(ranks, fault)
+    if kind == "tied":
+        return verify_subject(tied_subject(), layouts, run=run).results[0]
+    return verify_recipe(parse_recipe(recipe_table(kind, folder)), layouts, steps=2, run=run).results[0]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# One of each cause on each axis; the others differ in where they are planted.
+QUICK = {
+    "not_summed_on_one_rank",
+    "clipped_before_reduction",
+    "microbatch_dropped",
+    "mean_of_means",
+    "dropout_the_same_every_step",
+    "statistics_unsynchronised",
+    "row_sum_missing",
+    "entry_sum_missing",
+    "summed_over_tp_in_place_of_dp",
+    "norm_per_part",
+    "tied_weights_untied",
+    "heads_share_masks",
+    "residual_masks_differ",
+    "partial_gradients_not_summed",
+    "sequence_takes_another_part",
+    "rows_off_by_one",
+    "ignored_targets_counted",
+    "maximum_of_a_part",
+    "start_by_rank",
+    "averaged_over_shards",
+    "chunk_of_another_rank",
+    "shard_gradients_in_bf16",
+    "gathered_once_for_all",
+    "sharded_microbatch_dropped",
+    "idle_round_counted",
+    "replicas_not_summed",
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+)
 def test_a_planted_fault_is_found_and_explained(ranks: Pool, tmp_path: Path, fault: str) -> None:
-    kind, layout, code, place, words = EXPECTED[fault]
-    result = find(ranks, recipe_table(kind, tmp_path), layout, fault)
+    expected = EXPECTED[fault]
+    result = find(ranks, tmp_path, expected.kind, expected.layout, fault)
     assert result.status == "differs"
     assert result.worst > 1e9, "faults are orders of magnitude beyond rounding"
     (finding,) = result.findings
-    assert finding.code == code, str(finding)
-    assert place in finding.where, str(finding)
-    for word in words:
+    assert finding.code == expected.code, str(finding)
+    assert expected.place in finding.where, str(finding)
+    for word in expected.words:
         assert word in str(finding), str(finding)
+
+
+def test_the_guide_lists_the_faults() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
+    assert table() in guide, f"docs/verify.md needs:\n{table()}"
+
+
+@pytest.mark.parametrize(
+    ("variation", "layout"),
+    [
+        ("tp_sums_backwards", "tp=4"),
+        ("tp_sums_backwards", "dp_replicate=2 tp=2"),
+        ("shard_sums_backwards", "dp_shard=4"),
+        ("products_in_2_parts", "tp=2"),
+        ("products_in_2_parts", "dp_shard=2"),
+    ],
+)
+def test_what_rounds_otherwise_is_no_fault(ranks: Pool, tmp_path: Path, variation: str, layout: str) -> None:
+    result = find(ranks, tmp_path, "gpt", layout, variation)
+    assert result.status == "ok", list(map(str, result.findings))
+    assert not result.same_bits
+    assert result.worst_noise < 20

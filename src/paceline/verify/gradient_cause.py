@@ -45,7 +45,7 @@ def _explain_anothers(case: Case) -> Explained | None:
     return Explained(
         "PL703",
         _PLACE,
-        f"Outputs agree, but of {name_some([d.name for d in moved])} a rank has the gradient of another part, "
+        f"Outputs agree, but of {name_some([d.name for d in moved])} a rank has another part's gradient, "
         f"{case.name_ranks(d.rank for d in moved)}: {moved[0].note} for rank {moved[0].rank}.",
         "Each rank of dp_shard keeps the sum of its own chunk.",
         "Look at the order in which the reduce-scatter gives out its chunks.",
@@ -53,7 +53,7 @@ def _explain_anothers(case: Case) -> Explained | None:
 
 
 def _explain_strange(case: Case) -> Explained | None:
-    """Nearly all gradients differ though every module's is right: something is in the sum that isn't theirs."""
+    """Nearly all gradients differ though every module's is right: the sum has something that isn't theirs."""
     differing = {d.name for d in case.of_kind("gradient")}
     if case.watched is None or len(differing) < _NEARLY_ALL * len(case.watched.parameters):
         return None
@@ -144,8 +144,8 @@ def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) 
     if any(near(factors[number], 0.0, 5.0) for number in own):
         return None
     scale = factors[min(own)]
-    axis = case.name_degree(scale)
-    instead = f" Its own are summed over {axis} in place of dp." if axis else ""
+    over_tp = case.layout.tp > 1 and near(scale, case.layout.tp)
+    instead = f" Its own are summed over tp={case.layout.tp} in place of dp." if over_tp else ""
     return Explained(
         "PL705",
         _PLACE,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from paceline.train.trainer import Trainer
 
-
 # Backwards that add up over tp (parallel/tensor/collectives.py), and those of views.
 _ADDING_UP = ("_CopyBackward", "_GatherRowsBackward")
 _SEEN_OTHERWISE = ("View", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Expand", "Reshape", "Alias")
@@ -63,7 +62,7 @@ def _find_placement(trainer: Trainer) -> Any:
 
 
 def list_parts(trainer: Trainer, name: str, whole: Tensor) -> list[Tensor]:
-    """What each rank of this rank's dp_shard holds of a whole tensor, in their order; [] where one has all."""
+    """What the ranks of this one's dp_shard hold of a whole tensor, in order; [] where each has all."""
     placement, mesh = _find_placement(trainer), trainer._updates["model"]._mesh
     if placement is None or mesh is None or mesh.dp_shard.size == 1:
         return []

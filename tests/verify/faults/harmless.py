@@ -9,8 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+
+from paceline.parallel import gradient_exchange
+from paceline.parallel.tensor import collectives
 
 
 class _Split(torch.autograd.Function):
@@ -55,7 +59,36 @@ def products_in_8_parts() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def tp_sums_backwards() -> Iterator[None]:
+    """Sums over tp are added from the last rank to the first."""
+
+    def all_reduce(tensor: Tensor, axis: Any) -> Tensor:
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=axis.group)
+        return sum(parts[-2::-1], parts[-1])
+
+    with mock.patch.object(collectives, "all_reduce", all_reduce):
+        yield
+
+
+@contextlib.contextmanager
+def shard_sums_backwards() -> Iterator[None]:
+    """Sums over dp_shard are added from the last rank to the first."""
+
+    def sum_rows(chunk: Tensor, rows: Tensor, group: Any) -> None:
+        arrived = torch.empty_like(rows)
+        dist.all_to_all_single(arrived, rows, group=group)
+        parts = arrived.view(group.size(), -1)
+        chunk.copy_(sum(parts.flip(0)[1:], parts[-1]))
+
+    with mock.patch.object(gradient_exchange, "_sum_rows", sum_rows):
+        yield
+
+
 HARMLESS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "products_in_2_parts": products_in_2_parts,
     "products_in_8_parts": products_in_8_parts,
+    "tp_sums_backwards": tp_sums_backwards,
+    "shard_sums_backwards": shard_sums_backwards,
 }

@@ -1,0 +1,326 @@
+"""Faults of tensor and sequence parallelism: in sums, parts and random numbers among the ranks of tp."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import MethodType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.parallel import norm, order
+from paceline.parallel.construct import Construction
+from paceline.parallel.dropout import Masks
+from paceline.parallel.placement import Placement
+from paceline.parallel.replicate import Replica
+from paceline.parallel.tensor import apply, collectives, vocabulary
+
+Change = Callable[[Tensor], Tensor]
+
+
+def _summing_linears(change: Callable[[Change], Change]) -> AbstractContextManager[Any]:
+    """Another sum than the right one after linear layers that are split by rows."""
+    right = apply._add_up_linear
+    return mock.patch.object(apply, "_add_up_linear", lambda module, add: right(module, change(add)))
+
+
+def _applying(after: Callable[[nn.Module, Any, Any, Any], None]) -> AbstractContextManager[Any]:
+    """Something that happens once a plan has been applied."""
+    right = order.apply_plan
+
+    def run(model: nn.Module, plan: Any, axis: Any, masks: Any = None) -> None:
+        right(model, plan, axis, masks)
+        after(model, plan, axis, masks)
+
+    return mock.patch.object(order, "apply_plan", run)
+
+
+@contextlib.contextmanager
+def row_sum_missing() -> Iterator[None]:
+    """No sum over tp after a linear layer that is split by rows."""
+    with _summing_linears(lambda add: lambda tensor: tensor.view_as(tensor)):
+        yield
+
+
+@contextlib.contextmanager
+def row_sum_twice() -> Iterator[None]:
+    """That sum is summed over tp again."""
+    with _summing_linears(lambda add: lambda tensor: add(add(tensor))):
+        yield
+
+
+@contextlib.contextmanager
+def bias_on_every_rank() -> Iterator[None]:
+    """The bias of such a layer is added on every rank, before the sum."""
+
+    def add_up(module: nn.Module, change: Change) -> None:
+        right = module.forward
+        module.forward = MethodType(lambda self, input: change(right(input)), module)
+
+    with mock.patch.object(apply, "_add_up_linear", add_up):
+        yield
+
+
+@contextlib.contextmanager
+def entry_sum_missing() -> Iterator[None]:
+    """The gradient of attention's input is not summed over tp."""
+    right = apply.change_input
+
+    def change_input(module: nn.Module, keys: Any, change: Change) -> None:
+        attends = type(module).__name__ == "Attention"
+        right(module, keys, (lambda tensor: tensor) if attends else change)
+
+    with mock.patch.object(apply, "change_input", change_input):
+        yield
+
+
+@contextlib.contextmanager
+def entry_sum_twice() -> Iterator[None]:
+    """That gradient is summed over tp twice."""
+    right = apply.change_input
+
+    def change_input(module: nn.Module, keys: Any, change: Change) -> None:
+        attends = type(module).__name__ == "Attention"
+        right(module, keys, (lambda tensor: change(change(tensor))) if attends else change)
+
+    with mock.patch.object(apply, "change_input", change_input):
+        yield
+
+
+@contextlib.contextmanager
+def summed_over_tp_in_place_of_dp() -> Iterator[None]:
+    """The gradient's sum goes over the wrong axis."""
+    axes: list[Any] = []
+
+    def reduce(self: Replica, bucket: Any) -> Any:
+        self.last_bucket_launched |= bucket.is_last()
+        work = dist.all_reduce(bucket.buffer(), group=axes[-1].group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    with (
+        _applying(lambda model, plan, axis, masks: axes.append(axis)),
+        mock.patch.object(Replica, "_reduce_bucket", reduce),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def norm_per_part() -> Iterator[None]:
+    """Each rank clips by the norm of its own parts."""
+    silent = SimpleNamespace(**{**vars(dist), "all_reduce": lambda tensor, group=None: None})
+    with mock.patch.object(norm, "dist", silent):
+        yield
+
+
+@contextlib.contextmanager
+def whole_parts_counted_on_every_rank() -> Iterator[None]:
+    """The norm counts what is whole on all ranks of tp once per rank."""
+    right = norm.measure_norm
+
+    def measure(gradients: Any, parameters: Any, placement: Any, mesh: Any, **settings: Any) -> Tensor:
+        return right(gradients, parameters, placement, _FirstOfTp(mesh), **settings)
+
+    from paceline.train import update
+
+    with mock.patch.object(update, "measure_norm", measure):
+        yield
+
+
+class _FirstOfTp:
+    """A mesh on which every rank takes itself for the first of tp."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._mesh, name)
+        return replace(found, rank=0) if name == "tp" else found
+
+
+@contextlib.contextmanager
+def tied_weights_untied() -> Iterator[None]:
+    """Laying out makes copies of tied weights, which the optimizer updates apart."""
+    right = order.apply_dropout
+
+    def untie(model: nn.Module) -> Any:
+        seen: set[int] = set()
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in seen:
+                    module._parameters[key] = nn.Parameter(parameter.detach().clone())
+                seen.add(id(parameter))
+        return right(model)
+
+    with mock.patch.object(order, "apply_dropout", untie):
+        yield
+
+
+@contextlib.contextmanager
+def heads_share_masks() -> Iterator[None]:
+    """All ranks of tp drop the same of their heads' attention, those of rank 0."""
+
+    def share(model: nn.Module, plan: Any, axis: Any, masks: Any) -> None:
+        masks.splits = {key: [replace(cut, part=0) for cut in cuts] for key, cuts in masks.splits.items()}
+
+    with _applying(share):
+        yield
+
+
+@contextlib.contextmanager
+def residual_masks_differ() -> Iterator[None]:
+    """Ranks of tp drop different elements of what they all have."""
+    right = Masks.draw
+
+    def draw(self: Masks, key: str, *args: Any) -> Tensor:
+        return right(self, key if key in self.splits or dist.get_rank() == 0 else f"{key}/other", *args)
+
+    with mock.patch.object(Masks, "draw", draw):
+        yield
+
+
+@contextlib.contextmanager
+def partial_gradients_not_summed() -> Iterator[None]:
+    """Weights that are whole and see a part of the sequence keep the gradient of that part."""
+    with mock.patch.object(Placement, "add_up_partial", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def sequence_takes_another_part() -> Iterator[None]:
+    """Ranks take one another's parts of the sequence."""
+    right = collectives.take_rows
+
+    def take(tensor: Tensor, axis: Any, dim: int) -> Tensor:
+        return right(tensor, replace(axis, rank=axis.size - 1 - axis.rank), dim)
+
+    with mock.patch.object(apply, "take_rows", take):
+        yield
+
+
+@contextlib.contextmanager
+def sequence_scatters_without_sum() -> Iterator[None]:
+    """After a linear layer each rank keeps its part of the sequence of its own addend."""
+    with mock.patch.object(apply, "add_up_rows", collectives.take_rows):
+        yield
+
+
+@contextlib.contextmanager
+def rows_off_by_one() -> Iterator[None]:
+    """Rank 1 takes its rows of the embedding for those that begin one token later."""
+    right = vocabulary.look_up
+
+    def look_up(module: nn.Embedding, ids: Tensor, axis: Any) -> Tensor:
+        return right(module, ids if axis.rank != 1 else (ids - 1).clamp(min=0), axis)
+
+    with mock.patch.object(apply, "look_up", look_up):
+        yield
+
+
+@contextlib.contextmanager
+def ignored_targets_counted() -> Iterator[None]:
+    """The loss over a split vocabulary counts targets that don't count."""
+    right = vocabulary._CutCrossEntropy.forward
+
+    def forward(ctx: Any, part: Tensor, target: Tensor, ignore_index: int, axis: Any) -> Tensor:
+        return right(ctx, part, target, -(10**6), axis)
+
+    with mock.patch.object(vocabulary._CutCrossEntropy, "forward", staticmethod(forward)):
+        yield
+
+
+@contextlib.contextmanager
+def maximum_of_a_part() -> Iterator[None]:
+    """That loss subtracts the highest logit of each rank's own part."""
+    right = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+        return None if op == dist.ReduceOp.MAX else right(tensor, op=op, group=group)
+
+    with mock.patch.object(vocabulary, "dist", SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})):
+        yield
+
+
+@contextlib.contextmanager
+def vocabulary_gradient_of_own_part() -> Iterator[None]:
+    """Its backward takes the probabilities of each rank's own part for those of all."""
+    right = vocabulary._CutCrossEntropy.backward
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        result, *nothing = right(ctx, grad)
+        return (result - result.mean(dim=1, keepdim=True), *nothing)
+
+    with mock.patch.object(vocabulary._CutCrossEntropy, "backward", staticmethod(backward)):
+        yield
+
+
+@contextlib.contextmanager
+def start_by_rank() -> Iterator[None]:
+    """A model that is built on its ranks has another start on each."""
+    right = Construction.fill
+
+    def fill(self: Construction, name: str, device: Any = "cpu") -> Tensor:
+        value = right(self, name, device)
+        return value if dist.get_rank() == 0 or not value.is_floating_point() else value.flip(0)
+
+    with mock.patch.object(Construction, "fill", fill):
+        yield
+
+
+@contextlib.contextmanager
+def resumed_with_old_masks() -> Iterator[None]:
+    """From the second step on, dropout draws what it drew a step before: a resume that lost count."""
+    from paceline.train import update
+
+    right = update.derive_seed
+
+    def derive(seed: int, step: Any, *parts: Any) -> int:
+        return right(seed, max(1, step - 1), *parts)
+
+    with mock.patch.object(update, "derive_seed", derive):
+        yield
+
+
+@contextlib.contextmanager
+def sums_rounded_to_bf16() -> Iterator[None]:
+    """Sums over tp travel in bf16."""
+
+    def all_reduce(tensor: Tensor, axis: Any) -> Tensor:
+        total = tensor.bfloat16()
+        dist.all_reduce(total, group=axis.group)
+        return total.to(tensor.dtype)
+
+    with mock.patch.object(collectives, "all_reduce", all_reduce):
+        yield
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    fault.__name__: fault
+    for fault in (
+        row_sum_missing,
+        row_sum_twice,
+        bias_on_every_rank,
+        entry_sum_missing,
+        entry_sum_twice,
+        summed_over_tp_in_place_of_dp,
+        norm_per_part,
+        whole_parts_counted_on_every_rank,
+        tied_weights_untied,
+        heads_share_masks,
+        residual_masks_differ,
+        partial_gradients_not_summed,
+        sequence_takes_another_part,
+        sequence_scatters_without_sum,
+        rows_off_by_one,
+        ignored_targets_counted,
+        maximum_of_a_part,
+        vocabulary_gradient_of_own_part,
+        start_by_rank,
+        resumed_with_old_masks,
+        sums_rounded_to_bf16,
+    )
+}
