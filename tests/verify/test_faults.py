@@ -88,7 +88,6 @@ def test_the_guide_lists_the_faults() -> None:
         ("tp_sums_backwards", "tp=4"),
         ("tp_sums_backwards", "dp_replicate=2 tp=2"),
         ("shard_sums_backwards", "dp_shard=4"),
-        ("products_in_2_parts", "tp=2"),
         ("products_in_2_parts", "dp_shard=2"),
     ],
 )

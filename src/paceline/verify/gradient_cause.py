@@ -55,7 +55,9 @@ def _explain_anothers(case: Case) -> Explained | None:
 def _explain_strange(case: Case) -> Explained | None:
     """Nearly all gradients differ though every module's is right: the sum has something that isn't theirs."""
     differing = {d.name for d in case.of_kind("gradient")}
-    if case.watched is None or len(differing) < _NEARLY_ALL * len(case.watched.parameters):
+    known = [] if case.watched is None else case.watched.parameters
+    is_tied = differing <= {name for group in case.facts.tied for name in group}
+    if is_tied or not known or len(differing) < _NEARLY_ALL * len(known):
         return None
     first = case.of_kind("gradient")[0]
     return Explained(

@@ -15,7 +15,17 @@ from paceline.train.trainer import Trainer
 
 # Backwards that add up over tp (parallel/tensor/collectives.py), and those of views.
 _ADDING_UP = ("_CopyBackward", "_GatherRowsBackward")
-_SEEN_OTHERWISE = ("View", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Expand", "Reshape", "Alias")
+_SEEN_OTHERWISE: tuple[str, ...] = (
+    "View",
+    "Transpose",
+    "T",
+    "Permute",
+    "Unsqueeze",
+    "Squeeze",
+    "Expand",
+    "Reshape",
+    "Alias",
+)
 _SEEN_OTHERWISE += ("UnsafeView", "Clone", "ToCopy", "Slice", "Split", "Unbind", "Select", "Chunk")
 
 

@@ -1,4 +1,4 @@
-"""Where each fault is planted, and what verify must say of it; the table in docs/verify.md is made of this."""
+"""Where each fault is planted, and what verify must say of it; docs/verify.md has a table made of this."""
 
 from __future__ import annotations
 
