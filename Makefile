@@ -1,6 +1,7 @@
 # make env     .venv with everything pinned in requirements.lock; does nothing the second time
 # make train   trains the small GPT on 2 ranks, on the text of Python's standard library
 # make test    the tests, without those marked slow or chaos
+# make test-slow   those marked slow: more layouts, planted faults and compilers; about as long again
 # make chaos   kills processes of real runs, a hundred times, and compares the bits: about half an hour
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
 # make check   format, lint, types, layers
@@ -9,13 +10,13 @@
 # make clean   removes what the tools above left behind, except runs/
 #
 # Settable: PYTHON=python3.12   the Python that environments are made with
-#           ARGS="..."          more words for train, test and chaos (ARGS="--set train.steps=20",
+#           ARGS="..."          more words for train, test, test-slow and chaos (ARGS="--set train.steps=20",
 #                               ARGS="-k recipe", ARGS="--kills 10 --seed 7", ARGS="--only B --jobs 1")
 
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: help env env-bench train test chaos chaos-launcher check bench docs clean
+.PHONY: help env env-bench train test test-slow chaos chaos-launcher check bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +38,9 @@ train: env
 test: env
 	.venv/bin/python -m pytest -m "not slow and not chaos" $(ARGS)
 
+test-slow: env
+	.venv/bin/python -m pytest -m "slow and not chaos" $(ARGS)
+
 chaos: env
 	.venv/bin/python -m tests.chaos.run $(ARGS)
 
@@ -54,6 +58,8 @@ bench: env-bench
 	.venv-bench/bin/paceline bench overhead recipes/gpt-stdlib.toml
 	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/step_time/run.sh
 	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/exact_reduction/run.sh
+	.venv-bench/bin/python benchmarks/layouts/run.py
+	.venv-bench/bin/python benchmarks/foreign_models/run.py
 
 docs: env
 	.venv/bin/python docs/generate.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,13 @@ def ranks() -> Iterator[Pool]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` skip where there is no CUDA device."""
+    """Marks the slow ones of slow.txt; tests marked `gpu` skip where there is no CUDA device."""
+    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
+    slow = {line for line in lines if line and not line.startswith("#")}
+    for item in items:
+        name = item.nodeid
+        if slow.intersection((name, name.partition("[")[0], name.partition("::")[0])):
+            item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
