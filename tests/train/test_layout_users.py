@@ -61,10 +61,7 @@ def _train(world: Any, layout: str, case: str) -> dict[str, Any]:
     models: dict[str, Any] = {"lora": build_lora, "unused": Branching}
     settings: dict[str, Any] = {}
     if case == "unused":
-        settings = {
-            "shard": {"find_unused_parameters": True},
-            "ddp": {"find_unused_parameters": True},
-        }
+        settings = {"shard" if "dp_shard" in layout else "ddp": {"find_unused_parameters": True}}
     trainer = paceline.Trainer(
         models.get(case, build_gpt),
         forward=lambda model, batch: model(batch["ids"][:, :-1]),
