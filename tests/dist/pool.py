@@ -87,6 +87,18 @@ class _Answer:
     cause: BaseException | None = None
 
 
+# torch keeps the groups of meshes after a world has ended, each with threads of gloo's that wake up all the
+# time: after a few hundred tests the ranks were busy with those alone. Then a fresh one takes its place.
+_MAX_THREADS = 150
+
+
+def _count_threads(pid: int | None) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # gone, or not Linux
+        return 0
+
+
 class Pool:
     """Rank processes that live as long as the test session; grows to what a test asks for."""
 
@@ -141,6 +153,9 @@ class Pool:
         assert 1 <= nproc <= MAX_RANKS, f"the pool has up to {MAX_RANKS} ranks, asked for {nproc}"
         while len(self._members) < nproc:
             self._members.append(_Member(self._context, Path(self._folder.name)))
+        for rank, member in enumerate(self._members[:nproc]):
+            if _count_threads(member.process.pid) > _MAX_THREADS:
+                self._replace(rank)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         options = {"device": "cpu", "threads_per_rank": 1, "timeout_s": timeout_s + 10, **(start or {})}
         for rank, member in enumerate(self._members[:nproc]):
