@@ -41,11 +41,6 @@ class Unit:
     module: FSDPModule
     parameters: list[tuple[str, nn.Parameter]]
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether any of its parameters gets gradients."""
-        return any(p.requires_grad for _, p in self.parameters)
-
 
 def apply_sharding(
     model: nn.Module, mesh: DeviceMesh, settings: ShardSection, *, zero: int, offload: str

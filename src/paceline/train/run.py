@@ -104,7 +104,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         schedule=lambda optimizer: build_lr_schedule(recipe, optimizer, num_steps),
         layout=recipe.layout.to_layout(),
         shard=recipe.shard,
-        example=default_collate([data.train[place] for place in range(2)]),
+        example=default_collate([data.train[place] for place in range(2)]) if recipe.layout.tp > 1 else None,
         dtype=train.dtype,
         reduction=train.reduction,
         microbatch_size=train.microbatch_size,

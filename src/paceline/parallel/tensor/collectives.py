@@ -79,23 +79,18 @@ def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's part along a dimension of the sum over the ranks; no autograd."""
     parts = [part.contiguous() for part in tensor.chunk(axis.size, dim)]
+    own = parts[axis.rank]
     if tensor.is_cuda:
-        own = torch.empty_like(parts[axis.rank])
-        dist.reduce_scatter(own, parts, group=axis.group)
-        return own
+        total = torch.empty_like(own)
+        dist.reduce_scatter(total, parts, group=axis.group)
+        return total
     # gloo's own takes longer than sending the parts and adding here.
-    received = [torch.empty_like(parts[axis.rank]) for _ in range(axis.size)]
-    dist.all_to_all_single(
-        flat := torch.empty(axis.size * parts[0].numel(), dtype=tensor.dtype),
-        torch.cat([part.reshape(-1) for part in parts]),
-        group=axis.group,
-    )
-    for place, part in enumerate(flat.chunk(axis.size)):
-        received[place] = part.view_as(parts[axis.rank])
-    total = received[0]
-    for part in received[1:]:
-        total = total + part
-    return total
+    received = own.new_empty(axis.size, *own.shape)
+    dist.all_to_all_single(received, torch.stack(parts), group=axis.group)
+    first, *others = received.unbind(0)
+    for part in others:
+        first += part
+    return first.clone()
 
 
 def own_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:

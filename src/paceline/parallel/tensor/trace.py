@@ -140,10 +140,6 @@ class Trace:
     sized: list[Sized]
     drawn: dict[str, int]
 
-    def calls_around(self, op: int) -> Iterator[Call]:
-        """The calls inside of which an operation ran, the outermost first."""
-        return (call for call in self.calls if call.first <= op < call.last)
-
 
 def trace_forward(
     model: nn.Module,
