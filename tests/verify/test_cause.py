@@ -93,6 +93,7 @@ FACTS = Facts(
     num_tensors=5,
     num_microbatches=[4, 4],
     tied=[["embed.weight", "head.weight"]],
+    draws=[],
 )
 WATCHED = WatchedFacts(
     order={

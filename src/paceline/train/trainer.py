@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from paceline.data.loader import Loader, Position
 from paceline.data.share import Share
 from paceline.errors import PacelineError
+from paceline.finding import Finding
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.order import Settings, align_with_main
@@ -426,6 +427,24 @@ class Trainer:
         self._count_skipped(step)
         return step
 
+    def find_random_draws(self, batch: Share) -> list[Finding]:
+        """Random draws of the model's forward that change with the layout or with the microbatches' size.
+
+        Dropout that `Trainer` draws itself, by sample, is none. Runs the loss of the batch's first
+        microbatch once and leaves everything as it was; in a world of one process.
+
+        Args:
+            batch: what a loader of this trainer gave.
+
+        Returns:
+            PL450 to PL453, by module and operation.
+        """
+        self._require_loss()
+        with preserved_generators(self.world.device):
+            return self._updates["model"].find_random(
+                lambda microbatch: weigh(self._one_model_loss(self.models, microbatch), microbatch), batch
+            )
+
     def evaluate(self, loader: Loader, metrics: Mapping[str, Metric] | None = None) -> Evaluation:
         """Mean loss, and other means, over all of a loader's samples; collective. One model only.
 
@@ -561,7 +580,7 @@ class Trainer:
             raise PacelineError(
                 "PL405",
                 saw="the trainer has no loss=.",
-                rule="Evaluating means the loss of one model.",
+                rule="What is asked for takes the loss of one model.",
                 fix="Pass loss=lambda output, batch: (sum_of_losses, weight) to Trainer.",
             )
 

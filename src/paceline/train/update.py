@@ -12,6 +12,7 @@ division is folded into the one pass over the gradients that clipping needs anyw
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -28,8 +29,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
 from paceline.data.share import Share
 from paceline.errors import PacelineError
+from paceline.finding import Finding
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.dropout_find import find_random
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
@@ -39,6 +42,8 @@ from paceline.train.agreement import Agreed, Agreement
 from paceline.train.batches import count_samples, lend_batch
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed, seed_generators
+
+log = logging.getLogger(__name__)
 
 GradientHook = Callable[[dict[str, Tensor]], None]
 # The unit follows the total weight only when it is off by more than this: communication hooks with
@@ -114,6 +119,7 @@ class Update:
         self.placement = laid_out.placement
         self._reducer = laid_out.reducer
         self._masks = laid_out.masks
+        self._num_unsafe_told = 0
         self._exact = laid_out.exact
         self._mesh = mesh
         self._is_exact = is_exact
@@ -185,11 +191,32 @@ class Update:
             comm_s = self._run_shards(self._reducer, rounds, count_flops=count_flops)
         else:
             comm_s = self._run_whole(self._reducer, rounds, is_talking, count_flops=count_flops)
+        self._tell_unsafe_draws()
         return self._finish(agreement, comm_s)
 
     def silenced(self) -> AbstractContextManager[None]:
         """Inside, `run` computes this rank's share and communicates nothing, see `Replica.silenced`."""
         return nullcontext() if self._reducer is None else self._reducer.silenced()
+
+    def find_random(self, compute: Compute, share: Share) -> list[Finding]:
+        """Random draws of a forward of the first microbatch that don't depend on its samples alone.
+
+        In a world of one process. The model's state stays as it is; compiled code runs eagerly.
+        """
+        batch = self._precision.place_batch(share.microbatches[0][1])
+
+        def forward() -> None:
+            with self._masks.drawing(derive_seed(self._seed, "find random"), share.samples[0]):
+                self._forward(compute, batch)
+
+        self._statistics.begin()
+        self._statistics.start_microbatch()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            found = find_random(self.model, forward)
+        self._statistics.restore()
+        unsafe = self._masks.unsafe
+        named = {finding.where for finding in unsafe}  # an LSTM's draws show in the forward as well
+        return [*unsafe, *(finding for finding in found if finding.where not in named)]
 
     def state_dict(self) -> dict[str, Any]:
         """Schedule, scaler, unit and counted operations; the optimizer's own state is `optimizer_state`."""
@@ -320,6 +347,11 @@ class Update:
     def _drawing(self, rounds: _Rounds, samples: Sequence[int]) -> AbstractContextManager[None]:
         """Around a microbatch: its dropout depends on the step and the samples alone."""
         return self._masks.drawing(derive_seed(self._seed, rounds.step, rounds.phase), samples)
+
+    def _tell_unsafe_draws(self) -> None:
+        for finding in self._masks.unsafe[self._num_unsafe_told :]:
+            log.warning("%s", finding)
+        self._num_unsafe_told = len(self._masks.unsafe)
 
     def _forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
         with self._precision.autocast():

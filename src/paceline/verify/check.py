@@ -72,6 +72,8 @@ class Verified:
         factor: of a tolerance over the noise.
         tolerances: by tensor and number (`step/kind/name`): floor, scale, tolerance.
         reference_s: seconds that the reference and its reruns took.
+        draws: random draws of the forward that depend on the microbatches' size, and under tp on the rank:
+            PL450 to PL453. They are no difference by themselves.
     """
 
     results: list[LayoutResult]
@@ -84,6 +86,7 @@ class Verified:
     factor: float
     tolerances: dict[str, tuple[float, float, float]]
     reference_s: float
+    draws: list[Finding]
 
     @property
     def ok(self) -> bool:
@@ -235,6 +238,7 @@ def verify_subject(
         factor=FACTORS[subject.dtype],
         tolerances={key: (n.floor, n.scale, n.tolerance) for key, n in facts.noise.items()},
         reference_s=reference_s,
+        draws=facts.draws,
     )
 
 

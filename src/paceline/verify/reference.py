@@ -33,6 +33,7 @@ from torch import Tensor
 
 from paceline.data.share import Share
 from paceline.errors import PacelineError
+from paceline.finding import Finding
 from paceline.recipe import Layout
 from paceline.verify.compare import EPS, FACTORS, Noise, largest, measure_distance
 from paceline.verify.observe import move_last_bits
@@ -65,6 +66,7 @@ class Facts:
         num_tensors: compared per layout.
         num_microbatches: of every step.
         tied: names of parameters that share their storage.
+        draws: random draws of the forward that depend on more than the sample.
     """
 
     numbers: dict[str, float]
@@ -73,6 +75,7 @@ class Facts:
     num_tensors: int
     num_microbatches: list[int]
     tied: list[list[str]]
+    draws: list[Finding]
 
     def write(self, folder: Path) -> None:
         """Puts it into the folder."""
@@ -83,6 +86,7 @@ class Facts:
         """Gets it from the folder."""
         table = json.loads((folder / "reference.json").read_text())
         table["noise"] = {key: Noise(**value) for key, value in table["noise"].items()}
+        table["draws"] = [Finding(**value) for value in table["draws"]]
         return cls(**table)
 
 
@@ -155,41 +159,54 @@ def make_reference(subject: Subject, folder: str) -> Facts:
     """Trains the reference and its reruns on one rank, and writes them into the folder."""
     with start(**subject.start):
         opened = subject.open()
-        first, clip_norm, num_microbatches, tied = _train_first(opened, subject)
+        first = _train_first(opened, subject)
         floors: dict[str, float] = {}
         for number in range(1, NUM_RERUNS + 1):
-            _rerun(opened, subject, clip_norm, number, _Spread(first, floors))
+            _rerun(opened, subject, first.clip_norm, number, _Spread(first.found, floors))
     facts = Facts(
-        numbers=first.numbers,
-        noise=_measure_noise(first, floors, subject.dtype),
-        clip_norm=clip_norm,
-        num_tensors=len(first.tensors),
-        num_microbatches=num_microbatches,
-        tied=tied,
+        numbers=first.found.numbers,
+        noise=_measure_noise(first.found, floors, subject.dtype),
+        clip_norm=first.clip_norm,
+        num_tensors=len(first.found.tensors),
+        num_microbatches=first.num_microbatches,
+        tied=first.tied,
+        draws=first.draws,
     )
     _check_repeatable(facts, subject.dtype)
-    save_file(first.tensors, str(Path(folder) / "reference.safetensors"))
+    save_file(first.found.tensors, str(Path(folder) / "reference.safetensors"))
     facts.write(Path(folder))
     return facts
 
 
-def _train_first(opened: Opened, subject: Subject) -> tuple[_Recorder, float, list[int], list[list[str]]]:
+@dataclass(frozen=True)
+class _First:
+    """The first run; as in `Facts`."""
+
+    found: _Recorder
+    clip_norm: float
+    num_microbatches: list[int]
+    tied: list[list[str]]
+    draws: list[Finding]
+
+
+def _train_first(opened: Opened, subject: Subject) -> _First:
     """Trains once; where the gradients were never clipped, again with a norm that clips."""
     clip_norm = subject.clip_norm
     while True:
         trainer = opened.build_trainer(ONE, reduction=subject.reduction, clip_norm=clip_norm)
         tied = _list_tied(trainer.model)
-        counts: list[int] = []
+        shares: list[Share] = []
 
-        def count(_step: int, share: Share, counts: list[int] = counts) -> None:
-            counts.append(share.num_microbatches)
+        def keep(_step: int, share: Share, shares: list[Share] = shares) -> None:
+            shares.append(share)
 
         found = _Recorder()
-        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, found, before_step=count)
+        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, found, before_step=keep)
         norms = [value for key, value in found.numbers.items() if key.split("/")[1] == "norm"]
         finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
         if not clip_norm or not finite or any(norm > clip_norm for norm in finite):
-            return found, clip_norm, counts, tied
+            counts = [share.num_microbatches for share in shares]
+            return _First(found, clip_norm, counts, tied, trainer.find_random_draws(shares[0]))
         clip_norm = _CLIPPED_SHARE * min(finite)
 
 
