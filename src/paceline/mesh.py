@@ -45,12 +45,33 @@ class Mesh:
         device_mesh: torch's mesh, three-dimensional, its dimensions named as the axes.
     """
 
-    def __init__(self, layout: Layout, device_mesh: DeviceMesh) -> None:
+    def __init__(self, layout: Layout, device_mesh: DeviceMesh, world: World) -> None:
         self.layout = layout
+        self._spare = world.spare_groups
         self.device_mesh = device_mesh
         self.dp_replicate, self.dp_shard, self.tp = (_read_axis(name, device_mesh[name]) for name in NAMES)
         self.dp = self._join("dp", "dp_replicate", "dp_shard")
         self.model = self._join("model", "dp_shard", "tp")
+
+    def borrow_group(self, axis: Axis) -> dist.ProcessGroup:
+        """A second group over the ranks of an axis, with a sequence of collectives of its own.
+
+        The ranks of the axis must call it, in the same order as other calls that make groups, and return
+        it in the same order. It is made, or one that was returned: torch names a group that is made by its
+        members alone after their ranks, so that one made after another was destroyed would read that one's
+        addresses in the store, and hang.
+        """
+        ranks = dist.get_process_group_ranks(axis.group)
+        spare = self._spare.setdefault(tuple(ranks), [])
+        if spare:
+            return spare.pop()
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        return group
+
+    def return_group(self, group: dist.ProcessGroup) -> None:
+        """Gives it to who borrows next; none of its collectives may be under way."""
+        if dist.is_initialized():
+            self._spare[tuple(dist.get_process_group_ranks(group))].append(group)
 
     def _join(self, name: str, outer: str, inner: str) -> Axis:
         """Two axes as one; no group of its own where one of them is all of it."""
@@ -64,23 +85,17 @@ class Mesh:
 def build_mesh(layout: Layout, world: World) -> Mesh:
     """Gives the mesh of all ranks; all must call it, in the same order as other calls that make groups.
 
+    Meshes of the same degrees share their groups.
+
     Raises:
         PacelineError: PL113 where the degrees don't multiply to the number of ranks.
     """
     layout = layout.resolve(world.world_size)
     degrees = tuple(getattr(layout, name) for name in NAMES)
-    device_mesh = init_device_mesh(world.device.type, degrees, mesh_dim_names=NAMES)
-    return Mesh(layout, device_mesh)
-
-
-def build_private_group(axis: Axis) -> dist.ProcessGroup:
-    """A second group over the ranks of an axis, with a sequence of collectives of its own.
-
-    The ranks of the axis must call it, in the same order as other calls that make groups.
-    """
-    ranks = dist.get_process_group_ranks(axis.group)
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
+    if degrees not in world.device_meshes:
+        made = init_device_mesh(world.device.type, degrees, mesh_dim_names=NAMES)
+        world.device_meshes[degrees] = made
+    return Mesh(layout, world.device_meshes[degrees], world)
 
 
 def _read_axis(name: str, mesh: DeviceMesh) -> Axis:

@@ -34,6 +34,7 @@ from paceline.place import Launcher, Place, read_environment, usable_cores
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class World:
         seed: what every generator was seeded with.
         deterministic: whether torch was told to use deterministic algorithms only.
         threads_per_rank: as asked for in `start`.
+        device_meshes: those made so far, by their degrees. Trainers of one world share them, because every
+            group has threads of its own, which wake up for as long as the process lives.
+        spare_groups: lent by `Mesh.borrow_group`, and returned; by their ranks.
     """
 
     rank: int
@@ -84,6 +88,8 @@ class World:
     seed: int
     deterministic: bool
     threads_per_rank: int | Literal["auto"] = "auto"
+    device_meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
+    spare_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
     _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _store: Store | None = field(default=None, repr=False)
     _hosts_store: bool = field(default=False, repr=False)

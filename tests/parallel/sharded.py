@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.mesh import Mesh, build_mesh, build_private_group
+from paceline.mesh import Mesh, build_mesh
 from paceline.parallel.shard import Shards
 from paceline.recipe.layout import Layout
 from paceline.recipe.schema import ShardSection
@@ -82,7 +82,7 @@ def build_shards(
     """The model sharded by a layout's words."""
     parsed = Layout.parse(layout).resolve(world.world_size)
     mesh = build_mesh(parsed, world)
-    group = build_private_group(mesh.dp) if exact else None
+    group = mesh.borrow_group(mesh.dp) if exact else None
     section = ShardSection(**settings)
     shards = Shards(model, mesh, section, zero=parsed.zero, offload=offload, exact_group=group)
     return shards, mesh

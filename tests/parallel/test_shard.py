@@ -28,7 +28,6 @@ def gradients_of(world: Any, layout: str, steps: list[tuple[int, ...]], exact: b
     for step, num_owned in enumerate(steps):
         run_step(shards, model, mesh.dp.rank, num_owned, step)
         result.append(whole_gradients(model))
-    shards.close()
     return result
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint import hash_tensors
 from paceline.data.share import count_owned
-from paceline.mesh import build_mesh, build_private_group
+from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.replicate import Replica
@@ -49,7 +49,6 @@ def train_sharded(world: Any, layout: str, kind: str) -> tuple[str, ...]:
         run_step(shards, model, mesh.dp.rank, count_owned(num_microbatches, mesh.dp.size), step)
         gradients.append(hash_gradients(model))
         optimizer.step()
-    shards.close()
     return show(model, gradients)
 
 
@@ -58,7 +57,7 @@ def train_replicated(world: Any, kind: str) -> tuple[str, ...]:
     model = build_model(kind)
     num_ranks = world.world_size
     mesh = build_mesh(Layout.parse("").resolve(num_ranks), world) if num_ranks > 1 else None
-    group = build_private_group(mesh.dp) if mesh else None
+    group = mesh.borrow_group(mesh.dp) if mesh else None
     exact = ExactReduction(model, group, torch.device("cpu"))
     replica = Replica(model, mesh.dp_replicate, DdpSection(bucket_cap_mb=0.01), exact) if mesh else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -112,6 +112,7 @@ VERIFIED = Verified(
     factor=100.0,
     tolerances={"1/gradient/x": (1e-16, 1.0, 1e-14), "0/initial/x": (0.0, 1.0, 0.0)},
     reference_s=1.0,
+    draws=[],
 )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
-from paceline.mesh import Mesh, build_private_group
+from paceline.mesh import Mesh
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct import Construction
 from paceline.parallel.construct_values import place_values
@@ -77,6 +77,7 @@ class LaidOut:
         placement: where its parts are.
         masks: its dropout.
         plan: how tp splits it.
+        lent: the exact reduction's group, borrowed from the mesh.
     """
 
     reducer: Replica | Shards | None
@@ -84,6 +85,7 @@ class LaidOut:
     placement: Placement
     masks: Masks
     plan: Plan | None
+    lent: dist.ProcessGroup | None
 
 
 def parallelize(
@@ -131,12 +133,13 @@ def parallelize(
     placement = Placement(model, mesh, plan.splits, plan.partial) if plan else Placement(model, mesh)
     reducer: Replica | Shards | None = None
     exact: ExactReduction | None = None
+    lent: dist.ProcessGroup | None = None
     if settings.compile:
         # Before sharding and replication, whose collectives stay outside of the graphs.
         _compile(model, layout)
     if layout.dp_shard > 1:
         assert mesh is not None
-        group = build_private_group(mesh.dp) if settings.exact else None
+        lent = mesh.borrow_group(mesh.dp) if settings.exact else None
         # Last but for the values: it replaces every parameter, and its hooks go around all others.
         reducer = Shards(
             model,
@@ -144,7 +147,7 @@ def parallelize(
             settings.shard,
             zero=layout.zero,
             offload=layout.offload,
-            exact_group=group,
+            exact_group=lent,
         )
     if construction is not None:
         # Now that each rank knows its part: one whole tensor at a time, of which it keeps that.
@@ -154,8 +157,8 @@ def parallelize(
     if layout.dp_shard == 1:
         replicas = mesh is not None and mesh.dp_replicate.size > 1
         if settings.exact:
-            group = build_private_group(mesh.dp) if replicas and mesh is not None else None
-            exact = ExactReduction(model, group, device)
+            lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
+            exact = ExactReduction(model, lent, device)
         if replicas:
             assert mesh is not None
             # Last: DDP broadcasts what the parameters are by now, and hooks these very tensors.
@@ -167,7 +170,7 @@ def parallelize(
             )
         elif settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank has nobody to communicate with")
-    return LaidOut(reducer, exact, placement, masks, plan)
+    return LaidOut(reducer, exact, placement, masks, plan, lent)
 
 
 def align_with_main(model: nn.Module) -> None:

@@ -264,9 +264,6 @@ class Shards:
         else:
             self._disk.step(optimizer)
 
-    def close(self) -> None:
-        """Ends what runs beside the training. Offloaded tensors stay in their files while they are used."""
-
     def _build_chunks(
         self, mesh: Mesh, exact_group: dist.ProcessGroup | None
     ) -> list[SumChunks | ExactChunks]:

@@ -121,6 +121,7 @@ class Update:
         self._masks = laid_out.masks
         self._num_unsafe_told = 0
         self._exact = laid_out.exact
+        self._lent = laid_out.lent
         self._mesh = mesh
         self._is_exact = is_exact
         # Ranks of tp compute the same losses; the sums over ranks count each once.
@@ -242,8 +243,10 @@ class Update:
         """Ends what runs beside the training."""
         if self._exact is not None:
             self._exact.close()
-        if isinstance(self._reducer, Shards):
-            self._reducer.close()
+        if self._lent is not None:
+            assert self._mesh is not None
+            self._mesh.return_group(self._lent)
+            self._lent = None
 
     def optimizer_state(self, *, keep: bool = True) -> Any:
         """The optimizer's state by parameter name, whole tensors; collective.

@@ -6,6 +6,7 @@ communication, and a difference is known by its rank.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from dataclasses import dataclass, field, replace
@@ -179,6 +180,7 @@ def compare_layouts(subject: Subject, folder: str, layouts: list[Layout]) -> lis
             began_s = time.perf_counter()
             compared = compare_layout(opened, subject, reference, layout)
             found.append(replace(compared, seconds=time.perf_counter() - began_s))
+            gc.collect()  # the trainer, and with it the threads of its groups
     return found
 
 
