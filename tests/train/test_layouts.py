@@ -112,14 +112,15 @@ def test_trains_as_one_process(ranks: Pool, num_ranks: int, layout: str) -> None
     assert distance(one["end"], many[0]["end"]) < 1e-9
 
 
-def build_with(world: Any, layout: str, optimizer: str) -> str:
+def build_with(world: Any, layout: str, optimizer: str, reduction: str = "exact", **settings: bool) -> str:
     try:
         paceline.Trainer(
             build_gpt,
             loss=next_token_loss,
             forward=lambda model, batch: model(batch["ids"][:, :-1]),
-            optimizer=lambda named: getattr(torch.optim, optimizer)([p for _, p in named]),
+            optimizer=lambda named: getattr(torch.optim, optimizer)([p for _, p in named], **settings),
             layout=layout,
+            reduction=reduction,
             example={"ids": torch.zeros(2, 9, dtype=torch.int64)},
         )
     except paceline.PacelineError as error:
@@ -131,3 +132,20 @@ def build_with(world: Any, layout: str, optimizer: str) -> str:
 def test_an_optimizer_that_mixes_elements(ranks: Pool, layout: str) -> None:
     expected = "built" if layout == "dp_replicate=2" else "PL466"
     assert ranks.run(build_with, args=(layout, "Adafactor")) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "reduction", "expected"),
+    [
+        ("dp_shard=2", "exact", "PL448"),
+        ("dp_shard=2", "fast", "built"),
+        ("dp_replicate=2", "exact", "built"),
+        ("tp=2", "exact", "built"),
+    ],
+)
+def test_fused_kernels_that_round_by_place(ranks: Pool, layout: str, reduction: str, expected: str) -> None:
+    assert ranks.run(build_fused, args=(layout, reduction)) == [expected] * 2
+
+
+def build_fused(world: Any, layout: str, reduction: str) -> str:
+    return build_with(world, layout, "AdamW", reduction, fused=True)

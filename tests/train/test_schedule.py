@@ -118,3 +118,30 @@ def rates(world: Any) -> list[float]:
 def test_a_steps_rate_is_the_one_that_it_used(ranks: Pool) -> None:
     for found in ranks.run(rates):
         assert found == pytest.approx([1.0, 2.0, 2.0, 1.1, 0.2])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_exact_kernels_round_an_element_alike_wherever_a_tensor_is_cut(kind: str, reduction: str) -> None:
+    """Shards end elsewhere than whole tensors; 259 elements fill no number of vector registers."""
+    table = digits_recipe() | {"optimizer": {"kind": kind, "lr": 0.1}}
+    table["train"] |= {"reduction": reduction}
+    recipe = parse_recipe(table)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(259, generator=generator)
+    gradients = torch.randn(50, 259, generator=generator) * 1e-2
+
+    def train(part: slice) -> torch.Tensor:
+        parameter = nn.Parameter(values[part].clone())
+        optimizer = build_optimizer(recipe, [("weight", parameter)])
+        for gradient in gradients:
+            parameter.grad = gradient[part].clone()
+            optimizer.step()
+        return parameter.detach()
+
+    whole = train(slice(None))
+    parts = torch.cat([train(slice(start, start + 33)) for start in range(0, 259, 33)])
+    if reduction == "exact" or kind == "sgd":
+        assert torch.equal(whole, parts)
+    else:
+        assert not torch.equal(whole, parts), "the fused kernels could serve the exact reduction too"

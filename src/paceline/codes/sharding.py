@@ -76,4 +76,13 @@ PAGES: dict[str, Page] = {
         why="fully_shard lets unused parameters join the sum with zeros from torch 2.13 on.",
         fix="Update torch, use dp_shard=1, or make every microbatch use all parameters.",
     ),
+    "PL448": Page(
+        title="Fused optimizer kernels on CPU have other bits under dp_shard",
+        why=(
+            "torch's fused Adam and AdamW for CPU round elements in whole vector registers and those "
+            "that are left over differently. Shards end elsewhere than whole tensors, so some elements would "
+            'get another last bit than in one process, and reduction = "exact" promises the same.'
+        ),
+        fix='Leave fused=True out (foreach=True is as good under dp_shard), or set train.reduction = "fast".',
+    ),
 }

@@ -34,6 +34,8 @@ ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRS
 Model = nn.Module | Callable[[], nn.Module]
 # Optimizers whose update of an element depends on others of its tensor.
 _MIXING = {"Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb"}
+# Optimizers whose fused CPU kernels give an element other bits where it fills no vector register.
+_FUSED_BY_PLACE = {"Adam", "AdamW"}
 UpdateModel = Callable[[str, Callable[[dict[str, nn.Module], Any], Any]], Updated]
 
 
@@ -100,6 +102,16 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
             saw=f"optimizer={type(optimizer).__name__} with layout {laying_out.layout}.",
             rule="It works with whole tensors (means of rows, norms, products), of which a rank has a part.",
             fix="Use one that treats every element by itself (AdamW, SGD, Lion ...), or dp_replicate.",
+        )
+    rounds_by_place = optimizer.defaults.get("fused") and type(optimizer).__name__ in _FUSED_BY_PLACE
+    if rounds_by_place and laying_out.exact and laying_out.layout.dp_shard > 1 and device.type == "cpu":
+        raise PacelineError(
+            "PL448",
+            saw=f"{type(optimizer).__name__}(fused=True) on CPU with reduction=exact and layout "
+            f"{laying_out.layout}.",
+            rule="torch's fused CPU kernel rounds the last elements of a tensor otherwise than the rest, and "
+            "which ones are last depends on how a tensor is cut.",
+            fix="Leave fused=True out, or train with reduction='fast'.",
         )
     update = Update(
         name,

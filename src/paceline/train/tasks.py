@@ -71,15 +71,30 @@ def build_optimizer(recipe: Recipe, named: list[tuple[str, nn.Parameter]]) -> to
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    # One kernel for all tensors, which is much faster on CPU than a loop over them.
-    is_sharded = any(isinstance(p, DTensor) for p in trained)
     if isinstance(section, AdamW):
         beta1, beta2 = section.betas
-        return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=section.eps, fused=True)
-    # torch's fused SGD doesn't take DTensors.
-    kernels = {"foreach": True} if is_sharded else {"fused": True}
+        kernels = _choose_kernels(trained, needs_same_bits=recipe.train.reduction == "exact")
+        return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=section.eps, **kernels)
+    # torch's fused SGD doesn't take DTensors; all of SGD's kernels give the same bits.
+    kernels = _choose_kernels(trained, needs_same_bits=_are_sharded(trained))
     momentum, nesterov = section.momentum, section.nesterov
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **kernels)
+
+
+def _choose_kernels(trained: list[nn.Parameter], *, needs_same_bits: bool) -> dict[str, bool]:
+    """The fastest kernels; or those that round an element alike wherever a tensor is cut.
+
+    On CPU the fused ones are four times as fast as a loop, but they round the last elements of a tensor,
+    those that fill no vector register, otherwise than the others.
+    """
+    if not needs_same_bits or any(p.device.type != "cpu" for p in trained):
+        return {"fused": True}
+    # A loop is faster on plain tensors; on DTensors each operation of it costs much more than its work.
+    return {"foreach": _are_sharded(trained), "fused": False}
+
+
+def _are_sharded(parameters: list[nn.Parameter]) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def build_lr_schedule(
