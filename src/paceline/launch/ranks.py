@@ -56,7 +56,7 @@ def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> 
         Become: in each rank that is forked from the keeper.
     """
     ours, its = Pipe()
-    pid = os.fork()
+    pid = _fork()
     if pid:
         its.close()
         adopt_orphans()
@@ -90,7 +90,7 @@ def spawn_keeper() -> Ranks:
 def fork_keeper_for_call(call: Call) -> Ranks:
     """Forks a keeper whose ranks have all that this process has, a notebook's functions for example."""
     ours, its = Pipe()
-    pid = os.fork()
+    pid = _fork()
     if pid:
         its.close()
         return Ranks(pid, ours)
@@ -100,6 +100,17 @@ def fork_keeper_for_call(call: Call) -> Ranks:
         serve_calls(its, call)
     finally:
         os._exit(1)
+
+
+def _fork() -> int:
+    """os.fork, with Ctrl-C and its like before or after: what their handlers raise inside of the functions
+    that Python calls around a fork would only be printed."""
+    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    try:
+        return os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare(start: Start, warmth: Warmth | None) -> None:
