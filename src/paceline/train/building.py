@@ -22,6 +22,7 @@ from paceline.parallel.order import Settings, parallelize
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
+from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed
 from paceline.train.update import Update, Updated
@@ -34,8 +35,6 @@ ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRS
 Model = nn.Module | Callable[[], nn.Module]
 # Optimizers whose update of an element depends on others of its tensor.
 _MIXING = {"Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb"}
-# Optimizers whose fused CPU kernels give an element other bits where it fills no vector register.
-_FUSED_BY_PLACE = {"Adam", "AdamW"}
 UpdateModel = Callable[[str, Callable[[dict[str, nn.Module], Any], Any]], Updated]
 
 
@@ -103,16 +102,8 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
             rule="It works with whole tensors (means of rows, norms, products), of which a rank has a part.",
             fix="Use one that treats every element by itself (AdamW, SGD, Lion ...), or dp_replicate.",
         )
-    rounds_by_place = optimizer.defaults.get("fused") and type(optimizer).__name__ in _FUSED_BY_PLACE
-    if rounds_by_place and laying_out.exact and laying_out.layout.dp_shard > 1 and device.type == "cpu":
-        raise PacelineError(
-            "PL448",
-            saw=f"{type(optimizer).__name__}(fused=True) on CPU with reduction=exact and layout "
-            f"{laying_out.layout}.",
-            rule="torch's fused CPU kernel rounds the last elements of a tensor otherwise than the rest, and "
-            "which ones are last depends on how a tensor is cut.",
-            fix="Leave fused=True out, or train with reduction='fast'.",
-        )
+    if laying_out.exact and laying_out.layout.dp_shard > 1:
+        _check_kernels(optimizer, laying_out.layout)
     update = Update(
         name,
         model,
@@ -300,3 +291,19 @@ def refuse_sync_batchnorm(num_samples: int, microbatch_size: int, world_size: in
         "accumulation they would be neither the microbatch's nor the global batch's.",
         fix=f"Set microbatch_size to global_batch_size / {world_size} and drop_last, or sync_batchnorm off.",
     )
+
+
+def _check_kernels(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+    if type(optimizer).__name__ not in ("Adam", "AdamW"):
+        return
+    fused = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
+    uneven = next((p for p in fused if rounds_by_place(p)), None)
+    if uneven is not None:
+        raise PacelineError(
+            "PL448",
+            saw=f"{type(optimizer).__name__}(fused=True) on CPU with reduction=exact and layout {layout}, "
+            f"over a parameter of shape {list(uneven.shape)}.",
+            rule="torch's fused CPU kernel rounds the last elements of a tensor otherwise than the rest, and "
+            f"a tensor whose rows are no multiple of {REGISTER} numbers has others last once it is cut.",
+            fix="Leave fused=True out, for such parameters at least, or train with reduction='fast'.",
+        )

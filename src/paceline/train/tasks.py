@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from paceline.recipe.schema import AdamW, Recipe
+from paceline.recipe.schema import AdamW, Recipe, Sgd
 from paceline.train.evaluation import Metric
+from paceline.train.kernels import rounds_by_place
 from paceline.train.schedule import build_schedule, scale_lr
 
 # Target that doesn't count; torch's own default for cross_entropy.
@@ -66,35 +67,42 @@ def build_optimizer(recipe: Recipe, named: list[tuple[str, nn.Parameter]]) -> to
     section = recipe.optimizer
     lr = scale_lr(section, section.lr, recipe.train.global_batch_size)
     trained = [p for _, p in named if p.requires_grad]
+    is_exact = recipe.train.reduction == "exact"
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": chosen, "weight_decay": section.weight_decay if decays else 0.0} | kernels
+        for decays in (True, False)
+        for chosen, kernels in _choose_kernels(
+            [p for p in trained if (p.dim() >= 2) is decays], section, is_exact
+        )
     ]
-    groups = [group for group in groups if group["params"]]
     if isinstance(section, AdamW):
         beta1, beta2 = section.betas
-        kernels = _choose_kernels(trained, needs_same_bits=recipe.train.reduction == "exact")
-        return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=section.eps, **kernels)
-    # torch's fused SGD doesn't take DTensors; all of SGD's kernels give the same bits.
-    kernels = _choose_kernels(trained, needs_same_bits=_are_sharded(trained))
-    momentum, nesterov = section.momentum, section.nesterov
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **kernels)
+        return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=section.eps)
+    return torch.optim.SGD(groups, lr=lr, momentum=section.momentum, nesterov=section.nesterov)
 
 
-def _choose_kernels(trained: list[nn.Parameter], *, needs_same_bits: bool) -> dict[str, bool]:
-    """The fastest kernels; or those that round an element alike wherever a tensor is cut.
+def _choose_kernels(
+    parameters: list[nn.Parameter], section: AdamW | Sgd, is_exact: bool
+) -> list[tuple[list[nn.Parameter], dict[str, bool]]]:
+    """The fastest kernels for parameters, but ones that round an element alike wherever a tensor is cut.
 
-    On CPU the fused ones are four times as fast as a loop, but they round the last elements of a tensor,
-    those that fill no vector register, otherwise than the others.
+    One kernel for all tensors is four times as fast as a loop on CPU.
     """
-    if not needs_same_bits or any(p.device.type != "cpu" for p in trained):
-        return {"fused": True}
-    # A loop is faster on plain tensors; on DTensors each operation of it costs much more than its work.
-    return {"foreach": _are_sharded(trained), "fused": False}
-
-
-def _are_sharded(parameters: list[nn.Parameter]) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in parameters)
+    is_sharded = any(isinstance(p, DTensor) for p in parameters)
+    # A loop is faster than foreach on CPU; on DTensors it costs more than its work, and on a GPU always.
+    loops = not is_sharded and all(p.device.type == "cpu" for p in parameters)
+    slower = {"foreach": not loops, "fused": False}
+    if isinstance(section, Sgd):
+        # torch's fused SGD doesn't take DTensors, and rounds otherwise than the kernels that do.
+        split = [(parameters, slower if is_sharded or is_exact else {"fused": True})]
+    elif is_exact:
+        split = [
+            ([p for p in parameters if not rounds_by_place(p)], {"fused": True}),
+            ([p for p in parameters if rounds_by_place(p)], slower),
+        ]
+    else:
+        split = [(parameters, {"fused": True})]
+    return [(chosen, kernels) for chosen, kernels in split if chosen]
 
 
 def build_lr_schedule(

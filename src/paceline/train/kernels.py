@@ -1,0 +1,21 @@
+"""Which of torch's optimizer kernels round an element alike wherever its tensor is cut.
+
+The fused Adam and AdamW for CPU round elements in whole vector registers and those that are left over at the
+end of a tensor differently (seen in torch 2.13, fp32 and fp64). A shard ends elsewhere than the whole tensor,
+but always with a whole row.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# Numbers in the widest register: 16 of fp32 with AVX-512.
+REGISTER = 16
+
+
+def rounds_by_place(parameter: Tensor) -> bool:
+    """Whether fused Adam may give an element of it other bits, when it is cut along its rows."""
+    if parameter.device.type != "cpu":
+        return False
+    row = parameter.shape[1:].numel() if parameter.dim() > 1 else 1
+    return row % REGISTER != 0
