@@ -34,6 +34,7 @@ RANGES = {
     "5": "checkpoints and run folders",
     "6": "command line and benchmarks",
     "7": "comparing layouts",
+    "8": "watching ranks",
 }
 
 

@@ -43,7 +43,7 @@ def test_codes_and_pages_match() -> None:
 
 def test_pages_are_complete() -> None:
     for code, page in PAGES.items():
-        assert re.fullmatch(r"PL[1-7]\d\d", code), code
+        assert re.fullmatch(r"PL[1-8]\d\d", code), code
         assert page.title, code
         assert not page.title.endswith("."), f"{code}: a title is no sentence"
         for text in (page.why, page.fix):

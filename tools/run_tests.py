@@ -17,7 +17,7 @@ from pathlib import Path
 
 TESTS = Path("tests")
 # Of about the same length. What is in neither list is in the second part.
-FIRST = ("launch", "cli", "bench", "data", "checkpoint", "verify")
+FIRST = ("launch", "cli", "bench", "data", "checkpoint", "watch")
 _NO_TESTS = 5
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)\b")
 

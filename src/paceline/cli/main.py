@@ -16,6 +16,7 @@ import paceline
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.launch.failure import PumpLost, RankFailed
 from paceline.launch.script import Become, run_as_main
+from paceline.launch.watching import JobStuck
 
 # One module per command; each has `register(subparsers)` and is light to import.
 _COMMANDS = ("run", "train", "verify", "checkpoint", "bench", "explain")
@@ -74,7 +75,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except PacelineError as error:
         _tell(error, as_json=getattr(args, "json", False))
         return error.exit_code
-    except (RankFailed, PumpLost) as failure:
+    except (RankFailed, JobStuck, PumpLost) as failure:
         print(f"paceline: {failure}", file=sys.stderr)
         return failure.exit_code
     except BrokenPipeError:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+
+from paceline.cli.watching import add_watching_flags, build_watcher, tell
 
 _DESCRIPTION = """
 Runs a script on many ranks, as torchrun does and with torchrun's flags. torch is imported once and the ranks
 are forked from that, so they start in a fraction of the time; where one fails, the last message names the one
-that failed first, with its traceback.
+that failed first, with its traceback. Where they hang or mix up their collectives, it says who waits where
+for whom, and the job is ended.
 """
 
 
@@ -29,6 +33,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="OMP_NUM_THREADS of every rank (default: as the environment says, else cores / ranks)",
     )
+    add_watching_flags(ours)
     add_torchrun_flags(parser)
     parser.set_defaults(run=run)
 
@@ -36,12 +41,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     import logging
-    import sys
 
     from paceline.errors import PacelineError
     from paceline.launch.failure import PumpLost, RankFailed
     from paceline.launch.run import run_script
     from paceline.launch.stop import Interrupted
+    from paceline.launch.watching import JobStuck
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("paceline: %(message)s"))
@@ -56,11 +61,12 @@ def run(args: argparse.Namespace) -> int:
             rule="A rank computes with one thread at least.",
             fix="Leave it out for cores / ranks.",
         )
+    watcher = build_watcher(args)
     code = 0
     try:
-        run_script(args, cold=args.cold, threads=args.threads_per_rank)
-    except (RankFailed, Interrupted, PumpLost) as end:
-        print(f"paceline: {end}", file=sys.stderr, flush=True)
+        run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=watcher)
+    except (RankFailed, JobStuck, Interrupted, PumpLost) as end:
+        tell(str(end))
         code = end.exit_code
     # All that was ours is closed. Python's own end, with torch loaded, would hold up the shell's prompt, and
     # the agent's thread may be waiting in torch for a node that is gone.

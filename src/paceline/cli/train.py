@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.watching import add_watching_flags, build_watcher
+
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
 
@@ -44,6 +46,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
+    add_watching_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -77,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         args=(dump_recipe(recipe), str(folder), not args.json, os.getpid()),
         device=recipe.train.device,
         log_dir=folder / "logs",
+        watcher=build_watcher(args),
     )
     return _tell(recipe, results[0], nproc, args)
 

@@ -1,8 +1,9 @@
 """The pages behind the codes that messages carry; `paceline explain CODE` prints one.
 
 Ranges: PL1xx recipe and layout, PL2xx data, PL3xx processes and launching, PL4xx training,
-PL5xx checkpoints and run folders, PL6xx command line and benchmarks, PL7xx comparing layouts. One file here
-per range or part of one; a new code's page goes into the file whose docstring names its number.
+PL5xx checkpoints and run folders, PL6xx command line and benchmarks, PL7xx comparing layouts, PL8xx watching
+ranks. One file here per range or part of one; a new code's page goes into the file whose docstring names its
+number.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from paceline.codes import (
     splitting,
     training,
     verifying,
+    watching,
 )
 from paceline.codes.page import Page
 
@@ -36,6 +38,7 @@ PARTS = (
     checkpoints,
     commands,
     verifying,
+    watching,
 )
 
 

@@ -205,4 +205,9 @@ PAGES: dict[str, Page] = {
         "Start one task per node (`srun --ntasks-per-node=1 paceline run --nproc-per-node 8 ...`), or leave "
         "--nproc-per-node out: each task then becomes a rank (`srun -n 16 paceline run train.py`).",
     ),
+    "PL349": Page(
+        "A time for hangs that is none",
+        "--hang-after is how many seconds all ranks may stand still before that counts as a hang.",
+        "Leave it out, give a number above 0, or turn watching off by --no-watch.",
+    ),
 }

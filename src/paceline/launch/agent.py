@@ -137,6 +137,9 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._rounds.begin()
+        group: Any = worker_group
+        place = group.group_rank, group.group_world_size, group.master_addr, group.master_port
+        self._rounds.on_start(*place, self._rounds.number)
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 

@@ -13,6 +13,7 @@ from paceline.launch.memory import OomCounts, count_oom_kills
 from paceline.launch.ranks import Rounds
 from paceline.launch.script import Script
 from paceline.launch.streams import Pump, open_streams
+from paceline.launch.watching import Watcher
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Job:
         is_warm: whether ranks are forked, rather than started by a Python of their own.
         rounds: how often ranks were started, and whether they shall stop.
         ooms: what the kernel had killed for memory before.
+        watcher: who watches the ranks, or None.
     """
 
     flags: argparse.Namespace
@@ -40,6 +42,7 @@ class Job:
     is_warm: bool
     rounds: Rounds = field(default_factory=Rounds)
     ooms: OomCounts = field(default_factory=count_oom_kills)
+    watcher: Watcher | None = None
 
     @property
     def attempt(self) -> Path:
@@ -67,6 +70,7 @@ class Job:
             log=log,
             folder=str(self.attempt),
             launch_folder=str(self.folder),
+            watch=self.watcher.entry if self.watcher is not None and self.is_warm else "",
         )
         files = (wishes["stdout"] or "", wishes["stderr"] or "")
         return start, open_streams(self.pump, *files, log, shows=True, persists=False)

@@ -43,6 +43,7 @@ from paceline.launch.leftovers import ALIVE, SOCKETS, remove_folder
 from paceline.launch.script import Script
 from paceline.launch.streams import Pump
 from paceline.launch.warm import Warmth
+from paceline.launch.watching import find_watch
 
 # How long ranks may take to save and leave after the launcher has gone.
 _GRACE_S = 10.0
@@ -61,6 +62,7 @@ class Start:
         log: the file that the pump copies its output to; empty for none.
         folder: where it leaves word of its end.
         launch_folder: the launcher's, above it.
+        watch: what it calls before anything else, see `watching.Watcher.entry`; empty for nothing.
     """
 
     local_rank: int
@@ -71,6 +73,7 @@ class Start:
     log: str
     folder: str
     launch_folder: str
+    watch: str = ""
 
 
 @dataclass(frozen=True)
@@ -302,6 +305,7 @@ def serve_calls(connection: Connection, call: Call | None = None) -> None:
     start = Keeper(connection).serve()
     entry = call or start.entry
     assert isinstance(entry, Call)
+    find_watch(start)()
     run_call(entry, start.rank, Path(start.folder), start.log)
 
 

@@ -36,6 +36,7 @@ from paceline.launch.ranks import (
 )
 from paceline.launch.stop import stop_by_signals
 from paceline.launch.streams import Pump, open_streams
+from paceline.launch.watching import JobStuck, Watcher
 from paceline.place import is_launched
 
 # What importing torch in a fresh process costs before any model (220 MB measured with gloo).
@@ -56,6 +57,7 @@ def launch(
     device: str = "auto",
     log_dir: str | os.PathLike[str] | None = None,
     stop_timeout_s: float = 60.0,
+    watcher: Watcher | None = None,
 ) -> list[Any]:
     """Runs `fn(*args)` on `nproc` ranks of this machine and gives what they return, by rank.
 
@@ -72,8 +74,10 @@ def launch(
         log_dir: folder for `rank-0000.log` and so on, each with all output of its rank; rank 0 writes
             to the terminal too, the others don't. Default: all ranks write where this process does.
         stop_timeout_s: how long ranks that were asked to stop may take, to save for example.
+        watcher: who watches the ranks, and may end the job.
 
     Raises:
+        JobStuck: the watcher has found that the ranks can't go on.
         PacelineError: PL320 to PL326 for what can't be started; or a rank's own error, as it was
             on the rank that failed first.
         RankFailed: a rank failed by anything else; it names the first one, with its traceback.
@@ -86,7 +90,7 @@ def launch(
     copier = None if logs is None else Pump()
     try:
         with launch_folder() as folder:
-            job = _Job(call, folder, logs, copier)
+            job = _Job(call, folder, logs, copier, watcher)
             return _run(job, ranks, nproc, stop_timeout_s)
     finally:
         if copier is not None:
@@ -226,6 +230,7 @@ class _Job:
     folder: Path
     logs: Path | None
     pump: Pump | None
+    watcher: Watcher | None
     rounds: Rounds = field(default_factory=Rounds)
     ooms: OomCounts = field(default_factory=count_oom_kills)
 
@@ -242,7 +247,8 @@ class _Job:
         folder = str(self.folder)
         # A forked keeper has the function already, which can't be sent.
         entry = Call(b"") if self.call.is_forked else self.call
-        start = Start(local_rank_id, rank, {**os.environ, **env}, (), entry, log, folder, folder)
+        watch = self.watcher.entry if self.watcher is not None else ""
+        start = Start(local_rank_id, rank, {**os.environ, **env}, (), entry, log, folder, folder, watch)
         return start, open_streams(self.pump, "", "", log, shows=rank == 0, persists=True)
 
 
@@ -280,12 +286,20 @@ def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any
     try:
         stopping = stop_by_signals(_SIGNALS, patience_s, job.rounds, ranks, hangup=signal.SIGTERM)
         with stopping as stop, quiet_torchelastic():
-            stop.supervise(start_thread(work), job.pump)
+            if job.watcher is not None:
+                ranks.on_failure = job.watcher.note_failure
+                job.watcher.begin(job.folder, ranks.list_watched)
+            stop.supervise(start_thread(work), job.pump, job.watcher)
         if stop.lost:
             raise PumpLost
+        if job.watcher is not None and job.watcher.told:
+            raise JobStuck(job.watcher.told)
         _judge(job, ranks, outcome[0] if outcome else None)
         return [pickle.loads((job.folder / f"result-{rank}").read_bytes()) for rank in range(nproc)]
     finally:
+        if job.watcher is not None:
+            ranks.on_failure = lambda: None  # the keeper serves the next launch too
+            job.watcher.end()
         if job.pump is not None:
             job.pump.drain()
         ranks.sweep(kills=True)

@@ -37,6 +37,7 @@ from paceline.launch.keeper import (
 from paceline.launch.script import Become, Place, Script
 from paceline.launch.streams import Pump
 from paceline.launch.warm import Warmth
+from paceline.launch.watching import Watched, find_watch
 
 COLD = "cold-"
 """Begins the name of a file that a rank leaves which has started over, with the variables that made it."""
@@ -114,8 +115,10 @@ def _fork() -> int:
 
 
 def _prepare(start: Start, warmth: Warmth | None) -> None:
+    begin_watch = find_watch(start)
     if warmth is not None:
         warmth.hide(partial(_start_over, start))
+    begin_watch()
 
 
 def _start_over(start: Start, variables: list[str]) -> None:
@@ -191,6 +194,7 @@ class Ranks:
 
     Attributes:
         keeper_died: whether the keeper ended before it was told to.
+        on_failure: called when a rank has failed by itself, before the agent hears of it and ends the others.
     """
 
     def __init__(
@@ -202,6 +206,7 @@ class Ranks:
     ) -> None:
         self.keeper_pid = keeper_pid
         self.keeper_died = False
+        self.on_failure: Callable[[], None] = lambda: None
         self._connection = connection
         self._process = process
         self._spared = ends_orphans_except
@@ -219,6 +224,19 @@ class Ranks:
     def latest(self) -> list[RankProcess]:
         """The newest process of each local rank."""
         return list({rank.start.local_rank: rank for rank in self._started}.values())
+
+    def list_watched(self) -> list[Watched]:
+        """The newest process of each local rank, for a watcher."""
+        return [
+            Watched(
+                rank.start.rank,
+                int(rank.start.environ.get("WORLD_SIZE", "1")),
+                Path(rank.start.folder),
+                rank.pid,
+                rank.returncode,
+            )
+            for rank in self.latest
+        ]
 
     def start(self, start: Start, streams: tuple[int, int]) -> RankProcess:
         """Starts a rank with these descriptors as stdout and stderr, which it closes here.
@@ -299,6 +317,8 @@ class Ranks:
             elif isinstance(message, Ended):
                 for rank in self._started:
                     if rank.pid == message.pid and rank.returncode is None:
+                        if message.status != 0 and not rank.asked:
+                            self.on_failure()
                         rank.note_ended(message.status, message.time_s)
             elif isinstance(message, Swept):
                 self._swept.set()
@@ -317,12 +337,15 @@ class Rounds:
     Attributes:
         asked: the signal that ends the job, once there is one.
         number: how often ranks were started, less one.
+        on_start: called before ranks start, with this node's number, the number of nodes, host and port of
+            the store where the ranks meet, and `number`.
         on_restart: called with the restarts that are left, when the ranks of a round have been stopped.
     """
 
     def __init__(self) -> None:
         self.asked: int | None = None
         self.number = -1
+        self.on_start: Callable[[int, int, str, int, int], None] = lambda *_: None
         self.on_restart: Callable[[int], None] = lambda remaining: None
 
     def begin(self) -> None:

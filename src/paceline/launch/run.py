@@ -35,6 +35,7 @@ from paceline.launch.stop import raise_on_signals, stop_by_signals
 from paceline.launch.streams import Pump
 from paceline.launch.verdict import judge, tell_restart
 from paceline.launch.warm import Warmth, why_not_fork
+from paceline.launch.watching import Watcher
 from paceline.place import Place, read_environment, usable_cores
 
 if TYPE_CHECKING:
@@ -48,17 +49,25 @@ _COUNT_S = 120.0
 _FIRST = ("torch", "torch.distributed")
 
 
-def run_script(flags: argparse.Namespace, *, cold: bool = False, threads: int | None = None) -> None:
+def run_script(
+    flags: argparse.Namespace,
+    *,
+    cold: bool = False,
+    threads: int | None = None,
+    watcher: Watcher | None = None,
+) -> None:
     """Runs a script (or a program) under torchelastic's agent until all ranks have ended.
 
     Args:
         flags: torchrun's (`flags.py`), which this changes.
         cold: whether every rank starts a Python of its own, as under torchrun.
         threads: for OMP_NUM_THREADS; None: as the environment says, else cores / ranks of this node.
+        watcher: who watches the ranks; ranks that start cold are seen from outside only.
 
     Raises:
         PacelineError: PL340 to PL346, for what can't be started.
         RankFailed: a rank failed.
+        JobStuck: the watcher has found that the ranks can't go on.
         Interrupted: it was asked to stop.
         Become: in a rank.
     """
@@ -75,7 +84,8 @@ def run_script(flags: argparse.Namespace, *, cold: bool = False, threads: int | 
             ranks, is_warm = _warm_up(flags, script, pump, cold)
             with launch_folder() as folder:
                 logs, keeps_logs = _make_logs(flags)
-                _run(Job(flags, script, folder, logs, keeps_logs, pump, is_warm), ranks, check_signals)
+                job = Job(flags, script, folder, logs, keeps_logs, pump, is_warm, watcher=watcher)
+                _run(job, ranks, check_signals)
         except Become:  # this is a rank, which prints through the pump
             raise
         except BaseException:
@@ -250,10 +260,16 @@ def _run(job: Job, ranks: Ranks, check_signals: Callable[[], None]) -> None:
             config, command, args = _configure(job)
             check_signals()  # what came before `stop` took over, and was swallowed by an import
             _record(job, config)
-            stop.supervise(start_thread(work), job.pump)
+            if job.watcher is not None:
+                ranks.on_failure = job.watcher.note_failure
+                job.rounds.on_start = job.watcher.meet
+                job.watcher.begin(job.folder, ranks.list_watched)
+            stop.supervise(start_thread(work), job.pump, job.watcher)
         judge(job, ranks, outcome[0] if outcome else None, stop)
         succeeded = True
     finally:
+        if job.watcher is not None:
+            job.watcher.end()
         job.pump.drain()
         ranks.finish(kills=not succeeded)
         if not job.keeps_logs:

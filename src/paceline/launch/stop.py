@@ -13,6 +13,7 @@ from types import FrameType
 from paceline.errors import PacelineError
 from paceline.launch.ranks import Ranks, Rounds
 from paceline.launch.streams import Pump
+from paceline.launch.watching import Watcher
 
 # `timeout` and some schedulers send a signal twice, to the process and to its group.
 _SECOND_AFTER_S = 0.5
@@ -21,6 +22,8 @@ _AGENT_S = 1.0
 # The same where there are no ranks.
 _NOBODY_S = 0.2
 _SHUTDOWN_S = 30.0
+# How long ranks that are stuck may take to leave.
+_STUCK_S = 3.0
 
 
 class Interrupted(BaseException):
@@ -158,10 +161,13 @@ class Stop:
         elif number == signal.SIGINT and now - self._asked_s > _SECOND_AFTER_S:
             self._is_urgent = True
 
-    def supervise(self, agent: threading.Thread, pump: Pump | None) -> None:
-        """Waits for the agent's end, or for that of the ranks after a signal."""
+    def supervise(self, agent: threading.Thread, pump: Pump | None, watcher: Watcher | None = None) -> None:
+        """Waits for the agent's end, or for that of the ranks after a signal or a watcher's word."""
         while agent.is_alive():
             agent.join(0.1)
+            if watcher is not None and watcher.told and self._rounds.asked is None:
+                self._patience_s = min(self._patience_s, _STUCK_S)
+                self.take(signal.SIGTERM, None)
             if pump is not None and pump.has_died():
                 self.lost = self._is_urgent = True
                 self._rounds.asked = self._rounds.asked or signal.SIGTERM

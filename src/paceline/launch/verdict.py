@@ -15,6 +15,7 @@ from paceline.launch.memory import describe_kill
 from paceline.launch.ranks import COLD, Ranks
 from paceline.launch.stop import Interrupted, Stop
 from paceline.launch.trace import find_last
+from paceline.launch.watching import JobStuck
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,17 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
     """Raises what ended the job, if it did not end well.
 
     Raises:
+        JobStuck: the watcher has found that the ranks can't go on.
         RankFailed: a rank failed; the first one that did not just lose its peer.
         Interrupted: the job was asked to stop.
         PacelineError: PL344 where the ranks could not be started.
     """
     if stop.lost:
         raise PumpLost
+    if job.watcher is not None and job.watcher.told:
+        job.pump.drain()
+        job.keeps_logs = True
+        raise JobStuck(job.watcher.told)
     job.pump.drain()
     endings = _collect_endings(job, ranks)
     cause = find_cause(endings)
@@ -90,6 +96,8 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | PacelineError:
         hints.append(
             "It lost its peer: the cause is what ended a rank on another node, see the output there."
         )
+    if job.watcher is not None:
+        hints.append(job.watcher.told_of_others)
     if process is not None:
         hints.append(f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}")
     job.keeps_logs = True

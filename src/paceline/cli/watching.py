@@ -1,0 +1,59 @@
+"""The flags of commands whose ranks are watched."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.launch.watching import Watcher
+
+# Longer than a slow file system or a cold cache keeps all ranks of a job without any work; a rank that
+# computes, compiles or validates has ten times as long.
+HANG_AFTER_S = 300.0
+
+
+def add_watching_flags(parser: argparse._ActionsContainer) -> None:
+    """Adds `--hang-after`, `--keep-alive` and `--no-watch`."""
+    parser.add_argument(
+        "--hang-after",
+        type=float,
+        default=HANG_AFTER_S,
+        metavar="S",
+        help="seconds without any sign of work, on any rank, after which ranks that wait for others hang "
+        "(default %(default)g; ten times as long where a rank computes)",
+    )
+    parser.add_argument(
+        "--keep-alive", action="store_true", help="tell of a hang and leave the ranks as they are"
+    )
+    parser.add_argument(
+        "--no-watch", action="store_true", help="don't record collectives, nor watch for hangs"
+    )
+
+
+def build_watcher(args: argparse.Namespace) -> Watcher | None:
+    """Who watches, by the flags.
+
+    Raises:
+        PacelineError: PL349 for a time that is none.
+    """
+    if not args.hang_after > 0:
+        raise PacelineError(
+            "PL349",
+            saw=f"--hang-after {args.hang_after:g}.",
+            rule="It is how long ranks may stand still, in seconds.",
+            fix=f"Leave it out for {HANG_AFTER_S:g}, or turn watching off by --no-watch.",
+        )
+    if args.no_watch:
+        return None
+    from paceline.watch.watcher import RankWatcher
+
+    return RankWatcher(args.hang_after, keep_alive=args.keep_alive, tell=tell)
+
+
+def tell(text: str) -> None:
+    """Says something that ends a job, or would."""
+    print(f"paceline: {text}", file=sys.stderr, flush=True)

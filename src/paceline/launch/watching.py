@@ -1,0 +1,108 @@
+"""What the launcher asks of somebody who watches its ranks: `paceline.watch`, which `cli` brings along."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from paceline.launch.keeper import Start
+
+# The watcher's socket in the folder of a launch.
+SOCKET = "watch"
+
+
+def name_stacks(folder: Path, rank: int) -> Path:
+    """Where a rank's interpreter writes its stacks, in the folder of an attempt."""
+    return folder / f"stacks-{rank}"
+
+
+def find_watch(start: Start) -> Callable[[], None]:
+    """What lets the watcher into a rank: loaded now, to be called once nobody hides modules any more."""
+    if not start.watch:
+        return lambda: None
+    module, _, function = start.watch.partition(":")
+    begin = getattr(importlib.import_module(module), function)
+    socket = os.path.join(start.launch_folder, SOCKET)
+    return partial(begin, start.rank, socket, str(name_stacks(Path(start.folder), start.rank)))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A rank's process, as the launcher has it.
+
+    Attributes:
+        rank: global.
+        world_size: of the job.
+        folder: where this attempt's ranks leave word.
+        pid: 0 where it hasn't started yet.
+        exit_code: of one that has ended (negative: the signal that ended it).
+    """
+
+    rank: int
+    world_size: int
+    folder: Path
+    pid: int
+    exit_code: int | None
+
+
+class JobStuck(Exception):  # noqa: N818 (an event, told as one)
+    """The watcher has found that the job can't go on, and the ranks were ended.
+
+    Attributes:
+        told: its verdict, as text for people.
+    """
+
+    exit_code = 1
+
+    def __init__(self, told: str) -> None:
+        super().__init__(told)
+        self.told = told
+
+    def __str__(self) -> str:
+        return self.told
+
+
+class Watcher(Protocol):
+    """Somebody who watches ranks from the launcher.
+
+    Attributes:
+        entry: `module:function` that each rank calls before the script's first line, with its global rank,
+            the path of the watcher's socket, and that of a file for its stacks.
+        told: the verdict, once there is one that shall end the job.
+        told_of_others: where the other ranks were when the first one failed.
+    """
+
+    @property
+    def entry(self) -> str: ...
+    @property
+    def told(self) -> str: ...
+    @property
+    def told_of_others(self) -> str: ...
+
+    def begin(self, folder: Path, look: Callable[[], Sequence[Watched]]) -> None:
+        """Starts to watch.
+
+        Args:
+            folder: of the launch; ranks reach the watcher there.
+            look: gives the newest process of each of this node's ranks.
+        """
+
+    def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
+        """Ranks are about to start, on this node as number `node` of so many.
+
+        Args:
+            host, port: of the store where they meet.
+            attempt: how often they have been restarted.
+        """
+
+    def note_failure(self) -> None:
+        """A rank has failed, and the others live on until this returns."""
+
+    def end(self) -> None:
+        """Stops to watch."""

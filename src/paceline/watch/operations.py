@@ -1,0 +1,275 @@
+"""What torch's Flight Recorder leaves out: reduce operations, sends and receives.
+
+The methods of `torch.distributed.ProcessGroup` that take a reduce operation, send or receive are wrapped on
+the class. For the former a wrapper notes when it was in which thread, so that an entry of the Flight Recorder
+is recognised by the instant at which it was made; what C++ issues by itself (DDP's buckets, functional
+collectives) doesn't pass here. A wrapper costs about a microsecond, and raises nothing of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.watch.threads import Mark, mark_stack
+
+# The operation's name as users say it: gloo makes all-reduces of a reduce-scatter.
+_REDUCING = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+}
+_TRANSFERRING = {
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+    "monitored_barrier": "monitored_barrier",
+}
+# At least as many as the Flight Recorder's entries.
+_MAX_WINDOWS = 4096
+_MAX_TRANSFERS = 512
+
+
+class Window:
+    """When a thread was in a reducing method.
+
+    Attributes:
+        thread: its ident.
+        group: the group's name.
+        operation: as `reduce_scatter`.
+        op: torch's reduce operation; None where it isn't known.
+        began_ns: since 1970.
+        ended_ns: since 1970; 0 before.
+    """
+
+    __slots__ = ("began_ns", "ended_ns", "group", "op", "operation", "thread")
+
+    def __init__(self, thread: int, group: str, operation: str, op: Any) -> None:
+        self.thread = thread
+        self.group = group
+        self.operation = operation
+        self.op = op
+        self.ended_ns = 0
+        self.began_ns = time.time_ns()
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """A send, a receive or a monitored barrier, none of which gloo's Flight Recorder has.
+
+    Attributes:
+        record: counts all transfers of this process, from 0.
+        group: the group's name.
+        operation: `send`, `recv` or `monitored_barrier`.
+        number: from 1, per group, operation and peer.
+        peer: its rank in the group; None for any, and for a barrier.
+        sizes: shapes of its tensors.
+        dtypes: of its tensors.
+        began_ns: since 1970.
+        stack: who called it.
+        work: torch's handle, as long as somebody has it.
+        is_inside: whether the call has not returned yet.
+    """
+
+    record: int
+    group: str
+    operation: str
+    number: int
+    peer: int | None
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    began_ns: int
+    stack: tuple[Mark, ...]
+    work: weakref.ref[Any] | None = None
+    is_inside: bool = True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has completed; a handle that was let go counts as completed."""
+        if self.is_inside:
+            return False
+        work = self.work() if self.work is not None else None
+        return work is None or bool(work.is_completed())
+
+
+class Operations:
+    """The wrapped methods, and what went through them lately."""
+
+    def __init__(self) -> None:
+        self._windows: deque[Window] = deque(maxlen=_MAX_WINDOWS)
+        self._transfers: deque[Transfer] = deque(maxlen=_MAX_TRANSFERS)
+        self._numbers: Counter[tuple[str, str, int | None]] = Counter()
+        self._records = itertools.count()
+        self._originals: dict[str, Any] = {}
+        self._kind: Any = None
+
+    def install(self, torch: Any) -> None:
+        """Wraps the methods; does nothing where torch has no `distributed` or they are wrapped already."""
+        c10d = sys.modules.get("torch._C._distributed_c10d")
+        if c10d is None or self._originals:
+            return
+        self._kind = c10d.ProcessGroup
+        for name, operation in (_REDUCING | _TRANSFERRING).items():
+            stored = vars(self._kind).get(name)
+            if stored is None:  # this torch has it not, or not yet
+                continue
+            wrap = self._wrap_reducing if name in _REDUCING else self._wrap_transferring
+            wrapper = wrap(getattr(self._kind, name), operation)
+            _hide_from_compiler(torch, wrapper)
+            # Not what `getattr` gives: that is the function without the binding to an instance.
+            self._originals[name] = stored
+            setattr(self._kind, name, wrapper)
+
+    def remove(self) -> None:
+        """Puts torch's own methods back."""
+        for name, original in self._originals.items():
+            setattr(self._kind, name, original)
+        self._originals.clear()
+
+    def transfers(self, since: int = 0) -> list[Transfer]:
+        """The latest sends and receives, from a record on."""
+        return [transfer for transfer in self._transfers.copy() if transfer.record >= since]
+
+    def count_transfers(self) -> Counter[str]:
+        """By group, how many sends, receives and monitored barriers there have been."""
+        counts: Counter[str] = Counter()
+        for (group, _, _), number in self._numbers.copy().items():
+            counts[group] += number
+        return counts
+
+    def count_open(self) -> Counter[str]:
+        """By group, how many of these have not completed."""
+        return Counter(transfer.group for transfer in self._transfers.copy() if not transfer.is_done)
+
+    def windows(self) -> Windows:
+        """The latest calls with a reduce operation."""
+        return Windows(self._windows.copy())
+
+    # ---- wrappers
+
+    def _wrap_reducing(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        windows = self._windows
+
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            window = None
+            with suppress(Exception):
+                op = _find_reduce_op(args, kwargs)
+                window = Window(threading.get_ident(), group.group_name, operation, op)
+                windows.append(window)
+            try:
+                return original(group, *args, **kwargs)
+            finally:
+                if window is not None:
+                    window.ended_ns = time.time_ns()
+
+        return call
+
+    def _wrap_transferring(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        has_peer = operation != "monitored_barrier" and original.__name__ != "recv_anysource"
+
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            transfer = None
+            with suppress(Exception):
+                transfer = self._begin(group, operation, args, kwargs, has_peer)
+            try:
+                work = original(group, *args, **kwargs)
+            except BaseException:
+                if transfer is not None:
+                    self._take_back(transfer)
+                raise
+            if transfer is not None:
+                with suppress(TypeError):  # None, from a barrier
+                    transfer.work = weakref.ref(work)
+                transfer.is_inside = False
+            return work
+
+        return call
+
+    def _begin(
+        self, group: Any, operation: str, args: Sequence[Any], kwargs: dict[str, Any], has_peer: bool
+    ) -> Transfer:
+        peer: int | None = None
+        tensors: Sequence[Any] = ()
+        if operation != "monitored_barrier":
+            tensors = args[0] if args else kwargs["tensors"]
+        if has_peer:
+            peer = int(args[1] if len(args) > 1 else kwargs["dstRank" if operation == "send" else "srcRank"])
+        name = group.group_name
+        self._numbers[name, operation, peer] += 1
+        transfer = Transfer(
+            record=next(self._records),
+            group=name,
+            operation=operation,
+            number=self._numbers[name, operation, peer],
+            peer=peer,
+            sizes=tuple(tuple(tensor.shape) for tensor in tensors),
+            dtypes=tuple(tensor.dtype for tensor in tensors),
+            began_ns=time.time_ns(),
+            stack=mark_stack(sys._getframe(2)),
+        )
+        self._transfers.append(transfer)
+        return transfer
+
+    def _take_back(self, transfer: Transfer) -> None:
+        """For a call that raised: it has sent nothing, and takes no number."""
+        with suppress(ValueError):  # fallen out meanwhile
+            self._transfers.remove(transfer)
+        self._numbers[transfer.group, transfer.operation, transfer.peer] -= 1
+
+
+class Windows:
+    """Windows, to be found by an instant in them."""
+
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self._by_place: dict[tuple[int, str], list[Window]] = {}
+        for window in windows:
+            self._by_place.setdefault((window.thread, window.group), []).append(window)
+
+    def find(self, thread: int, group: str, time_ns: int) -> Window | None:
+        """The window that a thread was in at an instant."""
+        windows = self._by_place.get((thread, group), [])
+        at = bisect_right(windows, time_ns, key=lambda window: window.began_ns) - 1
+        if at < 0 or 0 < windows[at].ended_ns < time_ns:
+            return None
+        return windows[at]
+
+
+def _find_reduce_op(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """From `(..., options)` or `(..., op)`; these come last."""
+    for value in (*kwargs.values(), *reversed(args)):
+        op = getattr(value, "reduceOp", None)
+        if op is not None:
+            return op
+        if type(value).__name__ in ("ReduceOp", "RedOpType"):
+            return value
+    return None
+
+
+def name_reduce_op(op: Any) -> str | None:
+    """Such as `sum`, of torch's object."""
+    kind = getattr(op, "op", op)  # a ReduceOp has a RedOpType
+    name = getattr(kind, "name", None)
+    return name.lower() if isinstance(name, str) else None
+
+
+def _hide_from_compiler(torch: Any, function: Any) -> None:
+    """Keeps torch.compile from compiling a wrapper as a frame of its own."""
+    with suppress(AttributeError):
+        torch._C._dynamo.eval_frame.skip_code(function.__code__)

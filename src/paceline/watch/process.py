@@ -1,0 +1,83 @@
+"""What can be seen of ranks from outside: whether they run, wait or are stopped, and what they compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from paceline.launch.watching import Watched
+from paceline.watch.report import Process, ProcessState
+
+_STATES: dict[str, ProcessState] = {
+    psutil.STATUS_RUNNING: "running",
+    psutil.STATUS_STOPPED: "stopped",
+    psutil.STATUS_TRACING_STOP: "stopped",
+    psutil.STATUS_DISK_SLEEP: "uninterruptible",
+    psutil.STATUS_ZOMBIE: "ended",
+    psutil.STATUS_DEAD: "ended",
+}
+
+
+# The system counts CPU time in hundredths of a second: shares of less time than this say nothing.
+_LEAST_S = 0.5
+
+
+@dataclass
+class _Look:
+    """CPU seconds of a rank and its descendants at an instant, by process, and their share of a core."""
+
+    time_s: float
+    cpu_s: dict[int, float] = field(default_factory=dict)
+    share: float = 0.0
+
+
+class Eyes:
+    """Looks at the ranks' processes on this node; each look tells what they did since the one before.
+
+    Args:
+        node: name of this machine.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._before: dict[int, _Look] = {}
+
+    def look(self, ranks: Sequence[Watched]) -> dict[int, Process]:
+        """What is seen of each rank, by rank."""
+        return {watched.rank: self._look_at(watched) for watched in ranks}
+
+    def _look_at(self, watched: Watched) -> Process:
+        if watched.exit_code is not None or watched.pid == 0:
+            state: ProcessState = "ended" if watched.exit_code is not None else "sleeping"
+            return Process(watched.rank, self._node, watched.pid, state, exit_code=watched.exit_code)
+        before, now = self._before.get(watched.pid), _Look(time.monotonic())
+        state = "ended"
+        try:
+            process = psutil.Process(watched.pid)
+            state = _STATES.get(process.status(), "sleeping")
+            family = [process, *process.children(recursive=True)]
+        except psutil.Error:
+            family = []
+        for member in family:
+            try:
+                times = member.cpu_times()
+            except psutil.Error:
+                continue
+            now.cpu_s[member.pid] = times.user + times.system
+        if before is None or now.time_s - before.time_s >= _LEAST_S:
+            now.share = _share(before, now)
+            self._before[watched.pid] = now
+        else:
+            now.share = before.share
+        return Process(watched.rank, self._node, watched.pid, state, cpu_share=now.share)
+
+
+def _share(before: _Look | None, now: _Look) -> float:
+    """Of one core, between two looks; a process that has come since counts from its start."""
+    if before is None or now.time_s <= before.time_s:
+        return 0.0
+    used = sum(cpu_s - before.cpu_s.get(pid, 0.0) for pid, cpu_s in now.cpu_s.items())
+    return max(0.0, used) / (now.time_s - before.time_s)

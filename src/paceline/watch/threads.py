@@ -1,0 +1,85 @@
+"""Stacks of this process's threads, and which files are the user's."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from functools import lru_cache
+from types import CodeType, FrameType
+
+from paceline.launch import trace
+from paceline.watch.report import Frame, Stack
+
+_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+Mark = tuple[CodeType, int]
+"""A frame as cheaply as it can be kept: its code, and the instruction in it."""
+
+
+@lru_cache(maxsize=4096)
+def is_own(path: str) -> bool:
+    """Whether a file is the user's: outside of Python's and its packages' folders."""
+    return trace.Frame(path, 0, "", ()).is_own
+
+
+def build_frame(path: str, line: int, function: str) -> Frame:
+    """A frame, with its line's source where the file is the user's."""
+    # The sources of libraries are not shown to anybody, and reading them takes time.
+    text = linecache.getline(path, line).strip() if line and is_own(path) else ""
+    return Frame(path, line, function, text)
+
+
+def is_watching(path: str) -> bool:
+    """Whether a file is of this package, whose frames are of no interest."""
+    return path.startswith(_OWN_FOLDER)
+
+
+# ---- marks
+
+
+def mark_stack(frame: FrameType | None, most: int = 200) -> tuple[Mark, ...]:
+    """The stack from a frame outwards, innermost first."""
+    marks: list[Mark] = []
+    while frame is not None and len(marks) < most:
+        marks.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(marks)
+
+
+def resolve(marks: Iterable[Mark]) -> tuple[Frame, ...]:
+    """Frames with their lines, without those of this package."""
+    return tuple(
+        build_frame(code.co_filename, _find_line(code, at), code.co_name)
+        for code, at in marks
+        if not is_watching(code.co_filename)
+    )
+
+
+def _find_line(code: CodeType, at: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= at < end:
+            return line or 0
+    return code.co_firstlineno
+
+
+# ---- threads
+
+
+def mark_main_thread() -> tuple[Mark, ...]:
+    """The main thread's stack; empty once it has ended."""
+    return mark_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def read_stacks() -> tuple[Stack, ...]:
+    """The stacks of all threads but the calling one, the main thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, here = threading.main_thread().ident, threading.get_ident()
+    found = [
+        (ident != main, Stack(names.get(ident, f"thread {ident}"), resolve(mark_stack(frame))))
+        for ident, frame in sys._current_frames().items()
+        if ident != here
+    ]
+    return tuple(stack for _, stack in sorted(found, key=lambda pair: pair[0]))

@@ -1,0 +1,131 @@
+"""The bytes between the thread in a rank and the launcher, over a Unix stream socket.
+
+A message is four bytes of length, the highest first, and so many bytes of JSON: an object with one key, which
+says what it is (`beat`, `report` or `ask`). A rank sends `Beat`s by itself, and a `Report` for each `Ask`. In
+a report a frame is written once, and stacks point to it: the calls of a loop share most of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.watch.report import Beat, Call, Frame, Group, Report, Stack
+
+_LENGTH_BYTES = 4
+_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The launcher wants a report."""
+
+
+Message = Beat | Report | Ask
+
+
+def pack(message: Message) -> bytes:
+    """The bytes of a message."""
+    text: dict[str, Any]
+    if isinstance(message, Beat):
+        text = {"beat": asdict(message)}
+    elif isinstance(message, Report):
+        text = {"report": _report_to_json(message)}
+    else:
+        text = {"ask": {}}
+    # ASCII, because a path that isn't UTF-8 has surrogates, which have no bytes of their own.
+    body = json.dumps(text, separators=(",", ":")).encode("ascii")
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+class Unpacker:
+    """Makes messages of a stream of bytes, however it is cut."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Takes the next bytes; gives the messages that they complete.
+
+        Raises:
+            ValueError: these bytes are not of this protocol.
+        """
+        self._bytes += data
+        while len(self._bytes) >= _LENGTH_BYTES:
+            length = int.from_bytes(self._bytes[:_LENGTH_BYTES], "big")
+            if length > _MAX_BYTES:
+                raise ValueError(f"a message of {length} bytes; the most is {_MAX_BYTES}")
+            end = _LENGTH_BYTES + length
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[_LENGTH_BYTES:end])
+            del self._bytes[:end]
+            yield _unpack(body)
+
+
+def _unpack(body: bytes) -> Message:
+    try:
+        ((kind, value),) = json.loads(body).items()
+        if kind == "beat":
+            return Beat(**{**value, "calls": tuple(_call_from_json(call, ()) for call in value["calls"])})
+        if kind == "report":
+            return _report_from_json(value)
+        if kind == "ask":
+            return Ask()
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"a message that can't be read: {error!r}") from error
+    raise ValueError(f"a message of the kind {kind!r}")
+
+
+class _Frames:
+    """Frames by number, in the order in which they were first met."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Frame, int] = {}
+
+    def add(self, frames: Sequence[Frame]) -> list[int]:
+        return [self.numbers.setdefault(frame, len(self.numbers)) for frame in frames]
+
+
+def _report_to_json(report: Report) -> dict[str, Any]:
+    frames = _Frames()
+    calls = [{**vars(call), "frames": frames.add(call.frames)} for call in report.calls]
+    stacks = [{"thread": stack.thread, "frames": frames.add(stack.frames)} for stack in report.stacks]
+    return {
+        "rank": report.rank,
+        "time_s": report.time_s,
+        "phase": report.phase,
+        "groups": [asdict(group) for group in report.groups.values()],
+        "calls": calls,
+        "stacks": stacks,
+        "frames": [[frame.file, frame.line, frame.function, frame.text] for frame in frames.numbers],
+    }
+
+
+def _report_from_json(value: dict[str, Any]) -> Report:
+    frames = [Frame(*fields) for fields in value["frames"]]
+    groups = [Group(group["name"], group["label"], tuple(group["ranks"])) for group in value["groups"]]
+    return Report(
+        rank=value["rank"],
+        time_s=value["time_s"],
+        phase=value["phase"],
+        groups={group.name: group for group in groups},
+        calls=tuple(_call_from_json(call, frames) for call in value["calls"]),
+        stacks=tuple(
+            Stack(stack["thread"], tuple(frames[number] for number in stack["frames"]))
+            for stack in value["stacks"]
+        ),
+    )
+
+
+def _call_from_json(value: dict[str, Any], frames: Sequence[Frame]) -> Call:
+    return Call(
+        **{
+            **value,
+            "sizes": tuple(tuple(size) for size in value["sizes"]),
+            "dtypes": tuple(value["dtypes"]),
+            "frames": tuple(frames[number] for number in value["frames"]),
+        }
+    )

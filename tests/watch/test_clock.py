@@ -1,0 +1,79 @@
+"""When a job counts as stuck: what is slow has time, what waits for nothing has not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.watch.clock import PATIENCE, STALL_S, Clock
+from paceline.watch.report import Beat, Process
+
+HANG_S = 10.0
+
+
+def beat(rank: int, issued: int, completed: int, place: int = 1, phase: Any = "running") -> Beat:
+    return Beat(rank, 0.0, phase, {"0": issued}, {"0": completed}, (), place, phase == "joining")
+
+
+def process(rank: int, cpu_share: float) -> Process:
+    return Process(rank, "here", 1, "sleeping", cpu_share=cpu_share)
+
+
+def let_pass(clock: Clock, seconds: int, beats: list[Beat], shares: dict[int, float], start: int = 0) -> None:
+    for second in range(start, start + seconds):
+        for each in beats:
+            clock.note_beat(each, float(second))
+        clock.note_processes({rank: process(rank, share) for rank, share in shares.items()}, float(second))
+
+
+def test_ranks_that_wait_for_an_idle_one_are_stuck() -> None:
+    clock = Clock(0.0)
+    let_pass(clock, 12, [beat(0, 5, 4), beat(1, 4, 4)], {0: 0.01, 1: 0.0})
+    assert clock.read(STALL_S).is_stalled
+    assert not clock.read(9.9).is_stuck(HANG_S)
+    assert clock.read(10.0).is_stuck(HANG_S)
+
+
+def test_a_rank_that_computes_has_more_time() -> None:
+    clock = Clock(0.0)
+    let_pass(clock, 101, [beat(0, 5, 4), beat(1, 4, 4)], {0: 0.01, 1: 0.9})
+    assert not clock.read(PATIENCE * HANG_S - 0.1).is_stuck(HANG_S)
+    assert clock.read(PATIENCE * HANG_S).is_stuck(HANG_S)
+
+
+def test_a_rank_that_spins_while_it_waits_does_not_compute() -> None:
+    clock = Clock(0.0)
+    let_pass(clock, 12, [beat(0, 5, 4), beat(1, 4, 4)], {0: 1.0, 1: 0.0})
+    assert clock.read(11.0).is_stuck(HANG_S)
+
+
+def test_another_line_or_another_collective_is_a_sign_of_work() -> None:
+    clock = Clock(0.0)
+    let_pass(clock, 9, [beat(0, 5, 4), beat(1, 4, 4, place=1)], {})
+    let_pass(clock, 1, [beat(1, 4, 4, place=2)], {}, start=9)
+    assert not clock.read(18.9).is_stuck(HANG_S)
+    assert clock.read(19.0).is_stuck(HANG_S)
+    let_pass(clock, 1, [beat(1, 5, 4, place=2)], {}, start=19)
+    assert not clock.read(20.9).is_stalled
+    assert clock.read(20.0).uncollected_s == 1.0
+
+
+def test_where_nobody_waits_for_anybody_there_is_more_time() -> None:
+    clock = Clock(0.0)
+    let_pass(clock, 101, [beat(0, 4, 4), beat(1, 4, 4)], {})
+    assert not clock.read(50.0).is_stalled
+    assert not clock.read(99.9).is_stuck(HANG_S)
+    assert clock.read(100.0).is_stuck(HANG_S)
+
+
+def test_a_job_that_computes_without_collectives_is_never_stuck() -> None:
+    clock = Clock(0.0)
+    let_pass(clock, 500, [beat(0, 0, 0)], {0: 0.9})
+    assert not clock.read(499.0).is_stuck(HANG_S)
+
+
+def test_ranks_that_wait_to_join_wait() -> None:
+    clock = Clock(0.0)
+    let_pass(clock, 12, [beat(0, 0, 0, phase="joining")], {})
+    assert clock.read(11.0).is_stuck(HANG_S)
+    clock.note_change(11.0)
+    assert not clock.read(12.0).is_stuck(HANG_S)

@@ -1,0 +1,71 @@
+"""What is seen of real processes from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.family import end_family
+from paceline.launch.watching import Watched
+from paceline.watch.clock import BUSY_SHARE
+from paceline.watch.process import Eyes
+
+Start = Callable[[str], Watched]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a Python process that runs some code; ended with the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(code: str) -> Watched:
+        started.append(subprocess.Popen([sys.executable, "-c", code]))
+        return Watched(0, 1, Path(), started[-1].pid, None)
+
+    yield begin
+    for process in started:
+        end_family(process.pid)
+        process.wait()
+
+
+def test_who_computes_is_told_from_who_waits(start: Start) -> None:
+    busy = start("while True: pass")
+    idle = start("import time; time.sleep(60)")
+    parent = start(
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=20)"
+    )
+    eyes = Eyes("here")
+    shares = {watched.pid: 0.0 for watched in (busy, idle, parent)}
+    ends_s = time.monotonic() + 15
+    while min(shares[busy.pid], shares[parent.pid]) < BUSY_SHARE and time.monotonic() < ends_s:
+        for watched in (busy, idle, parent):
+            shares[watched.pid] = max(shares[watched.pid], eyes.look([watched])[0].cpu_share)
+        time.sleep(1.0)
+    assert shares[busy.pid] > BUSY_SHARE
+    assert shares[parent.pid] > BUSY_SHARE, "what a rank has started works for it"
+    assert eyes.look([idle])[0].cpu_share < BUSY_SHARE
+    once, again = (eyes.look([busy])[0].cpu_share for _ in range(2))
+    assert once == again, "a moment is too short to tell"
+
+
+def test_a_stopped_process_is_told(start: Start) -> None:
+    watched = start("import time; time.sleep(60)")
+    eyes = Eyes("here")
+    time.sleep(0.2)
+    assert eyes.look([watched])[0].state in ("sleeping", "running")
+    os.kill(watched.pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    assert eyes.look([watched])[0].state == "stopped"
+
+
+def test_an_end_has_its_exit_code(start: Start) -> None:
+    watched = start("raise SystemExit(3)")
+    assert Eyes("here").look([Watched(0, 1, Path(), watched.pid, 3)])[0].exit_code == 3
+    assert Eyes("here").look([Watched(0, 1, Path(), 2**22 + 1, None)])[0].state == "ended"

@@ -1,0 +1,44 @@
+"""The bytes between a rank and the launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from paceline.watch.report import Beat, Call, Frame, Group, Report, Stack
+from paceline.watch.wire import Ask, Unpacker, pack
+
+FRAMES = (Frame("/a/train.py", 3, "step", "loss.backward()"), Frame("/torch/\udce9.py", 0, "f"))
+CALL = Call("0", 5, "all_reduce", ((2, 3), ()), ("float32", "int64"), "sum", None, False, 1.5, FRAMES)
+BEAT = Beat(2, 1.25, "running", {"0": 5}, {"0": 4}, (dataclasses.replace(CALL, frames=()),), 77, False)
+REPORT = Report(
+    2, 3.5, "joining", {"0": Group("0", "world", (0, 1))}, (CALL, CALL), (Stack("MainThread", FRAMES),)
+)
+
+
+def test_messages_come_through_however_they_are_cut():
+    data = b"".join(pack(message) for message in (BEAT, Ask(), REPORT))
+    for size in (1, 7, len(data)):
+        unpacker = Unpacker()
+        parts = [data[at : at + size] for at in range(0, len(data), size)]
+        assert [message for part in parts for message in unpacker.feed(part)] == [BEAT, Ask(), REPORT]
+
+
+def test_frames_are_written_once():
+    many = dataclasses.replace(REPORT, calls=(CALL,) * 100)
+    assert pack(many).count(b"loss.backward()") == 1
+    assert list(Unpacker().feed(pack(many))) == [many]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b"{}", b"nonsense", b'{"bet":{}}', b'{"beat":{"calls":[]}}', b'{"report":{"frames":3}}']
+)
+def test_other_bytes_are_refused(body):
+    with pytest.raises(ValueError):  # noqa: PT011 (of any text)
+        list(Unpacker().feed(len(body).to_bytes(4, "big") + body))
+
+
+def test_a_length_beyond_reason_is_refused():
+    with pytest.raises(ValueError, match="bytes; the most is"):
+        list(Unpacker().feed(b"GET / HTTP/1.1"))
