@@ -14,8 +14,8 @@ def beat(rank: int, issued: int, completed: int, place: int = 1, phase: Any = "r
     return Beat(rank, 0.0, phase, {"0": issued}, {"0": completed}, (), place, phase == "joining")
 
 
-def process(rank: int, cpu_share: float) -> Process:
-    return Process(rank, "here", 1, "sleeping", cpu_share=cpu_share)
+def process(rank: int, cpu_share: float, io_rate: float = 0.0, state: Any = "sleeping") -> Process:
+    return Process(rank, "here", 1, state, cpu_share=cpu_share, io_rate=io_rate)
 
 
 def let_pass(clock: Clock, seconds: int, beats: list[Beat], shares: dict[int, float], start: int = 0) -> None:
@@ -77,3 +77,13 @@ def test_ranks_that_wait_to_join_wait() -> None:
     assert clock.read(11.0).is_stuck(HANG_S)
     clock.note_change(11.0)
     assert not clock.read(12.0).is_stuck(HANG_S)
+
+
+def test_a_checkpoint_on_its_way_to_a_slow_disk_is_work() -> None:
+    for saving in (process(1, 0.0, io_rate=50_000.0), process(1, 0.0, state="uninterruptible")):
+        clock = Clock(0.0)
+        let_pass(clock, 1, [beat(0, 5, 4), beat(1, 4, 4)], {})
+        for second in range(40):
+            clock.note_processes({0: process(0, 0.0), 1: saving}, float(second))
+        assert not clock.read(40.0).is_stuck(HANG_S)
+        assert clock.read(100.0).is_stuck(HANG_S)

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.launch.family import end_family
 from paceline.launch.watching import Watched
-from paceline.watch.clock import BUSY_SHARE
+from paceline.watch.clock import BUSY_BYTES_PER_S, BUSY_SHARE
 from paceline.watch.process import Eyes
 
 Start = Callable[[str], Watched]
@@ -69,3 +69,19 @@ def test_an_end_has_its_exit_code(start: Start) -> None:
     watched = start("raise SystemExit(3)")
     assert Eyes("here").look([Watched(0, 1, Path(), watched.pid, 3)])[0].exit_code == 3
     assert Eyes("here").look([Watched(0, 1, Path(), 2**22 + 1, None)])[0].state == "ended"
+
+
+def test_who_writes_is_told_from_who_waits(start: Start, tmp_path: Path) -> None:
+    writes = (
+        "import time\nwith open(%r, 'wb', 0) as f:\n    while True: f.write(bytes(9000)); time.sleep(0.2)"
+    )
+    writer = start(writes % str(tmp_path / "file"))
+    idle = start("import time; time.sleep(60)")
+    eyes = Eyes("here")
+    ends_s, rates = time.monotonic() + 15, [0.0, 0.0]
+    while rates[0] < BUSY_BYTES_PER_S and time.monotonic() < ends_s:
+        rates = [eyes.look([watched])[0].io_rate for watched in (writer, idle)]
+        time.sleep(1.0)
+    assert rates[0] > BUSY_BYTES_PER_S
+    time.sleep(1.0)
+    assert eyes.look([idle])[0].io_rate < BUSY_BYTES_PER_S

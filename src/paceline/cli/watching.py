@@ -11,9 +11,9 @@ from paceline.errors import PacelineError
 if TYPE_CHECKING:
     from paceline.launch.watching import Watcher
 
-# Longer than a slow file system or a cold cache keeps all ranks of a job without any work; a rank that
-# computes, compiles or validates has ten times as long.
-HANG_AFTER_S = 300.0
+# Just before NCCL's own ten minutes, after which it would end ranks that wait, without saying for whom: so no
+# job is ended that torch's defaults would have let live. A rank that computes has ten times as long.
+HANG_AFTER_S = 540.0
 
 
 def add_watching_flags(parser: argparse._ActionsContainer) -> None:

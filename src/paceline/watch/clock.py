@@ -1,9 +1,9 @@
 """Decides when a job has stood still for so long that it is asked why.
 
 Two clocks run. One goes back to zero with every sign of work anywhere: a collective issued or completed, a
-main thread at another line, a core in use. The other with collectives alone. A job in which nothing at all
-happens is stuck sooner than one in which a rank computes: that may be a long validation, a compiler or a loop
-without end, and from outside they look alike.
+main thread at another line, a core or a disk in use. The other with collectives alone. A job in which
+nothing at all happens is stuck sooner than one in which a rank computes: that may be a long validation, a
+compiler or a loop without end, and from outside they look alike.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from paceline.watch.report import Beat, Process
 # A rank that uses this share of a core works: little, as it may share the core with others. Waiting in gloo,
 # whose threads wake up a hundred times a second, takes about a hundredth.
 BUSY_SHARE = 0.1
+# So does one that reads or writes so much: a checkpoint on its way to a slow disk, or data from there.
+BUSY_BYTES_PER_S = 4096.0
 # Ranks that stand still for so long are asked whether their collectives match.
 STALL_S = 2.0
 # A job in which somebody computes is given so many times as long.
@@ -83,7 +85,8 @@ class Clock:
     def note_processes(self, processes: Mapping[int, Process], now_s: float) -> None:
         """Ranks have been looked at. Those in a collective don't count: NCCL waits at full speed."""
         for rank, process in processes.items():
-            if process.cpu_share > BUSY_SHARE and not _waits(self._latest.get(rank)):
+            works = process.cpu_share > BUSY_SHARE or process.io_rate > BUSY_BYTES_PER_S
+            if (works or process.state == "uninterruptible") and not _waits(self._latest.get(rank)):
                 self._worked_s = now_s
 
     def note_change(self, now_s: float) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -27,11 +28,21 @@ _LEAST_S = 0.5
 
 @dataclass
 class _Look:
-    """CPU seconds of a rank and its descendants at an instant, by process, and their share of a core."""
+    """What a rank and its descendants had used at an instant, by process, and how fast since the look before.
+
+    Attributes:
+        time_s: when.
+        cpu_s: seconds of CPU.
+        io_bytes: read and written.
+        share: of a core.
+        rate: bytes per second.
+    """
 
     time_s: float
     cpu_s: dict[int, float] = field(default_factory=dict)
+    io_bytes: dict[int, float] = field(default_factory=dict)
     share: float = 0.0
+    rate: float = 0.0
 
 
 class Eyes:
@@ -62,22 +73,22 @@ class Eyes:
         except psutil.Error:
             family = []
         for member in family:
-            try:
+            with suppress(psutil.Error):
                 times = member.cpu_times()
-            except psutil.Error:
-                continue
-            now.cpu_s[member.pid] = times.user + times.system
+                now.cpu_s[member.pid] = times.user + times.system
+                moved = member.io_counters()
+                now.io_bytes[member.pid] = moved.read_chars + moved.write_chars
         if before is None or now.time_s - before.time_s >= _LEAST_S:
-            now.share = _share(before, now)
+            if before is not None:
+                seconds = now.time_s - before.time_s
+                now.share = _add_up(before.cpu_s, now.cpu_s) / seconds
+                now.rate = _add_up(before.io_bytes, now.io_bytes) / seconds
             self._before[watched.pid] = now
         else:
-            now.share = before.share
-        return Process(watched.rank, self._node, watched.pid, state, cpu_share=now.share)
+            now.share, now.rate = before.share, before.rate
+        return Process(watched.rank, self._node, watched.pid, state, cpu_share=now.share, io_rate=now.rate)
 
 
-def _share(before: _Look | None, now: _Look) -> float:
-    """Of one core, between two looks; a process that has come since counts from its start."""
-    if before is None or now.time_s <= before.time_s:
-        return 0.0
-    used = sum(cpu_s - before.cpu_s.get(pid, 0.0) for pid, cpu_s in now.cpu_s.items())
-    return max(0.0, used) / (now.time_s - before.time_s)
+def _add_up(before: Mapping[int, float], now: Mapping[int, float]) -> float:
+    """What was used between two looks; a process that has come since counts from its start."""
+    return max(0.0, sum(value - before.get(pid, 0.0) for pid, value in now.items()))

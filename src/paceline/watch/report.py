@@ -151,6 +151,7 @@ class Process:
         exit_code: of one that has ended (negative: the signal); `None` for the others.
         is_out_of_memory: whether the kernel killed it for memory.
         cpu_share: of one core, by it and its children, over the last seconds.
+        io_rate: bytes per second that they read and wrote meanwhile, in files and pipes.
         native: stacks that the interpreter wrote from its signal handler, where the rank's thread couldn't
             answer; innermost first.
     """
@@ -162,6 +163,7 @@ class Process:
     exit_code: int | None = None
     is_out_of_memory: bool = False
     cpu_share: float = 0.0
+    io_rate: float = 0.0
     native: tuple[Frame, ...] = ()
 
 
