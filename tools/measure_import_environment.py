@@ -242,11 +242,14 @@ def _use_torch() -> None:
     square = torch.randn(1024, 1024)
     torch.linalg.solve(square @ square.T, square)
     dist.all_reduce(square)
-    dist.destroy_process_group()
+    # Kept, with its group. Dropped so soon after its backward, DDP can hang: it waits for gloo's thread,
+    # with Python's lock in its hands, and that thread waits for the lock.
+    _KEPT.append(replicated)
     if torch.cuda.is_available():
         (square.cuda() @ square.cuda()).cpu()
 
 
+_KEPT: list[object] = []
 NUMPY_PHASES: dict[str, Callable[[], None]] = {"numpy": _import_numpy, USE: _use_numpy}
 TORCH_PHASES: dict[str, Callable[[], None]] = {
     "torch": _import_torch,
@@ -375,8 +378,8 @@ def main() -> int:
     parser.add_argument("--record", choices=PACKAGES, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.record:
-        print(json.dumps(record(asked.record)))
-        return 0
+        print(json.dumps(record(asked.record)), flush=True)
+        os._exit(0)  # not through the end of gloo's threads, see _use_torch
     if asked.write and (asked.only or asked.no_c):
         parser.error("--write needs the whole measurement: leave out --only and --no-c")
     if not asked.no_c and shutil.which("cc") is None:

@@ -198,7 +198,7 @@ class RankWatcher:
         others = self._board.read() if self._board is not None else {}
         for state, _ in others.values():
             if state is not None and state.told:
-                self._speak(state.told)
+                self._speak(state.told, is_heard=True)
                 return
         stillness = join_stillness(own, others)
         is_stuck = stillness.is_stuck(self._hang_after_s)
@@ -228,12 +228,15 @@ class RankWatcher:
         calls = {rank: report.calls for rank, report in seen.reports.items()}
         return find_mismatch(calls, groups, _read_source)
 
-    def _speak(self, text: str) -> None:
-        """Says a verdict; the other nodes hear it before this one's ranks end and theirs lose them."""
+    def _speak(self, text: str, *, is_heard: bool = False) -> None:
+        """Says a verdict of its own, or one that it has heard from another node.
+
+        The other nodes are given time to hear it, before this one's ranks end and theirs lose them.
+        """
         self._has_spoken = True
-        if self._board is not None:
+        if self._board is not None and not is_heard:
             self._publish(self._clock.read(time.monotonic()), None, text)
-            self._ends.wait(2 * EVERY_S)
+            self._ends.wait(3 * EVERY_S)
         if self._keep_alive:
             self._tell(text)
         else:
