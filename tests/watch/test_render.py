@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from paceline.codes import PAGES
 from paceline.watch.hang import explain_hang
-from paceline.watch.render import WIDTH, render, to_data, to_finding
+from paceline.watch.render import WIDTH, render
 from paceline.watch.report import Place, Verdict
 from paceline.watch.verdict import ADVICE
 from tests.watch.situations import LOADER, Job, call, user
@@ -53,31 +51,6 @@ def test_what_comes_last() -> None:
         "  Look at the line.",
         "  paceline explain PL800 says more.",
     ]
-
-
-def test_data_survives_json() -> None:
-    data = json.loads(json.dumps(to_data(VERDICT)))
-    assert data["code"] == "PL800"
-    assert data["places"][1] == {
-        "ranks": [2],
-        "what": "is asleep in time.sleep",
-        "frames": [
-            {
-                "file": "/job/train.py",
-                "line": 88,
-                "function": "fetch",
-                "text": VERDICT.places[1].frames[0].text,
-            }
-        ],
-    }
-
-
-def test_a_finding() -> None:
-    finding = to_finding(VERDICT)
-    assert finding.where == "rank 2, /job/train.py:88"
-    assert finding.code == "PL800"
-    assert finding.saw.startswith("rank 2 never came to all_reduce number 57 of world. Likely cause")
-    assert str(finding).endswith("[PL800]")
 
 
 def test_a_whole_verdict() -> None:

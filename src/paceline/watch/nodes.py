@@ -58,7 +58,7 @@ class Board:
     """
 
     def __init__(self, node: int, num_nodes: int, host: str, port: int, name: str) -> None:
-        self._node, self._num_nodes = node, num_nodes
+        self._node = node
         self._where = host, port
         self._name = name
         self._own = NodeState("", (), _WORKS)

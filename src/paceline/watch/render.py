@@ -1,13 +1,11 @@
-"""A verdict as text, for the end of a log, and as data."""
+"""A verdict as text, for the end of a log."""
 
 from __future__ import annotations
 
 import textwrap
-from typing import Any
 
-from paceline.finding import Finding
 from paceline.watch.report import Frame, Place, Verdict
-from paceline.watch.words import name_line, name_place, name_ranks, to_plural
+from paceline.watch.words import name_place, name_ranks, to_plural
 
 WIDTH = 100
 # Of a stack: more lines of the user's code than this are left out in the middle.
@@ -67,36 +65,3 @@ def _wrap(text: str, width: int, first: str, rest: str | None = None) -> str:
             break_on_hyphens=False,
         )
     )
-
-
-def to_data(verdict: Verdict) -> dict[str, Any]:
-    """The verdict for JSON; files as they are on the ranks' machines."""
-    return {
-        "code": verdict.code,
-        "headline": verdict.headline,
-        "places": [
-            {
-                "ranks": list(place.ranks),
-                "what": place.what,
-                "frames": [
-                    {"file": f.file, "line": f.line, "function": f.function, "text": f.text}
-                    for f in place.frames
-                ],
-            }
-            for place in verdict.places
-        ],
-        "rule": verdict.rule,
-        "fix": verdict.fix,
-        "more": list(verdict.more),
-    }
-
-
-def to_finding(verdict: Verdict) -> Finding:
-    """The verdict in the words of all checks: where the ranks are that don't wait, and what was seen."""
-    # Those that wait come first; the cause is where the others are.
-    place = verdict.places[-1] if verdict.places else Place((), "")
-    where = name_ranks(place.ranks) if place.ranks else "the job"
-    if place.frames:
-        where += f", {name_line(place.frames[0])}"
-    saw = verdict.headline if verdict.headline.endswith(".") else f"{verdict.headline}."
-    return Finding(verdict.code, where, " ".join((saw, *verdict.more)), verdict.rule, verdict.fix)

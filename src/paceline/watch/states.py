@@ -15,6 +15,7 @@ from paceline.watch.activity import (
     is_joining,
     waits_for_device,
 )
+from paceline.watch.clock import BUSY_SHARE
 from paceline.watch.report import Call, Frame, Group, Process, Report, Seen
 from paceline.watch.source import Source
 from paceline.watch.words import (
@@ -26,9 +27,6 @@ from paceline.watch.words import (
     own_frames,
     sequence_of,
 )
-
-# Uses more of a core than this: it computes. Threads of gloo that poll use less.
-_BUSY_SHARE = 0.5
 
 Kind = Literal[
     "call",
@@ -172,7 +170,7 @@ def _find_wait(main: Sequence[Frame], report: Report, process: Process | None, s
     if find_activity(main, source) is not None:
         threads = [stack.frames for stack in report.stacks[1:] if is_in_torch(stack.frames)]
         return first if threads else None
-    is_busy = process is not None and process.cpu_share >= _BUSY_SHARE
+    is_busy = process is not None and process.cpu_share >= BUSY_SHARE
     return None if is_busy else first
 
 
@@ -211,7 +209,7 @@ def _describe_activity(rank: int, main: tuple[Frame, ...], process: Process | No
     share = 0.0 if process is None else process.cpu_share
     if process is not None and process.state == "uninterruptible":
         return State(rank, "disk", "waits in the kernel, for a disk or a network drive", frames=own)
-    if share >= _BUSY_SHARE:
+    if share >= BUSY_SHARE:
         return State(rank, "elsewhere", f"computes ({share * 100:.0f}% of a core)", "that code", own)
     return State(rank, "elsewhere", "stands still (no CPU in use)", "that code", own)
 

@@ -75,7 +75,6 @@ class RankWatcher:
         self._keep_alive = keep_alive
         self._tell = tell
         self._look: Callable[[], Sequence[Watched]] = tuple
-        self._folder = Path()
         self._node_name = socket.gethostname()
         self._eyes = Eyes(self._node_name)
         self._clock = Clock(time.monotonic())
@@ -94,7 +93,7 @@ class RankWatcher:
 
     def begin(self, folder: Path, look: Callable[[], Sequence[Watched]]) -> None:
         """Starts the thread; ranks that start from now on find the socket."""
-        self._folder, self._look = folder, look
+        self._look = look
         self._selector = selectors.DefaultSelector()  # here, so that no rank inherits it
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(folder / SOCKET))
@@ -250,8 +249,9 @@ class RankWatcher:
                 line.ask()
         ends_s = time.monotonic() + _ANSWER_S
         self._processes = self._eyes.look(self._look())
-        expected = {r for r in self._lines if r in self._processes and self._processes[r].state != "stopped"}
-        while expected - self._reports.keys() and time.monotonic() < ends_s:
+        living = {r for r, process in self._processes.items() if process.state not in ("stopped", "ended")}
+        expected = living & self._lines.keys()
+        while (expected & self._lines.keys()) - self._reports.keys() and time.monotonic() < ends_s:
             self._hear(0.05)
         self._processes = self._eyes.look(self._look())
         silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
