@@ -4,19 +4,20 @@
 # make test-slow   those marked slow: more layouts, planted faults and compilers; about as long again
 # make chaos   kills processes of real runs, a hundred times, and compares the bits: about half an hour
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
+# make hangs   70 faulty and 27 healthy scripts under the watch, each with the verdict it must get: docs/tables/hangs.md
 # make check   format, lint, types, layers
 # make bench   the speed tables, with the peers beside us (an environment of its own)
 # make docs    the generated pages of docs/
 # make clean   removes what the tools above left behind, except runs/
 #
 # Settable: PYTHON=python3.12   the Python that environments are made with
-#           ARGS="..."          more words for train, test, test-slow and chaos (ARGS="--set train.steps=20",
+#           ARGS="..."          more words for train, test, test-slow, chaos and hangs (ARGS="--set train.steps=20",
 #                               ARGS="-k recipe", ARGS="--kills 10 --seed 7", ARGS="--only B --jobs 1")
 
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: help env env-bench train test test-slow chaos chaos-launcher check bench docs clean
+.PHONY: help env env-bench train test test-slow chaos chaos-launcher hangs check bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +47,9 @@ chaos: env
 
 chaos-launcher: env
 	.venv/bin/python -m tests.chaos.launcher $(ARGS)
+
+hangs: env
+	.venv/bin/python -m tests.watch.run $(ARGS)
 
 check: env
 	.venv/bin/ruff format --check .

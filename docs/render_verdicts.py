@@ -1,0 +1,40 @@
+"""Draws what `paceline run` says of three scripts that can't go on, as pictures of a terminal.
+
+    python docs/render_verdicts.py [FOLDER]        # docs/pictures/
+
+Each is run as train.py in a terminal of its own, in an empty folder. The line that holds the verdict is drawn
+in yellow.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from terminal import ROOT, capture, draw, wrap
+
+SCRIPTS = ROOT / "tests" / "watch" / "scripts" / "faulty"
+COLUMNS = 104
+# By the picture's name: the script, and its number of ranks.
+VERDICTS = {
+    "hang-branch": ("rank0_property", 3),
+    "hang-order": ("order_operations", 2),
+    "hang-circle": ("mesh_cycle", 4),
+}
+
+
+def main() -> None:
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "pictures"
+    for name, (script, nproc) in VERDICTS.items():
+        command = ["paceline", "run", "--nproc-per-node", str(nproc), "--hang-after", "5", "train.py"]
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(SCRIPTS / f"{script}.py", Path(folder) / "train.py")
+            text = capture(command, Path(folder), exit_code=1)
+        rows = wrap(f"$ {' '.join(command)}\n{text}", COLUMNS, "[PL8")
+        (out / f"{name}.svg").write_text(draw(rows, " ".join(command), COLUMNS), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
