@@ -22,6 +22,10 @@ def disturb(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "fail-then-sleep":
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise RuntimeError("the first attempt")
+        time.sleep(600)
     if how == "compute":
         compute_for(float(sys.argv[4]))
 
