@@ -441,7 +441,7 @@ class Trainer:
         """
         self._require_loss()
         with preserved_generators(self.world.device):
-            return self._updates["model"].find_random(
+            return self._updates["model"].rounds.find_random(
                 lambda microbatch: weigh(self._one_model_loss(self.models, microbatch), microbatch), batch
             )
 
@@ -612,7 +612,7 @@ class Trainer:
                 step=self.step_number,
                 phase=phase,
                 stop_signum=self._requests.signum,
-                count_flops=self._updates[name].flops_per_sample is None and self.world.is_main,
+                count_flops=self._updates[name].rounds.flops_per_sample is None and self.world.is_main,
             )
         finally:
             for parameter in frozen:
@@ -622,7 +622,7 @@ class Trainer:
         writer = self._open_writer()
         if writer is None:
             return
-        flops = [update.flops_per_sample for update in self._updates.values()]
+        flops = [update.rounds.flops_per_sample for update in self._updates.values()]
         writer.write(
             describe_step(
                 step,

@@ -12,38 +12,30 @@ division is folded into the one pass over the gradients that clipping needs anyw
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
 from paceline.data.share import Share
-from paceline.errors import PacelineError
-from paceline.finding import Finding
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
-from paceline.parallel.dropout_find import find_random
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
-from paceline.parallel.replicate import Compute, Replica
+from paceline.parallel.replicate import Compute
 from paceline.parallel.shard import Shards
 from paceline.train.agreement import Agreed, Agreement
-from paceline.train.batches import count_samples, lend_batch
 from paceline.train.precision import Precision
-from paceline.train.rng import derive_seed, seed_generators
-
-log = logging.getLogger(__name__)
+from paceline.train.rounds import Launch, Rounds, Work
 
 GradientHook = Callable[[dict[str, Tensor]], None]
 # The unit follows the total weight only when it is off by more than this: communication hooks with
@@ -115,28 +107,31 @@ class Update:
         self.optimizer = optimizer
         self.schedule = schedule
         self.gradient_hooks: list[GradientHook] = []
-        self.flops_per_sample: float | None = None
         self.placement = laid_out.placement
         self._reducer = laid_out.reducer
-        self._masks = laid_out.masks
-        self._num_unsafe_told = 0
         self._exact = laid_out.exact
         self._lent = laid_out.lent
         self._mesh = mesh
         self._is_exact = is_exact
-        # Ranks of tp compute the same losses; the sums over ranks count each once.
-        self._speaks = mesh is None or mesh.tp.rank == 0
         self._statistics = statistics
         self._precision = precision
         self._clip_norm = clip_norm
-        self._seed = seed
         self._scaler = precision.build_scaler()
         self._unit: float | None = None
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._updated = [(n, p) for n, p in self._named if id(p) in mine]
-        self._used: list[bool] | None = [False] * len(self._named) if track_used else None
-        self._watch_use()
+        self.rounds = Rounds(
+            name,
+            model,
+            laid_out,
+            mesh,
+            statistics=statistics,
+            precision=precision,
+            scaler=self._scaler,
+            seed=seed,
+            track_used=track_used,
+        )
 
     @property
     def lr(self) -> float:
@@ -175,49 +170,22 @@ class Update:
         agreement = Agreement(
             share.num_microbatches,
             self._statistics.num_values,
-            len(self._named) if self._used is not None else 0,
+            len(self._named) if self.rounds.used is not None else 0,
             self._precision.device,
             dist.group.WORLD if is_talking else None,
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
-        self._statistics.begin()
-        if self._exact is not None:
-            self._exact.begin(share.num_owned)
         # Of the step before: this one's is complete only after its last backward.
         signature = self._reducer.signature if isinstance(self._reducer, Shards) else 0
-        launch = _Launch(agreement, stop_signum, step, self._used, signature)
-        rounds = _Rounds(compute, share, step, phase, launch)
-        if isinstance(self._reducer, Shards):
-            comm_s = self._run_shards(self._reducer, rounds, count_flops=count_flops)
-        else:
-            comm_s = self._run_whole(self._reducer, rounds, is_talking, count_flops=count_flops)
-        self._tell_unsafe_draws()
+        launch = Launch(agreement, stop_signum, step, self.rounds.used, signature)
+        work = Work(compute, share, step, phase, self._unit, launch)
+        comm_s = self.rounds.run(work, is_talking=is_talking, count_flops=count_flops)
         return self._finish(agreement, comm_s)
 
     def silenced(self) -> AbstractContextManager[None]:
         """Inside, `run` computes this rank's share and communicates nothing, see `Replica.silenced`."""
         return nullcontext() if self._reducer is None else self._reducer.silenced()
-
-    def find_random(self, compute: Compute, share: Share) -> list[Finding]:
-        """Random draws of a forward of the first microbatch that don't depend on its samples alone.
-
-        In a world of one process. The model's state stays as it is; compiled code runs eagerly.
-        """
-        batch = self._precision.place_batch(share.microbatches[0][1])
-
-        def forward() -> None:
-            with self._masks.drawing(derive_seed(self._seed, "find random"), share.samples[0]):
-                self._forward(compute, batch)
-
-        self._statistics.begin()
-        self._statistics.start_microbatch()
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            found = find_random(self.model, forward)
-        self._statistics.restore()
-        unsafe = self._masks.unsafe
-        named = {finding.where for finding in unsafe}  # an LSTM's draws show in the forward as well
-        return [*unsafe, *(finding for finding in found if finding.where not in named)]
 
     def state_dict(self) -> dict[str, Any]:
         """Schedule, scaler, unit and counted operations; the optimizer's own state is `optimizer_state`."""
@@ -227,7 +195,7 @@ class Update:
             "unit": self._unit,
             # Counting goes with other kernels (a fused RMSNorm comes apart), so a resumed run that counted
             # again would not have the bits of one that was never stopped.
-            "flops_per_sample": self.flops_per_sample,
+            "flops_per_sample": self.rounds.flops_per_sample,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -237,7 +205,7 @@ class Update:
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._unit = state["unit"]
-        self.flops_per_sample = state["flops_per_sample"]
+        self.rounds.flops_per_sample = state["flops_per_sample"]
 
     def close(self) -> None:
         """Ends what runs beside the training."""
@@ -262,144 +230,6 @@ class Update:
         load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state, self.placement)
         if isinstance(self._reducer, Shards):
             self._reducer.offload_state(self.optimizer)
-
-    def _run_whole(
-        self, replica: Replica | None, rounds: _Rounds, is_talking: bool, *, count_flops: bool
-    ) -> float:
-        """The rank's own microbatches; the last one reduces, alongside its backward."""
-        share, comm_s = rounds.share, 0.0
-        sums = is_talking and replica is not None
-        for number in range(len(share.microbatches)):
-            index, is_last = share.microbatches[number][0], number == len(share.microbatches) - 1
-            counting = self._counting_flops(share) if count_flops and number == 0 else nullcontext()
-            with counting, nullcontext() if replica is None else replica.synchronising(is_last):
-                comm_s += self._run_microbatch(rounds, number, is_last=is_last)
-            if self._exact is not None and (not sums or not is_last):
-                self._exact.set_aside(index)
-        if not share.microbatches:
-            comm_s += self._run_nothing(replica, rounds.launch)
-        if sums and self._used is None:
-            assert replica is not None
-            replica.check_reduced()
-        if self._exact is not None:
-            self._exact.end(reduced=sums)
-        return comm_s
-
-    def _run_shards(self, shards: Shards, rounds: _Rounds, *, count_flops: bool) -> float:
-        """As many rounds on every rank, because in each forward all of them gather parameters."""
-        assert self._mesh is not None
-        share, comm_s = rounds.share, 0.0
-        shards.begin(share.num_owned)
-        if not shards.num_rounds:
-            rounds.launch.now()
-            return 0.0
-        lent = None
-        if min(share.num_owned) < shards.num_rounds:
-            lent = lend_batch(share, self._mesh.dp)
-        for number in range(shards.num_rounds):
-            is_last = number == shards.num_rounds - 1
-            is_own = number < len(share.microbatches)
-            with shards.synchronising(is_last, share.microbatches[number][0] if is_own else None):
-                if is_own:
-                    with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
-                        comm_s += self._run_microbatch(rounds, number, is_last=is_last)
-                else:
-                    comm_s += self._run_idle(rounds, lent, is_last=is_last)
-        if not shards.silent:
-            shards.check_reduced()
-        return comm_s
-
-    def _run_microbatch(self, rounds: _Rounds, number: int, *, is_last: bool) -> float:
-        """Forward and backward of one microbatch; in the step's last one the agreement travels along."""
-        index, batch = rounds.share.microbatches[number]
-        seed_generators(derive_seed(self._seed, rounds.step, rounds.phase, index), self._precision.device)
-        batch = self._precision.place_batch(batch)
-        self._statistics.start_microbatch()
-        with self._drawing(rounds, rounds.share.samples[number]):
-            loss_sum, weight = self._forward(rounds.compute, batch)
-            if not loss_sum.requires_grad:
-                raise _refuse_constant_loss(self.name, index)
-            statistics = self._statistics.read_microbatch() if self._statistics.num_values else None
-            if self._speaks:
-                rounds.launch.agreement.put_microbatch(index, loss_sum, weight, statistics)
-            if is_last and self._used is None:
-                rounds.launch.now()
-            if self._exact is not None and isinstance(self._reducer, Replica) and is_last and self._used:
-                self._exact.fill_missing()
-            comm_s = self._backward(loss_sum)
-        if is_last and self._used is not None:
-            self._read_used()
-            rounds.launch.now()
-        return comm_s
-
-    def _run_idle(self, rounds: _Rounds, batch: Any, *, is_last: bool) -> float:
-        """A round in which this rank has no microbatch of its own: its loss counts nothing."""
-        seed_generators(derive_seed(self._seed, rounds.step, rounds.phase, "idle"), self._precision.device)
-        batch = self._precision.place_batch(batch)
-        self._statistics.start_microbatch()
-        with self._drawing(rounds, range(count_samples(batch))):
-            loss_sum, _ = self._forward(rounds.compute, batch)
-            if is_last and self._used is None:
-                rounds.launch.now()
-            comm_s = self._backward(loss_sum)
-        if is_last and self._used is not None:
-            self._read_used()
-            rounds.launch.now()
-        return comm_s
-
-    def _drawing(self, rounds: _Rounds, samples: Sequence[int]) -> AbstractContextManager[None]:
-        """Around a microbatch: its dropout depends on the step and the samples alone."""
-        return self._masks.drawing(derive_seed(self._seed, rounds.step, rounds.phase), samples)
-
-    def _tell_unsafe_draws(self) -> None:
-        for finding in self._masks.unsafe[self._num_unsafe_told :]:
-            log.warning("%s", finding)
-        self._num_unsafe_told = len(self._masks.unsafe)
-
-    def _forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
-        with self._precision.autocast():
-            return compute(batch) if self._reducer is None else self._reducer.forward(compute, batch)
-
-    def _backward(self, loss_sum: Tensor) -> float:
-        assert self._unit is not None
-        scaled = loss_sum / self._unit
-        if self._scaler is not None:
-            scaled = self._scaler.scale(scaled)
-        if self._reducer is not None:
-            return self._reducer.backward(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        return 0.0
-
-    def _run_nothing(self, replica: Replica | None, launch: _Launch) -> float:
-        """Joins the collectives of a step in which this rank owns no microbatch, in their order."""
-        if replica is None:
-            launch.now()
-            return 0.0
-        with replica.synchronising(True):
-            # First, as on the others: DDP has collectives of its own in a forward (buffers, and the new
-            # order of the buckets in the second step).
-            zero = replica.forward_nothing()
-            if self._used is None:
-                launch.now()
-            if self._scaler is not None:
-                zero = self._scaler.scale(zero)  # its state comes to life with the first use
-            comm_s = replica.backward(zero)
-        if self._used is not None:
-            self._used[:] = [False] * len(self._used)  # zeros are no use of a parameter
-            launch.now()
-        return comm_s
-
-    @contextmanager
-    def _counting_flops(self, share: Share) -> Iterator[None]:
-        """Counts operations eagerly: a compiled graph has none that could be counted.
-
-        Under tp those of this rank stand for an equal part of all.
-        """
-        with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
-            yield
-        num_samples = math.ceil(share.num_samples / share.num_microbatches)
-        num_parts = 1 if self._mesh is None else self._mesh.tp.size
-        self.flops_per_sample = counter.get_total_flops() * num_parts / num_samples
 
     def _finish(self, agreement: Agreement, comm_s: float) -> Updated:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""
@@ -491,65 +321,12 @@ class Update:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.schedule.step()
 
-    def _read_used(self) -> None:
-        """Under sharding, gradients of zeros reach all parameters; the reducer knows which were used."""
-        if self._used is not None and isinstance(self._reducer, Shards):
-            self._used[:] = [id(p) in self._reducer.used for _, p in self._named]
-
-    def _watch_use(self) -> None:
-        if self._used is None or isinstance(self._reducer, Shards):
-            return
-        for number, (_, parameter) in enumerate(self._named):
-
-            def mark(_parameter: Tensor, number: int = number) -> None:
-                assert self._used is not None
-                self._used[number] = True
-
-            parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
-
     def _drop_unused(self, used: list[bool]) -> None:
         """As in one process, a parameter that nobody used has no gradient (and no weight decay)."""
         for (_, parameter), is_used in zip(self._named, used, strict=True):
             if not is_used:
                 parameter.grad = None
-        self._used = [False] * len(self._named)
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """What the microbatches of one update have in common."""
-
-    compute: Compute
-    share: Share
-    step: int
-    phase: int
-    launch: _Launch
-
-
-@dataclass
-class _Launch:
-    """Starts the agreement at the right moment of the last microbatch."""
-
-    agreement: Agreement
-    stop_signum: int
-    position: int
-    used: list[bool] | None
-    signature: int
-
-    def now(self) -> None:
-        if self.used is not None:
-            self.agreement.put_used(self.used)
-        self.agreement.launch(stop_signum=self.stop_signum, position=self.position, signature=self.signature)
-
-
-def _refuse_constant_loss(name: str, index: int) -> PacelineError:
-    return PacelineError(
-        "PL412",
-        saw=f"the loss of microbatch {index} does not depend on any trained parameter of {name}.",
-        rule="Its gradient is what an update applies.",
-        fix="Compute the loss from the model's output, outside of torch.no_grad() and without detach(); "
-        "where a microbatch has no targets return output.sum() * 0.",
-    )
+        self.rounds.forget_used()
 
 
 def _all_finite(values: list[float]) -> bool:
