@@ -64,6 +64,7 @@ bench: env-bench
 	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/exact_reduction/run.sh
 	.venv-bench/bin/python benchmarks/layouts/run.py
 	.venv-bench/bin/python benchmarks/foreign_models/run.py
+	.venv-bench/bin/python benchmarks/watching/run.py
 
 docs: env
 	.venv/bin/python docs/generate.py
