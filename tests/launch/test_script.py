@@ -25,9 +25,10 @@ from paceline.launch.script import Script, check_script
 START = """
 import sys
 from paceline.launch.script import Place, Script, run_as_main
+from paceline.launch.watching import say_nothing
 folder, is_module, target, *args = sys.argv[1:]
 place = Place(3, folder, folder + "/log") if folder else None
-sys.exit(run_as_main(Script(target, tuple(args), is_module == "-m"), place, lambda: None))
+sys.exit(run_as_main(Script(target, tuple(args), is_module == "-m"), place, lambda: say_nothing))
 """
 
 
@@ -51,6 +52,7 @@ class Runner:
         for path in (self.folder, self.bin):
             path.mkdir()
         (self.bin / "start.py").write_text(START)
+        self.env: dict[str, str] = {}
 
     def write(self, text: str, name: str = "train.py") -> Path:
         path = self.folder / name
@@ -66,7 +68,7 @@ class Runner:
             *(-1, None, pipe, pipe, pipe),
             cwd=self.folder,
             text=True,
-            env=environ,
+            env=environ | self.env,
         )
 
     def _open_ours(self, words: Sequence[str], place: str = "") -> subprocess.Popen[str]:

@@ -117,7 +117,8 @@ _ELSEWHERE = (
     _hang("uneven_stream", 2, "PL800", "all_reduce", (0,), (1,), r"sleep"),
     _hang("asleep", 2, "PL800", "all_reduce", (1,), (0,), r"sleep", r"ask_server"),
     _hang("lock_held", 2, "PL800", "all_reduce", (0,), (1,), r"lock"),
-    _hang("file_lock", 2, "PL800", "barrier", (0,), (1,), r"flock"),
+    # Chance decides who gets the lock; the other one waits for it.
+    _hang("file_lock", 2, "PL800", "", (), (), r"flock", r"barrier"),
     _hang("subprocess_waits", 2, "PL800", "barrier", (1,), (0,), r"subprocess"),
     _hang("loader_worker_stuck", 2, "PL800", "all_reduce", (0,), (1,), r"loader"),
     _hang("native_sleep", 2, "PL800", "all_reduce", (0,), (1,), r"settle"),

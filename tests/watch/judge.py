@@ -115,8 +115,9 @@ def _find_ranks_at(said: Said, name: str, lines: tuple[int, ...]) -> set[int]:
     for ranks, text in said.list_places():
         if re.search(pattern, text):
             found |= ranks
-    # A crash has no places: the rank that failed stands in the headline, the line in its traceback.
-    for subject in re.findall(r"\branks? (\d[\d, -]*(?:and \d[\d-]*)?)", said.headline):
-        if not found or not lines:
-            found |= read_ranks(subject)
+    # A rank that failed first stands in the headline, with its line, and in no place.
+    is_told_there = not found or not lines or bool(re.search(pattern, said.headline))
+    subjects = re.findall(r"\branks? (\d[\d, -]*(?:and \d[\d-]*)?)", said.headline)
+    for subject in subjects[: len(subjects) if not lines else 1] if is_told_there else []:
+        found |= read_ranks(subject)
     return found

@@ -244,6 +244,20 @@ def test_everybody_sends_first() -> None:
     )
 
 
+def test_how_many_tensors_have_come_so_far() -> None:
+    job = Job(2)
+    sent = [call(n, "send", peer=1, at=20, done=True) for n in range(1, 5)]
+    job.waits(0, *sent, call(9, at=30))
+    job.waits(1, call(5, "recv", peer=0, at=25))
+    verdict = explain(job)
+    assert verdict.code == "PL808"
+    assert "Rank 0 has sent 4 tensors to rank 1 so far; rank 1 waits for number 5." in verdict.more
+    job = Job(2)
+    job.waits(0, call(1, "send", peer=1, at=20))
+    job.waits(1, call(1, "send", peer=0, at=20))
+    assert "Rank 1 has received nothing from rank 0 so far; rank 0 sends number 1." in explain(job).more
+
+
 def test_a_receive_without_a_send() -> None:
     job = Job(3)
     job.waits(0, call(4, "recv", peer=1, at=20))
@@ -270,6 +284,20 @@ def test_a_pair_that_met_is_not_blamed() -> None:
 
 
 # ---- groups, joining
+
+
+def test_all_ranks_wait_in_new_group_after_one_that_some_made_alone() -> None:
+    inside = library("torch/distributed/distributed_c10d.py", "new_group")
+    job = Job(4, [Group("1", "", (0, 1))])
+    for rank in range(4):
+        job.is_in(rank, inside, user(36, "compare"))
+    verdict = explain(job)
+    assert verdict.code == "PL807"
+    assert "ranks 0 and 1 have made group 1" in verdict.headline
+    same = Job(4, [Group("1", "", (0, 1, 2, 3))])
+    for rank in range(4):
+        same.is_in(rank, inside, user(36, "compare"))
+    assert explain(same).code == "PL813"
 
 
 def test_new_group_on_its_members_alone() -> None:

@@ -63,6 +63,7 @@ def test_root() -> None:
     assert verdict.code == "PL802"
     assert "different roots" in verdict.headline
     assert "rank 1 calls broadcast with root 1" in verdict.headline
+    assert "needs one root" in verdict.rule
 
 
 def test_the_first_of_several_is_told() -> None:

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from paceline.watch import entries
+from paceline.watch import entries, recorder
 from paceline.watch.entries import Entry, Groups
 from paceline.watch.operations import Operations, Windows, name_reduce_op
 from paceline.watch.recorder import Recorder
@@ -99,6 +100,44 @@ def test_names_and_reduce_operations(ranks):
         assert all(own_frames(call.frames)[0].function == "issue_all_kinds" for call in calls)
         assert own_frames(calls[3].frames)[0].text == "dist.broadcast(one, 0)"
     assert tell(told[0][1], "number") == tell(told[1][1], "number")
+
+
+@record
+def issue_rooted(world):
+    ends = dist.new_group([0, 2])
+    one, both = torch.ones(4), [torch.ones(4), torch.ones(4)]
+    dist.broadcast(one, 1)
+    dist.reduce(one, dst=2, op=dist.ReduceOp.MAX)
+    if world.rank != 1:
+        dist.broadcast(one, src=2, group=ends)
+        dist.broadcast(one, group=ends, group_src=0)
+        dist.gather(one, both if world.rank == 2 else None, dst=2, group=ends)
+        dist.scatter(one, both if world.rank == 2 else None, src=2, group=ends)
+        ends.broadcast(one, root=1).wait()
+        ends.reduce([one]).wait()
+
+
+def test_roots_are_global_ranks(ranks):
+    told = ranks.run(issue_rooted, nproc=3)
+    for rank, (_, calls) in enumerate(told):
+        peers = tell([call for call in calls if call.group != "0"], "operation", "peer", "reduce_op")
+        assert tell(calls[:2], "operation", "peer", "reduce_op") == [
+            ("broadcast", 1, None),
+            ("reduce", 2, "max"),
+        ]
+        assert (
+            peers == []
+            if rank == 1
+            else peers
+            == [
+                ("broadcast", 2, None),
+                ("broadcast", 0, None),
+                ("gather", 2, None),
+                ("scatter", 2, None),
+                ("broadcast", 2, None),
+                ("reduce", 0, None),
+            ]
+        )
 
 
 @record
@@ -250,6 +289,95 @@ def test_a_name_that_is_used_again(ranks, tmp_path):
             assert tell(calls, "group", "number", "operation") == [("0", 1, "all_reduce")]
 
 
+def run_remake_and_read(folder: str) -> list[int]:
+    operations = Operations()
+    operations.install(torch)
+    watched = Recorder(operations)
+    counts = []
+
+    def count(calls: Iterable[Call]) -> int:
+        return sum(call.group == "0" for call in calls)
+
+    try:
+        for attempt in range(2):
+            place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            method = f"file://{folder}/{attempt}"
+            dist.init_process_group("gloo", init_method=method, rank=place[0], world_size=place[1])
+            counts.append(count(watched.read_calls()[1]))
+            for _ in range(3):
+                dist.all_reduce(torch.ones(2))
+            counts += [count(watched.read_calls()[1]), count(watched.read_progress().calls)]
+            dist.destroy_process_group()
+    finally:
+        operations.remove()
+    return counts
+
+
+def test_a_new_group_has_no_calls_of_one_before_it(ranks, tmp_path):
+    assert ranks.run(run_remake_and_read, args=(str(tmp_path),), world=False) == [[0, 3, 3, 0, 3, 3]] * 2
+
+
+# ---- what a beat chooses
+
+
+def enter(numbers, group: int = 0, record: int = 0) -> list[Entry]:
+    return [entry("broadcast", collective_seq_id=n, record_id=record + n, pg_id=group) for n in numbers]
+
+
+def test_few_calls_are_all_told():
+    assert [e.number for e in recorder._sample(enter(range(1, 257)))] == list(range(1, 257))
+
+
+@pytest.mark.parametrize(("first", "second"), [(600, 1000), (1000, 990), (300, 3000)])
+def test_ranks_that_read_at_different_times_tell_the_same_calls(first, second):
+    here = {e.number for e in recorder._sample(enter(range(1000, 1000 + first)))}
+    there = {e.number for e in recorder._sample(enter(range(1200, 1200 + second)))}
+    common = range(1200, 1000 + min(first, second))
+    stricter = here if len(here) / first < len(there) / second else there
+    assert max(len(here), len(there)) <= 256
+    assert here & there >= {n for n in stricter if n in common}
+    assert len(here & there) >= len(common) / 32
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 12, 64, 241])
+def test_a_choice_has_each_call_of_a_step_before_long(period):
+    """Ten times a thousand calls are recorded; one of each step is of interest."""
+    told: set[int] = set()
+    for first in range(1, 40_000, 4000):
+        told |= {e.number % period for e in recorder._sample(enter(range(first, first + 1000)))}
+    assert told == set(range(period))
+
+
+def test_a_choice_has_calls_of_each_group():
+    entries = enter(range(1, 901)) + enter(range(1, 11), group=1, record=2000)
+    told = [e.key[1] for e in recorder._sample(entries)]
+    assert told.count(1) == 10
+    assert 32 <= told.count(0) <= 128
+
+
+def test_all_ranks_read_at_the_same_seconds(monkeypatch):
+    def read_times(offset: float, cost_s: float) -> set[float]:
+        watched = recorder.Recorder(Operations())
+        watched._cost_s = cost_s
+        found = set()
+        for second in range(64):
+            now_s = 1_000_000.0 + offset + second
+            monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+            status = {(0, 0): entries.Status(second, second)}
+            if second == 0:
+                watched._levels = {(0, 0): recorder._Level("0", "0", entries.Status(0, -1), 0, 0, 0)}
+                watched._read_at_s = now_s
+            elif watched._is_due(status):
+                watched._read_at_s = now_s
+                found.add(now_s // 1)
+        return found
+
+    every_8, every_16 = read_times(0.1, 0.015), read_times(0.9, 0.020)
+    assert len(every_8) >= 7
+    assert len(every_16) >= 3
+    assert every_16 <= every_8
+
+
 # ---- whatever issues
 
 
@@ -351,7 +479,7 @@ def test_an_overflowing_buffer():
         numbers += [call.number for call in progress.calls]
     print(progress.issued, progress.completed, numbers[-1])
     groups, calls = recorder.read_calls()
-    print(len(calls), calls[0].number, calls[-1].number)
+    print(len(calls), calls[0].number, calls[-1].number, len(recorder.read_calls(is_full=True)[1]))
     dist.monitored_barrier()
     print(recorder.read_calls()[1][-1].number)
     """
@@ -367,7 +495,7 @@ def test_an_overflowing_buffer():
     assert done.returncode == 0, done.stderr
     progress, counts, barrier = done.stdout.splitlines()
     assert progress == "{'0': 400, '1': 1} {'0': 400, '1': 1} 400"
-    assert counts == "100 301 400"
+    assert counts == "100 301 400 150"
     assert barrier == "401"
 
 
@@ -402,7 +530,7 @@ def entry(operation: str, backend: str = "nccl", **changes) -> Entry:
     ],
 )
 def test_names_of_other_backends(recorded, operation):
-    call = entries.build_call(entry(recorded), "0", Windows([]))
+    call = entries.build_call(entry(recorded), Groups({}, {}), Windows([]))
     assert (call.operation, call.dtypes, call.done) == (operation, ("bfloat16",), False)
 
 

@@ -6,23 +6,30 @@ import dataclasses
 
 import pytest
 
-from paceline.watch.report import Beat, Call, Frame, Group, Report, Stack
+from paceline.watch.report import Beat, Call, Frame, Group, LastWords, Pace, PlaceTime, Report, Stack
 from paceline.watch.wire import Ask, Unpacker, pack
 
 FRAMES = (Frame("/a/train.py", 3, "step", "loss.backward()"), Frame("/torch/\udce9.py", 0, "f"))
 CALL = Call("0", 5, "all_reduce", ((2, 3), ()), ("float32", "int64"), "sum", None, False, 1.5, FRAMES)
 BEAT = Beat(2, 1.25, "running", {"0": 5}, {"0": 4}, (dataclasses.replace(CALL, frames=()),), 77, False)
+PACED = dataclasses.replace(
+    BEAT, pace=Pace(5, (PlaceTime(0.75, True, FRAMES), PlaceTime(0.25, False, FRAMES[:1])))
+)
 REPORT = Report(
     2, 3.5, "joining", {"0": Group("0", "world", (0, 1))}, (CALL, CALL), (Stack("MainThread", FRAMES),)
+)
+LAST = dataclasses.replace(
+    REPORT, phase="leaving", last=LastWords("error", "OSError: gone", 1, has_lost_peer=True), issued={"0": 5}
 )
 
 
 def test_messages_come_through_however_they_are_cut():
-    data = b"".join(pack(message) for message in (BEAT, Ask(), REPORT))
+    messages = [BEAT, PACED, Ask(), REPORT, LAST]
+    data = b"".join(map(pack, messages))
     for size in (1, 7, len(data)):
         unpacker = Unpacker()
         parts = [data[at : at + size] for at in range(0, len(data), size)]
-        assert [message for part in parts for message in unpacker.feed(part)] == [BEAT, Ask(), REPORT]
+        assert [message for part in parts for message in unpacker.feed(part)] == messages
 
 
 def test_frames_are_written_once():

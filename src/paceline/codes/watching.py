@@ -17,7 +17,8 @@ PAGES: dict[str, Page] = {
         "Ranks wait for a rank that has ended",
         "A collective completes only when every rank of its group has called it. One has come to the end "
         "of its script, called sys.exit, or was killed, and the others are still in their loop: mostly it "
-        "had fewer batches, or left the loop by a `break` that each rank decides for itself.",
+        "had fewer batches, or left the loop by a `break` that each rank decides for itself. With NCCL the "
+        "others hang; with gloo they fail at once, as they lose their connection to it.",
         "Give all ranks the same number of steps (DistributedSampler, drop_last=True, or "
         "torch.distributed.algorithms.join.Join), and decide early stopping together: all_reduce the "
         "decision, then break on every rank.",
@@ -33,7 +34,8 @@ PAGES: dict[str, Page] = {
     "PL803": Page(
         "Ranks give tensors of different sizes to one collective",
         "all_reduce, broadcast, reduce, all_gather and reduce_scatter need as many elements on each rank; "
-        "a receive needs what the send has.",
+        "a receive needs what the send has. Gloo aborts a rank that gets more bytes than it expects "
+        "(SIGABRT), and gives one that gets fewer wrong numbers; NCCL hangs, or gives wrong numbers.",
         "Mostly a last, smaller batch: use drop_last=True, pad, or exchange the sizes first. For objects "
         "of any size there is all_gather_object. In backward: the ranks have built different models.",
     ),
@@ -108,5 +110,28 @@ PAGES: dict[str, Page] = {
         "library's fault.",
         "Set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the interface between the nodes, and try "
         "NCCL_DEBUG=INFO. `nvidia-smi` shows whether two ranks share a device.",
+    ),
+    "PL820": Page(
+        "A slow rank makes the others wait",
+        "A collective completes only when every rank of its group has called it, so a group goes at the pace "
+        "of its slowest rank, its straggler. For ten seconds and more this one waited far less than the "
+        "others did: at least 20% of the time less, and less than half as long. The message names the lines "
+        "where it spends the time that the others don't. The job goes on; this is said once per rank and "
+        "place.",
+        "Look at these lines. In the data loader: more workers (num_workers), faster storage, samples that "
+        "cost alike on all ranks. In a branch for one rank (logging, validation, saving): less often, or "
+        "shared out. If it is slower in everything: another process on its core or device, a limit, heat. "
+        "`--no-watch` turns this off.",
+    ),
+    "PL821": Page(
+        "A gradient that is not finite",
+        "After the ranks' gradients are summed, all ranks have the same NaN. The message names those that "
+        "had it before, the backward pass, and the module in which it began: the last one in the model with "
+        "such a gradient. It is told once, when the optimizer has put it into the weights, or when steps "
+        "are skipped for it again and again; it ends nothing.",
+        "Look at that rank's data, and at what is computed from the module on: torch.log or torch.sqrt of 0, "
+        "a division by 0, exp of a large number, a mask that leaves nothing for softmax. "
+        "`with torch.autograd.detect_anomaly():` around this step names the operation. Training on from "
+        "here is in vain: start from a checkpoint of before.",
     ),
 }

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from paceline.launch.failure import ASKED_TO_STOP, describe_ending, find_cause, read_endings, write_ending
 from paceline.launch.warm import set_openblas_threads
+from paceline.launch.watching import Farewell, say_nothing
 
 # How long a follower waits for the rank that failed first to put its record down.
 _CAUSE_S = 3.0
@@ -54,11 +55,11 @@ def prepare_main(*, needs_main: bool) -> dict[str, Any]:
     return {name: data[name] for name in names if name in data}
 
 
-def run_call(call: Call, rank: int, folder: Path, log: str) -> NoReturn:
+def run_call(call: Call, rank: int, folder: Path, log: str, farewell: Farewell = say_nothing) -> NoReturn:
     """Calls the user's function as one rank, and ends the process as multiprocessing ends one of its own."""
     code = 1
     try:
-        code = _run(call, rank, folder, bool(log))
+        code = _run(call, rank, folder, bool(log), farewell)
         util._exit_function()  # type: ignore[attr-defined]
     finally:
         with suppress(BaseException):
@@ -69,7 +70,7 @@ def run_call(call: Call, rank: int, folder: Path, log: str) -> NoReturn:
         os._exit(code)
 
 
-def _run(call: Call, rank: int, folder: Path, is_logged: bool) -> int:
+def _run(call: Call, rank: int, folder: Path, is_logged: bool, farewell: Farewell) -> int:
     (folder / f"began-{rank}").write_text(str(os.getpid()))
     _settle(call, rank, folder)
     try:
@@ -80,6 +81,7 @@ def _run(call: Call, rank: int, folder: Path, is_logged: bool) -> int:
             fn, args = call.payload
         result = pickle.dumps(fn(*args))
     except BaseException as error:
+        farewell(error)
         ending = describe_ending(rank, error)
         if ending.kind == "exit" and ending.code == 0:
             result = pickle.dumps(None)

@@ -11,11 +11,13 @@ import base64
 import json
 import os
 import pickle
+import re
 import signal
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal
 
 from paceline.errors import PacelineError
@@ -36,6 +38,11 @@ _PEER_GONE = (
     "failed to recv",
     "nccl communicator was aborted",
 )
+# What C++ writes of an exception that nobody catches, and gloo of data that is longer than what it waits for.
+_THROWN = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
+_BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_IN_TORCH = re.compile(r"\[/\S+:\d+\] ")  # a line of its source
+_MANY_LETTERS = 200
 
 
 class RankFailed(Exception):  # noqa: N818 (an event, told as one)
@@ -174,6 +181,29 @@ def find_cause(endings: list[Ending]) -> Ending | None:
     """The first failure that isn't the echo of another one; None where no rank recorded one."""
     failed = [e for e in endings if e.kind == "error" or e.code not in (0, *ASKED_TO_STOP)]
     return next((e for e in failed if not e.follower), failed[0] if failed else None)
+
+
+def is_consequence(cause: Ending) -> bool:
+    """Whether an end may be what mismatched collectives, or another rank's end, have done to a rank."""
+    return cause.follower or cause.code == -signal.SIGABRT
+
+
+def describe_death(cause: Ending, log: str) -> str:
+    """A sentence on the rank that failed first, and by what.
+
+    Args:
+        cause: how it ended.
+        log: the end of its log.
+    """
+    who = f"Rank {cause.rank}"
+    name = _signal_name(cause.code)
+    if name is None:
+        words = _IN_TORCH.sub("", tell_last_line(cause.trace)).partition(". This is typically")[0]
+        return f"{who} failed then" + (f": {shorten(words, _MANY_LETTERS)}." if words else ".")
+    if met := _BYTES.search(log):
+        return f"{who} was killed by {name}, as {met[1]} bytes came where gloo expected {met[2]} or fewer."
+    thrown = _THROWN.findall(log)
+    return f"{who} was killed by {name}" + (f": {shorten(thrown[-1], _MANY_LETTERS)}." if thrown else ".")
 
 
 ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM)

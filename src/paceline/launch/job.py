@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.cold import let_in
 from paceline.launch.keeper import Start
 from paceline.launch.memory import OomCounts, count_oom_kills
 from paceline.launch.ranks import Rounds
@@ -56,6 +57,9 @@ class Job:
         self.attempt.mkdir(exist_ok=True)
         rank = int(env["RANK"])
         command = (wishes["entrypoint"], *map(str, args))
+        watch = self.watcher.entry if self.watcher is not None and self.script is not None else ""
+        if watch and not self.is_warm:
+            command = let_in(command, watch, rank, str(self.folder), str(self.attempt))
         if wishes.get("numa_options") is not None:
             from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as bind
 
@@ -70,7 +74,7 @@ class Job:
             log=log,
             folder=str(self.attempt),
             launch_folder=str(self.folder),
-            watch=self.watcher.entry if self.watcher is not None and self.is_warm else "",
+            watch=watch,
         )
         files = (wishes["stdout"] or "", wishes["stderr"] or "")
         return start, open_streams(self.pump, *files, log, shows=True, persists=False)

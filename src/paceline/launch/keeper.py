@@ -2,7 +2,7 @@
 
 It is itself a fork of the launcher, made after torch was imported there and before anything else started
 (no threads, no CUDA), and does nothing but wait. For a rank it forks; the rank unwinds to the command line
-and becomes the script (`script.py`), or executes a program where it starts cold.
+and becomes the script (`script.py`), or executes a program: one that starts cold, a Python (`cold.py`).
 
 Protocol, on one `multiprocessing` connection:
 
@@ -305,8 +305,8 @@ def serve_calls(connection: Connection, call: Call | None = None) -> None:
     start = Keeper(connection).serve()
     entry = call or start.entry
     assert isinstance(entry, Call)
-    find_watch(start)()
-    run_call(entry, start.rank, Path(start.folder), start.log)
+    farewell = find_watch(start)()
+    run_call(entry, start.rank, Path(start.folder), start.log, farewell)
 
 
 _FOR_CALLS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "paceline.world")

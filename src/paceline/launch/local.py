@@ -21,7 +21,16 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launch.call import Call, prepare_main
-from paceline.launch.failure import ASKED_TO_STOP, PumpLost, RankFailed, find_cause, read_endings
+from paceline.launch.failure import (
+    ASKED_TO_STOP,
+    Ending,
+    PumpLost,
+    RankFailed,
+    describe_death,
+    find_cause,
+    is_consequence,
+    read_endings,
+)
 from paceline.launch.import_environment import READ_AT_IMPORT
 from paceline.launch.keeper import Start
 from paceline.launch.leftovers import launch_folder
@@ -32,6 +41,7 @@ from paceline.launch.ranks import (
     Ranks,
     Rounds,
     fork_keeper_for_call,
+    ignore_failure,
     spawn_keeper,
 )
 from paceline.launch.stop import stop_by_signals
@@ -298,7 +308,7 @@ def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any
         return [pickle.loads((job.folder / f"result-{rank}").read_bytes()) for rank in range(nproc)]
     finally:
         if job.watcher is not None:
-            ranks.on_failure = lambda: None  # the keeper serves the next launch too
+            ranks.on_failure = ignore_failure  # the keeper serves the next launch too
             job.watcher.end()
         if job.pump is not None:
             job.pump.drain()
@@ -315,8 +325,10 @@ def _judge(job: _Job, ranks: Ranks, error: BaseException | None) -> None:
     failed = [rank for rank in ranks.latest if rank.returncode not in (0, None) and not rank.asked]
     died = min(failed, key=lambda rank: rank.ended_s or 0.0, default=None)
     if died is not None and (cause is None or (cause.follower and (died.returncode or 0) < 0)):
+        _raise_if_explained(job, Ending(died.start.rank, "error", died.returncode or 1, 0.0))
         raise RankFailed(died.start.rank, died.returncode or 1, hint=_explain(job, ranks, died)) from None
     if cause is not None:
+        _raise_if_explained(job, cause)
         ours = cause.error()
         if ours is not None:
             raise ours from None
@@ -325,6 +337,14 @@ def _judge(job: _Job, ranks: Ranks, error: BaseException | None) -> None:
         raise SystemExit(stopped[0])
     if error is not None:
         raise error
+
+
+def _raise_if_explained(job: _Job, cause: Ending) -> None:
+    """Raises JobStuck where a rank failed of what the watcher knows more of."""
+    if job.watcher is not None and is_consequence(cause):
+        why = job.watcher.explain_failure(describe_death(cause, ""))
+        if why:
+            raise JobStuck(why)
 
 
 def _explain(job: _Job, ranks: Ranks, died: RankProcess) -> str:

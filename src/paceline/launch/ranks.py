@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.call import Call
+from paceline.launch.cold import let_in
 from paceline.launch.family import adopt_orphans, end_descendants, send_to_group
 from paceline.launch.keeper import (
     Ended,
@@ -37,7 +38,7 @@ from paceline.launch.keeper import (
 from paceline.launch.script import Become, Place, Script
 from paceline.launch.streams import Pump
 from paceline.launch.warm import Warmth
-from paceline.launch.watching import Watched, find_watch
+from paceline.launch.watching import Farewell, Watched, find_watch
 
 COLD = "cold-"
 """Begins the name of a file that a rank leaves which has started over, with the variables that made it."""
@@ -114,11 +115,11 @@ def _fork() -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _prepare(start: Start, warmth: Warmth | None) -> None:
+def _prepare(start: Start, warmth: Warmth | None) -> Farewell:
     begin_watch = find_watch(start)
     if warmth is not None:
         warmth.hide(partial(_start_over, start))
-    begin_watch()
+    return begin_watch()
 
 
 def _start_over(start: Start, variables: list[str]) -> None:
@@ -140,7 +141,14 @@ def _start_over(start: Start, variables: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     assert isinstance(start.entry, Script)
-    os.execve(sys.executable, [sys.executable, "-u", *start.entry.words], start.environ)
+    command = sys.executable, "-u", *start.entry.words
+    if start.watch:
+        command = let_in(command, start.watch, start.rank, start.launch_folder, start.folder)
+    os.execve(sys.executable, command, start.environ)
+
+
+def ignore_failure(rank: int, status: int) -> None:
+    """What is done about a rank's failure where nobody watches."""
 
 
 class RankProcess:
@@ -194,7 +202,8 @@ class Ranks:
 
     Attributes:
         keeper_died: whether the keeper ended before it was told to.
-        on_failure: called when a rank has failed by itself, before the agent hears of it and ends the others.
+        on_failure: called with its number and exit code when a rank has failed by itself, before the agent
+            hears of it and ends the others.
     """
 
     def __init__(
@@ -206,7 +215,7 @@ class Ranks:
     ) -> None:
         self.keeper_pid = keeper_pid
         self.keeper_died = False
-        self.on_failure: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[int, int], None] = ignore_failure
         self._connection = connection
         self._process = process
         self._spared = ends_orphans_except
@@ -318,7 +327,7 @@ class Ranks:
                 for rank in self._started:
                     if rank.pid == message.pid and rank.returncode is None:
                         if message.status != 0 and not rank.asked:
-                            self.on_failure()
+                            self.on_failure(rank.start.rank, message.status)
                         rank.note_ended(message.status, message.time_s)
             elif isinstance(message, Swept):
                 self._swept.set()

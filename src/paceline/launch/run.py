@@ -35,7 +35,7 @@ from paceline.launch.stop import raise_on_signals, stop_by_signals
 from paceline.launch.streams import Pump
 from paceline.launch.verdict import judge, tell_restart
 from paceline.launch.warm import Warmth, why_not_fork
-from paceline.launch.watching import Watcher
+from paceline.launch.watching import Watcher, say_nothing
 from paceline.place import Place, read_environment, usable_cores
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run_script(
         flags: torchrun's (`flags.py`), which this changes.
         cold: whether every rank starts a Python of its own, as under torchrun.
         threads: for OMP_NUM_THREADS; None: as the environment says, else cores / ranks of this node.
-        watcher: who watches the ranks; ranks that start cold are seen from outside only.
+        watcher: who watches the ranks; a program, or another Python, is seen from outside only.
 
     Raises:
         PacelineError: PL340 to PL346, for what can't be started.
@@ -159,7 +159,7 @@ def _join(flags: argparse.Namespace, script: Script | None, place: Place, thread
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, cores))
     if script is None:
         os.execvp(flags.training_script, [flags.training_script, *flags.training_script_args])
-    raise Become(script, None, lambda: None)
+    raise Become(script, None, lambda: say_nothing)
 
 
 def _count_ranks(wish: str | None) -> str:

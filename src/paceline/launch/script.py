@@ -27,6 +27,7 @@ from typing import cast
 
 from paceline.errors import PacelineError
 from paceline.launch.failure import describe_ending, write_ending
+from paceline.launch.watching import Farewell, say_nothing
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Place:
 class Become(BaseException):
     """Raised in a process that shall leave everything that it is in and run a script."""
 
-    def __init__(self, script: Script, place: Place | None, prepare: Callable[[], None]) -> None:
+    def __init__(self, script: Script, place: Place | None, prepare: Callable[[], Farewell]) -> None:
         super().__init__(script)
         self.script = script
         self.place = place
@@ -90,23 +91,35 @@ def check_script(script: Script) -> None:
     raise PacelineError("PL340", saw=saw, rule="Every rank runs the script that you name.", fix=fix)
 
 
-def run_as_main(script: Script, place: Place | None, prepare: Callable[[], None]) -> None:
-    """Runs the script as Python would have, and leaves as the script does: by its exception or its return."""
+def run_as_main(
+    script: Script, place: Place | None, prepare: Callable[[], Farewell], *, is_as_started: bool = False
+) -> None:
+    """Runs the script as Python would have, and leaves as the script does: by its exception or its return.
+
+    Args:
+        script: what to run.
+        place: where to leave word of its end.
+        prepare: called before; gives what the exception is told to that ends the script.
+        is_as_started: whether Python was started with `-u`, for this script, and its streams are right.
+    """
     if place is not None:
         # So that a crash in compiled code leaves the Python line that called it. Kept open until the end.
         log = open(place.log, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         faulthandler.enable(log, all_threads=False)
-    _take_streams()
+    if not is_as_started:
+        _take_streams()
     sys.argv = [script.target, *script.args]
     sys.orig_argv = [sys.executable, "-u", *script.words]
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
+    farewell: Farewell = say_nothing
     try:
-        prepare()
+        farewell = prepare()
         _execute(script, main)
     except BaseException as error:
         _strip(error)
+        farewell(error)
         if place is not None:
             _leave_word(place, error)
         # What is raised again is told already; Python then leaves as it does after any such exception.
@@ -117,19 +130,34 @@ def run_as_main(script: Script, place: Place | None, prepare: Callable[[], None]
         raise
 
 
-def _execute(script: Script, main: types.ModuleType) -> None:
+def find_first_path(script: Script) -> str | None:
+    """What Python puts first on `sys.path`: the script's folder, its archive, or where `-m` is given."""
+    if not script.is_module and _has_main(script):
+        return os.path.abspath(script.target)
+    if sys.flags.safe_path:
+        return None
     if script.is_module:
-        _put_first_on_path(os.getcwd())
+        return os.getcwd()
+    return os.path.dirname(os.path.realpath(os.path.join(os.getcwd(), script.target)))
+
+
+def _has_main(script: Script) -> bool:
+    """Whether it is a folder or an archive with a __main__.py."""
+    return pkgutil.get_importer(script.target) is not None
+
+
+def _execute(script: Script, main: types.ModuleType) -> None:
+    first = find_first_path(script)
+    if first is not None:
+        sys.path.insert(0, first)
+    if script.is_module:
         sys.argv[0] = "-m"
         runpy._run_module_as_main(script.target)  # type: ignore[attr-defined]
         return
-    if pkgutil.get_importer(script.target) is not None:
-        # A folder or an archive with a __main__.py.
-        _put_first_on_path(os.path.abspath(script.target))
+    if _has_main(script):
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     path = os.path.join(os.getcwd(), script.target)  # not normalized, as Python leaves it
-    _put_first_on_path(os.path.dirname(os.path.realpath(path)))
     main.__dict__.update(__file__=path, __cached__=None, __spec__=None)
     with io.open_code(path) as file:
         text = file.read()
@@ -142,11 +170,6 @@ def _execute(script: Script, main: types.ModuleType) -> None:
         main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", path)
         code = compile(text, path, "exec", dont_inherit=True)
     exec(code, main.__dict__)
-
-
-def _put_first_on_path(folder: str) -> None:
-    if not sys.flags.safe_path:
-        sys.path.insert(0, folder)
 
 
 def _take_streams() -> None:

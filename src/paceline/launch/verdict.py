@@ -9,10 +9,19 @@ import time
 from contextlib import suppress
 
 from paceline.errors import PacelineError
-from paceline.launch.failure import Ending, PumpLost, RankFailed, find_cause, has_lost_peer, read_endings
+from paceline.launch.failure import (
+    Ending,
+    PumpLost,
+    RankFailed,
+    describe_death,
+    find_cause,
+    has_lost_peer,
+    is_consequence,
+    read_endings,
+)
 from paceline.launch.job import Job
 from paceline.launch.memory import describe_kill
-from paceline.launch.ranks import COLD, Ranks
+from paceline.launch.ranks import COLD, RankProcess, Ranks
 from paceline.launch.stop import Interrupted, Stop
 from paceline.launch.trace import find_last
 from paceline.launch.watching import JobStuck
@@ -20,6 +29,8 @@ from paceline.launch.watching import JobStuck
 log = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 65536
+_LOST_HERE = "It lost its peer, and no rank is known to have failed by itself."
+_LOST_ELSEWHERE = "It lost its peer: the cause is what ended a rank on another node, see the output there."
 
 
 def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
@@ -67,8 +78,10 @@ def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
     if cause is None:
         log.warning("the nodes have changed; all ranks start again")
         return
-    what = str(cause.error() or RankFailed(cause.rank, cause.code, cause.trace)).splitlines()[0]
-    log.warning("%s", what)
+    process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
+    why = is_consequence(cause) and _explain(job, process, cause)
+    what = why or str(cause.error() or RankFailed(cause.rank, cause.code, cause.trace))
+    log.warning("%s", what.splitlines()[0])
     log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
 
 
@@ -85,27 +98,40 @@ def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
     return sorted(told.values(), key=lambda ending: ending.time_s)
 
 
-def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | PacelineError:
+def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | PacelineError:
     process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
-    hints = []
+    logs = [f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}"] if process else []
+    why = _explain(job, process, cause)
+    if why and is_consequence(cause):
+        job.keeps_logs = True
+        return JobStuck("\n".join([why, *logs]))
+    hints = [f"The ranks' collectives don't match either: {why}" if why else ""]
     if ranks.keeper_died:
         hints.append("The process that ranks are forked from was killed, and the ranks with it.")
     elif cause.code == -signal.SIGKILL and process is not None:
         hints.append(describe_kill(process.pid, job.ooms))
-    if cause.follower:
-        hints.append(
-            "It lost its peer: the cause is what ended a rank on another node, see the output there."
-        )
-    if job.watcher is not None:
+    if cause.follower and process is not None:
+        is_one_node = process.start.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        hints.append(_LOST_HERE if is_one_node else _LOST_ELSEWHERE)
+    if job.watcher is not None and not why:
         hints.append(job.watcher.told_of_others)
-    if process is not None:
-        hints.append(f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}")
+    hints += logs
     job.keeps_logs = True
     ours = cause.error()
     if ours is not None:
         ours.exit_code = 1  # as torchrun's, where a rank fails
         return ours
     return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
+
+
+def _explain(job: Job, process: RankProcess | None, cause: Ending) -> str:
+    """The watcher's word on why ranks failed, if it has one."""
+    if job.watcher is None:
+        return ""
+    if not is_consequence(cause):
+        return job.watcher.explain_failure()
+    log = "" if process is None else _read_tail(process.start.log)
+    return job.watcher.explain_failure(describe_death(cause, log))
 
 
 def _read_tail(path: str) -> str:

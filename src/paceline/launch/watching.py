@@ -16,20 +16,33 @@ if TYPE_CHECKING:
 # The watcher's socket in the folder of a launch.
 SOCKET = "watch"
 
+Farewell = Callable[[BaseException], None]
+"""Called in a rank with the exception that ends its script, before anybody else hears of it."""
+
 
 def name_stacks(folder: Path, rank: int) -> Path:
     """Where a rank's interpreter writes its stacks, in the folder of an attempt."""
     return folder / f"stacks-{rank}"
 
 
-def find_watch(start: Start) -> Callable[[], None]:
+def find_watch(start: Start) -> Callable[[], Farewell]:
     """What lets the watcher into a rank: loaded now, to be called once nobody hides modules any more."""
     if not start.watch:
-        return lambda: None
-    module, _, function = start.watch.partition(":")
+        return lambda: say_nothing
+    return load_watch(start.watch, start.rank, start.launch_folder, start.folder)
+
+
+def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callable[[], Farewell]:
+    """The same, of what a `Start` says of it."""
+    module, _, function = watch.partition(":")
     begin = getattr(importlib.import_module(module), function)
-    socket = os.path.join(start.launch_folder, SOCKET)
-    return partial(begin, start.rank, socket, str(name_stacks(Path(start.folder), start.rank)))
+    socket = os.path.join(launch_folder, SOCKET)
+    enter = partial(begin, rank, socket, str(name_stacks(Path(folder), rank)))
+    return lambda: enter().note_error
+
+
+def say_nothing(error: BaseException) -> None:
+    """The farewell of a rank that nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,8 @@ class Watcher(Protocol):
 
     Attributes:
         entry: `module:function` that each rank calls before the script's first line, with its global rank,
-            the path of the watcher's socket, and that of a file for its stacks.
+            the path of the watcher's socket, and that of a file for its stacks. What it gives has a method
+            `note_error`, a `Farewell`.
         told: the verdict, once there is one that shall end the job.
         told_of_others: where the other ranks were when the first one failed.
     """
@@ -101,8 +115,15 @@ class Watcher(Protocol):
             attempt: how often they have been restarted.
         """
 
-    def note_failure(self) -> None:
-        """A rank has failed, and the others live on until this returns."""
+    def note_failure(self, rank: int, status: int) -> None:
+        """A rank has failed, with this exit code or signal, and the others live on until this returns."""
+
+    def explain_failure(self, died: str = "") -> str:
+        """Why ranks failed that only felt what was wrong elsewhere; empty where nothing is known of that.
+
+        Args:
+            died: a sentence on the rank that failed first, and by what.
+        """
 
     def end(self) -> None:
         """Stops to watch."""

@@ -6,14 +6,15 @@ trace.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
@@ -29,17 +30,15 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _Doorbell(name, then))
 
 
-class _Doorbell(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: asks the others, and listens to the loader that they name."""
+class _Doorbell:
+    """A finder that finds nothing by itself: asks the others, and listens to the loader that they name."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._then = then
         self._asking = threading.local()
 
-    def find_spec(
-        self, name: str, path: Any = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name or getattr(self._asking, "is_on", False):
             return None
         self._asking.is_on = True
@@ -66,9 +65,7 @@ class _Doorbell(importlib.abc.MetaPathFinder):
         loader.exec_module = exec_module
 
 
-def _ask_others(
-    first: importlib.abc.MetaPathFinder, name: str, path: Any, target: ModuleType | None
-) -> importlib.machinery.ModuleSpec | None:
+def _ask_others(first: _Doorbell, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
     for finder in list(sys.meta_path):
         if finder is first or not hasattr(finder, "find_spec"):
             continue

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from paceline.watch.operations import Windows, name_reduce_op
+from paceline.watch.operations import Window, Windows, name_reduce_op
 from paceline.watch.report import Call, Frame, Group
 from paceline.watch.threads import build_frame, is_watching
 
@@ -37,6 +37,7 @@ _DTYPES = {
     "UInt64": "uint64",
 }
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Key = tuple[int, int]
 """Which recorder, and its number for a process group: unlike a name, never used again."""
@@ -172,31 +173,37 @@ def _name_operation(recorded: str) -> str:
     return {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}.get(name, name)
 
 
-def build_call(entry: Entry, group: str, windows: Windows) -> Call:
+def build_call(entry: Entry, groups: Groups, windows: Windows) -> Call:
     """A call of an entry, with what the wrappers know of it.
 
     Args:
         entry: what is recorded.
-        group: the name to tell; see `groups.name_sequence`.
+        groups: those of this rank.
         windows: when which thread was in a wrapper.
     """
-    window = windows.find(entry.thread, entry.group, entry.created_ns) if _may_reduce(entry) else None
+    window = _find_window(entry, windows)
     return Call(
-        group=group,
+        group=groups.name_sequence(entry),
         number=entry.number,
         operation=entry.operation if window is None else window.operation,
         sizes=tuple(tuple(size) for size in entry.raw.get("input_sizes", ())),
         dtypes=tuple(_DTYPES.get(name, name.lower()) for name in entry.raw.get("input_dtypes", ())),
         reduce_op=None if window is None else name_reduce_op(window.op),
-        peer=None,
+        peer=None if window is None else groups.find_rank(entry.group, window.root),
         done=entry.is_done,
         began_s=entry.created_ns / 1e9,
         frames=_build_frames(entry.raw.get("frames", ())),
     )
 
 
-def _may_reduce(entry: Entry) -> bool:
-    return entry.operation in _REDUCING
+def _find_window(entry: Entry, windows: Windows) -> Window | None:
+    if entry.operation not in _REDUCING and entry.operation not in _ROOTED:
+        return None
+    window = windows.find(entry.thread, entry.group, entry.created_ns)
+    # Gloo makes all-reduces of a reduce-scatter.
+    if window is None or (entry.operation in _ROOTED and entry.operation != window.operation):
+        return None
+    return window
 
 
 def _build_frames(raw: Any) -> tuple[Frame, ...]:
@@ -232,6 +239,13 @@ class Groups:
         if len(backends) < 2 or entry.backend in ("", backends[0]):
             return entry.group
         return f"{entry.group}:{entry.backend}"
+
+    def find_rank(self, name: str, place: int | None) -> int | None:
+        """Of a rank in a group the global one."""
+        group = self.by_name.get(name)
+        if group is None or place is None or not 0 <= place < len(group.ranks):
+            return place
+        return group.ranks[place]
 
 
 def read_groups() -> Groups:

@@ -10,10 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.watch.clues import Side, explain_joining, list_clues
-from paceline.watch.mismatch import ROOTED, find_mismatch, find_shared_names, find_stuck_mismatch
+from paceline.watch.mismatch import (
+    ROOT_FIX,
+    ROOT_RULE,
+    ROOTED,
+    find_mismatch,
+    find_partial_group,
+    find_shared_names,
+    find_stuck_mismatch,
+)
 from paceline.watch.report import Group, Seen, Verdict
 from paceline.watch.source import Source
-from paceline.watch.states import Kind, State, find_states
+from paceline.watch.states import Kind, State, count_transfers, find_states
 from paceline.watch.verdict import (
     ADVICE,
     build_verdict,
@@ -134,7 +142,8 @@ def _tell_roots(roots: list[State], states: Mapping[int, State], seen: Seen, sou
     code = _choose_code(first, root)
     who, waiting = name_ranks(s.rank for s in missing), _name_waiting(direct, seen)
     headline = f"{who} {_name_absence(first, root, seen)}, where {waiting}: {name_state(missing)}"
-    more = [*_list_clues(direct, missing, source), *_tell_others(ranks, direct, states)]
+    more = [*count_transfers(direct[:1], seen), *_list_clues(direct, missing, source)]
+    more += _tell_others(ranks, direct, states)
     return build_verdict(
         code, headline, list_places(states.values()), fix=_name_fix(code, root, seen), more=more
     )
@@ -261,7 +270,7 @@ def _tell_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, sou
         for n, state in enumerate(cycle)
     ]
     headline = f"{name_ranks(s.rank for s in cycle)} have waited {_name_since(cycle, seen)} for each other: "
-    clues = _list_clues(cycle[:1], cycle[1:2], source)
+    clues = [*count_transfers(cycle, seen), *_list_clues(cycle[:1], cycle[1:2], source)]
     return build_verdict(code, headline + ", and ".join(steps), list_places(states.values()), more=clues)
 
 
@@ -300,14 +309,22 @@ def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, sou
         f"all ranks have come to {name_wait(first, seen.world_size)}{name_at(first.frames)}, and it hasn't "
         f"completed for {since}"
     )
+    partial = find_partial_group({rank: report.groups for rank, report in seen.reports.items()})
+    if first.kind == "building" and partial is not None:
+        name, members = partial
+        headline += (
+            f": the ranks seem to have called it in different ways before, as {name_ranks(members)} "
+            f"{pick(members, 'has', 'have')} made group {name}, which the others may not have counted"
+        )
+        return build_verdict("PL807", headline, list_places(states.values()))
     if first.operation not in ROOTED:
         return build_verdict("PL813", headline, list_places(states.values()))
     return build_verdict(
         "PL802",
         f"{headline}: the ranks seem to give different roots (src= or dst=)",
         list_places(states.values()),
-        rule="A broadcast, reduce, gather or scatter needs one root, the same on all ranks of its group.",
-        fix="Print the root on each rank before the call; let one rank decide on it and broadcast that.",
+        rule=ROOT_RULE,
+        fix=ROOT_FIX,
     )
 
 

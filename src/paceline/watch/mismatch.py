@@ -59,13 +59,17 @@ _ROWS: dict[str, tuple[str, ...]] = {
     "barrier": ("barrier", "all_reduce_barrier"),
     "sparse_all_reduce": ("sparse_all_reduce",),
 }
-_OPERATIONS = {name: row for row, names in _ROWS.items() for name in names}
-_EQUAL_SIZES = {"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"}
+OPERATIONS = {name: row for row, names in _ROWS.items() for name in names}
+# NCCL lets lists of tensors of different sizes through in the other two.
+SIZES_NEVER_DIFFER = {"all_reduce", "broadcast", "reduce"}
+_EQUAL_SIZES = SIZES_NEVER_DIFFER | {"all_gather", "reduce_scatter"}
 # Only the source of a scatter has inputs.
-_EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "gather"}
+EQUAL_DTYPES = _EQUAL_SIZES | {"all_to_all", "gather"}
 _ALIKE = {"all_reduce", "reduce_scatter"}
-_REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter"}
+REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter"}
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+ROOT_RULE = "A broadcast, reduce, gather or scatter needs one root, the same on all ranks of its group."
+ROOT_FIX = "Print the root on each rank before the call; let one rank decide on it and broadcast that."
 # NCCL moves them as one.
 _SAME_DTYPES = {"bool": "uint8"}
 
@@ -73,7 +77,11 @@ Reader = Callable[[str], Sequence[str]]
 
 
 def find_mismatch(
-    calls: Mapping[int, Sequence[Call]], groups: Mapping[str, Group], read_source: Reader | None = None
+    calls: Mapping[int, Sequence[Call]],
+    groups: Mapping[str, Group],
+    read_source: Reader | None = None,
+    *,
+    is_running: bool = False,
 ) -> Verdict | None:
     """The first call at which ranks of a group don't fit together; `None` where all that is known fits.
 
@@ -81,13 +89,14 @@ def find_mismatch(
         calls: by rank, in any order.
         groups: by name; those that aren't known are compared over all ranks that use them.
         read_source: as in `explain_hang`.
+        is_running: whether the job goes on: then only what is wrong with every backend counts.
     """
     found: list[tuple[float, str, dict[int, Call]]] = []
     for name, by_number in _sort_collectives(calls).items():
         members = groups[name].ranks if name in groups else None
         for _, by_rank in sorted(by_number.items()):
             known = {rank: c for rank, c in sorted(by_rank.items()) if members is None or rank in members}
-            code = _compare(known, calls)
+            code = _compare(known, calls, SIZES_NEVER_DIFFER if is_running else _EQUAL_SIZES)
             if code is not None:
                 found.append((min(call.began_s for call in known.values()), code, known))
                 break
@@ -109,21 +118,23 @@ def _sort_collectives(calls: Mapping[int, Sequence[Call]]) -> dict[str, dict[int
     return found
 
 
-def _compare(by_rank: Mapping[int, Call], calls: Mapping[int, Sequence[Call]]) -> str | None:
+def _compare(
+    by_rank: Mapping[int, Call], calls: Mapping[int, Sequence[Call]], equal_sizes: set[str]
+) -> str | None:
     """The code of what differs among the calls of one number."""
     issued = list(by_rank.values())
-    kinds = {_OPERATIONS[c.operation] for c in issued if c.operation in _OPERATIONS}
+    kinds = {OPERATIONS[c.operation] for c in issued if c.operation in OPERATIONS}
     if len(kinds) > 1:
         # Gloo makes all-reduces of a reduce-scatter, and it isn't always known that one was asked for.
         is_one = kinds == _ALIKE and len({_line(call) for call in issued}) == 1
         return None if is_one else "PL802"
-    if len(kinds) != 1 or any(c.operation not in _OPERATIONS for c in issued):
+    if len(kinds) != 1 or any(c.operation not in OPERATIONS for c in issued):
         return None
     kind = kinds.pop()
     differs = {
-        "PL803": kind in _EQUAL_SIZES and _differ_in_sizes(issued),
-        "PL804": kind in _EQUAL_DTYPES and _differ(_name_dtypes(c) for c in issued),
-        "PL805": kind in _REDUCTIONS and _differ(c.reduce_op for c in issued),
+        "PL803": kind in equal_sizes and _differ_in_sizes(issued),
+        "PL804": kind in EQUAL_DTYPES and _differ(list_dtypes(c) for c in issued),
+        "PL805": kind in REDUCTIONS and _differ(c.reduce_op for c in issued),
         "PL802": kind in ROOTED and _differ(c.peer for c in issued),
     }
     code = next((code for code, is_so in differs.items() if is_so), None)
@@ -136,7 +147,7 @@ def _differ(values: Iterator[object]) -> bool:
     return len({value for value in values if value is not None}) > 1
 
 
-def _name_dtypes(call: Call) -> frozenset[str] | None:
+def list_dtypes(call: Call) -> frozenset[str] | None:
     """Of those tensors that have elements, as others are not moved."""
     if not call.dtypes or any(math.prod(size) == 0 for size in call.sizes):
         return None
@@ -190,7 +201,7 @@ def _tell(code: str, by_rank: Mapping[int, Call], group: str, source: Source) ->
         "PL804": "different dtypes",
         "PL805": "different reduce operations",
     }[code]
-    if code == "PL802" and len({_OPERATIONS.get(c.operation) for c in firsts}) == 1:
+    if code == "PL802" and len({OPERATIONS.get(c.operation) for c in firsts}) == 1:
         is_root = len({_line(c) for c in firsts}) == 1
         what = "different roots" if is_root else "different calls"
     number = firsts[0].number
@@ -208,7 +219,8 @@ def _tell(code: str, by_rank: Mapping[int, Call], group: str, source: Source) ->
     # Who waits in backward is rather not the one that strayed.
     here, there = sides if sides[0].is_in_backward or not sides[1].is_in_backward else sides[::-1]
     more = list_clues(here, there, source, is_apart=True)
-    return build_verdict(code, headline, places, more=more)
+    rule, fix = (ROOT_RULE, ROOT_FIX) if what == "different roots" else ("", "")
+    return build_verdict(code, headline, places, rule=rule, fix=fix, more=more)
 
 
 def _own(call: Call) -> tuple[Frame, ...]:
@@ -273,7 +285,7 @@ def _compare_pair(rank: int, send: Call, others: Sequence[Call]) -> Verdict | No
         if not is_pair or recv.done or recv.number != send.number:
             continue
         code = "PL803" if _differ_in_sizes([send, recv]) else None
-        if code is None and _differ(_name_dtypes(c) for c in (send, recv)):
+        if code is None and _differ(list_dtypes(c) for c in (send, recv)):
             code = "PL804"
         if code is None:
             return None
@@ -306,4 +318,14 @@ def find_shared_names(groups: Mapping[int, Mapping[str, Group]]) -> tuple[str, d
     for name, by_rank in sorted(by_name.items()):
         if len({group.ranks for group in by_rank.values() if group.ranks}) > 1:
             return name, by_rank
+    return None
+
+
+def find_partial_group(groups: Mapping[int, Mapping[str, Group]]) -> tuple[str, list[int]] | None:
+    """The latest group that some ranks alone know, and these; `None` where all know the same."""
+    names = sorted({name for known in groups.values() for name in known}, key=lambda name: (len(name), name))
+    for name in reversed(names):
+        members = sorted(rank for rank, known in groups.items() if name in known)
+        if len(members) < len(groups):
+            return name, members
     return None

@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 from paceline.watch.clock import Stillness
+from paceline.watch.compare import Prints
+from paceline.watch.pace import RankPace, Stretch
 from paceline.watch.report import Frame, Process, Report, Seen
 from paceline.watch.wire import Unpacker, pack
 
@@ -38,6 +40,11 @@ class NodeState:
         stillness: for how long they have stood still.
         seen: what they do, once the job stands still; `None` while it works.
         told: its verdict, as text, once it has one.
+        prints: of its ranks' latest calls, for comparison.
+        asks_at_s: when all nodes ask their ranks what they have called, as calls don't seem to fit together;
+            in seconds since 1970, 0 where they do.
+        suspected: what its ranks have answered then.
+        paces: how much its ranks have waited lately; the board puts them in.
     """
 
     name: str
@@ -45,6 +52,10 @@ class NodeState:
     stillness: Stillness
     seen: Seen | None = None
     told: str = ""
+    prints: Prints = field(default_factory=dict)
+    asks_at_s: float = 0.0
+    suspected: Seen | None = None
+    paces: tuple[RankPace, ...] = ()
 
 
 class Board:
@@ -62,6 +73,7 @@ class Board:
         self._where = host, port
         self._name = name
         self._own = NodeState("", (), _WORKS)
+        self._paces: tuple[RankPace, ...] = ()
         self._lock = threading.Lock()
         now_s = time.monotonic()
         self._heard: dict[int, tuple[str, NodeState | None, float]] = {
@@ -75,6 +87,11 @@ class Board:
         """Puts this node's state on the board, with the next round."""
         with self._lock:
             self._own = state
+
+    def publish_paces(self, paces: tuple[RankPace, ...]) -> None:
+        """The same for how much its ranks wait, which changes all the time."""
+        with self._lock:
+            self._paces = paces
 
     def read(self) -> dict[int, tuple[NodeState | None, float]]:
         """Of every other node: its latest state, and for how many seconds there was no newer one."""
@@ -99,7 +116,7 @@ class Board:
                     client = TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
                     store = PrefixStore(f"paceline/watch/{self._name}", client)
                 with self._lock:
-                    own = self._own
+                    own = replace(self._own, paces=self._paces)
                 store.set(str(self._node), json.dumps([number, state_to_json(own)]))
                 self._read(store)
 
@@ -147,20 +164,30 @@ def merge(own: Seen, others: Others) -> tuple[Seen, bool]:
 
 def state_to_json(state: NodeState) -> dict[str, Any]:
     """As text can hold it."""
-    seen: dict[str, Any] | None = None
-    if state.seen is not None:
-        seen = {
-            "world_size": state.seen.world_size,
-            "quiet_s": state.seen.quiet_s,
-            "processes": [asdict(process) for process in state.seen.processes.values()],
-            "reports": [base64.b64encode(pack(report)).decode() for report in state.seen.reports.values()],
-        }
     return {
         "name": state.name,
         "ranks": state.ranks,
         "stillness": asdict(state.stillness),
-        "seen": seen,
+        "seen": _seen_to_json(state.seen),
         "told": state.told,
+        "prints": state.prints,
+        "asks_at_s": state.asks_at_s,
+        "suspected": _seen_to_json(state.suspected),
+        "paces": [
+            [pace.rank, pace.groups, [list(vars(stretch).values()) for stretch in pace.stretches]]
+            for pace in state.paces
+        ],
+    }
+
+
+def _seen_to_json(seen: Seen | None) -> dict[str, Any] | None:
+    if seen is None:
+        return None
+    return {
+        "world_size": seen.world_size,
+        "quiet_s": seen.quiet_s,
+        "processes": [asdict(process) for process in seen.processes.values()],
+        "reports": [base64.b64encode(pack(report)).decode() for report in seen.reports.values()],
     }
 
 
@@ -170,23 +197,40 @@ def state_from_json(value: dict[str, Any]) -> NodeState:
     Raises:
         ValueError, KeyError, TypeError: it is something else.
     """
-    seen = None
-    if value["seen"] is not None:
-        processes = [
-            Process(**{**each, "native": tuple(Frame(**frame) for frame in each["native"])})
-            for each in value["seen"]["processes"]
-        ]
-        reports = [
-            message
-            for text in value["seen"]["reports"]
-            for message in Unpacker().feed(base64.b64decode(text))
-            if isinstance(message, Report)
-        ]
-        seen = Seen(
-            value["seen"]["world_size"],
-            {process.rank: process for process in processes},
-            {report.rank: report for report in reports},
-            value["seen"]["quiet_s"],
-        )
-    stillness = Stillness(**value["stillness"])
-    return NodeState(value["name"], tuple(value["ranks"]), stillness, seen, value["told"])
+    return NodeState(
+        value["name"],
+        tuple(value["ranks"]),
+        Stillness(**value["stillness"]),
+        _seen_from_json(value["seen"]),
+        value["told"],
+        value["prints"],
+        value["asks_at_s"],
+        _seen_from_json(value["suspected"]),
+        tuple(_pace_from_json(*pace) for pace in value["paces"]),
+    )
+
+
+def _pace_from_json(rank: int, groups: list[str], stretches: list[list[Any]]) -> RankPace:
+    told = [Stretch(*stretch) for stretch in stretches]
+    return RankPace(rank, tuple(groups), tuple(replace(each, groups=tuple(each.groups)) for each in told))
+
+
+def _seen_from_json(value: dict[str, Any] | None) -> Seen | None:
+    if value is None:
+        return None
+    processes = [
+        Process(**{**each, "native": tuple(Frame(**frame) for frame in each["native"])})
+        for each in value["processes"]
+    ]
+    reports = [
+        message
+        for text in value["reports"]
+        for message in Unpacker().feed(base64.b64decode(text))
+        if isinstance(message, Report)
+    ]
+    return Seen(
+        value["world_size"],
+        {process.rank: process for process in processes},
+        {report.rank: report for report in reports},
+        value["quiet_s"],
+    )

@@ -1,9 +1,11 @@
-"""What torch's Flight Recorder leaves out: reduce operations, sends and receives.
+"""What torch's Flight Recorder leaves out: reduce operations, roots, sends and receives.
 
-The methods of `torch.distributed.ProcessGroup` that take a reduce operation, send or receive are wrapped on
-the class. For the former a wrapper notes when it was in which thread, so that an entry of the Flight Recorder
-is recognised by the instant at which it was made; what C++ issues by itself (DDP's buckets, functional
-collectives) doesn't pass here. A wrapper costs about a microsecond, and raises nothing of its own.
+The methods of `torch.distributed.ProcessGroup` that take a reduce operation or a root, send or receive are
+wrapped on the class. For the former two a wrapper notes when it was in which thread, so that an entry of the
+Flight Recorder is recognised by the instant at which it was made; what C++ issues by itself (DDP's buckets,
+functional collectives) doesn't pass here. When a group gets its name is noted too, as names are used again:
+what was recorded under one before belongs to another group. A wrapper costs about two microseconds, and
+raises nothing of its own.
 """
 
 from __future__ import annotations
@@ -34,36 +36,42 @@ _REDUCING = {
     "reduce_scatter_single_coalesced": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }
+# Where the options, or the root itself, stand among the arguments.
+_ROOTED = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}
 _TRANSFERRING = {
     "send": "send",
     "recv": "recv",
     "recv_anysource": "recv",
     "monitored_barrier": "monitored_barrier",
 }
+# Called once where a group is made.
+_NAMING = "_set_group_name"
 # At least as many as the Flight Recorder's entries.
 _MAX_WINDOWS = 4096
 _MAX_TRANSFERS = 512
 
 
 class Window:
-    """When a thread was in a reducing method.
+    """When a thread was in a method that takes a reduce operation or a root.
 
     Attributes:
         thread: its ident.
         group: the group's name.
         operation: as `reduce_scatter`.
-        op: torch's reduce operation; None where it isn't known.
+        op: torch's reduce operation; None where there is none or it isn't known.
+        root: its rank in the group; None where there is none or it isn't known.
         began_ns: since 1970.
         ended_ns: since 1970; 0 before.
     """
 
-    __slots__ = ("began_ns", "ended_ns", "group", "op", "operation", "thread")
+    __slots__ = ("began_ns", "ended_ns", "group", "op", "operation", "root", "thread")
 
-    def __init__(self, thread: int, group: str, operation: str, op: Any) -> None:
+    def __init__(self, thread: int, group: str, operation: str, op: Any, root: int | None) -> None:
         self.thread = thread
         self.group = group
         self.operation = operation
         self.op = op
+        self.root = root
         self.ended_ns = 0
         self.began_ns = time.time_ns()
 
@@ -115,6 +123,7 @@ class Operations:
         self._transfers: deque[Transfer] = deque(maxlen=_MAX_TRANSFERS)
         self._numbers: Counter[tuple[str, str, int | None]] = Counter()
         self._records = itertools.count()
+        self._made_ns: dict[str, int] = {}
         self._originals: dict[str, Any] = {}
         self._kind: Any = None
 
@@ -124,12 +133,12 @@ class Operations:
         if c10d is None or self._originals:
             return
         self._kind = c10d.ProcessGroup
-        for name, operation in (_REDUCING | _TRANSFERRING).items():
+        rooted = {name: name for name in _ROOTED}
+        for name, operation in (rooted | _REDUCING | _TRANSFERRING | {_NAMING: ""}).items():
             stored = vars(self._kind).get(name)
             if stored is None:  # this torch has it not, or not yet
                 continue
-            wrap = self._wrap_reducing if name in _REDUCING else self._wrap_transferring
-            wrapper = wrap(getattr(self._kind, name), operation)
+            wrapper = self._wrap(getattr(self._kind, name), operation)
             _hide_from_compiler(torch, wrapper)
             # Not what `getattr` gives: that is the function without the binding to an instance.
             self._originals[name] = stored
@@ -157,20 +166,43 @@ class Operations:
         return Counter(transfer.group for transfer in self._transfers.copy() if not transfer.is_done)
 
     def windows(self) -> Windows:
-        """The latest calls with a reduce operation."""
+        """The latest calls with a reduce operation or a root."""
         return Windows(self._windows.copy())
+
+    def read_names(self) -> dict[str, int]:
+        """By name of a group: when it was given last, in nanoseconds since 1970."""
+        return self._made_ns.copy()
 
     # ---- wrappers
 
-    def _wrap_reducing(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        windows = self._windows
+    def _wrap(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        if original.__name__ == _NAMING:
+            return self._wrap_naming(original)
+        if original.__name__ in _TRANSFERRING:
+            return self._wrap_transferring(original, operation)
+        return self._wrap_noting(original, operation)
+
+    def _wrap_naming(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        made_ns = self._made_ns
+
+        @functools.wraps(original)
+        def call(group: Any, name: str) -> Any:
+            made_ns[name] = time.time_ns()
+            return original(group, name)
+
+        return call
+
+    def _wrap_noting(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        windows, thread_ident = self._windows, threading.get_ident
+        reduces, root_at = original.__name__ in _REDUCING, _ROOTED.get(original.__name__)
 
         @functools.wraps(original)
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             window = None
             with suppress(Exception):
-                op = _find_reduce_op(args, kwargs)
-                window = Window(threading.get_ident(), group.group_name, operation, op)
+                op = _find_reduce_op(args, kwargs) if reduces else None
+                root = _find_root(args, kwargs, root_at) if root_at is not None else None
+                window = Window(thread_ident(), group.group_name, operation, op, root)
                 windows.append(window)
             try:
                 return original(group, *args, **kwargs)
@@ -260,6 +292,12 @@ def _find_reduce_op(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if type(value).__name__ in ("ReduceOp", "RedOpType"):
             return value
     return None
+
+
+def _find_root(args: Sequence[Any], kwargs: dict[str, Any], at: int) -> int:
+    """From `(..., options)` or `(..., root)`; without both it is the first rank."""
+    value = args[at] if len(args) > at else kwargs.get("opts", kwargs.get("root", 0))
+    return int(getattr(value, "rootRank", value))
 
 
 def name_reduce_op(op: Any) -> str | None:

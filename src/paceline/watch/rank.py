@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -24,9 +25,12 @@ from pathlib import Path
 from typing import IO
 
 from paceline.watch.arrival import when_imported
+from paceline.watch.farewell import Exits, say_error
+from paceline.watch.gradients import Gradients
 from paceline.watch.operations import Operations
 from paceline.watch.recorder import Progress, Recorder, choose_buffer_size
-from paceline.watch.report import Beat, Call, Group, Phase, Report
+from paceline.watch.report import Beat, Call, Frame, Group, LastWords, Phase, Report, Stack
+from paceline.watch.sampling import Sampler
 from paceline.watch.stacks import SIGNAL
 from paceline.watch.threads import Mark, is_own, mark_main_thread, read_stacks
 from paceline.watch.wire import Ask, Unpacker, pack
@@ -35,6 +39,7 @@ _BEAT_S = 1.0
 # A fork waits this long for a report that is being made, and an exit for the last beat.
 _REST_S = 2.0
 _LEAVE_S = 0.5
+_SEND_TIME = struct.pack("@ll", 2, 0)  # a `struct timeval`, in seconds and microseconds
 _THREAD = "paceline-watch"
 _C10D = "torch.distributed.distributed_c10d"
 # Its functions are on the stack of a rank that waits in them.
@@ -67,11 +72,19 @@ class Watched:
         self._rank = rank
         self.operations = Operations()
         self._recorder = Recorder(self.operations)
+        self._gradients = Gradients()
+        self._sampler = Sampler(time.monotonic())
         self._has_begun = False
         self._is_leaving = False
         self._is_over = False
         # Held while it is in torch's code.
         self._work = threading.Lock()
+        # Held while a message is sent: the watching thread's, or the last words of another.
+        self._sending = threading.Lock()
+        self._has_said_last = False
+        self._had_groups = False
+        self._pid = os.getpid()
+        self._exits = Exits(self.say_last)
         self._resting = threading.local()
         self._socket: socket.socket | None = None
         self._inode = 0
@@ -81,20 +94,22 @@ class Watched:
     def begin(self, socket_path: str, stacks_path: str) -> None:
         """Starts the thread, where the launcher listens."""
         self._register_stacks(stacks_path)
-        with suppress(Exception):  # a torch of other words must not keep the script from running
-            when_imported("torch", self._meet_torch)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(socket_path)
+            self._socket = connection
+            self._inode = os.fstat(connection.fileno()).st_ino
         except OSError:  # the launcher has gone
             connection.close()
+        with suppress(Exception):  # a torch of other words must not keep the script from running
+            when_imported("torch", self._meet_torch)
+        if self._socket is None:
             return
-        self._socket = connection
-        self._inode = os.fstat(connection.fileno()).st_ino
         os.register_at_fork(
             before=self._rest, after_in_parent=self._resume, after_in_child=self._close_in_child
         )
         atexit.register(self.end)
+        self._exits.watch_exit()
         with suppress(OSError):
             # From here, because the script may lock Python before the thread has had its turn.
             self._send(pack(self._make_beat()))
@@ -105,6 +120,8 @@ class Watched:
         if self._is_over or self._socket is None:
             return
         self.operations.remove()
+        self._gradients.remove()
+        self._exits.forget()
         self._is_leaving = True
         if self._is_ours():
             with suppress(OSError):  # wakes it
@@ -116,6 +133,24 @@ class Watched:
         self._resume()
         if self._ended.is_set() and self._is_ours():
             self._socket.close()
+
+    def note_error(self, error: BaseException) -> None:
+        """To be called when an exception ends the script; says so, and where it was raised."""
+        with suppress(Exception):
+            if self._gradients.note_error():  # at once, as the launcher ends the ranks that are left
+                self._send(pack(self._make_beat()))
+        with suppress(Exception):  # what ends the script is told elsewhere too
+            say_error(self.say_last, error)
+
+    def say_last(self, last: LastWords, frames: tuple[Frame, ...]) -> None:
+        """Sends a last report, in whichever thread ends this process; only the first time."""
+        if self._is_over or self._has_said_last or self._socket is None or self._pid != os.getpid():
+            return
+        self._has_said_last = True
+        with suppress(OSError):
+            # A launcher that doesn't read must not keep the process.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIME)
+            self._send(pack(self._make_last_report(last, frames)))
 
     def _register_stacks(self, path: str) -> None:
         if signal.getsignal(SIGNAL) is not signal.SIG_DFL:  # it means something else here
@@ -129,6 +164,9 @@ class Watched:
     def _meet_torch(self, torch: object) -> None:
         choose_buffer_size()
         self.operations.install(torch)
+        if self._socket is not None:
+            self._exits.watch_terminate()
+        self._gradients.install(torch)
 
     # ---- the thread
 
@@ -156,22 +194,30 @@ class Watched:
                 self._send(pack(self._make_beat()))
                 # Not at once for what a stopped process has missed.
                 next_s = max(next_s + _BEAT_S, now_s + _BEAT_S / 2)
-            if not poll.poll(max(0.0, next_s - time.monotonic()) * 1000):
+            if now_s >= self._sampler.next_s:
+                self._sample()
+            until_s = min(next_s, self._sampler.next_s) - time.monotonic()
+            if not poll.poll(max(0.0, until_s) * 1000):
                 continue
             data = self._socket.recv(4096)
             if not data:
                 break
             for message in unpacker.feed(data):
                 if isinstance(message, Ask):
-                    self._send(pack(self._make_report()))
+                    self._send(pack(self._make_report(is_full=message.is_full)))
         if self._is_leaving:
             self._send(pack(self._make_beat()))
 
     def _send(self, data: bytes) -> None:
-        if not self._is_ours():
-            raise OSError("the descriptor is another's now")
-        assert self._socket is not None
-        self._socket.sendall(data)
+        if not self._sending.acquire(timeout=_REST_S):
+            raise OSError("another message doesn't get through")
+        try:
+            if not self._is_ours():
+                raise OSError("the descriptor is another's now")
+            assert self._socket is not None
+            self._socket.sendall(data)
+        finally:
+            self._sending.release()
 
     def _is_ours(self) -> bool:
         """Whether our descriptor is still our socket: scripts close all, and another file gets its number."""
@@ -187,9 +233,16 @@ class Watched:
         with self._work:
             # Whatever torch has changed: a beat without its numbers is better than none.
             with suppress(Exception):
-                if not self._is_over and _has_groups():
+                self._had_groups |= _has_groups()
+                if not self._is_over and self._had_groups:
                     progress = self._recorder.read_progress()
+            with suppress(Exception):
+                if not self._is_over:
+                    self._gradients.settle()
             stack = mark_main_thread()
+        pace = None
+        with suppress(Exception):  # a script's odd file names and sources
+            pace = self._sampler.drain()
         return Beat(
             rank=self._rank,
             time_s=time.time(),
@@ -199,18 +252,43 @@ class Watched:
             calls=progress.calls,
             place=hash(tuple((id(code), at) for code, at in stack)) & 0xFFFFFFFF,
             is_waiting=any(code.co_filename.endswith(_C10D_FILE) for code, _ in stack),
+            not_finite=self._gradients.found,
+            pace=pace,
         )
 
-    def _make_report(self) -> Report:
+    def _sample(self) -> None:
+        # Without a group it waits for nobody; what raises here is no trouble of the script's.
+        with self._work, suppress(Exception):
+            if _has_groups():
+                self._sampler.take(time.monotonic())
+            else:
+                self._sampler.skip(time.monotonic())
+
+    def _make_report(self, *, is_full: bool) -> Report:
         groups: dict[str, Group] = {}
         calls: tuple[Call, ...] = ()
         with self._work:
             with suppress(Exception):
                 if not self._is_over and _has_groups():
-                    groups, calls = self._recorder.read_calls()
+                    groups, calls = self._recorder.read_calls(is_full=is_full)
             stacks = read_stacks()
             phase = self._find_phase(mark_main_thread())
         return Report(self._rank, time.time(), phase, groups, calls, stacks)
+
+    def _make_last_report(self, last: LastWords, frames: tuple[Frame, ...]) -> Report:
+        groups: dict[str, Group] = {}
+        calls: tuple[Call, ...] = ()
+        # Not without end: whoever holds it may be what ends the process.
+        if self._work.acquire(timeout=_REST_S):
+            try:
+                # Also where the script has destroyed its groups by now.
+                with suppress(Exception):
+                    if _C10D in sys.modules:
+                        groups, calls = self._recorder.read_calls()
+            finally:
+                self._work.release()
+        stacks = (Stack("MainThread", frames),)
+        return Report(self._rank, time.time(), "leaving", groups, calls, stacks, last)
 
     def _find_phase(self, stack: tuple[Mark, ...]) -> Phase:
         if not threading.main_thread().is_alive():
@@ -234,6 +312,7 @@ class Watched:
 
     def _close_in_child(self) -> None:
         self._is_over = True
+        self._exits.forget()
         if self._socket is not None and self._is_ours():
             self._socket.close()
         if self._stacks is not None:

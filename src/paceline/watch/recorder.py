@@ -3,10 +3,15 @@
 A beat asks the Flight Recorder for two numbers per group. The entries themselves take 15 us each, up to 15 ms
 in all, so a beat has them only where that stays below `_SHARE` of the time, or `_SHARE_STILL` once the rank
 stands still; a new group is looked up at once. A report always has them, with frames.
+
+The launcher compares what the beats of different ranks tell. So that they tell of the same calls, all ranks
+read at the same multiples of a power of two of seconds, and where there are more calls than a beat takes they
+choose by the calls' numbers: a rank that has to choose more strictly chooses among what the others have.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -35,6 +40,8 @@ _BUFFER_SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _SHARE = 0.002
 _SHARE_STILL = 0.02
 _MAX_CALLS_PER_BEAT = 256
+# At least so many of a group, however many groups there are.
+_LEAST_CALLS_PER_BEAT = 8
 _MAX_CALLS_PER_GROUP = 100
 _MONITORED = "monitored_barrier"
 _TRANSFERS = "transfers"
@@ -57,7 +64,7 @@ class Progress:
         issued: by group, the number of the latest; sends and receives, which aren't numbered together, are
             counted as `GROUP:transfers`.
         completed: by group, how many of these have completed.
-        calls: the latest since the last time, without frames.
+        calls: since the last time, without frames; a choice where there are many.
     """
 
     issued: dict[str, int]
@@ -90,7 +97,7 @@ class Recorder:
         self._status: dict[Key, Status] = {}
         self._told: dict[int, int] = {}
         self._told_transfers = 0
-        self._read_s = 0.0
+        self._read_s = self._read_at_s = 0.0
         self._cost_s = 0.0
 
     def read_progress(self) -> Progress:
@@ -107,22 +114,27 @@ class Recorder:
         transfers = [transfer for transfer in transfers if transfer.operation != _MONITORED]
         if transfers:
             groups = read_groups()
-            calls += [_build_transfer(transfer, transfer.number, groups, ()) for transfer in transfers]
+            latest = transfers[max(0, len(transfers) + len(calls) - _MAX_CALLS_PER_BEAT) :]
+            calls += [_build_transfer(transfer, transfer.number, groups, ()) for transfer in latest]
             calls.sort(key=lambda call: call.began_s)
         issued, completed = self._count(status)
         num_open = self._operations.count_open()
         for group, number in self._operations.count_transfers().items():
             issued[f"{group}:{_TRANSFERS}"] = number
             completed[f"{group}:{_TRANSFERS}"] = number - num_open[group]
-        return Progress(issued, completed, tuple(calls[-_MAX_CALLS_PER_BEAT:]))
+        return Progress(issued, completed, tuple(calls))
 
-    def read_calls(self) -> tuple[dict[str, Group], tuple[Call, ...]]:
-        """The groups, and of each the latest calls and all that have not completed, in the order of issue."""
+    def read_calls(self, *, is_full: bool = False) -> tuple[dict[str, Group], tuple[Call, ...]]:
+        """The groups, and of each the latest calls and all that have not completed, in the order of issue.
+
+        Args:
+            is_full: whether to give all calls that are recorded still.
+        """
         groups = read_groups()
-        entries = _latest_of_names(read_entries(has_frames=True))
+        entries = self._keep_current(read_entries(has_frames=True))
         windows = self._operations.windows()
-        chosen = _choose(entries)
-        calls = [build_call(entry, groups.name_sequence(entry), windows) for entry in chosen]
+        chosen = entries if is_full else _choose(entries)
+        calls = [build_call(entry, groups, windows) for entry in chosen]
         for transfer in self._operations.transfers():
             number = self._find_number(transfer, entries)
             calls.append(_build_transfer(transfer, number, groups, resolve(transfer.stack)))
@@ -146,23 +158,31 @@ class Recorder:
             return False
         if status.keys() - self._levels.keys():
             return True
-        share = _SHARE_STILL if status == self._status else _SHARE
-        return time.monotonic() - self._read_s >= self._cost_s / share
+        if status == self._status:
+            return time.monotonic() - self._read_s >= self._cost_s / _SHARE_STILL
+        every_s = 2.0 ** math.ceil(math.log2(max(1.0, self._cost_s / _SHARE)))
+        return time.time() // every_s != self._read_at_s // every_s
 
     def _read_new(self, status: dict[Key, Status]) -> list[Call]:
         """The calls that were not told yet; notes how far each sequence is."""
-        began_s = time.monotonic()
+        # Of this thread alone: waiting for Python's lock takes nothing from the script.
+        began_s = time.thread_time()
         groups, windows = read_groups(), self._operations.windows()
         entries = read_entries(has_frames=False)
         self._note_levels(status, entries, groups)
         fresh = [entry for entry in entries if entry.record > self._told.get(entry.key[0], -1)]
         # Of all entries: torch counts from 0 again where a group was aborted.
         self._told.update({entry.key[0]: entry.record for entry in entries})
-        fresh = _latest_of_names(fresh)[-_MAX_CALLS_PER_BEAT:]
-        calls = [build_call(entry, groups.name_sequence(entry), windows) for entry in fresh]
-        self._read_s = time.monotonic()
-        self._cost_s = self._read_s - began_s
+        fresh = _sample(self._keep_current(fresh))
+        calls = [build_call(entry, groups, windows) for entry in fresh]
+        self._cost_s = time.thread_time() - began_s
+        self._read_s, self._read_at_s = time.monotonic(), time.time()
         return calls
+
+    def _keep_current(self, entries: list[Entry]) -> list[Entry]:
+        """Without those of groups that are gone and whose name another has now."""
+        made_ns = self._operations.read_names()
+        return _latest_of_names([e for e in entries if e.created_ns >= made_ns.get(e.group, 0)])
 
     def _note_levels(self, status: dict[Key, Status], entries: list[Entry], groups: Groups) -> None:
         num_transfers = self._operations.count_transfers()
@@ -202,12 +222,38 @@ class Recorder:
 
 
 def _latest_of_names(entries: list[Entry]) -> list[Entry]:
-    """Without those of groups that are gone and whose name another has now."""
+    """Of groups of one name those of the latest that has any."""
     latest: dict[tuple[int, str], Key] = {}
     for entry in entries:
         name = (entry.key[0], entry.group)
         latest[name] = max(latest.get(name, entry.key), entry.key)
     return [entry for entry in entries if latest[entry.key[0], entry.group] == entry.key]
+
+
+def _sample(entries: list[Entry]) -> list[Entry]:
+    """As many as a beat takes, of each group alike: those that other ranks choose too, whenever they do."""
+    num_groups = len({entry.key for entry in entries})
+    most = max(_LEAST_CALLS_PER_BEAT, _MAX_CALLS_PER_BEAT // max(1, num_groups))
+    by_group: dict[Key, list[Entry]] = {}
+    for entry in entries:
+        by_group.setdefault(entry.key, []).append(entry)
+    chosen: list[Entry] = []
+    for members in by_group.values():
+        below = 1 << 32
+        places = [_scatter(entry.number) for entry in members] if len(members) > most else []
+        while len(members) > most:
+            below //= 2
+            members = [entry for entry, place in zip(members, places, strict=True) if place < below]
+            places = [place for place in places if place < below]
+        chosen += members
+    return sorted(chosen, key=lambda entry: entry.record)[-_MAX_CALLS_PER_BEAT:]
+
+
+def _scatter(number: int) -> int:
+    """32 bits that are the same on all ranks, and in no rhythm: a step may be of any number of calls."""
+    number = (number ^ number >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    number = (number ^ number >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return number ^ number >> 16
 
 
 def _choose(entries: Iterable[Entry]) -> list[Entry]:
@@ -230,18 +276,11 @@ def _build_transfer(transfer: Transfer, number: int, groups: Groups, frames: tup
         sizes=transfer.sizes,
         dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in transfer.dtypes),
         reduce_op=None,
-        peer=_find_rank(groups.by_name.get(transfer.group), transfer.peer),
+        peer=groups.find_rank(transfer.group, transfer.peer),
         done=transfer.is_done,
         began_s=transfer.began_ns / 1e9,
         frames=frames,
     )
-
-
-def _find_rank(group: Group | None, peer: int | None) -> int | None:
-    """Of a rank in a group the global one."""
-    if group is None or peer is None or not 0 <= peer < len(group.ranks):
-        return peer
-    return group.ranks[peer]
 
 
 def _with_sequences(groups: Groups, calls: Iterable[Call]) -> dict[str, Group]:

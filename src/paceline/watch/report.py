@@ -88,6 +88,63 @@ class Stack:
 Phase = Literal["starting", "joining", "running", "leaving"]
 
 
+Effect = Literal["applied", "skipped", "raised", "inherited"]
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """The first gradient of a rank that is not finite: infinite or no number.
+
+    Attributes:
+        number: of the backward pass, from 1; passes of this process through the parameters of its optimizers.
+        time_s: seconds since 1970.
+        effect: `"applied"` where the weights have become so by it, `"skipped"` where a GradScaler or the
+            script skips such steps again and again, `"raised"` where an exception has ended the script in
+            such a step, `"inherited"` where weights were so before.
+        parameter: where it began: the last one in the model whose gradient (for `"inherited"`: which itself)
+            is not finite; empty where that isn't known.
+        kind: the class of its module.
+        is_at_end: whether no parameter comes after it.
+        frames: the user's line that called backward, innermost first.
+    """
+
+    number: int
+    time_s: float
+    effect: Effect
+    parameter: str
+    kind: str
+    is_at_end: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class PlaceTime:
+    """How long a rank's main thread was at a place.
+
+    Attributes:
+        seconds: so long, as far as samples tell.
+        is_waiting: whether it waited for other ranks there.
+        frames: its stack, innermost first, shortened: the user's own and some of the libraries'.
+    """
+
+    seconds: float
+    is_waiting: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Where a rank's main thread was, by looking at it now and then.
+
+    Attributes:
+        samples: how often it was looked at.
+        places: where it was then; together the time that the samples stand for.
+    """
+
+    samples: int
+    places: tuple[PlaceTime, ...]
+
+
 @dataclass(frozen=True)
 class Beat:
     """A sign of life.
@@ -103,6 +160,8 @@ class Beat:
         calls: issued since the beat before, without frames.
         place: a number that changes with where the main thread is (a hash of its stack).
         is_waiting: whether the main thread is in a function of torch.distributed, for new groups too.
+        not_finite: its first gradient that wasn't finite, once it is certain; told again and again.
+        pace: where it was since the beat before; `None` while it has no process group.
     """
 
     rank: int
@@ -113,6 +172,26 @@ class Beat:
     calls: tuple[Call, ...]
     place: int
     is_waiting: bool
+    not_finite: NotFinite | None = None
+    pace: Pace | None = None
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What brings a rank to its end, told by itself just before.
+
+    Attributes:
+        kind: `"error"` for an exception that ends the script, `"exit"` for `sys.exit` and `os._exit`,
+            `"abort"` for an exception of C++ that nobody catches.
+        words: `ValueError: ...`, `sys.exit(0)`, `std::terminate`.
+        exit_code: as the process will end, negative for a signal.
+        has_lost_peer: whether the exception says that another rank has gone.
+    """
+
+    kind: Literal["error", "exit", "abort"]
+    words: str
+    exit_code: int
+    has_lost_peer: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +204,10 @@ class Report:
         phase: as in `Beat`.
         groups: by name.
         calls: the latest of each group, and all that haven't completed, in the order of issue.
-        stacks: of all Python threads but the watching one, the main thread's first.
+        stacks: of all Python threads but the watching one, the main thread's first. Where an exception ends
+            the script: the place where it was raised.
+        last: what ends the rank, if it is about to end.
+        issued: by group, how many collectives; of a rank that has ended and whose calls nobody knows.
     """
 
     rank: int
@@ -134,6 +216,8 @@ class Report:
     groups: dict[str, Group]
     calls: tuple[Call, ...]
     stacks: tuple[Stack, ...]
+    last: LastWords | None = None
+    issued: dict[str, int] = field(default_factory=dict)
 
 
 ProcessState = Literal["running", "sleeping", "stopped", "uninterruptible", "ended", "unreachable"]

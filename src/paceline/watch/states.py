@@ -138,7 +138,9 @@ def _see_from_outside(process: Process, own: tuple[Frame, ...], report: Report |
     if process.state == "ended":
         is_well = process.exit_code in (0, None) and not process.is_out_of_memory
         words = name_exit(process.exit_code, process.is_out_of_memory)
-        return State(rank, "ended" if is_well else "killed", words)
+        # Only last words are from its end.
+        frames = own if report is not None and report.last is not None else ()
+        return State(rank, "ended" if is_well else "killed", words, frames=frames)
     if process.pid == 0:
         return State(rank, "missing", "was never started")
     if process.state == "stopped":
@@ -264,3 +266,29 @@ def _has_counterpart(call: Call, rank: int, seen: Seen, peer: int | None = None)
         and (other.number >= call.number if other.peer == rank else other.peer is None and not other.done)
         for other in report.calls
     )
+
+
+def count_transfers(waiting: Sequence[State], seen: Seen) -> list[str]:
+    """Of those that wait in a send or a receive: how many the other side has had of these."""
+    out = []
+    for state in waiting:
+        call = state.call
+        report = seen.reports.get(call.peer) if call is not None and call.peer is not None else None
+        if call is None or report is None or not is_pairwise(call):
+            continue
+        sends = call.operation.startswith("send")
+        opposite = "recv" if sends else "send"
+        so_far = max(
+            (
+                other.number
+                for other in report.calls
+                if (other.group, other.peer) == (call.group, state.rank)
+                and other.operation.startswith(opposite)
+            ),
+            default=0,
+        )
+        number = f"{so_far} tensor{'s' if so_far > 1 else ''}" if so_far else "nothing"
+        did, does = (f"received {number} from", "sends") if sends else (f"sent {number} to", "waits for")
+        own = f"rank {state.rank}"
+        out.append(f"Rank {call.peer} has {did} {own} so far; {own} {does} number {call.number}.")
+    return out

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 from paceline.launch import trace
 from paceline.watch.report import Frame, Stack
@@ -47,6 +47,15 @@ def mark_stack(frame: FrameType | None, most: int = 200) -> tuple[Mark, ...]:
         marks.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(marks)
+
+
+def mark_traceback(trace: TracebackType | None) -> tuple[Mark, ...]:
+    """Where an exception was raised, innermost first."""
+    marks: list[Mark] = []
+    while trace is not None:
+        marks.append((trace.tb_frame.f_code, trace.tb_lasti))
+        trace = trace.tb_next
+    return tuple(reversed(marks))
 
 
 def resolve(marks: Iterable[Mark]) -> tuple[Frame, ...]:

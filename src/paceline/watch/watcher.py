@@ -15,23 +15,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from paceline.launch.watching import SOCKET, Watched, name_stacks
 from paceline.watch.clock import STALL_S, Clock, Stillness
+from paceline.watch.death import Failure, explain_failure
+from paceline.watch.falls import Falls, is_felt
 from paceline.watch.hang import explain_hang
 from paceline.watch.mismatch import find_mismatch
-from paceline.watch.nodes import EVERY_S, Board, NodeState, join_stillness, merge
+from paceline.watch.nodes import EVERY_S, Board, NodeState, Others, join_stillness, merge
+from paceline.watch.not_finite import FirstNotFinite
 from paceline.watch.process import Eyes
 from paceline.watch.render import render, render_place
 from paceline.watch.report import Beat, Frame, Process, Report, Seen, Verdict
+from paceline.watch.slow import SlowRanks
 from paceline.watch.stacks import read_main_stack
+from paceline.watch.suspicion import Suspicion
 from paceline.watch.wire import Ask, Message, Unpacker, pack
 
 # How often the ranks' processes are looked at.
 _LOOK_S = 1.0
 # How long a rank has to answer; its thread may wait for Python's lock.
 _ANSWER_S = 2.0
+# How long ranks that lose their peer may take until the exception has ended their scripts.
+_SETTLE_S = 1.0
+# How long a failure may take to be told among nodes.
+_NODES_S = 4 * EVERY_S
 
 
 class _Line:
@@ -53,9 +63,9 @@ class _Line:
             raise EOFError
         return list(self._unpacker.feed(data))
 
-    def ask(self) -> None:
+    def ask(self, *, is_full: bool) -> None:
         """Asks for a report; a rank whose thread doesn't read takes a few hundred before this fails."""
-        self.socket.send(pack(Ask()))
+        self.socket.send(pack(Ask(is_full)))
 
 
 class RankWatcher:
@@ -71,6 +81,8 @@ class RankWatcher:
 
     def __init__(self, hang_after_s: float, *, keep_alive: bool, tell: Callable[[str], None]) -> None:
         self.told = self.told_of_others = ""
+        self._met_s = time.time()
+        self._falls, self._failure = Falls(), Failure(None)
         self._hang_after_s = hang_after_s
         self._keep_alive = keep_alive
         self._tell = tell
@@ -83,6 +95,9 @@ class RankWatcher:
         self._reports: dict[int, Report] = {}
         self._asked_at_s = 0.0
         self._was_stuck = False
+        self._suspicion = Suspicion()
+        self._not_finite = FirstNotFinite()
+        self._slow = SlowRanks(_read_source)
         self._board: Board | None = None
         self._has_spoken = False
         self._ends = threading.Event()
@@ -105,17 +120,29 @@ class RankWatcher:
     def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
         """Ranks start, on so many nodes; what was known of those before is of no use."""
         self._clock = Clock(time.monotonic())
+        self._suspicion = Suspicion()
         self._failed.clear()
         self._looked_back.clear()
+        self._not_finite = FirstNotFinite()
+        self._slow = SlowRanks(_read_source)
+        self._met_s = time.time()
+        self._falls, self._failure, self.told_of_others = Falls(), Failure(None), ""
         if self._board is not None:
             self._board.close()
         self._board = Board(node, num_nodes, host, port, str(attempt)) if num_nodes > 1 else None
 
-    def note_failure(self) -> None:
+    def note_failure(self, rank: int, status: int) -> None:
         """Asks the ranks that are left where they are; once, as the others fail because of the first."""
+        self._falls.note_status(rank, status)
         if not self._failed.is_set() and self._thread.is_alive():
             self._failed.set()
-            self._looked_back.wait(_ANSWER_S + 1.0)
+            self._looked_back.wait(_ANSWER_S + _SETTLE_S + 1.0 + (_NODES_S if self._board is not None else 0))
+
+    def explain_failure(self, died: str = "") -> str:
+        """Why ranks failed, where that is known of collectives that don't match or a peer that ended."""
+        verdict = self._failure.verdict
+        told = [died] if died else []
+        return "" if verdict is None else render(replace(verdict, more=(*verdict.more, *told)))
 
     def end(self) -> None:
         """Stops the thread and closes the sockets."""
@@ -142,8 +169,11 @@ class RankWatcher:
             if now_s - looked_s >= _LOOK_S:
                 looked_s = now_s
                 self._look_around(now_s)
+            self._tell_not_finite()
             if not self._has_spoken and not self._failed.is_set():
                 self._judge(now_s)
+        self._hear(0.0)  # the last beats
+        self._tell_not_finite(is_last=True)
 
     def _hear(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
@@ -167,8 +197,17 @@ class RankWatcher:
             if isinstance(message, Beat):
                 self._lines[message.rank] = line
                 self._clock.note_beat(message, time.monotonic())
+                # What a rank of the attempt before has told may come late.
+                if message.time_s >= self._met_s:
+                    self._slow.book.note_beat(message, time.monotonic())
+                    self._falls.note_beat(message)
+                    self._suspicion.note_calls(message.rank, message.calls)
+                if message.not_finite is not None and message.not_finite.time_s >= self._met_s:
+                    self._not_finite.note(message.rank, message.not_finite, time.monotonic())
             elif isinstance(message, Report):
                 self._reports[message.rank] = message
+                if message.time_s >= self._met_s:
+                    self._falls.note_report(message)
 
     def _look_around(self, now_s: float) -> None:
         before = self._processes
@@ -179,31 +218,40 @@ class RankWatcher:
 
     def _look_back(self) -> None:
         try:
-            seen = self._collect()
-            verdict = self._find_mismatch(seen) or explain_hang(seen, _read_source)
-            if verdict is not None:
-                lost = {rank for rank, process in seen.processes.items() if process.state == "ended"}
-                places = [place for place in verdict.places if not lost.issuperset(place.ranks)]
-                self.told_of_others = "\n".join(["Meanwhile:", *map(render_place, places)])
+            seen = self._collect_failure()
+            self._failure = explain_failure(self._ask_nodes(seen), seen.processes, _read_source)
+            told = [render_place(place) for place in self._failure.failed]
+            if self._failure.others:
+                told += ["Meanwhile:", *map(render_place, self._failure.others)]
+            self.told_of_others = "\n".join(told)
+            self._tell_not_finite(is_last=True)
         finally:
             self._looked_back.set()
 
     # ---- judging
 
     def _judge(self, now_s: float) -> None:
+        others = self._board.read() if self._board is not None else {}
+        if self._answer_nodes(others, now_s):
+            return
         if not self._processes or all(p.state == "ended" for p in self._processes.values()):
             return
         own = self._clock.read(now_s)
-        others = self._board.read() if self._board is not None else {}
         for state, _ in others.values():
             if state is not None and state.told:
                 self._speak(state.told, is_heard=True)
                 return
+        self._tell_slow(others, now_s)
         stillness = join_stillness(own, others)
         is_stuck = stillness.is_stuck(self._hang_after_s)
         if not is_stuck and not stillness.is_stalled:
             self._asked_at_s = 0.0
-            self._publish(own, None)
+            ask = partial(self._collect, is_full=True)
+            mismatch = self._suspicion.judge(others, time.time(), ask, _read_source)
+            if mismatch is not None:
+                self._speak(render(mismatch))
+            else:
+                self._publish(own, None)
             return
         every_s = STALL_S if is_stuck else 5 * STALL_S
         if now_s - self._asked_at_s < every_s and is_stuck == self._was_stuck:
@@ -218,9 +266,26 @@ class RankWatcher:
         if verdict is not None:
             self._speak(render(verdict))
 
+    def _tell_not_finite(self, *, is_last: bool = False) -> None:
+        verdict = self._not_finite.read(time.monotonic(), is_last=is_last)
+        if verdict is not None:
+            self._tell(render(verdict))
+
+    def _tell_slow(self, others: Others, now_s: float) -> None:
+        if self._board is not None:
+            self._board.publish_paces(self._slow.book.tell(now_s))
+        for state, age_s in others.values():
+            if state is not None:
+                self._slow.book.note_others(state.paces, now_s, age_s)
+        # What other nodes write and read in turns is late.
+        verdict = self._slow.read(now_s, 2 * EVERY_S if others else 0.0)
+        if verdict is not None:
+            self._tell(render(verdict))
+
     def _publish(self, own: Stillness, seen: Seen | None, told: str = "") -> None:
         if self._board is not None:
-            self._board.publish(NodeState(self._node_name, tuple(self._processes), own, seen, told))
+            state = NodeState(self._node_name, tuple(self._processes), own, seen, told, *self._suspicion.told)
+            self._board.publish(state)
 
     def _find_mismatch(self, seen: Seen) -> Verdict | None:
         groups = {name: group for report in seen.reports.values() for name, group in report.groups.items()}
@@ -241,23 +306,63 @@ class RankWatcher:
         else:
             self.told = text
 
-    def _collect(self) -> Seen:
+    def _collect(self, *, is_full: bool = False) -> Seen:
         """Asks all ranks for reports, and gives what came."""
         self._reports = {}
         for line in self._lines.values():
             with suppress(OSError):
-                line.ask()
+                line.ask(is_full=is_full)
         ends_s = time.monotonic() + _ANSWER_S
         self._processes = self._eyes.look(self._look())
         living = {r for r, process in self._processes.items() if process.state not in ("stopped", "ended")}
         expected = living & self._lines.keys()
-        while (expected & self._lines.keys()) - self._reports.keys() and time.monotonic() < ends_s:
+        while self._lacks_word(expected) and time.monotonic() < ends_s:
             self._hear(0.05)
         self._processes = self._eyes.look(self._look())
         silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
         processes = self._processes | {p.rank: replace(p, native=self._read_stack(p)) for p in silent}
         world_size = max((watched.world_size for watched in self._look()), default=0)
-        return Seen(world_size, processes, dict(self._reports))
+        return Seen(world_size, processes, self._reports | self._falls.last)
+
+    def _lacks_word(self, ranks: set[int]) -> bool:
+        """Whether any of these ranks has a connection still, and neither answered nor said its last."""
+        return bool((ranks & self._lines.keys()) - self._reports.keys() - self._falls.last.keys())
+
+    def _collect_failure(self) -> Seen:
+        """Where all ranks are once one has failed; those that lose their peer by it have time to say so."""
+        seen = self._collect()
+        ends_s = time.monotonic() + _SETTLE_S
+        while time.monotonic() < ends_s and any(
+            self._falls.may_fall(report) for rank, report in seen.reports.items() if rank in self._lines
+        ):
+            self._hear(0.05)
+        self._processes = self._eyes.look(self._look())
+        return self._falls.add_to(seen, self._processes)
+
+    def _ask_nodes(self, seen: Seen) -> Seen:
+        """Tells the other nodes of a failure; with what they tell, where it may come from one of them."""
+        if self._board is None:
+            return seen
+        self._publish(self._clock.read(time.monotonic()), seen)
+        ends_s = time.monotonic() + _NODES_S - EVERY_S
+        joined, is_complete = seen, not is_felt(seen)
+        while not is_complete and time.monotonic() < ends_s:
+            self._hear(0.25)
+            joined, is_complete = merge(seen, self._board.read())
+        # The store may go with this node, so the others are given time to read; or with theirs.
+        self._ends.wait(EVERY_S)
+        self._board.close()
+        return joined
+
+    def _answer_nodes(self, others: Others, now_s: float) -> bool:
+        """Once a rank of another node has failed of what may have happened here: tells what is known here."""
+        if not any(s is not None and s.seen is not None and is_felt(s.seen) for s, _ in others.values()):
+            return False
+        if now_s - self._asked_at_s >= EVERY_S:
+            self._asked_at_s = now_s
+            seen = self._collect()
+            self._publish(self._clock.read(now_s), self._falls.add_to(seen, self._processes))
+        return True
 
     def _read_stack(self, process: Process) -> tuple[Frame, ...]:
         watched = next(w for w in self._look() if w.rank == process.rank)
@@ -270,4 +375,4 @@ def _describe(processes: Mapping[int, Process]) -> dict[int, tuple[int, bool]]:
 
 
 def _read_source(path: str) -> Sequence[str]:
-    return linecache.getlines(path)
+    return [line.rstrip("\n") for line in linecache.getlines(path)]

@@ -1,0 +1,101 @@
+"""Which module a parameter belongs to, and which parameters are not finite: asked once something is wrong.
+
+Nothing is known of the script's model before. The collector knows every module that lives, and those that
+hold a parameter lead to the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# What wraps a model and isn't part of it: DistributedDataParallel, DataParallel, torch.compile.
+_WRAPPED = {"module", "_orig_mod"}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter of a model.
+
+    Attributes:
+        name: as in `named_parameters`, without what wrappers put before it.
+        kind: the class of its module.
+    """
+
+    name: str
+    kind: str
+    # Not to the parameter itself: one with a weak reference can't be swapped (`torch.utils.swap_tensors`).
+    _module: weakref.ref[Any]
+
+    def find(self) -> Any | None:
+        """The parameter, if it is still there and trained."""
+        module = self._module()
+        found = None if module is None else module._parameters.get(self.name.rpartition(".")[2])
+        return found if found is not None and found.requires_grad else None
+
+
+def find_siblings(torch: Any, parameter: Any) -> tuple[Named, ...]:
+    """All parameters of the model that one belongs to, in the order in which modules are defined.
+
+    Those of other kinds of tensors (DTensor) are left out: looking at them may take a collective. Empty where
+    no module holds the parameter.
+    """
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    models = [_unwrap(root) for root in _find_roots(modules, parameter)]
+    if not models:
+        return ()
+    model = max(models, key=lambda model: (not _is_traced(model), sum(1 for _ in model.parameters())))
+    plain = (torch.nn.Parameter, torch.Tensor)
+    return tuple(
+        Named(f"{path}.{own}" if path else own, type(module).__name__, weakref.ref(module))
+        for path, module in model.named_modules()
+        for own, tensor in module.named_parameters(recurse=False)
+        if type(tensor) in plain
+    )
+
+
+def _find_roots(modules: Iterable[Any], parameter: Any) -> list[Any]:
+    parents: dict[int, list[Any]] = {}
+    here: list[Any] = []
+    for module in modules:
+        fields = vars(module)  # one that is being made may have nothing yet
+        if any(own is parameter for own in fields.get("_parameters", {}).values()):
+            here.append(module)
+        for child in fields.get("_modules", {}).values():
+            parents.setdefault(id(child), []).append(module)
+    met: set[int] = set()
+    roots = []
+    while here:
+        module = here.pop()
+        if id(module) in met:
+            continue
+        met.add(id(module))
+        if id(module) not in parents:
+            roots.append(module)
+        here += parents.get(id(module), [])
+    return roots
+
+
+def _is_traced(model: Any) -> bool:
+    """Whether it is what a compiler has made of a model, with names of its own."""
+    return any(kind.__name__ == "GraphModule" for kind in type(model).__mro__)
+
+
+def _unwrap(model: Any) -> Any:
+    while len(model._modules) == 1 and not model._parameters and model._modules.keys() <= _WRAPPED:
+        (model,) = model._modules.values()
+    return model
+
+
+def is_finite(tensor: Any) -> bool:
+    """Whether all of its numbers are; reads them, and waits for the device."""
+    numbers = tensor._values() if tensor.is_sparse else tensor.detach()
+    return bool(numbers.isfinite().all().item())
+
+
+def has_finite_gradient(tensor: Any) -> bool:
+    """Whether it has none that isn't."""
+    return tensor.grad is None or is_finite(tensor.grad)
