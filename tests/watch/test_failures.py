@@ -177,5 +177,5 @@ def test_ranks_of_a_function() -> None:
     watcher = RankWatcher(20.0, keep_alive=False, tell=print)
     with pytest.raises(JobStuck, match=r"different sizes in all_reduce .*\[PL803\]") as raised:
         local.launch(reduce_two_sizes, nproc=2, args=((3, 40),), watcher=watcher)
-    assert "rank 0 gives [3] at " in raised.value.told
-    assert "Rank 0 was killed by SIGABRT" in raised.value.told
+    assert "rank 0 gives [3] at " in raised.value.said.text
+    assert "Rank 0 was killed by SIGABRT" in raised.value.said.text

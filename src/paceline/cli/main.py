@@ -10,9 +10,10 @@ import os
 import select
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import paceline
+from paceline.cli.watching import as_table, describe_error, tell
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.launch.failure import PumpLost, RankFailed
 from paceline.launch.script import Become, run_as_main
@@ -76,7 +77,10 @@ def _run_command(argv: Sequence[str] | None) -> int:
         _tell(error, as_json=getattr(args, "json", False))
         return error.exit_code
     except (RankFailed, JobStuck, PumpLost) as failure:
-        print(f"paceline: {failure}", file=sys.stderr)
+        if getattr(args, "json", False):
+            print(json.dumps({"error": as_table(failure)}))
+        else:
+            tell(str(failure))
         return failure.exit_code
     except BrokenPipeError:
         if not _is_stdout_broken():
@@ -110,7 +114,5 @@ def _tell(error: PacelineError, *, as_json: bool) -> None:
         print(f"paceline: {error}", file=sys.stderr)
         return
     problems = error.problems if isinstance(error, RecipeErrors) else [error]
-    found: list[dict[str, Any]] = [
-        {"code": p.code, "saw": p.saw, "rule": p.rule, "fix": p.fix} for p in problems
-    ]
+    found = [describe_error(problem) for problem in problems]
     print(json.dumps({"error": found[0], "errors": found}))

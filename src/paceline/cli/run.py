@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
-from paceline.cli.watching import add_watching_flags, build_watcher, tell
+from paceline.cli.watching import add_watching_flags, as_table, build_watcher, describe_error, tell
+from paceline.errors import PacelineError
 
 _DESCRIPTION = """
 Runs a script on many ranks, as torchrun does and with torchrun's flags. torch is imported once and the ranks
@@ -34,6 +38,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="OMP_NUM_THREADS of every rank (default: as the environment says, else cores / ranks)",
     )
     add_watching_flags(ours)
+    ours.add_argument(
+        "--json",
+        action="store_true",
+        help="say what paceline has to say as one JSON object per line, on standard error",
+    )
     add_torchrun_flags(parser)
     parser.set_defaults(run=run)
 
@@ -42,18 +51,39 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     import logging
 
-    from paceline.errors import PacelineError
     from paceline.launch.failure import PumpLost, RankFailed
-    from paceline.launch.run import run_script
     from paceline.launch.stop import Interrupted
     from paceline.launch.watching import JobStuck
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("paceline: %(message)s"))
+    if args.json:
+        handler.format = lambda record: json.dumps({"message": record.getMessage()})  # type: ignore[method-assign]
     logger = logging.getLogger("paceline.launch")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    code = 0
+    try:
+        _run(args)
+    except Interrupted as end:
+        logger.warning("%s", end)
+        code = end.exit_code
+    except (RankFailed, JobStuck, PumpLost) as end:
+        _tell_end(args, as_table(end), str(end))
+        code = end.exit_code
+    except PacelineError as error:
+        _tell_end(args, describe_error(error), str(error))
+        code = error.exit_code
+    # All that was ours is closed. Python's own end, with torch loaded, would hold up the shell's prompt, and
+    # the agent's thread may be waiting in torch for a node that is gone.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _run(args: argparse.Namespace) -> None:
+    from paceline.launch.run import run_script
+
     if args.threads_per_rank is not None and args.threads_per_rank < 1:
         raise PacelineError(
             "PL345",
@@ -61,14 +91,12 @@ def run(args: argparse.Namespace) -> int:
             rule="A rank computes with one thread at least.",
             fix="Leave it out for cores / ranks.",
         )
-    watcher = build_watcher(args)
-    code = 0
-    try:
-        run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=watcher)
-    except (RankFailed, JobStuck, Interrupted, PumpLost) as end:
-        tell(str(end))
-        code = end.exit_code
-    # All that was ours is closed. Python's own end, with torch loaded, would hold up the shell's prompt, and
-    # the agent's thread may be waiting in torch for a node that is gone.
-    sys.stdout.flush()
-    os._exit(code)
+    run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=build_watcher(args))
+
+
+def _tell_end(args: argparse.Namespace, table: Mapping[str, Any], text: str) -> None:
+    """Standard output is the script's."""
+    if args.json:
+        print(json.dumps({"error": table}), file=sys.stderr, flush=True)
+    else:
+        tell(text)

@@ -1,15 +1,20 @@
-"""The flags of commands whose ranks are watched."""
+"""The flags of commands whose ranks are watched, and how these commands tell what was seen."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from paceline.codes import PAGES
 from paceline.errors import PacelineError
+from paceline.launch.failure import PumpLost, RankFailed
+from paceline.launch.watching import JobStuck
 
 if TYPE_CHECKING:
-    from paceline.launch.watching import Watcher
+    from paceline.launch.watching import Said, Watcher
 
 # Just before NCCL's own ten minutes, after which it would end ranks that wait, without saying for whom: so no
 # job is ended that torch's defaults would have let live. A rank that computes has ten times as long.
@@ -51,9 +56,35 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
         return None
     from paceline.watch.watcher import RankWatcher
 
-    return RankWatcher(args.hang_after, keep_alive=args.keep_alive, tell=tell)
+    tell_on = partial(_tell_on, as_json=args.json)
+    return RankWatcher(args.hang_after, keep_alive=args.keep_alive, tell=tell_on)
 
 
 def tell(text: str) -> None:
     """Says something that ends a job, or would."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+def _tell_on(said: Said, *, as_json: bool) -> None:
+    """Says something of a job that goes on."""
+    if as_json:
+        print(json.dumps({"finding": said.table}), file=sys.stderr, flush=True)
+    else:
+        tell(said.text)
+
+
+def describe_error(error: PacelineError) -> dict[str, Any]:
+    """A mistake, as JSON."""
+    return {"code": error.code, "saw": error.saw, "rule": error.rule, "fix": error.fix}
+
+
+def as_table(end: RankFailed | JobStuck | PumpLost) -> dict[str, Any]:
+    """What ended a job, as JSON: a finding, and what belongs to it."""
+    if isinstance(end, JobStuck):
+        return {**end.said.table, "hint": end.hint}
+    page = PAGES[end.code]
+    table: dict[str, Any] = {"code": end.code, "where": "", "saw": "", "rule": page.why, "fix": page.fix}
+    if isinstance(end, PumpLost):
+        return {**table, "where": "the launcher", "saw": str(end)}
+    more = {"rank": end.rank, "status": end.status, "traceback": end.trace, "hint": end.hint}
+    return {**table, "where": f"rank {end.rank}", "saw": end.headline, **more}

@@ -53,6 +53,8 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
         status: the exit code of its process (negative: the signal that killed it).
         signal_name: such as `"SIGKILL"`, or None.
         trace: the traceback on that rank, or an empty string where it left none.
+        hint: what else is known; may be empty.
+        code: of the page, PL330 or PL331.
     """
 
     exit_code = 1
@@ -64,18 +66,22 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
         self.trace = trace
         self.hint = hint
         self.signal_name = _signal_name(status)
+        self.code = "PL330" if trace and self.signal_name is None else "PL331"
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """Which rank failed, where and by what, in a line."""
         frame = find_own_frame(self.trace)
         where = f", at {frame.where}" if frame is not None else ""
         if self.signal_name is not None:
-            text = f"rank {self.rank} was killed by {self.signal_name}{where}. [PL331]"
-        elif self.trace:
-            text = f"rank {self.rank} failed first{where}: {tell_last_line(self.trace)} [PL330]"
-        else:
-            text = f"rank {self.rank} exited with code {self.status} and left no traceback. [PL331]"
+            return f"rank {self.rank} was killed by {self.signal_name}{where}."
+        if self.trace:
+            return f"rank {self.rank} failed first{where}: {tell_last_line(self.trace)}"
+        return f"rank {self.rank} exited with code {self.status} and left no traceback."
+
+    def __str__(self) -> str:
         parts = [
-            text,
+            f"{self.headline} [{self.code}]",
             *([f"\n{fold(self.trace)}\n"] if self.trace else []),
             *([self.hint] if self.hint else []),
         ]
@@ -86,6 +92,7 @@ class PumpLost(Exception):  # noqa: N818 (an event, told as one)
     """The process that carries the ranks' output was killed, and the ranks were ended."""
 
     exit_code = 1
+    code = "PL332"
 
     def __str__(self) -> str:
         return (

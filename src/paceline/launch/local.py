@@ -41,12 +41,11 @@ from paceline.launch.ranks import (
     Ranks,
     Rounds,
     fork_keeper_for_call,
-    ignore_failure,
     spawn_keeper,
 )
 from paceline.launch.stop import stop_by_signals
 from paceline.launch.streams import Pump, open_streams
-from paceline.launch.watching import JobStuck, Watcher
+from paceline.launch.watching import JobStuck, Watcher, watching
 from paceline.place import is_launched
 
 # What importing torch in a fresh process costs before any model (220 MB measured with gloo).
@@ -295,10 +294,8 @@ def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any
 
     try:
         stopping = stop_by_signals(_SIGNALS, patience_s, job.rounds, ranks, hangup=signal.SIGTERM)
-        with stopping as stop, quiet_torchelastic():
-            if job.watcher is not None:
-                ranks.on_failure = job.watcher.note_failure
-                job.watcher.begin(job.folder, ranks.list_watched)
+        watched = watching(job.watcher, job.folder, ranks, job.rounds)
+        with stopping as stop, quiet_torchelastic(), watched:
             stop.supervise(start_thread(work), job.pump, job.watcher)
         if stop.lost:
             raise PumpLost
@@ -307,9 +304,6 @@ def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any
         _judge(job, ranks, outcome[0] if outcome else None)
         return [pickle.loads((job.folder / f"result-{rank}").read_bytes()) for rank in range(nproc)]
     finally:
-        if job.watcher is not None:
-            ranks.on_failure = ignore_failure  # the keeper serves the next launch too
-            job.watcher.end()
         if job.pump is not None:
             job.pump.drain()
         ranks.sweep(kills=True)
@@ -343,7 +337,7 @@ def _raise_if_explained(job: _Job, cause: Ending) -> None:
     """Raises JobStuck where a rank failed of what the watcher knows more of."""
     if job.watcher is not None and is_consequence(cause):
         why = job.watcher.explain_failure(describe_death(cause, ""))
-        if why:
+        if why is not None:
             raise JobStuck(why)
 
 

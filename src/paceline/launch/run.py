@@ -35,7 +35,7 @@ from paceline.launch.stop import raise_on_signals, stop_by_signals
 from paceline.launch.streams import Pump
 from paceline.launch.verdict import judge, tell_restart
 from paceline.launch.warm import Warmth, why_not_fork
-from paceline.launch.watching import Watcher, say_nothing
+from paceline.launch.watching import Watcher, say_nothing, watching
 from paceline.place import Place, read_environment, usable_cores
 
 if TYPE_CHECKING:
@@ -260,16 +260,11 @@ def _run(job: Job, ranks: Ranks, check_signals: Callable[[], None]) -> None:
             config, command, args = _configure(job)
             check_signals()  # what came before `stop` took over, and was swallowed by an import
             _record(job, config)
-            if job.watcher is not None:
-                ranks.on_failure = job.watcher.note_failure
-                job.rounds.on_start = job.watcher.meet
-                job.watcher.begin(job.folder, ranks.list_watched)
-            stop.supervise(start_thread(work), job.pump, job.watcher)
+            with watching(job.watcher, job.folder, ranks, job.rounds):
+                stop.supervise(start_thread(work), job.pump, job.watcher)
         judge(job, ranks, outcome[0] if outcome else None, stop)
         succeeded = True
     finally:
-        if job.watcher is not None:
-            job.watcher.end()
         job.pump.drain()
         ranks.finish(kills=not succeeded)
         if not job.keeps_logs:

@@ -24,7 +24,7 @@ from paceline.launch.memory import describe_kill
 from paceline.launch.ranks import COLD, RankProcess, Ranks
 from paceline.launch.stop import Interrupted, Stop
 from paceline.launch.trace import find_last
-from paceline.launch.watching import JobStuck
+from paceline.launch.watching import JobStuck, Said
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +79,9 @@ def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
         log.warning("the nodes have changed; all ranks start again")
         return
     process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
-    why = is_consequence(cause) and _explain(job, process, cause)
-    what = why or str(cause.error() or RankFailed(cause.rank, cause.code, cause.trace))
-    log.warning("%s", what.splitlines()[0])
+    why = _explain(job, process, cause) if is_consequence(cause) else None
+    what = cause.error() or RankFailed(cause.rank, cause.code, cause.trace)
+    log.warning("%s", (str(what) if why is None else why.text).splitlines()[0])
     log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
 
 
@@ -100,12 +100,12 @@ def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
 
 def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | PacelineError:
     process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
-    logs = [f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}"] if process else []
+    logs = f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}" if process else ""
     why = _explain(job, process, cause)
-    if why and is_consequence(cause):
+    if why is not None and is_consequence(cause):
         job.keeps_logs = True
-        return JobStuck("\n".join([why, *logs]))
-    hints = [f"The ranks' collectives don't match either: {why}" if why else ""]
+        return JobStuck(why, logs)
+    hints = [] if why is None else [f"The ranks' collectives don't match either: {why.text}"]
     if ranks.keeper_died:
         hints.append("The process that ranks are forked from was killed, and the ranks with it.")
     elif cause.code == -signal.SIGKILL and process is not None:
@@ -113,9 +113,9 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
     if cause.follower and process is not None:
         is_one_node = process.start.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         hints.append(_LOST_HERE if is_one_node else _LOST_ELSEWHERE)
-    if job.watcher is not None and not why:
+    if job.watcher is not None and why is None:
         hints.append(job.watcher.told_of_others)
-    hints += logs
+    hints.append(logs)
     job.keeps_logs = True
     ours = cause.error()
     if ours is not None:
@@ -124,10 +124,10 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
     return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
 
 
-def _explain(job: Job, process: RankProcess | None, cause: Ending) -> str:
+def _explain(job: Job, process: RankProcess | None, cause: Ending) -> Said | None:
     """The watcher's word on why ranks failed, if it has one."""
     if job.watcher is None:
-        return ""
+        return None
     if not is_consequence(cause):
         return job.watcher.explain_failure()
     log = "" if process is None else _read_tail(process.start.log)

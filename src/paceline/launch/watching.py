@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from paceline.launch.keeper import Start
+    from paceline.launch.ranks import Ranks, Rounds
 
 # The watcher's socket in the folder of a launch.
 SOCKET = "watch"
@@ -64,21 +66,36 @@ class Watched:
     exit_code: int | None
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a watcher has to say.
+
+    Attributes:
+        text: for people.
+        table: the same for programs, as JSON holds it: a finding, and what belongs to it.
+    """
+
+    text: str
+    table: Mapping[str, Any]
+
+
 class JobStuck(Exception):  # noqa: N818 (an event, told as one)
     """The watcher has found that the job can't go on, and the ranks were ended.
 
     Attributes:
-        told: its verdict, as text for people.
+        said: its verdict.
+        hint: where more can be read; may be empty.
     """
 
     exit_code = 1
 
-    def __init__(self, told: str) -> None:
-        super().__init__(told)
-        self.told = told
+    def __init__(self, said: Said, hint: str = "") -> None:
+        super().__init__(said, hint)
+        self.said = said
+        self.hint = hint
 
     def __str__(self) -> str:
-        return self.told
+        return "\n".join(filter(None, [self.said.text, self.hint]))
 
 
 class Watcher(Protocol):
@@ -95,7 +112,7 @@ class Watcher(Protocol):
     @property
     def entry(self) -> str: ...
     @property
-    def told(self) -> str: ...
+    def told(self) -> Said | None: ...
     @property
     def told_of_others(self) -> str: ...
 
@@ -118,8 +135,8 @@ class Watcher(Protocol):
     def note_failure(self, rank: int, status: int) -> None:
         """A rank has failed, with this exit code or signal, and the others live on until this returns."""
 
-    def explain_failure(self, died: str = "") -> str:
-        """Why ranks failed that only felt what was wrong elsewhere; empty where nothing is known of that.
+    def explain_failure(self, died: str = "") -> Said | None:
+        """Why ranks failed that only felt what was wrong elsewhere; `None` where nothing is known of that.
 
         Args:
             died: a sentence on the rank that failed first, and by what.
@@ -127,3 +144,26 @@ class Watcher(Protocol):
 
     def end(self) -> None:
         """Stops to watch."""
+
+
+@contextmanager
+def watching(watcher: Watcher | None, folder: Path, ranks: Ranks, rounds: Rounds) -> Iterator[None]:
+    """Inside, ranks are watched, where there is somebody who does.
+
+    Args:
+        watcher: who watches.
+        folder: of the launch.
+        ranks: that are started inside.
+        rounds: in which they are.
+    """
+    if watcher is None:
+        yield
+        return
+    before = ranks.on_failure, rounds.on_start
+    ranks.on_failure, rounds.on_start = watcher.note_failure, watcher.meet
+    watcher.begin(folder, ranks.list_watched)
+    try:
+        yield
+    finally:
+        watcher.end()
+        ranks.on_failure, rounds.on_start = before  # ranks may be kept for the next launch

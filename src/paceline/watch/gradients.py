@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from paceline.watch.compiler import hide_from_compiler
 from paceline.watch.modules import Named, find_siblings, has_finite_gradient, is_finite
 from paceline.watch.report import Effect, NotFinite
 from paceline.watch.threads import mark_main_thread, resolve
@@ -67,7 +68,7 @@ class Gradients:
 
     def install(self, torch: Any) -> None:
         """Has each optimizer that is made from now on choose its parameters; once."""
-        _hide_from_compiler(torch)
+        hide_from_compiler(torch, _Sentinel.__call__, Gradients._look, Gradients._note_step)
         kind = torch.optim.Optimizer
         original = self._original = kind.add_param_group
         self._torch = torch
@@ -288,15 +289,6 @@ class _Sentinel:
     def remove(self) -> None:
         """Takes the hook away; also from within it."""
         self._handle.remove()
-
-
-def _hide_from_compiler(torch: Any) -> None:
-    """Lets our code, and what it calls, run as it is where compiled code has called backward or a step."""
-    with suppress(AttributeError):
-        compiler = torch._C._dynamo.eval_frame
-        skip = compiler._FrameExecStrategy(compiler._FrameAction.SKIP, compiler._FrameAction.SKIP)
-        for function in (_Sentinel.__call__, Gradients._look, Gradients._note_step):
-            compiler.set_code_exec_strategy(function.__code__, skip)
 
 
 def _is_here(gradient: Any) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+from paceline.launch.watching import Said
 from paceline.watch.clock import Stillness
 from paceline.watch.compare import Prints
 from paceline.watch.pace import RankPace, Stretch
@@ -39,7 +40,7 @@ class NodeState:
         ranks: that it has.
         stillness: for how long they have stood still.
         seen: what they do, once the job stands still; `None` while it works.
-        told: its verdict, as text, once it has one.
+        told: its verdict, once it has one.
         prints: of its ranks' latest calls, for comparison.
         asks_at_s: when all nodes ask their ranks what they have called, as calls don't seem to fit together;
             in seconds since 1970, 0 where they do.
@@ -51,7 +52,7 @@ class NodeState:
     ranks: tuple[int, ...]
     stillness: Stillness
     seen: Seen | None = None
-    told: str = ""
+    told: Said | None = None
     prints: Prints = field(default_factory=dict)
     asks_at_s: float = 0.0
     suspected: Seen | None = None
@@ -169,7 +170,7 @@ def state_to_json(state: NodeState) -> dict[str, Any]:
         "ranks": state.ranks,
         "stillness": asdict(state.stillness),
         "seen": _seen_to_json(state.seen),
-        "told": state.told,
+        "told": None if state.told is None else asdict(state.told),
         "prints": state.prints,
         "asks_at_s": state.asks_at_s,
         "suspected": _seen_to_json(state.suspected),
@@ -202,7 +203,7 @@ def state_from_json(value: dict[str, Any]) -> NodeState:
         tuple(value["ranks"]),
         Stillness(**value["stillness"]),
         _seen_from_json(value["seen"]),
-        value["told"],
+        None if value["told"] is None else Said(**value["told"]),
         value["prints"],
         value["asks_at_s"],
         _seen_from_json(value["suspected"]),

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.watch.compiler import hide_from_compiler
 from paceline.watch.threads import Mark, mark_stack
 
 # The operation's name as users say it: gloo makes all-reduces of a reduce-scatter.
@@ -139,7 +140,7 @@ class Operations:
             if stored is None:  # this torch has it not, or not yet
                 continue
             wrapper = self._wrap(getattr(self._kind, name), operation)
-            _hide_from_compiler(torch, wrapper)
+            hide_from_compiler(torch, wrapper)
             # Not what `getattr` gives: that is the function without the binding to an instance.
             self._originals[name] = stored
             setattr(self._kind, name, wrapper)
@@ -305,9 +306,3 @@ def name_reduce_op(op: Any) -> str | None:
     kind = getattr(op, "op", op)  # a ReduceOp has a RedOpType
     name = getattr(kind, "name", None)
     return name.lower() if isinstance(name, str) else None
-
-
-def _hide_from_compiler(torch: Any, function: Any) -> None:
-    """Keeps torch.compile from compiling a wrapper as a frame of its own."""
-    with suppress(AttributeError):
-        torch._C._dynamo.eval_frame.skip_code(function.__code__)

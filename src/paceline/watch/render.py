@@ -1,15 +1,31 @@
-"""A verdict as text, for the end of a log."""
+"""A verdict as text, for the end of a log, and as a table, for programs."""
 
 from __future__ import annotations
 
 import textwrap
+from dataclasses import asdict
 
+from paceline.finding import Finding
+from paceline.launch.watching import Said
 from paceline.watch.report import Frame, Place, Verdict
 from paceline.watch.words import name_place, name_ranks, to_plural
 
 WIDTH = 100
 # Of a stack: more lines of the user's code than this are left out in the middle.
 _MANY_FRAMES = 4
+
+
+def say(verdict: Verdict) -> Said:
+    """The verdict for people and for programs.
+
+    The table is a `Finding`'s, with `places` (`ranks`, `what`, and `frames` from the innermost line on) and
+    `more`, a list of sentences.
+    """
+    frames = [place.frames[0] for place in verdict.places if place.frames]
+    where = name_place(frames[0]) if frames else name_ranks(verdict.places[0].ranks) if verdict.places else ""
+    finding = Finding(verdict.code, where, verdict.headline, verdict.rule, verdict.fix)
+    places = [asdict(place) for place in verdict.places]
+    return Said(render(verdict), {**asdict(finding), "places": places, "more": list(verdict.more)})
 
 
 def render(verdict: Verdict, width: int = WIDTH) -> str:

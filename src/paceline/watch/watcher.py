@@ -8,31 +8,29 @@ compiled code, a signal has its interpreter write its stacks into a file.
 from __future__ import annotations
 
 import linecache
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from paceline.launch.watching import SOCKET, Watched, name_stacks
+from paceline.launch.watching import SOCKET, Said, Watched, name_stacks
 from paceline.watch.clock import STALL_S, Clock, Stillness
 from paceline.watch.death import Failure, explain_failure
 from paceline.watch.falls import Falls, is_felt
 from paceline.watch.hang import explain_hang
+from paceline.watch.listener import Listener
 from paceline.watch.mismatch import find_mismatch
 from paceline.watch.nodes import EVERY_S, Board, NodeState, Others, join_stillness, merge
 from paceline.watch.not_finite import FirstNotFinite
 from paceline.watch.process import Eyes
-from paceline.watch.render import render, render_place
+from paceline.watch.render import render_place, say
 from paceline.watch.report import Beat, Frame, Process, Report, Seen, Verdict
 from paceline.watch.slow import SlowRanks
 from paceline.watch.stacks import read_main_stack
 from paceline.watch.suspicion import Suspicion
-from paceline.watch.wire import Ask, Message, Unpacker, pack
 
 # How often the ranks' processes are looked at.
 _LOOK_S = 1.0
@@ -42,30 +40,6 @@ _ANSWER_S = 2.0
 _SETTLE_S = 1.0
 # How long a failure may take to be told among nodes.
 _NODES_S = 4 * EVERY_S
-
-
-class _Line:
-    """The connection to one rank's thread."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._unpacker = Unpacker()
-
-    def receive(self) -> list[Message]:
-        """What has come.
-
-        Raises:
-            EOFError: the rank has gone.
-            OSError, ValueError: the connection is broken, or speaks something else.
-        """
-        data = self.socket.recv(1 << 20)
-        if not data:
-            raise EOFError
-        return list(self._unpacker.feed(data))
-
-    def ask(self, *, is_full: bool) -> None:
-        """Asks for a report; a rank whose thread doesn't read takes a few hundred before this fails."""
-        self.socket.send(pack(Ask(is_full)))
 
 
 class RankWatcher:
@@ -79,8 +53,9 @@ class RankWatcher:
 
     entry = "paceline.watch.rank:begin"
 
-    def __init__(self, hang_after_s: float, *, keep_alive: bool, tell: Callable[[str], None]) -> None:
-        self.told = self.told_of_others = ""
+    def __init__(self, hang_after_s: float, *, keep_alive: bool, tell: Callable[[Said], None]) -> None:
+        self.told: Said | None = None
+        self.told_of_others = ""
         self._met_s = time.time()
         self._falls, self._failure = Falls(), Failure(None)
         self._hang_after_s = hang_after_s
@@ -90,7 +65,6 @@ class RankWatcher:
         self._node_name = socket.gethostname()
         self._eyes = Eyes(self._node_name)
         self._clock = Clock(time.monotonic())
-        self._lines: dict[int, _Line] = {}
         self._processes: dict[int, Process] = {}
         self._reports: dict[int, Report] = {}
         self._asked_at_s = 0.0
@@ -103,18 +77,13 @@ class RankWatcher:
         self._ends = threading.Event()
         self._failed = threading.Event()
         self._looked_back = threading.Event()
-        self._selector: selectors.BaseSelector
+        self._listener: Listener
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
 
     def begin(self, folder: Path, look: Callable[[], Sequence[Watched]]) -> None:
         """Starts the thread; ranks that start from now on find the socket."""
         self._look = look
-        self._selector = selectors.DefaultSelector()  # here, so that no rank inherits it
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(folder / SOCKET))
-        listener.listen(128)
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._listener = Listener(folder / SOCKET)  # here, so that no rank inherits it
         self._thread.start()
 
     def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
@@ -138,11 +107,11 @@ class RankWatcher:
             self._failed.set()
             self._looked_back.wait(_ANSWER_S + _SETTLE_S + 1.0 + (_NODES_S if self._board is not None else 0))
 
-    def explain_failure(self, died: str = "") -> str:
+    def explain_failure(self, died: str = "") -> Said | None:
         """Why ranks failed, where that is known of collectives that don't match or a peer that ended."""
         verdict = self._failure.verdict
         told = [died] if died else []
-        return "" if verdict is None else render(replace(verdict, more=(*verdict.more, *told)))
+        return None if verdict is None else say(replace(verdict, more=(*verdict.more, *told)))
 
     def end(self) -> None:
         """Stops the thread and closes the sockets."""
@@ -151,11 +120,7 @@ class RankWatcher:
             self._board.close()
         if self._thread.ident is not None:
             self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            self._selector.unregister(key.fileobj)
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self._selector.close()
+        self._listener.close()
 
     # ---- hearing
 
@@ -176,38 +141,23 @@ class RankWatcher:
         self._tell_not_finite(is_last=True)
 
     def _hear(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            if key.data is None:
-                assert isinstance(key.fileobj, socket.socket)
-                connection, _ = key.fileobj.accept()
-                connection.setblocking(False)
-                self._selector.register(connection, selectors.EVENT_READ, _Line(connection))
-            else:
-                self._read(key.data)
-
-    def _read(self, line: _Line) -> None:
-        try:
-            messages = line.receive()
-        except (EOFError, OSError, ValueError):
-            self._selector.unregister(line.socket)
-            line.socket.close()
-            self._lines = {rank: other for rank, other in self._lines.items() if other is not line}
-            return
-        for message in messages:
+        for message in self._listener.hear(seconds):
             if isinstance(message, Beat):
-                self._lines[message.rank] = line
-                self._clock.note_beat(message, time.monotonic())
-                # What a rank of the attempt before has told may come late.
-                if message.time_s >= self._met_s:
-                    self._slow.book.note_beat(message, time.monotonic())
-                    self._falls.note_beat(message)
-                    self._suspicion.note_calls(message.rank, message.calls)
-                if message.not_finite is not None and message.not_finite.time_s >= self._met_s:
-                    self._not_finite.note(message.rank, message.not_finite, time.monotonic())
+                self._note_beat(message, time.monotonic())
             elif isinstance(message, Report):
                 self._reports[message.rank] = message
                 if message.time_s >= self._met_s:
                     self._falls.note_report(message)
+
+    def _note_beat(self, beat: Beat, now_s: float) -> None:
+        self._clock.note_beat(beat, now_s)
+        if beat.time_s < self._met_s:  # late, of a rank of the attempt before
+            return
+        self._slow.book.note_beat(beat, now_s)
+        self._falls.note_beat(beat)
+        self._suspicion.note_calls(beat.rank, beat.calls)
+        if beat.not_finite is not None and beat.not_finite.time_s >= self._met_s:
+            self._not_finite.note(beat.rank, beat.not_finite, now_s)
 
     def _look_around(self, now_s: float) -> None:
         before = self._processes
@@ -238,7 +188,7 @@ class RankWatcher:
             return
         own = self._clock.read(now_s)
         for state, _ in others.values():
-            if state is not None and state.told:
+            if state is not None and state.told is not None:
                 self._speak(state.told, is_heard=True)
                 return
         self._tell_slow(others, now_s)
@@ -249,7 +199,7 @@ class RankWatcher:
             ask = partial(self._collect, is_full=True)
             mismatch = self._suspicion.judge(others, time.time(), ask, _read_source)
             if mismatch is not None:
-                self._speak(render(mismatch))
+                self._speak(say(mismatch))
             else:
                 self._publish(own, None)
             return
@@ -264,12 +214,12 @@ class RankWatcher:
         if verdict is None and is_stuck and is_complete:
             verdict = explain_hang(seen, _read_source)
         if verdict is not None:
-            self._speak(render(verdict))
+            self._speak(say(verdict))
 
     def _tell_not_finite(self, *, is_last: bool = False) -> None:
         verdict = self._not_finite.read(time.monotonic(), is_last=is_last)
         if verdict is not None:
-            self._tell(render(verdict))
+            self._tell(say(verdict))
 
     def _tell_slow(self, others: Others, now_s: float) -> None:
         if self._board is not None:
@@ -280,9 +230,9 @@ class RankWatcher:
         # What other nodes write and read in turns is late.
         verdict = self._slow.read(now_s, 2 * EVERY_S if others else 0.0)
         if verdict is not None:
-            self._tell(render(verdict))
+            self._tell(say(verdict))
 
-    def _publish(self, own: Stillness, seen: Seen | None, told: str = "") -> None:
+    def _publish(self, own: Stillness, seen: Seen | None, told: Said | None = None) -> None:
         if self._board is not None:
             state = NodeState(self._node_name, tuple(self._processes), own, seen, told, *self._suspicion.told)
             self._board.publish(state)
@@ -292,30 +242,28 @@ class RankWatcher:
         calls = {rank: report.calls for rank, report in seen.reports.items()}
         return find_mismatch(calls, groups, _read_source)
 
-    def _speak(self, text: str, *, is_heard: bool = False) -> None:
+    def _speak(self, said: Said, *, is_heard: bool = False) -> None:
         """Says a verdict of its own, or one that it has heard from another node.
 
         The other nodes are given time to hear it, before this one's ranks end and theirs lose them.
         """
         self._has_spoken = True
         if self._board is not None and not is_heard:
-            self._publish(self._clock.read(time.monotonic()), None, text)
+            self._publish(self._clock.read(time.monotonic()), None, said)
             self._ends.wait(3 * EVERY_S)
         if self._keep_alive:
-            self._tell(text)
+            self._tell(said)
         else:
-            self.told = text
+            self.told = said
 
     def _collect(self, *, is_full: bool = False) -> Seen:
         """Asks all ranks for reports, and gives what came."""
         self._reports = {}
-        for line in self._lines.values():
-            with suppress(OSError):
-                line.ask(is_full=is_full)
+        self._listener.ask(is_full=is_full)
         ends_s = time.monotonic() + _ANSWER_S
         self._processes = self._eyes.look(self._look())
         living = {r for r, process in self._processes.items() if process.state not in ("stopped", "ended")}
-        expected = living & self._lines.keys()
+        expected = living & self._listener.ranks
         while self._lacks_word(expected) and time.monotonic() < ends_s:
             self._hear(0.05)
         self._processes = self._eyes.look(self._look())
@@ -326,14 +274,16 @@ class RankWatcher:
 
     def _lacks_word(self, ranks: set[int]) -> bool:
         """Whether any of these ranks has a connection still, and neither answered nor said its last."""
-        return bool((ranks & self._lines.keys()) - self._reports.keys() - self._falls.last.keys())
+        return bool((ranks & self._listener.ranks) - self._reports.keys() - self._falls.last.keys())
 
     def _collect_failure(self) -> Seen:
         """Where all ranks are once one has failed; those that lose their peer by it have time to say so."""
         seen = self._collect()
         ends_s = time.monotonic() + _SETTLE_S
         while time.monotonic() < ends_s and any(
-            self._falls.may_fall(report) for rank, report in seen.reports.items() if rank in self._lines
+            self._falls.may_fall(report)
+            for rank, report in seen.reports.items()
+            if rank in self._listener.ranks
         ):
             self._hear(0.05)
         self._processes = self._eyes.look(self._look())
