@@ -1,6 +1,6 @@
 # make env     .venv with everything pinned in requirements.lock; does nothing the second time
 # make train   trains the small GPT on 2 ranks, on the text of Python's standard library
-# make test    the tests, without those marked slow or chaos, in two processes
+# make test    the tests, without those marked slow or chaos, in three processes
 # make test-slow   those marked slow: more layouts, planted faults and compilers; about as long again
 # make chaos   kills processes of real runs, a hundred times, and compares the bits: about half an hour
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt

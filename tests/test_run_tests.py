@@ -15,10 +15,12 @@ ROOT = Path(__file__).parent.parent
 
 def test_every_file_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    first, second = run_tests.split_tests()
-    assert not set(first) & set(second)
-    assert sorted([*first, *second]) == sorted(str(path) for path in Path("tests").rglob("test_*.py"))
-    assert {name for name in run_tests.FIRST if not (ROOT / "tests" / name).is_dir()} == set()
+    files = [file for part in run_tests.split_tests() for file in part]
+    assert sorted(files) == sorted(str(path) for path in Path("tests").rglob("test_*.py"))
+    assert all(run_tests.split_tests())
+    assert {
+        name for part in run_tests.PARTS for name in part if not (ROOT / "tests" / name).is_dir()
+    } == set()
 
 
 def test_counts_are_added_up() -> None:

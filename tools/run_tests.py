@@ -1,10 +1,10 @@
-"""Runs the tests in two pytest processes side by side, as they wait most of the time: for ranks, for limits.
+"""Runs the tests in three pytest processes at once, as they wait most of the time: for ranks, for limits.
 
     python tools/run_tests.py [PYTEST'S WORDS ...]
 
 Each process has the test files of one of the parts below, and ranks of its own. What the first prints is seen
-at once, what the second prints when both are done; the last line counts the tests of both. The exit code is
-pytest's: 0, or that of the part that failed. With words that name tests, one process runs just these.
+at once, what the others print when all are done; the last line counts the tests of all. The exit code is
+pytest's: 0, or that of a part that failed. With words that name tests, one process runs just these.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 TESTS = Path("tests")
-# Of about the same length. What is in neither list is in the second part.
-FIRST = ("launch", "cli", "bench", "data", "checkpoint", "watch")
+# Of about the same length; what is in no list is in the last part.
+PARTS = (("launch", "cli", "bench"), ("watch", "data", "checkpoint", "comm"), ())
 _NO_TESTS = 5
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)\b")
 
@@ -26,40 +27,44 @@ def main(words: list[str]) -> int:
     """Runs both parts; gives the exit code."""
     if any(word.startswith(str(TESTS)) for word in words):
         return subprocess.run([sys.executable, "-m", "pytest", *words], check=False).returncode
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as kept:
-        first, second = (
+    with ExitStack() as stack:
+        parts = [files for files in split_tests() if files]  # without files pytest would take them all
+        kept = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in parts[1:]]
+        first, *others = (
             subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-o", f"cache_dir=.pytest_cache/{number}", *words, *files],
-                stdout=subprocess.PIPE if number == 1 else kept,
+                stdout=subprocess.PIPE if number == 0 else kept[number - 1],
                 stderr=subprocess.STDOUT,
                 text=True,
                 encoding="utf-8",
                 errors="replace",
             )
-            for number, files in enumerate(split_tests(), start=1)
+            for number, files in enumerate(parts)
         )
-        printed = ""
+        printed = [""]
         assert first.stdout is not None
         try:
             while chunk := first.stdout.read(1):
                 sys.stdout.write(chunk)
                 sys.stdout.flush()
-                printed += chunk
+                printed[0] += chunk
         except KeyboardInterrupt:
-            pass  # both have got it too, and tell where they were
-        codes = [first.wait(), second.wait()]
-        kept.seek(0)
-        later = kept.read()
-    print(later, end="")
-    print(add_up(printed, later), flush=True)
+            pass  # all have got it too, and tell where they were
+        codes = [process.wait() for process in (first, *others)]
+        for file in kept:
+            file.seek(0)
+            printed.append(file.read())
+    print(*printed[1:], sep="", end="")
+    print(add_up(*printed), flush=True)
     return next((code for code in codes if code not in (0, _NO_TESTS)), min(codes))
 
 
-def split_tests() -> tuple[list[str], list[str]]:
-    """The test files of both parts."""
-    parts: tuple[list[str], list[str]] = ([], [])
+def split_tests() -> list[list[str]]:
+    """The test files of each part."""
+    parts: list[list[str]] = [[] for _ in PARTS]
     for path in sorted(TESTS.rglob("test_*.py")):
-        parts[path.parts[1] not in FIRST].append(str(path))
+        number = next((n for n, names in enumerate(PARTS) if path.parts[1] in names), -1)
+        parts[number].append(str(path))
     return parts
 
 
