@@ -2,13 +2,12 @@
 
     python docs/render_verdicts.py [FOLDER]        # docs/pictures/
 
-Each is run as train.py in a terminal of its own, in an empty folder. The line that holds the verdict is drawn
-in yellow.
+Each is run as train.py in a terminal of its own, in an empty folder. The line with the verdict is yellow.
 """
 
 from __future__ import annotations
 
-import shutil
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +16,8 @@ from terminal import ROOT, capture, draw, wrap
 
 SCRIPTS = ROOT / "tests" / "watch" / "scripts" / "faulty"
 COLUMNS = 104
+# What the tests mark lines with.
+MARK = re.compile(r"  # (WAITS|CAUSE)( CAUSE)?$", re.MULTILINE)
 # By the picture's name: the script, and its number of ranks.
 VERDICTS = {
     "hang-branch": ("rank0_property", 3),
@@ -30,7 +31,8 @@ def main() -> None:
     for name, (script, nproc) in VERDICTS.items():
         command = ["paceline", "run", "--nproc-per-node", str(nproc), "--hang-after", "5", "train.py"]
         with tempfile.TemporaryDirectory() as folder:
-            shutil.copy(SCRIPTS / f"{script}.py", Path(folder) / "train.py")
+            source = (SCRIPTS / f"{script}.py").read_text(encoding="utf-8")
+            (Path(folder) / "train.py").write_text(MARK.sub("", source), encoding="utf-8")
             text = capture(command, Path(folder), exit_code=1)
         rows = wrap(f"$ {' '.join(command)}\n{text}", COLUMNS, "[PL8")
         (out / f"{name}.svg").write_text(draw(rows, " ".join(command), COLUMNS), encoding="utf-8")

@@ -15,7 +15,8 @@ from torch import nn
 
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.replicate import Replica
-from paceline.train import update
+from paceline.train import rounds, update
+from paceline.train.rounds import Rounds
 from paceline.train.update import Update
 
 
@@ -97,15 +98,15 @@ def microbatch_dropped() -> Iterator[None]:
 @contextlib.contextmanager
 def gradient_overwritten() -> Iterator[None]:
     """Each microbatch's gradient takes the place of the one before: the last one is left."""
-    right = Update._run_microbatch
+    right = Rounds._run_microbatch
 
-    def run(self: Update, *args: Any, **settings: Any) -> float:
-        for _, parameter in self._named:
+    def run(self: Rounds, *args: Any, **settings: Any) -> float:
+        for parameter in self._trained:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         return right(self, *args, **settings)
 
-    with mock.patch.object(Update, "_run_microbatch", run):
+    with mock.patch.object(Rounds, "_run_microbatch", run):
         yield
 
 
@@ -129,24 +130,24 @@ def mean_of_means() -> Iterator[None]:
 @contextlib.contextmanager
 def dropout_by_rank() -> Iterator[None]:
     """Seeds of microbatches depend on the rank; rank 0 has the right ones."""
-    right = update.derive_seed
-    with mock.patch.object(update, "derive_seed", lambda seed, *parts: right(seed + dist.get_rank(), *parts)):
+    right = rounds.derive_seed
+    with mock.patch.object(rounds, "derive_seed", lambda seed, *parts: right(seed + dist.get_rank(), *parts)):
         yield
 
 
 @contextlib.contextmanager
 def wrong_seed() -> Iterator[None]:
     """Seeds of microbatches are another run's."""
-    right = update.derive_seed
-    with mock.patch.object(update, "derive_seed", lambda seed, *parts: right(seed + 1, *parts)):
+    right = rounds.derive_seed
+    with mock.patch.object(rounds, "derive_seed", lambda seed, *parts: right(seed + 1, *parts)):
         yield
 
 
 @contextlib.contextmanager
 def dropout_the_same_every_step() -> Iterator[None]:
     """Seeds don't know the step, from the second on."""
-    right = update.derive_seed
-    with mock.patch.object(update, "derive_seed", lambda seed, step, *parts: right(seed, 1, *parts)):
+    right = rounds.derive_seed
+    with mock.patch.object(rounds, "derive_seed", lambda seed, step, *parts: right(seed, 1, *parts)):
         yield
 
 

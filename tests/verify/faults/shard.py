@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.parallel import gradient_exchange
 from paceline.parallel.gradient_exchange import GatherChunks
 from paceline.parallel.shard import Shards
-from paceline.train.update import Update
+from paceline.train.rounds import Rounds, Work
 
 
 def _summing(change: Callable[..., None]) -> AbstractContextManager[Any]:
@@ -119,17 +119,17 @@ def gathered_once_for_all() -> Iterator[None]:
 @contextlib.contextmanager
 def sharded_microbatch_dropped() -> Iterator[None]:
     """Under dp_shard, rank 1 leaves out its first microbatch; all ranks agree that it has one fewer."""
-    right = Update._run_shards
+    right = Rounds._run_shards
 
-    def run(self: Update, shards: Shards, rounds: Any, **settings: Any) -> float:
-        share = rounds.share
+    def run(self: Rounds, shards: Shards, work: Work, **settings: Any) -> float:
+        share = work.share
         owned = (share.num_owned[0], share.num_owned[1] - 1, *share.num_owned[2:])
         share = replace(share, num_owned=owned)
         if dist.get_rank() == 1:
             share = replace(share, microbatches=share.microbatches[1:], samples=share.samples[1:])
-        return right(self, shards, replace(rounds, share=share), **settings)
+        return right(self, shards, replace(work, share=share), **settings)
 
-    with mock.patch.object(Update, "_run_shards", run):
+    with mock.patch.object(Rounds, "_run_shards", run):
         yield
 
 
@@ -161,14 +161,14 @@ def idle_round_counted() -> Iterator[None]:
 @contextlib.contextmanager
 def sharded_gradient_overwritten() -> Iterator[None]:
     """Each round's gradient takes the place of the one before."""
-    right = Update._run_microbatch
+    right = Rounds._run_microbatch
 
-    def run(self: Update, *args: Any, **settings: Any) -> float:
-        for _, parameter in self._named:
+    def run(self: Rounds, *args: Any, **settings: Any) -> float:
+        for parameter in self._trained:
             parameter.grad = None
         return right(self, *args, **settings)
 
-    with mock.patch.object(Update, "_run_microbatch", run):
+    with mock.patch.object(Rounds, "_run_microbatch", run):
         yield
 
 

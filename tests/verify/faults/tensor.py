@@ -274,14 +274,14 @@ def start_by_rank() -> Iterator[None]:
 @contextlib.contextmanager
 def resumed_with_old_masks() -> Iterator[None]:
     """From the second step on, dropout draws what it drew a step before: a resume that lost count."""
-    from paceline.train import update
+    from paceline.train import rounds
 
-    right = update.derive_seed
+    right = rounds.derive_seed
 
     def derive(seed: int, step: Any, *parts: Any) -> int:
         return right(seed, max(1, step - 1), *parts)
 
-    with mock.patch.object(update, "derive_seed", derive):
+    with mock.patch.object(rounds, "derive_seed", derive):
         yield
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-STEPS = 160
+STEPS = 360
 
 
 def rotate(rows):
