@@ -1,7 +1,7 @@
 """What watching costs: the same training under `paceline run` with and without `--no-watch`, in turn.
 
     python benchmarks/watching/run.py              # all of README.md
-    python benchmarks/watching/run.py --pairs 10   # a quick look
+    python benchmarks/watching/run.py --launches 1   # a quick look
     python benchmarks/watching/run.py --tables     # of what was measured before
 
 Keeps the raw times in results.json and their summary in results.txt. Exit code 1 where the claim fails.
@@ -14,14 +14,17 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from paceline.bench.spread import Spread
@@ -29,60 +32,126 @@ from paceline.checkpoint.identity import describe_identity
 
 HERE = Path(__file__).parent
 NUM_RANKS = 2
+NUM_LAUNCHES = 4
 NUM_PAIRS = 60
-NUM_STEPS = 300
+NUM_STEPS = 40
+# Before the timed ones of a block: a job that has stood still asks its ranks why.
+NUM_WARM_UP = 30
 # What the upper end of the interval must stay under.
 LIMIT = 1.02
 WAYS: dict[str, list[str]] = {"watched": [], "unwatched": ["--no-watch"]}
-# One launch; ten times what it takes.
-_END_S = 120.0
+# For a job to end.
+_END_S = 60.0
 
 
-def train_once(way: str, num_steps: int, folder: Path) -> dict[str, Any]:
-    """Launches the training; gives what it has measured of itself, and the codes of what was said.
+class Job:
+    """A training that stands still, all of its processes stopped, except while it runs a block of steps.
 
-    Raises:
-        SystemExit: it has failed.
+    Args:
+        way: one of `WAYS`.
+        num_blocks: that it runs in all.
+        num_steps: timed in each.
+        folder: for its pipes and its output.
     """
-    out = folder / f"{way}.json"
-    paceline = str(Path(sys.executable).with_name("paceline"))
-    command = [paceline, "run", "--nproc-per-node", str(NUM_RANKS), *WAYS[way], str(HERE / "train.py")]
-    command += ["--steps", str(num_steps), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_END_S)
-    if run.returncode:
-        raise SystemExit(f"{way}: exit code {run.returncode}\n{run.stdout}{run.stderr}")
-    return {**json.loads(out.read_text()), "said": re.findall(r"\[(PL\d+)\]", run.stderr)}
+
+    def __init__(self, way: str, num_blocks: int, num_steps: int, folder: Path) -> None:
+        self._gate = folder / way
+        self._gate.mkdir()
+        for name in ("go", "done"):
+            os.mkfifo(self._gate / name)
+        paceline = str(Path(sys.executable).with_name("paceline"))
+        command = [paceline, "run", "--nproc-per-node", str(NUM_RANKS), *WAYS[way], str(HERE / "train.py")]
+        command += ["--blocks", str(num_blocks), "--steps", str(num_steps), "--warm-up", str(NUM_WARM_UP)]
+        self._output = self._gate / "output"
+        self._process = subprocess.Popen(
+            [*command, "--gate", str(self._gate)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=(file := self._output.open("w")),
+            stderr=subprocess.STDOUT,
+            cwd=self._gate,
+            start_new_session=True,
+        )
+        file.close()
+
+    def run_block(self, *, is_last: bool = False) -> dict[str, Any]:
+        """Lets it run a block; gives what it has measured of it."""
+        self._send(signal.SIGCONT)
+        (self._gate / "go").write_text("go")
+        found: dict[str, Any] = json.loads((self._gate / "done").read_text())
+        if not is_last:
+            self._send(signal.SIGSTOP)
+        return found
+
+    def end(self) -> list[str]:
+        """Waits for its end; gives the codes of what was said.
+
+        Raises:
+            SystemExit: it has failed.
+        """
+        code, text = self._process.wait(_END_S), self._output.read_text()
+        if code:
+            raise SystemExit(f"exit code {code}\n{text}")
+        return re.findall(r"\[(PL\d+)\]", text)
+
+    def kill(self) -> None:
+        """Whatever state it is in."""
+        with suppress(psutil.NoSuchProcess):
+            self._send(signal.SIGKILL)
+        self._process.wait()
+
+    def _send(self, number: int) -> None:
+        launcher = psutil.Process(self._process.pid)
+        for process in (launcher, *launcher.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
-def measure(num_pairs: int, num_steps: int) -> dict[str, Any]:
-    """Pairs of launches; every other pair in the other order.
+def measure(num_launches: int, num_pairs: int, num_steps: int) -> dict[str, Any]:
+    """Blocks of both ways in turn; every other pair in the other order.
 
     Raises:
         SystemExit: watching has changed the training.
     """
     started, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    with tempfile.TemporaryDirectory() as folder:
-        train_once("watched", 1, Path(folder))  # reads the files once, and compiles ours
-        for pair in range(num_pairs):
-            for way in WAYS if pair % 2 == 0 else reversed(WAYS):
-                found[way].append(train_once(way, num_steps, Path(folder)))
-    losses = {one["loss"] for each in found.values() for one in each}
-    if len(losses) != 1:
-        raise SystemExit(f"the same training has come to several losses: {sorted(losses)}")
+    said: list[str] = []
+    for _ in range(num_launches):
+        for way, (blocks, codes) in measure_launch(num_pairs, num_steps).items():
+            found[way] += blocks
+            said += codes
+    if [one["loss"] for one in found["watched"]] != [one["loss"] for one in found["unwatched"]]:
+        raise SystemExit("the same training has come to other losses")
     return {
         "num_parameters": found["watched"][0]["num_parameters"],
         "num_ranks": NUM_RANKS,
+        "launches": num_launches,
         "steps": num_steps,
         "started": started,
         "load_before": load,
         "load_after": os.getloadavg()[0],
         "machine": describe_machine(),
-        "said": [code for each in found.values() for one in each for code in one["said"]],
+        "said": said,
         "took_s": {way: [one["took_s"] for one in each] for way, each in found.items()},
         "computed_s": {way: [one["computed_s"] for one in each] for way, each in found.items()},
     }
+
+
+def measure_launch(num_pairs: int, num_steps: int) -> dict[str, tuple[list[dict[str, Any]], list[str]]]:
+    """One launch of each way: its blocks, and the codes of what was said."""
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        jobs: dict[str, Job] = {}
+        try:
+            for way in WAYS:
+                jobs[way] = Job(way, num_pairs + 1, num_steps, Path(folder))
+                jobs[way].run_block()  # the first steps are slow
+            for pair in range(num_pairs):
+                for way in WAYS if pair % 2 == 0 else reversed(WAYS):
+                    found[way].append(jobs[way].run_block(is_last=pair == num_pairs - 1))
+            return {way: (found[way], job.end()) for way, job in jobs.items()}
+        finally:
+            for job in jobs.values():
+                job.kill()
 
 
 def describe_machine() -> str:
@@ -96,7 +165,7 @@ def describe_machine() -> str:
 
 
 def spread_ratio(result: dict[str, Any], key: str) -> Spread:
-    """Of the watched launch of a pair to the other one."""
+    """Of the watched block of a pair to the other one."""
     times = result[key]
     return Spread.of(a / b for a, b in zip(times["watched"], times["unwatched"], strict=True))
 
@@ -106,7 +175,8 @@ def describe(result: dict[str, Any]) -> str:
     steps = result["steps"]
     lines = [
         result["machine"],
-        f"{result['num_parameters']:,} parameters, {result['num_ranks']} ranks, {steps} steps per launch; "
+        f"{result['num_parameters']:,} parameters, {result['num_ranks']} ranks, {steps} steps per block, "
+        f"{result['launches']} launches of each; "
         f"{result['started']}, load before {result['load_before']:.2f}, after {result['load_after']:.2f}",
         "",
         "| | watched, ms per step | unwatched, ms | ratio | interval of the median | pairs |",
@@ -126,15 +196,18 @@ def describe(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="of launches (default %(default)d)")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="timed in each (default %(default)d)")
+    parser.add_argument(
+        "--launches", type=int, default=NUM_LAUNCHES, help="of each way (default %(default)d)"
+    )
+    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="of blocks, per launch (%(default)d)")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="timed in a block (%(default)d)")
     parser.add_argument("--tables", action="store_true", help="print the table of what was measured before")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results.json and results.txt")
     args = parser.parse_args()
     path = args.out / "results.json"
     if not args.tables:
         args.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measure(args.pairs, args.steps)) + "\n")
+        path.write_text(json.dumps(measure(args.launches, args.pairs, args.steps)) + "\n")
     result = json.loads(path.read_text())
     text = describe(result)
     (args.out / "results.txt").write_text(text)

@@ -1,12 +1,14 @@
 """A training as people write them, which knows nothing of Paceline: DDP and AdamW, and a clock.
 
-Trains a byte-level transformer of 0.13M parameters on bytes of its own making. Rank 0 writes the seconds that
-the timed steps took on the slowest rank, and the seconds that all ranks computed meanwhile, to `--out`.
+Trains a byte-level transformer of 0.13M parameters on bytes of its own making, in blocks of steps. Before
+each rank 0 waits for a line from the pipe GATE/go; after it it writes one to GATE/done, in JSON: the seconds
+that the timed steps took on the slowest rank, and the seconds that all ranks computed meanwhile.
 """
 
 import argparse
 import json
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,9 +48,10 @@ def batches(rank):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--warm-up", type=int, default=20)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="timed ones of a block")
+    parser.add_argument("--warm-up", type=int, required=True, help="steps before these")
+    parser.add_argument("--gate", type=Path, required=True)
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -58,6 +61,18 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     loss_of = nn.CrossEntropyLoss()
     data = batches(dist.get_rank())
+    for _ in range(args.blocks):
+        if dist.get_rank() == 0:
+            (args.gate / "go").read_text()
+        dist.barrier()
+        found = run_block(model, optimizer, loss_of, data, args)
+        if dist.get_rank() == 0:
+            (args.gate / "done").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_block(model, optimizer, loss_of, data, args):
     for step in range(args.warm_up + args.steps):
         if step == args.warm_up:
             dist.barrier()
@@ -71,17 +86,12 @@ def main():
     computed = torch.tensor([time.process_time() - start_cpu_s], dtype=torch.float64)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     dist.all_reduce(computed)
-    if dist.get_rank() == 0:
-        found = {
-            "num_parameters": sum(p.numel() for p in model.parameters()),
-            "took_s": took.item(),
-            "computed_s": computed.item(),
-            "loss": loss.item(),
-        }
-        with open(args.out, "w") as file:
-            json.dump(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "took_s": took.item(),
+        "computed_s": computed.item(),
+        "loss": loss.item(),
+    }
 
 
 if __name__ == "__main__":

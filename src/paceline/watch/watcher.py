@@ -32,8 +32,9 @@ from paceline.watch.slow import SlowRanks
 from paceline.watch.stacks import read_main_stack
 from paceline.watch.suspicion import Suspicion
 
-# How often the ranks' processes are looked at.
+# How often the ranks' processes are looked at, and while collectives come: then they are at work anyway.
 _LOOK_S = 1.0
+_LOOK_CALM_S = 5.0
 # How long a rank has to answer; its thread may wait for Python's lock.
 _ANSWER_S = 2.0
 # How long ranks that lose their peer may take until the exception has ended their scripts.
@@ -131,7 +132,8 @@ class RankWatcher:
             now_s = time.monotonic()
             if self._failed.is_set() and not self._looked_back.is_set():
                 self._look_back()
-            if now_s - looked_s >= _LOOK_S:
+            is_calm = self._clock.read(now_s).uncollected_s < STALL_S
+            if now_s - looked_s >= (_LOOK_CALM_S if is_calm else _LOOK_S):
                 looked_s = now_s
                 self._look_around(now_s)
             self._tell_not_finite()
