@@ -23,7 +23,7 @@ from paceline.watch.falls import Falls, is_felt
 from paceline.watch.hang import explain_hang
 from paceline.watch.listener import Listener
 from paceline.watch.mismatch import find_mismatch
-from paceline.watch.nodes import EVERY_S, Board, NodeState, Others, join_stillness, merge
+from paceline.watch.nodes import EVERY_S, LOST_S, Board, NodeState, Others, join_stillness, merge
 from paceline.watch.not_finite import FirstNotFinite
 from paceline.watch.process import Eyes
 from paceline.watch.render import render_place, say
@@ -252,7 +252,8 @@ class RankWatcher:
         self._has_spoken = True
         if self._board is not None and not is_heard:
             self._publish(self._clock.read(time.monotonic()), None, said)
-            self._ends.wait(3 * EVERY_S)
+            if any(age_s <= LOST_S for _, age_s in self._board.read().values()):
+                self._ends.wait(3 * EVERY_S)
         if self._keep_alive:
             self._tell(said)
         else:
