@@ -134,8 +134,9 @@ class RankWatcher:
                 self._look_back()
             is_calm = self._clock.read(now_s).uncollected_s < STALL_S
             if now_s - looked_s >= (_LOOK_CALM_S if is_calm else _LOOK_S):
+                # What ranks have used since a look long ago, they may have used before they stood still.
+                self._look_around(now_s, is_recent=now_s - looked_s < _LOOK_CALM_S / 2)
                 looked_s = now_s
-                self._look_around(now_s)
             self._tell_not_finite()
             if not self._has_spoken and not self._failed.is_set():
                 self._judge(now_s)
@@ -161,12 +162,13 @@ class RankWatcher:
         if beat.not_finite is not None and beat.not_finite.time_s >= self._met_s:
             self._not_finite.note(beat.rank, beat.not_finite, now_s)
 
-    def _look_around(self, now_s: float) -> None:
+    def _look_around(self, now_s: float, *, is_recent: bool) -> None:
         before = self._processes
         self._processes = self._eyes.look(self._look())
         if _describe(before) != _describe(self._processes):
             self._clock.note_change(now_s)
-        self._clock.note_processes(self._processes, now_s)
+        if is_recent:
+            self._clock.note_processes(self._processes, now_s)
 
     def _look_back(self) -> None:
         try:
