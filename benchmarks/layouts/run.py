@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 import alternate
-import torch
 from loops import LOOPS, Job
 
+from paceline.bench.machine import describe_machine
 from paceline.bench.spread import Spread
 from paceline.launch.local import launch
 
@@ -91,7 +90,7 @@ def measure(size_name: str, layout: str, num_microbatches: int, num_blocks: int)
         "started": started,
         "load_before": load,
         "load_after": os.getloadavg()[0],
-        "machine": describe_machine(),
+        "machine": f"{describe_machine()}, gloo, 1 thread per rank",
         "losses": losses,
         "block_s": block_s,
         "block_cpu_s": block_cpu_s,
@@ -125,20 +124,6 @@ def describe(results: list[dict[str, Any]]) -> str:
             f"{result['load_before']:.1f} to {result['load_after']:.1f} |"
         )
     return "\n".join(lines)
-
-
-def describe_machine() -> str:
-    """The processor, the cores, the system and torch."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    cores = len(os.sched_getaffinity(0))
-    return (
-        f"{cpu}, {cores} cores, {platform.system()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, gloo, 1 thread per rank"
-    )
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 import alternate
 
+from paceline.bench.machine import describe_machine
 from paceline.bench.spread import Spread
 from paceline.data import prepare_data
 from paceline.launch.local import launch
@@ -150,16 +151,6 @@ def describe(result: dict[str, Any]) -> str:
             f"{ratio.low:.3f} to {ratio.high:.3f} ({ratio.confidence:.0%}) | {ratio.num_values} |"
         )
     return "\n".join(lines)
-
-
-def describe_machine() -> str:
-    """The processor, the cores and the system."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}"
 
 
 def find_versions() -> dict[str, str]:

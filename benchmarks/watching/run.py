@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -22,21 +21,21 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
-import torch
 
+from paceline.bench.machine import describe_machine
 from paceline.bench.spread import Spread
-from paceline.checkpoint.identity import describe_identity
 
 HERE = Path(__file__).parent
 NUM_RANKS = 2
-NUM_LAUNCHES = 4
-NUM_PAIRS = 60
-NUM_STEPS = 40
-# Before the timed ones of a block: a job that has stood still asks its ranks why.
-NUM_WARM_UP = 30
+NUM_LAUNCHES = 8
+NUM_PAIRS = 200
+NUM_STEPS = 20
+# Before the timed ones of a block: what was due while the job stood still is done then, and caches fill.
+NUM_WARM_UP = 10
 # What the upper end of the interval must stay under.
 LIMIT = 1.02
 WAYS: dict[str, list[str]] = {"watched": [], "unwatched": ["--no-watch"]}
@@ -57,8 +56,9 @@ class Job:
     def __init__(self, way: str, num_blocks: int, num_steps: int, folder: Path) -> None:
         self._gate = folder / way
         self._gate.mkdir()
-        for name in ("go", "done"):
-            os.mkfifo(self._gate / name)
+        self._doors = [self._gate / f"go-{rank}" for rank in range(NUM_RANKS)]
+        for pipe in (*self._doors, self._gate / "done"):
+            os.mkfifo(pipe)
         paceline = str(Path(sys.executable).with_name("paceline"))
         command = [paceline, "run", "--nproc-per-node", str(NUM_RANKS), *WAYS[way], str(HERE / "train.py")]
         command += ["--blocks", str(num_blocks), "--steps", str(num_steps), "--warm-up", str(NUM_WARM_UP)]
@@ -76,7 +76,8 @@ class Job:
     def run_block(self, *, is_last: bool = False) -> dict[str, Any]:
         """Lets it run a block; gives what it has measured of it."""
         self._send(signal.SIGCONT)
-        (self._gate / "go").write_text("go")
+        for door in self._doors:
+            door.write_text("go")
         found: dict[str, Any] = json.loads((self._gate / "done").read_text())
         if not is_last:
             self._send(signal.SIGSTOP)
@@ -129,7 +130,7 @@ def measure(num_launches: int, num_pairs: int, num_steps: int) -> dict[str, Any]
         "started": started,
         "load_before": load,
         "load_after": os.getloadavg()[0],
-        "machine": describe_machine(),
+        "machine": f"{describe_machine()}, gloo, 1 thread per rank",
         "said": said,
         "took_s": {way: [one["took_s"] for one in each] for way, each in found.items()},
         "computed_s": {way: [one["computed_s"] for one in each] for way, each in found.items()},
@@ -154,16 +155,6 @@ def measure_launch(num_pairs: int, num_steps: int) -> dict[str, tuple[list[dict[
                 job.kill()
 
 
-def describe_machine() -> str:
-    """The processor, the cores, the system and torch."""
-    processor = describe_identity("cpu")["processor"]
-    cores = len(os.sched_getaffinity(0))
-    return (
-        f"{processor}, {cores} cores, {platform.system()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, gloo, 1 thread per rank"
-    )
-
-
 def spread_ratio(result: dict[str, Any], key: str) -> Spread:
     """Of the watched block of a pair to the other one."""
     times = result[key]
@@ -179,15 +170,16 @@ def describe(result: dict[str, Any]) -> str:
         f"{result['launches']} launches of each; "
         f"{result['started']}, load before {result['load_before']:.2f}, after {result['load_after']:.2f}",
         "",
-        "| | watched, ms per step | unwatched, ms | ratio | interval of the median | pairs |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| | watched, ms per step | unwatched, ms | ratio | interval of the median | pairs | of all time |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for key, words in (("took_s", "time of a step"), ("computed_s", "CPU time of a step, all ranks")):
         ratio = spread_ratio(result, key)
-        watched, unwatched = (Spread.of(1e3 * s / steps for s in result[key][way]).median for way in WAYS)
+        watched, unwatched = (1e3 * median(result[key][way]) / steps for way in WAYS)
+        total = sum(result[key]["watched"]) / sum(result[key]["unwatched"])
         lines.append(
             f"| {words} | {watched:.4g} | {unwatched:.4g} | {ratio.median:.4f} | {ratio.low:.4f} to "
-            f"{ratio.high:.4f} ({ratio.confidence:.0%}) | {ratio.num_values} |"
+            f"{ratio.high:.4f} ({ratio.confidence:.0%}) | {ratio.num_values} | {total:.4f} |"
         )
     said = Counter(result["said"])
     lines += ["", "said: " + (", ".join(f"{code} in {n} launches" for code, n in said.items()) or "nothing")]

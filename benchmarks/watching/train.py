@@ -1,8 +1,9 @@
 """A training as people write them, which knows nothing of Paceline: DDP and AdamW, and a clock.
 
 Trains a byte-level transformer of 0.13M parameters on bytes of its own making, in blocks of steps. Before
-each rank 0 waits for a line from the pipe GATE/go; after it it writes one to GATE/done, in JSON: the seconds
-that the timed steps took on the slowest rank, and the seconds that all ranks computed meanwhile.
+each of them every rank waits for a line from its pipe, GATE/go-RANK, so that none waits for another there;
+after it rank 0 writes one to GATE/done, in JSON: the seconds that the timed steps took on the slowest rank,
+and the seconds that all ranks computed meanwhile.
 """
 
 import argparse
@@ -62,9 +63,7 @@ def main():
     loss_of = nn.CrossEntropyLoss()
     data = batches(dist.get_rank())
     for _ in range(args.blocks):
-        if dist.get_rank() == 0:
-            (args.gate / "go").read_text()
-        dist.barrier()
+        (args.gate / f"go-{dist.get_rank()}").read_text()
         found = run_block(model, optimizer, loss_of, data, args)
         if dist.get_rank() == 0:
             (args.gate / "done").write_text(json.dumps(found))

@@ -34,3 +34,12 @@ def test_interval_covers_the_true_median_as_often_as_it_says() -> None:
 
 def test_formats_median_and_interval() -> None:
     assert f"{Spread.of([1.0, 2.0, 4.0]):.1f}" == "2.0 (1.0 to 4.0)"
+
+
+def test_takes_thousands_of_values() -> None:
+    # Of 2**n ways there are more than a float can count from n = 1024 on.
+    many = Spread.of(range(1600))
+    assert many.confidence >= 0.95
+    # Half of the values, give or take 1.96 of their standard deviation.
+    assert many.low == pytest.approx(800 - 1.96 * 20, abs=2)
+    assert many.high == pytest.approx(799 + 1.96 * 20, abs=2)

@@ -5,15 +5,14 @@ A rank calls `ask_all` with the listener's folder. It returns when all ranks tha
 
 from __future__ import annotations
 
-import selectors
-import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from paceline.watch import listener
 from paceline.watch.report import Beat, Report
-from paceline.watch.wire import Ask, Unpacker, pack
 
 
 def ask_all(folder: str, seconds: float = 10.0) -> None:
@@ -25,26 +24,8 @@ def ask_all(folder: str, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-class _Line:
-    """The connection to a rank."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._unpacker = Unpacker()
-
-    def receive(self) -> list[Beat | Report]:
-        """The messages that have come; raises EOFError once the rank has hung up."""
-        data = self.socket.recv(1 << 18)
-        if not data:
-            raise EOFError
-        return [message for message in self._unpacker.feed(data) if not isinstance(message, Ask)]
-
-    def ask(self) -> None:
-        self.socket.sendall(pack(Ask()))
-
-
 class Listener:
-    """Hears ranks from `__enter__` on.
+    """Hears ranks in a thread, from `__enter__` on.
 
     Attributes:
         folder: for `ask_all`.
@@ -61,16 +42,12 @@ class Listener:
         self.reports: dict[int, Report] = {}
         self.hung_up: set[int] = set()
         self._num_ranks = num_ranks
-        self._lines: dict[int, _Line] = {}
+        self._is_asked = threading.Event()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self._selector = selectors.DefaultSelector()
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def __enter__(self) -> Listener:
-        self._listening.bind(self.socket)
-        self._listening.listen()
-        self._selector.register(self._listening, selectors.EVENT_READ, None)
+        self._listener = listener.Listener(Path(self.socket))
         self._thread.start()
         return self
 
@@ -79,69 +56,52 @@ class Listener:
     ) -> None:
         self._ends.set()
         self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._selector.close()
+        self._listener.close()
 
     def wait_for_beats(self, rank: int, count: int, seconds: float = 10.0) -> list[Beat]:
         """Waits until a rank has beaten so many times."""
-        end = time.monotonic() + seconds
-        while len(self.beats.get(rank, ())) < count:
-            assert time.monotonic() < end, f"{self.beats}"
-            time.sleep(0.01)
+        wait_until(lambda: len(self.beats.get(rank, ())) >= count, seconds)
         return self.beats[rank]
 
     def wait_for_hang_up(self, rank: int, seconds: float = 10.0) -> None:
         """Waits until a rank has closed its connection."""
-        end = time.monotonic() + seconds
-        while rank not in self.hung_up:
-            assert time.monotonic() < end, "still connected"
-            time.sleep(0.01)
+        wait_until(lambda: rank in self.hung_up, seconds)
 
-    def ask(self, rank: int) -> None:
-        """Asks one rank."""
-        self.reports.pop(rank, None)
-        self._lines[rank].ask()
+    def ask(self) -> None:
+        """Asks all ranks; what they have answered before is forgotten."""
+        self.reports.clear()
+        self._is_asked.set()
 
     def wait_for_report(self, rank: int, seconds: float = 10.0) -> Report:
         """Waits until a rank has answered."""
-        end = time.monotonic() + seconds
-        while rank not in self.reports:
-            assert time.monotonic() < end, "no report"
-            time.sleep(0.01)
+        wait_until(lambda: rank in self.reports, seconds)
         return self.reports[rank]
 
     def _run(self) -> None:
         wanted = Path(self.folder, "ask")
-        is_asking = False
+        is_waiting = False
         while not self._ends.is_set():
-            for key, _ in self._selector.select(0.02):
-                if key.data is None:
-                    connection, _ = self._listening.accept()
-                    connection.setblocking(False)
-                    self._selector.register(connection, selectors.EVENT_READ, _Line(connection))
-                else:
-                    self._read(key.data)
-            if wanted.exists() and len(self._lines) == self._num_ranks and not is_asking:
-                is_asking = True
-                self.reports.clear()
-                for line in self._lines.values():
-                    line.ask()
-            if is_asking and len(self.reports) == self._num_ranks:
-                is_asking = False
+            before = self._listener.ranks
+            for message in self._listener.hear(0.02):
+                if isinstance(message, Beat):
+                    self.beats.setdefault(message.rank, []).append(message)
+                elif isinstance(message, Report):
+                    self.reports[message.rank] = message
+            self.hung_up |= before - self._listener.ranks
+            if wanted.exists() and len(self._listener.ranks) == self._num_ranks and not is_waiting:
+                is_waiting = True
+                self.ask()
+            if self._is_asked.is_set():
+                self._is_asked.clear()
+                self._listener.ask(is_full=False)
+            if is_waiting and len(self.reports) == self._num_ranks:
+                is_waiting = False
                 wanted.unlink()
 
-    def _read(self, line: _Line) -> None:
-        try:
-            messages = line.receive()
-        except (EOFError, OSError):
-            self.hung_up |= {rank for rank, other in self._lines.items() if other is line}
-            self._selector.unregister(line.socket)
-            line.socket.close()
-            return
-        for message in messages:
-            self._lines[message.rank] = line
-            if isinstance(message, Beat):
-                self.beats.setdefault(message.rank, []).append(message)
-            else:
-                self.reports[message.rank] = message
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    """Fails where something isn't so in time."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"not within {seconds:g} s"
+        time.sleep(0.01)

@@ -25,20 +25,24 @@ def make_beat(
     seconds: float = 1.0,
     rate: float = 10,
     groups: tuple[str, ...] = ("0",),
+    samples: int = 5,
 ) -> Beat:
     places = (PlaceTime(seconds * share, True, ()), PlaceTime(seconds * (1 - share), False, ()))
     count = int(rate * second)
     issued = dict.fromkeys(groups, count + (share > 0.5))
     completed = dict.fromkeys(groups, count)
-    return Beat(rank, float(second), "running", issued, completed, (), 0, False, pace=Pace(5, places))
+    return Beat(rank, float(second), "running", issued, completed, (), 0, False, pace=Pace(samples, places))
 
 
-def find(num_ranks: int, seconds: int, share: Share, *, rate: float = 10) -> tuple[int, list[Slow]]:
+def find(
+    num_ranks: int, seconds: int, share: Share, *, rate: float = 10, samples: int = 5
+) -> tuple[int, list[Slow]]:
     """After how many seconds somebody is found slow, and who."""
     book = PaceBook()
     for second in range(1, seconds + 1):
         for rank in range(num_ranks):
-            book.note_beat(make_beat(rank, second, share(rank, second), rate=rate), float(second))
+            beat = make_beat(rank, second, share(rank, second), rate=rate, samples=samples)
+            book.note_beat(beat, float(second))
         if found := book.find_slow(float(second)):
             return second, found
     return seconds, []
@@ -58,6 +62,14 @@ def test_a_small_difference_takes_longer() -> None:
     assert (slow.rank, slow.window_s) == (1, 40.0)
 
 
+def test_fewer_samples_take_longer() -> None:
+    second, (slow,) = find(4, 60, lambda rank, _: 0.05 if rank == 2 else 0.8, samples=2)
+    assert 10 < second <= 20
+    assert (slow.rank, slow.window_s) == (2, 20.0)
+    second, (slow,) = find(2, 200, lambda rank, _: 0.05 if rank else 0.35, samples=2)
+    assert 40 < second <= 160
+
+
 @pytest.mark.parametrize(("own", "others"), [(0.05, 0.23), (0.6, 0.85), (0.5, 0.5), (0.9, 0.9), (0.0, 0.0)])
 def test_less_than_a_fifth_or_a_half_is_not_slow(own: float, others: float) -> None:
     assert not find(3, 400, lambda rank, _: own if rank == 1 else others)[1]
@@ -69,10 +81,15 @@ def test_ranks_that_are_slow_in_turns_are_not_named() -> None:
     assert not find(2, 170, lambda rank, second: 0.4 if second < 158 else 0.8 * rank)[1]
 
 
-def test_chance_names_nobody() -> None:
+@pytest.mark.parametrize("samples", [2, 5])
+def test_chance_names_nobody(samples: int) -> None:
     draw = random.Random(3)
+
+    def look(share: float) -> float:
+        return sum(draw.random() < share for _ in range(samples)) / samples
+
     for share in (0.2, 0.5, 0.8):
-        assert not find(3, 1500, lambda *_: sum(draw.random() < share for _ in range(5)) / 5)[1]  # noqa: B023
+        assert not find(3, 1500, lambda *_: look(share), samples=samples)[1]  # noqa: B023
 
 
 def test_one_pause_is_not_named_and_a_very_long_one_is() -> None:

@@ -356,9 +356,10 @@ def test_a_choice_has_calls_of_each_group():
 
 
 def test_all_ranks_read_at_the_same_seconds(monkeypatch):
-    def read_times(offset: float, cost_s: float) -> set[float]:
+    def read_times(offset: float, cost_s: float, age_s: float = 2 * recorder.EAGER_S) -> set[float]:
         watched = recorder.Recorder(Operations())
         watched._cost_s = cost_s
+        watched._began_s = time.monotonic() - age_s
         found = set()
         for second in range(64):
             now_s = 1_000_000.0 + offset + second
@@ -372,10 +373,12 @@ def test_all_ranks_read_at_the_same_seconds(monkeypatch):
                 found.add(now_s // 1)
         return found
 
-    every_8, every_16 = read_times(0.1, 0.015), read_times(0.9, 0.020)
+    every_8, every_16 = read_times(0.1, 0.0075), read_times(0.9, 0.010)
     assert len(every_8) >= 7
     assert len(every_16) >= 3
     assert every_16 <= every_8
+    # A rank that has just begun reads twice as often.
+    assert len(read_times(0.1, 0.0075, age_s=0.0)) >= 2 * len(every_8) - 1
 
 
 # ---- whatever issues

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.watch.report import PlaceTime
-from paceline.watch.sampling import EVERY_S, Sampler
+from paceline.watch.sampling import EAGER_S, EVERY_EAGER_S, EVERY_S, Sampler
 from paceline.watch.words import own_frames
 from paceline.world import World
 
@@ -129,17 +129,26 @@ def test_deep_stacks_are_shortened() -> None:
 
 def test_the_scripts_random_numbers_stay() -> None:
     state = random.getstate()
-    sampler = Sampler(0.0)
-    gaps = []
-    for _ in range(300):
-        before_s = sampler.next_s
-        sampler.take(before_s)
-        gaps.append(sampler.next_s - before_s)
+    draw_gaps(Sampler(0.0), 100.0)
     assert random.getstate() == state
-    # At no rhythm that a step could have too.
-    assert min(gaps) < 0.7 * EVERY_S
-    assert max(gaps) > 1.3 * EVERY_S
-    assert abs(sum(gaps) / len(gaps) - EVERY_S) < 0.2 * EVERY_S
+
+
+def test_looks_are_at_no_rhythm_and_more_frequent_at_first() -> None:
+    sampler = Sampler(0.0)
+    eager, later = draw_gaps(sampler, EAGER_S), draw_gaps(sampler, EAGER_S + 300.0)
+    for gaps, every_s in ((eager, EVERY_EAGER_S), (later, EVERY_S)):
+        # A step could have the same rhythm.
+        assert min(gaps) < 0.7 * every_s
+        assert max(gaps) > 1.3 * every_s
+        assert abs(sum(gaps) / len(gaps) - every_s) < 0.2 * every_s
+
+
+def draw_gaps(sampler: Sampler, until_s: float) -> list[float]:
+    gaps = []
+    while (now_s := sampler.next_s) < until_s:
+        sampler.take(now_s)
+        gaps.append(sampler.next_s - now_s)
+    return gaps
 
 
 # ---- ranks

@@ -38,16 +38,18 @@ class Spread:
         ordered = sorted(values)
         n = len(ordered)
         assert n > 0, "a spread needs a measurement"
-        k = 1
-        while 2 * (k + 1) <= n + 1 and _cover(n, k + 1) >= confidence:
-            k += 1
-        return cls(median(ordered), ordered[k - 1], ordered[n - k], _cover(n, k), n)
+        k, covers = 1, _cover(n, 1)
+        outside = 1 + n  # ways in which fewer than k + 1 of n values are below the median
+        while 2 * (k + 1) <= n + 1 and (more := _cover(n, outside)) >= confidence:
+            k, covers = k + 1, more
+            outside += comb(n, k)
+        return cls(median(ordered), ordered[k - 1], ordered[n - k], covers, n)
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} ({self.low:{spec}} to {self.high:{spec}})"
 
 
-def _cover(n: int, k: int) -> float:
-    """Probability that the k-th smallest and the k-th largest of `n` enclose the median."""
-    outside: int = 2 * sum(comb(n, i) for i in range(k))
-    return max(0.0, 1 - outside / 2.0**n)
+def _cover(n: int, outside: int) -> float:
+    """Probability that two of `n` values enclose the median, with so many ways to lie on one side of it."""
+    share: float = outside / (1 << (n - 1))  # of integers, as floats end at 2**1024
+    return max(0.0, 1 - share)

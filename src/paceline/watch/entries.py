@@ -56,18 +56,15 @@ class Status:
     completed: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Entry:
-    """One collective as recorded.
+    """One collective as recorded; what only a few of a thousand are asked for is read from `raw` then.
 
     Attributes:
         record: counts all entries of its recorder, from 0.
         key: of its process group.
         group: the group's name.
-        backend: such as `gloo`.
-        operation: as recorded; see `build_call`.
         number: in the group's sequence.
-        thread: ident of the thread that issued it; 0 where it isn't known.
         created_ns: since 1970.
         is_done: whether it has completed.
         raw: the recorder's dictionary.
@@ -76,13 +73,25 @@ class Entry:
     record: int
     key: Key
     group: str
-    backend: str
-    operation: str
     number: int
-    thread: int
     created_ns: int
     is_done: bool
     raw: Mapping[str, Any]
+
+    @property
+    def backend(self) -> str:
+        """Such as `gloo`."""
+        return str(self.raw["profiling_name"]).rpartition(":")[0]
+
+    @property
+    def operation(self) -> str:
+        """As recorded, in users' words; see `build_call`."""
+        return _name_operation(str(self.raw["profiling_name"]).rpartition(":")[2])
+
+    @property
+    def thread(self) -> int:
+        """Ident of the thread that issued it; 0 where it isn't known."""
+        return int(self.raw.get("thread_id") or 0)
 
 
 def read_status() -> dict[Key, Status]:
@@ -147,16 +156,12 @@ def _load(data: bytes) -> dict[str, Any]:
 
 
 def _build_entry(source: int, raw: Mapping[str, Any]) -> Entry:
-    backend, _, operation = str(raw["profiling_name"]).rpartition(":")
     return Entry(
-        record=int(raw["record_id"]),
-        key=(source, int(raw["pg_id"])),
-        group=str(raw["process_group"][0]),
-        backend=backend,
-        operation=_name_operation(operation),
-        number=int(raw["collective_seq_id"]),
-        thread=int(raw.get("thread_id") or 0),
-        created_ns=int(raw["time_created_ns"]),
+        record=raw["record_id"],
+        key=(source, raw["pg_id"]),
+        group=raw["process_group"][0],
+        number=raw["collective_seq_id"],
+        created_ns=raw["time_created_ns"],
         # gloo's never become "completed"; NCCL's are retired by a thread that may be late.
         is_done=bool(raw.get("retired")) or raw.get("state") == "completed",
         raw=raw,

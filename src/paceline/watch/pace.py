@@ -19,12 +19,13 @@ from paceline.watch.report import Beat, Frame, PlaceTime
 
 LEAST_DIFFERENCE = 0.20
 _WINDOWS_S = (10.0, 20.0, 40.0, 80.0, 160.0)
-_FEWEST_SAMPLES = 40
+_FEWEST_SAMPLES = 32
 # Of one group in a window; without them the longest window decides.
 _FEWEST_COLLECTIVES = 20
-# What chance may do: a share of 50 samples of 10 s strays by 0.07, and a difference of two by 0.1; five times
-# that is not met by chance in weeks. It falls with the root of the window's length.
+# What chance may do: a share of 50 samples strays by 0.07, and a difference of two by 0.1; five times that
+# is not met by chance in weeks. It falls with the root of the number of samples.
 _CHANCE = 0.5
+_SAMPLES_OF_CHANCE = 50
 _NUM_BLOCKS = 5
 # Of a window or one of its fifths: so much of it must have been seen.
 _LEAST_COVERED = 0.8
@@ -125,10 +126,14 @@ class _History:
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's waiting in a window, and in each of its fifths; `None` where too little was seen."""
+    """A rank's waiting in a window of so many samples, and in each of its fifths.
+
+    `None` of a fifth where too little was seen.
+    """
 
     whole: float
     blocks: tuple[float | None, ...]
+    samples: int
 
 
 class PaceBook:
@@ -206,14 +211,15 @@ class PaceBook:
         for rank, history in self._histories.items():
             spans = history.between(begins_s, ends_s)
             whole = _divide(spans, _LEAST_COVERED * window_s)
-            if whole is None or sum(span.stretch.samples for span in spans) < _FEWEST_SAMPLES:
+            samples = sum(span.stretch.samples for span in spans)
+            if whole is None or samples < _FEWEST_SAMPLES:
                 continue
             block_s = window_s / _NUM_BLOCKS
             blocks: list[list[_Span]] = [[] for _ in range(_NUM_BLOCKS)]
             for span in spans:
                 blocks[min(_NUM_BLOCKS - 1, int((span.ends_s - begins_s) / block_s))].append(span)
             least_s = _LEAST_COVERED_BLOCK * block_s
-            found[rank] = _Share(whole, tuple(_divide(block, least_s) for block in blocks))
+            found[rank] = _Share(whole, tuple(_divide(block, least_s) for block in blocks), samples)
         return found
 
     def _judge(self, rank: int, shares: Mapping[int, _Share], window_s: float, ends_s: float) -> Slow | None:
@@ -227,7 +233,10 @@ class PaceBook:
         if 2 * len(waiting) <= len(peers):
             return None
         theirs = _join([shares[peer] for peer in waiting])
-        if theirs.whole - own.whole < _CHANCE * (_WINDOWS_S[0] / window_s) ** 0.5:
+        if (
+            theirs.whole - own.whole
+            < _CHANCE * (_SAMPLES_OF_CHANCE / min(own.samples, theirs.samples)) ** 0.5
+        ):
             return None
         if self._count(rank, window_s, ends_s) < _FEWEST_COLLECTIVES and window_s < _WINDOWS_S[-1]:
             return None
@@ -270,6 +279,7 @@ def _join(shares: list[_Share]) -> _Share:
     return _Share(
         sum(share.whole for share in shares) / len(shares),
         tuple(sum(block) / len(block) if block else None for block in known),
+        min(share.samples for share in shares),
     )
 
 

@@ -101,10 +101,9 @@ class Watched:
             self._inode = os.fstat(connection.fileno()).st_ino
         except OSError:  # the launcher has gone
             connection.close()
+            return
         with suppress(Exception):  # a torch of other words must not keep the script from running
             when_imported("torch", self._meet_torch)
-        if self._socket is None:
-            return
         os.register_at_fork(
             before=self._rest, after_in_parent=self._resume, after_in_child=self._close_in_child
         )
@@ -164,8 +163,7 @@ class Watched:
     def _meet_torch(self, torch: object) -> None:
         choose_buffer_size()
         self.operations.install(torch)
-        if self._socket is not None:
-            self._exits.watch_terminate()
+        self._exits.watch_terminate()
         self._gradients.install(torch)
 
     # ---- the thread

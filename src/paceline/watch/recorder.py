@@ -1,8 +1,9 @@
 """What this rank has issued: torch's Flight Recorder and our wrappers, brought together.
 
-A beat asks the Flight Recorder for two numbers per group. The entries themselves take 15 us each, up to 15 ms
-in all, so a beat has them only where that stays below `_SHARE` of the time, or `_SHARE_STILL` once the rank
-stands still; a new group is looked up at once. A report always has them, with frames.
+A beat asks the Flight Recorder for two numbers per group. The entries themselves take 15 us each, up to 25 ms
+in all, so a beat has them only where that stays below `_SHARE` of the time: `_SHARE_EAGER` at first, as most
+mismatches are there from the start, and `_SHARE_STILL` once the rank stands still. A new group is looked up
+at once. A report always has them, with frames.
 
 The launcher compares what the beats of different ranks tell. So that they tell of the same calls, all ranks
 read at the same multiples of a power of two of seconds, and where there are more calls than a beat takes they
@@ -31,13 +32,16 @@ from paceline.watch.entries import (
 )
 from paceline.watch.operations import Operations, Transfer
 from paceline.watch.report import Call, Frame, Group
+from paceline.watch.sampling import EAGER_S
 from paceline.watch.threads import resolve
 
-# A step of FSDP over 80 layers issues 240. Reading 1000 takes 15 ms, and they are 1 MB.
+# A step of FSDP over 80 layers issues 240. Reading 1000 takes 12 ms where caches are warm, and they are 1 MB.
 _BUFFER_SIZE = "1000"
 _BUFFER_SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# Of the time, for reading entries: while collectives come, and once they have stopped.
-_SHARE = 0.002
+# Of the time, for reading entries: while collectives come, for the first while and later, and once they have
+# stopped.
+_SHARE_EAGER = 0.002
+_SHARE = 0.001
 _SHARE_STILL = 0.02
 _MAX_CALLS_PER_BEAT = 256
 # At least so many of a group, however many groups there are.
@@ -99,6 +103,7 @@ class Recorder:
         self._told_transfers = 0
         self._read_s = self._read_at_s = 0.0
         self._cost_s = 0.0
+        self._began_s: float | None = None
 
     def read_progress(self) -> Progress:
         """What has happened since the last time."""
@@ -160,7 +165,10 @@ class Recorder:
             return True
         if status == self._status:
             return time.monotonic() - self._read_s >= self._cost_s / _SHARE_STILL
-        every_s = 2.0 ** math.ceil(math.log2(max(1.0, self._cost_s / _SHARE)))
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+        share = _SHARE_EAGER if time.monotonic() - self._began_s < EAGER_S else _SHARE
+        every_s = 2.0 ** math.ceil(math.log2(max(1.0, self._cost_s / share)))
         return time.time() // every_s != self._read_at_s // every_s
 
     def _read_new(self, status: dict[Key, Status]) -> list[Call]:

@@ -32,9 +32,11 @@ from paceline.watch.slow import SlowRanks
 from paceline.watch.stacks import read_main_stack
 from paceline.watch.suspicion import Suspicion
 
-# How often the ranks' processes are looked at, and while collectives come: then they are at work anyway.
+# How often the ranks' processes are looked at, and while collectives come, as they are at work then anyway:
+# not where a verdict may be due before there have been two looks.
 _LOOK_S = 1.0
 _LOOK_CALM_S = 5.0
+_LEAST_FOR_CALM_S = 10.0
 # How long a rank has to answer; its thread may wait for Python's lock.
 _ANSWER_S = 2.0
 # How long ranks that lose their peer may take until the exception has ended their scripts.
@@ -127,15 +129,16 @@ class RankWatcher:
 
     def _run(self) -> None:
         looked_s = 0.0
+        calm_s = _LOOK_CALM_S if self._hang_after_s >= _LEAST_FOR_CALM_S else _LOOK_S
         while not self._ends.is_set():
             self._hear(0.25)
             now_s = time.monotonic()
             if self._failed.is_set() and not self._looked_back.is_set():
                 self._look_back()
             is_calm = self._clock.read(now_s).uncollected_s < STALL_S
-            if now_s - looked_s >= (_LOOK_CALM_S if is_calm else _LOOK_S):
+            if now_s - looked_s >= (calm_s if is_calm else _LOOK_S):
                 # What ranks have used since a look long ago, they may have used before they stood still.
-                self._look_around(now_s, is_recent=now_s - looked_s < _LOOK_CALM_S / 2)
+                self._look_around(now_s, is_recent=now_s - looked_s < 1.5 * _LOOK_S)
                 looked_s = now_s
             self._tell_not_finite()
             if not self._has_spoken and not self._failed.is_set():
