@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
+# Python takes frames of its import system out of tracebacks, down to one of this name. With ours among them,
+# an import that fails or is interrupted has the traceback that it would have without us.
+_FILE = "<frozen importlib._bootstrap>"
+_FUNCTION = "_call_with_frames_removed"
+
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
     """Calls `then` with a package once it is imported, or now where it is.
@@ -62,6 +67,7 @@ class _Doorbell:
             with suppress(Exception):
                 self._then(module)
 
+        exec_module.__code__ = exec_module.__code__.replace(co_filename=_FILE, co_name=_FUNCTION)
         loader.exec_module = exec_module
 
 
