@@ -1,8 +1,9 @@
 """A rank with a Python of its own that is watched all the same: its command, and what this Python runs first.
 
 torchrun starts `python -u train.py ARGS`. Here the same Python, with the same flags, runs this file:
-`python -u cold.py WATCH RANK FOLDER ATTEMPT train.py ARGS`. It lets the watcher in, takes back what Python
-has done for it, and runs the script as `__main__` (`script.py`). Where something is in the way of that, it
+`python -u cold.py WATCH RANK FOLDER ATTEMPT train.py ARGS`. It lets the watcher in, sees to it that
+multiprocessing's sockets go with the job, takes back what Python has done for it, and runs the script as
+`__main__` (`script.py`). Where something is in the way of that, it
 executes what torchrun would have started, and the rank is seen from outside only.
 """
 
@@ -64,10 +65,12 @@ def _begin(watch: list[str], words: list[str], loaded: set[str]) -> Callable[[],
     try:
         from functools import partial
 
+        from paceline.launch.leftovers import keep_sockets_in
         from paceline.launch.script import Script, find_first_path, run_as_main
         from paceline.launch.watching import load_watch
 
         entry, rank, launch_folder, folder = watch
+        keep_sockets_in(launch_folder)
         farewell = load_watch(entry, int(rank), launch_folder, folder)()
     finally:
         sys.path.pop()

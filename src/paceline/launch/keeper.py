@@ -17,7 +17,6 @@ group and its parent is found; where the keeper is killed, `paceline run` itself
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import selectors
 import signal
@@ -28,7 +27,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any
 
 from paceline.launch.call import Call, run_call
 from paceline.launch.family import (
@@ -39,7 +37,7 @@ from paceline.launch.family import (
     send_to_group,
     wait,
 )
-from paceline.launch.leftovers import ALIVE, SOCKETS, remove_folder
+from paceline.launch.leftovers import ALIVE, keep_sockets_in, remove_folder
 from paceline.launch.script import Script
 from paceline.launch.streams import Pump
 from paceline.launch.warm import Warmth
@@ -233,7 +231,7 @@ class Keeper:
             os.close(fd)
         os.environ.clear()
         os.environ.update(start.environ)
-        _keep_sockets_in(start.launch_folder)
+        keep_sockets_in(start.launch_folder)
         if start.entry is None:
             try:
                 os.execvpe(start.command[0], start.command, start.environ)
@@ -266,13 +264,6 @@ class Keeper:
         if self._folder:
             remove_folder(Path(self._folder))
         os._exit(1)
-
-
-def _keep_sockets_in(launch_folder: str) -> None:
-    """Has multiprocessing put its sockets where they go with the job, whoever is killed."""
-    with suppress(OSError):
-        process: Any = multiprocessing.current_process()
-        process._config["tempdir"] = os.readlink(os.path.join(launch_folder, SOCKETS))
 
 
 # ---- a keeper in a process of its own, for functions

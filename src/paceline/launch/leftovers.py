@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PREFIX = "paceline-launch-"
 ALIVE = "alive"
@@ -42,6 +44,13 @@ def launch_folder() -> Iterator[Path]:
         finally:
             os.close(fd)
             shutil.rmtree(sockets, ignore_errors=True)
+
+
+def keep_sockets_in(launch_folder: str) -> None:
+    """In a rank: has multiprocessing put its sockets where they go with the job, whoever is killed."""
+    with contextlib.suppress(OSError):
+        process: Any = multiprocessing.current_process()
+        process._config["tempdir"] = os.readlink(os.path.join(launch_folder, SOCKETS))
 
 
 def remove_folder(folder: Path) -> None:
