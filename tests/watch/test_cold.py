@@ -13,6 +13,7 @@ import pytest
 
 from paceline.launch import cold
 from paceline.launch.cold import let_in
+from paceline.launch.leftovers import SOCKETS
 from paceline.launch.watching import SOCKET
 from paceline.watch.watcher import RankWatcher
 from tests.launch.launched import Launched, paceline_run
@@ -120,6 +121,17 @@ def test_only_the_standard_library_is_loaded_before_the_script(
     assert listener.wait_for_beats(0, 1)
     others = ours - plain - set(sys.stdlib_module_names)
     assert {name for name in others if not name.startswith("_sysconfigdata")} == {"paceline"}
+
+
+def test_multiprocessing_has_its_sockets_where_the_launch_removes_them(
+    runner: ColdRunner, listener: Listener, tmp_path: Path
+) -> None:
+    (tmp_path / "pymp-pl-x").mkdir()
+    (runner.launch_folder / SOCKETS).symlink_to(tmp_path / "pymp-pl-x")
+    runner.write("from multiprocessing import util; print(util.get_temp_dir())")
+    output, _ = runner._open_ours(["train.py"]).communicate("", timeout=60)
+    assert output.strip() == str(tmp_path / "pymp-pl-x")
+    assert listener.wait_for_beats(0, 1)
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])

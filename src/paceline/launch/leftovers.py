@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -17,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from paceline.launch.arrival import when_imported
 
 PREFIX = "paceline-launch-"
 ALIVE = "alive"
@@ -48,9 +49,14 @@ def launch_folder() -> Iterator[Path]:
 
 def keep_sockets_in(launch_folder: str) -> None:
     """In a rank: has multiprocessing put its sockets where they go with the job, whoever is killed."""
-    with contextlib.suppress(OSError):
-        process: Any = multiprocessing.current_process()
-        process._config["tempdir"] = os.readlink(os.path.join(launch_folder, SOCKETS))
+
+    def place(multiprocessing: Any) -> None:
+        with contextlib.suppress(OSError):
+            sockets = os.readlink(os.path.join(launch_folder, SOCKETS))
+            multiprocessing.current_process()._config["tempdir"] = sockets
+
+    # Not before the script asks for it, as it takes note of what `__main__` is then.
+    when_imported("multiprocessing", place)
 
 
 def remove_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from paceline.watch.arrival import when_imported
+from paceline.launch.arrival import when_imported
 from paceline.watch.farewell import Exits, say_error
 from paceline.watch.gradients import Gradients
 from paceline.watch.operations import Operations

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from paceline.watch.arrival import when_imported
+from paceline.launch.arrival import when_imported
 
 NAME = "arrives_late"
 
