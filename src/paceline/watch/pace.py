@@ -233,10 +233,8 @@ class PaceBook:
         if 2 * len(waiting) <= len(peers):
             return None
         theirs = _join([shares[peer] for peer in waiting])
-        if (
-            theirs.whole - own.whole
-            < _CHANCE * (_SAMPLES_OF_CHANCE / min(own.samples, theirs.samples)) ** 0.5
-        ):
+        samples = min(own.samples, theirs.samples)
+        if theirs.whole - own.whole < _CHANCE * (_SAMPLES_OF_CHANCE / samples) ** 0.5:
             return None
         if self._count(rank, window_s, ends_s) < _FEWEST_COLLECTIVES and window_s < _WINDOWS_S[-1]:
             return None
