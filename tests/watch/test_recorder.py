@@ -356,10 +356,9 @@ def test_a_choice_has_calls_of_each_group():
 
 
 def test_all_ranks_read_at_the_same_seconds(monkeypatch):
-    def read_times(offset: float, cost_s: float, age_s: float = 2 * recorder.EAGER_S) -> set[float]:
+    def read_times(offset: float, cost_s: float, share: float = recorder._SHARE) -> set[float]:
         watched = recorder.Recorder(Operations())
         watched._cost_s = cost_s
-        watched._began_s = time.monotonic() - age_s
         found = set()
         for second in range(64):
             now_s = 1_000_000.0 + offset + second
@@ -368,7 +367,7 @@ def test_all_ranks_read_at_the_same_seconds(monkeypatch):
             if second == 0:
                 watched._levels = {(0, 0): recorder._Level("0", "0", entries.Status(0, -1), 0, 0, 0)}
                 watched._read_at_s = now_s
-            elif watched._is_due(status):
+            elif watched._is_due(status, share):
                 watched._read_at_s = now_s
                 found.add(now_s // 1)
         return found
@@ -378,7 +377,7 @@ def test_all_ranks_read_at_the_same_seconds(monkeypatch):
     assert len(every_16) >= 3
     assert every_16 <= every_8
     # A rank that has just begun reads twice as often.
-    assert len(read_times(0.1, 0.0075, age_s=0.0)) >= 2 * len(every_8) - 1
+    assert len(read_times(0.1, 0.0075, recorder._SHARE_EAGER)) >= 2 * len(every_8) - 1
 
 
 # ---- whatever issues

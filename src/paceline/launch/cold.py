@@ -3,8 +3,8 @@
 torchrun starts `python -u train.py ARGS`. Here the same Python, with the same flags, runs this file:
 `python -u cold.py WATCH RANK FOLDER ATTEMPT train.py ARGS`. It lets the watcher in, sees to it that
 multiprocessing's sockets go with the job, takes back what Python has done for it, and runs the script as
-`__main__` (`script.py`). Where something is in the way of that, it
-executes what torchrun would have started, and the rank is seen from outside only.
+`__main__` (`script.py`). Where something is in the way of that, it executes what torchrun would have started,
+and the rank is seen from outside only.
 """
 
 from __future__ import annotations

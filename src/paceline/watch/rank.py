@@ -233,7 +233,7 @@ class Watched:
             with suppress(Exception):
                 self._had_groups |= _has_groups()
                 if not self._is_over and self._had_groups:
-                    progress = self._recorder.read_progress()
+                    progress = self._recorder.read_progress(is_eager=self._sampler.is_eager(time.monotonic()))
             with suppress(Exception):
                 if not self._is_over:
                     self._gradients.settle()

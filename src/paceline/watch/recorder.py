@@ -32,7 +32,6 @@ from paceline.watch.entries import (
 )
 from paceline.watch.operations import Operations, Transfer
 from paceline.watch.report import Call, Frame, Group
-from paceline.watch.sampling import EAGER_S
 from paceline.watch.threads import resolve
 
 # A step of FSDP over 80 layers issues 240. Reading 1000 takes 12 ms where caches are warm, and they are 1 MB.
@@ -103,16 +102,19 @@ class Recorder:
         self._told_transfers = 0
         self._read_s = self._read_at_s = 0.0
         self._cost_s = 0.0
-        self._began_s: float | None = None
 
-    def read_progress(self) -> Progress:
-        """What has happened since the last time."""
+    def read_progress(self, *, is_eager: bool = False) -> Progress:
+        """What has happened since the last time.
+
+        Args:
+            is_eager: whether entries may take more of the time.
+        """
         status = read_status()
         transfers = self._operations.transfers(self._told_transfers)
         if transfers:
             self._told_transfers = transfers[-1].record + 1
         calls: list[Call] = []
-        if self._is_due(status):
+        if self._is_due(status, _SHARE_EAGER if is_eager else _SHARE):
             calls = self._read_new(status)
         self._status = status
         # A monitored barrier's number can't be told without the entries around it.
@@ -158,16 +160,13 @@ class Recorder:
 
     # ---- a beat
 
-    def _is_due(self, status: dict[Key, Status]) -> bool:
+    def _is_due(self, status: dict[Key, Status], share: float) -> bool:
         if status == {key: level.status for key, level in self._levels.items() if key in status}:
             return False
         if status.keys() - self._levels.keys():
             return True
         if status == self._status:
             return time.monotonic() - self._read_s >= self._cost_s / _SHARE_STILL
-        if self._began_s is None:
-            self._began_s = time.monotonic()
-        share = _SHARE_EAGER if time.monotonic() - self._began_s < EAGER_S else _SHARE
         every_s = 2.0 ** math.ceil(math.log2(max(1.0, self._cost_s / share)))
         return time.time() // every_s != self._read_at_s // every_s
 

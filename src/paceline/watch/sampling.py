@@ -86,6 +86,10 @@ class Sampler:
         self._resolved: dict[tuple[int, int], tuple[Mark, Frame | None]] = {}
         self.next_s = self._draw(now_s)
 
+    def is_eager(self, now_s: float) -> bool:
+        """Whether it is the first while with a process group, or before, when what goes wrong shows most."""
+        return self._began_s is None or now_s - self._began_s < EAGER_S
+
     def take(self, now_s: float) -> None:
         """Looks at the main thread."""
         if self._began_s is None:
@@ -121,10 +125,8 @@ class Sampler:
         return Pace(samples, places)
 
     def _draw(self, now_s: float) -> float:
-        is_eager = self._began_s is None or now_s - self._began_s < EAGER_S
-        return now_s + (EVERY_EAGER_S if is_eager else EVERY_S) * self._random.uniform(
-            1 - _SPREAD, 1 + _SPREAD
-        )
+        every_s = EVERY_EAGER_S if self.is_eager(now_s) else EVERY_S
+        return now_s + every_s * self._random.uniform(1 - _SPREAD, 1 + _SPREAD)
 
     def _resolve(self, marks: tuple[Mark, ...]) -> tuple[Frame, ...]:
         if len(self._resolved) > _MANY_RESOLVED:
