@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -292,6 +293,22 @@ def test_an_exception_leaves_although_peers_are_stuck(ranks: Pool) -> None:
         ranks.run(leave_while_another_is_stuck, nproc=3, timeout_s=20)
     assert isinstance(caught.value.causes[0], ValueError)
     assert time.monotonic() - began < 12
+
+
+def start_again(first_to_fail):
+    if os.environ["RANK"] == first_to_fail:
+        with pytest.raises(RuntimeError):  # nobody else is in that store
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=1, world_size=2, timeout=timedelta(seconds=1)
+            )
+    with start(device="cpu", threads_per_rank=1) as world:
+        x = torch.tensor(world.rank)
+        dist.all_reduce(x)
+        return x.item()
+
+
+def test_a_rank_that_could_not_start_can_start_again(ranks: Pool) -> None:
+    assert ranks.run(start_again, args=("1",), world=False, timeout_s=15) == [1, 1]
 
 
 def mesh_axes(world, text):

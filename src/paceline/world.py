@@ -524,6 +524,9 @@ def _not_all_came(store: Store, place: Place, timeout_s: float) -> PacelineError
 
 
 def _init_group(store: Store, place: Place, backend: str, device: torch.device, timeout_s: float) -> None:
+    # torch names a group by how many there were, and doesn't count back when one could not be made: then
+    # this rank would wait for the others under a name that they don't use.
+    dist.distributed_c10d._world.group_count = 0
     try:
         dist.init_process_group(
             backend,
