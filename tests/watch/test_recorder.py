@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from paceline.watch import entries, recorder
-from paceline.watch.entries import Entry, Groups
+from paceline.watch.entries import Entry, Groups, Status
 from paceline.watch.operations import Operations, Windows, name_reduce_op
 from paceline.watch.recorder import Recorder
 from paceline.watch.report import Call, Group
@@ -43,11 +43,15 @@ def record(issue):
         began_s = time.time()
         try:
             issue(world, *args)
-            time.sleep(0.05)  # gloo's threads note the end after they have woken the waiting one
-            groups, calls = Recorder(operations).read_calls()
+            ends_s = time.monotonic() + 1.0
+            while True:  # gloo's threads note the end after they have woken the waiting one
+                time.sleep(0.05)
+                groups, calls = Recorder(operations).read_calls()
+                calls = [call for call in calls if call.began_s >= began_s]
+                if all(call.done for call in calls) or time.monotonic() > ends_s:
+                    return groups, calls
         finally:
             operations.remove()
-        return groups, [call for call in calls if call.began_s >= began_s]
 
     return run
 
@@ -534,6 +538,23 @@ def entry(operation: str, backend: str = "nccl", **changes) -> Entry:
 def test_names_of_other_backends(recorded, operation):
     call = entries.build_call(entry(recorded), Groups({}, {}), Windows([]))
     assert (call.operation, call.dtypes, call.done) == (operation, ("bfloat16",), False)
+
+
+def test_a_call_that_completes_after_it_was_read_is_completed_when_it_is_pushed_out(monkeypatch):
+    told = {}
+    monkeypatch.setattr(recorder, "read_status", lambda: told["status"])
+    monkeypatch.setattr(recorder, "read_entries", lambda **_: told["entries"])
+    monkeypatch.setattr(recorder, "read_groups", lambda: Groups({}, {}))
+    rare, often = {"pg_id": 1, "process_group": ("1", "")}, {"record_id": 9, "collective_seq_id": 2}
+    reader = Recorder(Operations())
+    told["status"] = {(1, 1): Status(1, 0)}
+    told["entries"] = [entry("all_reduce", collective_seq_id=1, **rare)]
+    assert reader.read_progress().completed == {"1": 0}
+    told["status"] = {(1, 1): Status(1, 1), (1, 0): Status(2, 2)}
+    told["entries"] = [entry("all_reduce", retired=True, **often)]
+    for _ in range(2):
+        progress = reader.read_progress()
+        assert (progress.issued, progress.completed) == ({"0": 2, "1": 1}, {"0": 2, "1": 1})
 
 
 def test_nccl_completes_by_its_state():

@@ -207,7 +207,12 @@ class Recorder:
                     num_transfers[last.group],
                 )
             elif key in self._levels:  # pushed out of the buffer by other groups since
-                self._levels[key] = replace(self._levels[key], status=now)
+                level = self._levels[key]
+                num = num_transfers[level.group]
+                issued, completed = _count_level(level, now, num)
+                self._levels[key] = replace(
+                    level, status=now, issued=issued, completed=completed, num_transfers=num
+                )
 
     def _count(self, status: dict[Key, Status]) -> tuple[dict[str, int], dict[str, int]]:
         """How far each sequence is: what was read, and from the status what has come since."""
@@ -217,15 +222,17 @@ class Recorder:
         # A name that is used again has a higher key, which comes later.
         for key, level in sorted(self._levels.items()):
             now = status.get(key, level.status)
-            num_others = num_transfers[level.group] - level.num_transfers
-            num_new = max(0, now.issued - level.status.issued - num_others)
-            num_left = max(0, now.issued - now.completed)
-            issued[level.name] = level.issued + num_new
-            is_new = now != level.status
-            completed[level.name] = max(
-                level.completed, issued[level.name] - num_left if is_new else level.completed
-            )
+            issued[level.name], completed[level.name] = _count_level(level, now, num_transfers[level.group])
         return issued, completed
+
+
+def _count_level(level: _Level, now: Status, num_transfers: int) -> tuple[int, int]:
+    """How many collectives of a sequence were issued and have completed, by its group's status of now."""
+    if now == level.status:
+        return level.issued, level.completed
+    num_new = max(0, now.issued - level.status.issued - (num_transfers - level.num_transfers))
+    issued = level.issued + num_new
+    return issued, max(level.completed, issued - max(0, now.issued - now.completed))
 
 
 def _latest_of_names(entries: list[Entry]) -> list[Entry]:
