@@ -53,6 +53,9 @@ def test_who_computes_is_told_from_who_waits(start: Start) -> None:
     assert eyes.look([idle])[0].cpu_share < BUSY_SHARE
     once, again = (eyes.look([busy])[0].cpu_share for _ in range(2))
     assert once == again, "a moment is too short to tell"
+    time.sleep(0.6)
+    shares = [eyes.peek([busy])[0].cpu_share for _ in range(3)]
+    assert min(shares) < max(shares), "each peek tells what came since the last look"
 
 
 def test_a_stopped_process_is_told(start: Start) -> None:

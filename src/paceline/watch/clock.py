@@ -29,7 +29,7 @@ class Stillness:
     """For how long a job, or a node's part of it, has stood still.
 
     Attributes:
-        still_s: since the last sign of work.
+        still_s: from the last sign of work to the last look at the processes: what came since isn't known.
         uncollected_s: since a collective was last issued or completed.
         has_waiting: whether some rank waits for others: in a collective, or to join them.
     """
@@ -67,7 +67,7 @@ class Clock:
     """
 
     def __init__(self, now_s: float) -> None:
-        self._worked_s = self._collected_s = now_s
+        self._worked_s = self._collected_s = self._looked_s = now_s
         self._latest: dict[int, Beat] = {}
 
     def note_beat(self, beat: Beat, now_s: float) -> None:
@@ -82,8 +82,17 @@ class Clock:
         elif before.place != beat.place:
             self._worked_s = now_s
 
-    def note_processes(self, processes: Mapping[int, Process], now_s: float) -> None:
-        """Ranks have been looked at. Those in a collective don't count: NCCL waits at full speed."""
+    def note_processes(self, processes: Mapping[int, Process], since_s: float, now_s: float) -> None:
+        """Ranks have been looked at. Those in a collective don't count: NCCL waits at full speed.
+
+        Args:
+            processes: by rank, with what they have used since the look before.
+            since_s: when that was.
+            now_s: when this look was.
+        """
+        if since_s < self._collected_s:  # they may have used it before the last collective
+            return
+        self._looked_s = now_s
         for rank, process in processes.items():
             works = process.cpu_share > BUSY_SHARE or process.io_rate > BUSY_BYTES_PER_S
             if (works or process.state == "uninterruptible") and not _waits(self._latest.get(rank)):
@@ -96,7 +105,8 @@ class Clock:
     def read(self, now_s: float) -> Stillness:
         """How both clocks stand."""
         has_waiting = any(_waits(beat) for beat in self._latest.values())
-        return Stillness(now_s - self._worked_s, now_s - self._collected_s, has_waiting)
+        still_s = max(0.0, self._looked_s - self._worked_s)
+        return Stillness(still_s, now_s - self._collected_s, has_waiting)
 
 
 def _waits(beat: Beat | None) -> bool:

@@ -58,9 +58,13 @@ class Eyes:
 
     def look(self, ranks: Sequence[Watched]) -> dict[int, Process]:
         """What is seen of each rank, by rank."""
-        return {watched.rank: self._look_at(watched) for watched in ranks}
+        return {watched.rank: self._look_at(watched, is_kept=True) for watched in ranks}
 
-    def _look_at(self, watched: Watched) -> Process:
+    def peek(self, ranks: Sequence[Watched]) -> dict[int, Process]:
+        """A look between two others: the next one tells nevertheless all that came since the last one."""
+        return {watched.rank: self._look_at(watched, is_kept=False) for watched in ranks}
+
+    def _look_at(self, watched: Watched, *, is_kept: bool) -> Process:
         if watched.exit_code is not None or watched.pid == 0:
             state: ProcessState = "ended" if watched.exit_code is not None else "sleeping"
             return Process(watched.rank, self._node, watched.pid, state, exit_code=watched.exit_code)
@@ -83,7 +87,8 @@ class Eyes:
                 seconds = now.time_s - before.time_s
                 now.share = _add_up(before.cpu_s, now.cpu_s) / seconds
                 now.rate = _add_up(before.io_bytes, now.io_bytes) / seconds
-            self._before[watched.pid] = now
+            if is_kept:
+                self._before[watched.pid] = now
         else:
             now.share, now.rate = before.share, before.rate
         return Process(watched.rank, self._node, watched.pid, state, cpu_share=now.share, io_rate=now.rate)

@@ -33,7 +33,7 @@ from paceline.watch.stacks import read_main_stack
 from paceline.watch.suspicion import Suspicion
 
 # How often the ranks' processes are looked at, and while collectives come, as they are at work then anyway:
-# not where a verdict may be due before there have been two looks.
+# not where a verdict may be due before two looks have come after the last collective.
 _LOOK_S = 1.0
 _LOOK_CALM_S = 5.0
 _LEAST_FOR_CALM_S = 10.0
@@ -128,7 +128,7 @@ class RankWatcher:
     # ---- hearing
 
     def _run(self) -> None:
-        looked_s = 0.0
+        looked_s = time.monotonic()
         calm_s = _LOOK_CALM_S if self._hang_after_s >= _LEAST_FOR_CALM_S else _LOOK_S
         while not self._ends.is_set():
             self._hear(0.25)
@@ -137,8 +137,7 @@ class RankWatcher:
                 self._look_back()
             is_calm = self._clock.read(now_s).uncollected_s < STALL_S
             if now_s - looked_s >= (calm_s if is_calm else _LOOK_S):
-                # What ranks have used since a look long ago, they may have used before they stood still.
-                self._look_around(now_s, is_recent=now_s - looked_s < 1.5 * _LOOK_S)
+                self._look_around(looked_s, now_s)
                 looked_s = now_s
             self._tell_not_finite()
             if not self._has_spoken and not self._failed.is_set():
@@ -165,13 +164,12 @@ class RankWatcher:
         if beat.not_finite is not None and beat.not_finite.time_s >= self._met_s:
             self._not_finite.note(beat.rank, beat.not_finite, now_s)
 
-    def _look_around(self, now_s: float, *, is_recent: bool) -> None:
+    def _look_around(self, since_s: float, now_s: float) -> None:
         before = self._processes
         self._processes = self._eyes.look(self._look())
         if _describe(before) != _describe(self._processes):
             self._clock.note_change(now_s)
-        if is_recent:
-            self._clock.note_processes(self._processes, now_s)
+        self._clock.note_processes(self._processes, since_s, now_s)
 
     def _look_back(self) -> None:
         try:
@@ -269,12 +267,12 @@ class RankWatcher:
         self._reports = {}
         self._listener.ask(is_full=is_full)
         ends_s = time.monotonic() + _ANSWER_S
-        self._processes = self._eyes.look(self._look())
+        self._processes = self._eyes.peek(self._look())
         living = {r for r, process in self._processes.items() if process.state not in ("stopped", "ended")}
         expected = living & self._listener.ranks
         while self._lacks_word(expected) and time.monotonic() < ends_s:
             self._hear(0.05)
-        self._processes = self._eyes.look(self._look())
+        self._processes = self._eyes.peek(self._look())
         silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
         processes = self._processes | {p.rank: replace(p, native=self._read_stack(p)) for p in silent}
         world_size = max((watched.world_size for watched in self._look()), default=0)
@@ -294,7 +292,7 @@ class RankWatcher:
             if rank in self._listener.ranks
         ):
             self._hear(0.05)
-        self._processes = self._eyes.look(self._look())
+        self._processes = self._eyes.peek(self._look())
         return self._falls.add_to(seen, self._processes)
 
     def _ask_nodes(self, seen: Seen) -> Seen:
