@@ -122,6 +122,8 @@ class Launched:
         with suppress(OSError):
             if self._is_open:
                 os.close(self._source)
+        if error is not None:  # pytest shows it beside what failed
+            print(f"--- what the job of this test printed:\n{self.text}")
 
     def _with_shm(self, command: Sequence[str]) -> list[str]:
         if not _can_mount():
