@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from paceline.launch.failure import Ending, describe_death, is_consequence
+from paceline.launch.failure import Ending, describe_death, find_consequences
 
 GLOO = (
     "step 3\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
@@ -55,4 +55,10 @@ def test_a_long_exception_is_cut() -> None:
     ],
 )
 def test_what_may_be_another_ranks_doing(ending: Ending, is_one: bool) -> None:
-    assert is_consequence(ending) is is_one
+    assert find_consequences(ending, {0: "", 1: "what():  no"}) == [ending] * is_one
+
+
+def test_the_error_of_a_rank_that_was_given_too_little() -> None:
+    error = Ending(0, "error", 1, 5.0, trace="IndexError: index 7 is out of bounds\n")
+    told = find_consequences(error, {0: "", 1: GLOO, 2: "step 3"})
+    assert [(end.rank, end.code) for end in told] == [(1, -signal.SIGABRT), (0, 1)]

@@ -15,6 +15,7 @@ import re
 import signal
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -190,9 +191,19 @@ def find_cause(endings: list[Ending]) -> Ending | None:
     return next((e for e in failed if not e.follower), failed[0] if failed else None)
 
 
-def is_consequence(cause: Ending) -> bool:
-    """Whether an end may be what mismatched collectives, or another rank's end, have done to a rank."""
-    return cause.follower or cause.code == -signal.SIGABRT
+def find_consequences(cause: Ending, logs: Mapping[int, str]) -> list[Ending]:
+    """The ends that mismatched collectives, or another rank's end, may have brought: none if not the first.
+
+    Args:
+        cause: the end that seems to be the first.
+        logs: by rank, the end of its log.
+    """
+    if cause.follower or cause.code == -signal.SIGABRT:
+        return [cause]
+    # Where gloo aborts one rank for bytes too many, another one got too few, and may fail of these sooner.
+    aborted = [rank for rank, log in logs.items() if _BYTES.search(log)]
+    ends = [Ending(rank, "error", -signal.SIGABRT, cause.time_s) for rank in aborted]
+    return [*ends, cause] if ends else []
 
 
 def describe_death(cause: Ending, log: str) -> str:

@@ -15,13 +15,13 @@ from paceline.launch.failure import (
     RankFailed,
     describe_death,
     find_cause,
+    find_consequences,
     has_lost_peer,
-    is_consequence,
     read_endings,
 )
 from paceline.launch.job import Job
 from paceline.launch.memory import describe_kill
-from paceline.launch.ranks import COLD, RankProcess, Ranks
+from paceline.launch.ranks import COLD, Ranks
 from paceline.launch.stop import Interrupted, Stop
 from paceline.launch.trace import find_last
 from paceline.launch.watching import JobStuck, Said
@@ -78,10 +78,9 @@ def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
     if cause is None:
         log.warning("the nodes have changed; all ranks start again")
         return
-    process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
-    why = _explain(job, process, cause) if is_consequence(cause) else None
+    why, is_cause = _explain(job, ranks, cause)
     what = cause.error() or RankFailed(cause.rank, cause.code, cause.trace)
-    log.warning("%s", (str(what) if why is None else why.text).splitlines()[0])
+    log.warning("%s", (why.text if why is not None and is_cause else str(what)).splitlines()[0])
     log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
 
 
@@ -101,8 +100,8 @@ def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
 def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | PacelineError:
     process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
     logs = f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}" if process else ""
-    why = _explain(job, process, cause)
-    if why is not None and is_consequence(cause):
+    why, is_cause = _explain(job, ranks, cause)
+    if why is not None and is_cause:
         job.keeps_logs = True
         return JobStuck(why, logs)
     hints = [] if why is None else [f"The ranks' collectives don't match either: {why.text}"]
@@ -124,14 +123,14 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
     return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
 
 
-def _explain(job: Job, process: RankProcess | None, cause: Ending) -> Said | None:
-    """The watcher's word on why ranks failed, if it has one."""
+def _explain(job: Job, ranks: Ranks, cause: Ending) -> tuple[Said | None, bool]:
+    """The watcher's word on why ranks failed, if it has one; and whether this one failed of that."""
     if job.watcher is None:
-        return None
-    if not is_consequence(cause):
-        return job.watcher.explain_failure()
-    log = "" if process is None else _read_tail(process.start.log)
-    return job.watcher.explain_failure(describe_death(cause, log))
+        return None, False
+    logs = {p.start.rank: _read_tail(p.start.log) for p in ranks.latest}
+    ends = find_consequences(cause, logs)
+    died = " ".join(describe_death(end, logs.get(end.rank, "")) for end in ends)
+    return job.watcher.explain_failure(died), bool(ends)
 
 
 def _read_tail(path: str) -> str:
