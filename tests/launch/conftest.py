@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 CONF = """
 ClusterName=paceline
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
@@ -73,7 +75,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports()))
+    first_job = random.randrange(1, 10**6)  # ranks meet at a port that follows from it: not another cluster's
+    conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports(), first_job=first_job))
     env = {**os.environ, "SLURM_CONF": str(conf), "PATH": os.environ["PATH"] + ":/usr/sbin"}
     options = [f"--{name}={folder}/munge.{end}" for name, end in MUNGE_FILES.items()]
     daemons: list[subprocess.Popen[bytes]] = []

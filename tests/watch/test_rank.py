@@ -208,7 +208,9 @@ def test_beats_count_collectives(listener):
     process.communicate(timeout=60)
     beats = [beat for beat in listener.beats[0] if beat.issued]
     assert len(beats) >= 3
-    assert {beat.phase for beat in beats[:-1]} == {"running"}
+    phases = [beat.phase for beat in beats]
+    assert phases == sorted(phases, key=["running", "leaving"].index)  # of the latter none, one or two
+    assert phases.count("running") >= 3
     issued = [beat.issued["0"] for beat in beats]
     assert issued == sorted(issued)
     assert issued[-1] - issued[0] >= 10
