@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.watch.death import Failure, explain_failure, rewind
-from paceline.watch.report import Call, Frame, Group, LastWords, Report, Seen
+from paceline.watch.falls import Falls
+from paceline.watch.report import Beat, Call, Frame, Group, LastWords, Report, Seen
 from paceline.watch.source import Source
 from tests.watch.situations import (
     BACKWARD,
@@ -151,6 +152,38 @@ def test_a_peer_that_came_to_its_end():
     assert verdict.code == "PL801"
     assert "it has ended (exit code 0)" in verdict.headline
     assert any("`if rank == 0:`" in clue for clue in verdict.more)
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "words"),
+    [
+        ("sleeping", None, "has reached the end of its script"),  # the interpreter clears up still
+        ("ended", None, "has ended (exit code 0)"),  # its status is on the way
+        ("ended", 0, "has ended (exit code 0)"),
+    ],
+)
+def test_a_peer_that_is_just_leaving_has_ended(state, status, words):
+    job, kept = Job(2), Falls()
+    loses_peer(job, 0, call(2, "reduce"))
+    kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, (), 0, is_waiting=False))
+    kept.note_report(job.reports[0])
+    if status is not None:
+        kept.note_status(1, status)
+    job.process(1, state=state)
+    failure = explain_failure(kept.add_to(job.seen, job.processes), range(2), reader(""))
+    assert failure.verdict is not None
+    assert failure.verdict.code == "PL801"
+    assert words in failure.verdict.headline
+
+
+def test_a_peer_that_is_just_leaving_by_an_error_has_failed():
+    job, kept = Job(2), Falls()
+    loses_peer(job, 0, call(2, "reduce"))
+    falls(job, 1, LastWords("error", "ValueError: no rows", 1), [user(7, "load")])
+    kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, (), 0, is_waiting=False))
+    for report in job.reports.values():
+        kept.note_report(report)
+    assert explain_failure(kept.add_to(job.seen, job.processes), range(2), reader("")).verdict is None
 
 
 def test_a_peer_that_came_to_the_call_before_it_ended_is_not_to_blame():

@@ -15,6 +15,7 @@ class Falls:
     def __init__(self) -> None:
         self._issued: dict[int, dict[str, int]] = {}
         self._statuses: dict[int, int] = {}
+        self._left: set[int] = set()
         self.last: dict[int, Report] = {}
         """By rank, its report with last words."""
 
@@ -22,6 +23,8 @@ class Falls:
         """A sign of life has come."""
         # A rank that has destroyed its groups tells nothing of them any more.
         self._issued.setdefault(beat.rank, {}).update(beat.issued)
+        if beat.phase == "leaving":
+            self._left.add(beat.rank)
 
     def note_report(self, report: Report) -> None:
         """A report has come."""
@@ -46,15 +49,19 @@ class Falls:
         ended = {rank: p for rank, p in processes.items() if p.state == "ended"}
         silent = {
             rank: Report(rank, time.time(), "leaving", {}, (), (), issued=self._issued[rank])
-            for rank in ended
+            for rank in ended.keys() | self._left
             if rank in self._issued
         }
-        known = {
-            rank: replace(p, exit_code=self._statuses.get(rank) if p.exit_code is None else p.exit_code)
-            for rank, p in ended.items()
-        }
+        known = {rank: replace(p, exit_code=self._find_exit_code(rank, p)) for rank, p in ended.items()}
         reports = silent | seen.reports | self.last
         return replace(seen, processes=seen.processes | known, reports=reports)
+
+    def _find_exit_code(self, rank: int, process: Process) -> int | None:
+        if process.exit_code is not None:
+            return process.exit_code
+        # The status comes a moment after the end; a script that ends otherwise has last words.
+        came_to_its_end = rank in self._left and rank not in self.last
+        return self._statuses.get(rank, 0 if came_to_its_end else None)
 
 
 def is_felt(seen: Seen) -> bool:
