@@ -128,7 +128,7 @@ class RankWatcher:
     # ---- hearing
 
     def _run(self) -> None:
-        looked_s = time.monotonic()
+        looked_s = 0.0  # the first time at once: other nodes want to know which ranks are here
         calm_s = _LOOK_CALM_S if self._hang_after_s >= _LEAST_FOR_CALM_S else _LOOK_S
         while not self._ends.is_set():
             self._hear(0.25)
