@@ -295,7 +295,7 @@ def test_a_second_ctrl_c_kills(running: Running) -> None:
     running.process.send_signal(signal.SIGINT)
     began = time.monotonic()
     running.finish()
-    assert time.monotonic() - began < 20  # without it they sleep for 100 s
+    assert time.monotonic() - began < 8
     assert running.process.returncode == 130
     assert running.wait_for_ranks(1) == []
 
@@ -330,7 +330,7 @@ def test_a_killed_keeper_is_told_from_a_failed_rank() -> None:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=100,  # it imports torch twice
+        timeout=60,
         env={**os.environ, "PYTHONPATH": str(JOBS.parent.parent.parent)},
     )
     assert "The process that ranks are forked from was killed" in done.stdout, done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -164,14 +163,11 @@ def test_a_slow_rank_is_named_while_the_job_runs(tmp_path: Path) -> None:
         job.wait_for(r"\[PL820\]\n(?:  .*\n)+  paceline explain", _END_S)
         (job.work / "stop").touch()
         assert job.wait(_END_S) == 0
-        # On a busy machine what one of the waiting ranks has told may not yet be enough.
-        found = re.search(r"paceline: rank 1 makes (ranks 0 and 2|rank [02]) wait: ", job.text)
-        assert found is not None
-        told = job.text[found.start() :]
+        told = job.text[job.text.index("paceline: rank 1 makes ranks 0 and 2 wait: ") :]
         assert "asleep in time.sleep" in told.splitlines()[0]
         assert f"uneven.py:{line_in('# SLOW')} in prepare" in told.splitlines()[0]
         assert f"uneven.py:{line_in('# WAITS')} in take_part" in told
-        assert re.search(rf"  {found[1]} waits? in all_reduce", told)
+        assert "  ranks 0 and 2 wait in all_reduce" in told
         assert job.text.count("[PL820]") == 1
 
 
