@@ -191,14 +191,21 @@ def find_cause(endings: list[Ending]) -> Ending | None:
     return next((e for e in failed if not e.follower), failed[0] if failed else None)
 
 
+def is_consequence(cause: Ending) -> bool:
+    """Whether an end may be what mismatched collectives, or another rank's end, have done to a rank."""
+    return cause.follower or cause.code == -signal.SIGABRT
+
+
 def find_consequences(cause: Ending, logs: Mapping[int, str]) -> list[Ending]:
-    """The ends that mismatched collectives, or another rank's end, may have brought: none if not the first.
+    """All ends to tell that mismatched collectives, or another rank's end, may have brought, the cause last.
+
+    Empty where the cause is nobody else's doing, as far as the ranks' logs tell.
 
     Args:
         cause: the end that seems to be the first.
         logs: by rank, the end of its log.
     """
-    if cause.follower or cause.code == -signal.SIGABRT:
+    if is_consequence(cause):
         return [cause]
     # Where gloo aborts one rank for bytes too many, another one got too few, and may fail of these sooner.
     aborted = [rank for rank, log in logs.items() if _BYTES.search(log)]

@@ -28,7 +28,7 @@ from paceline.launch.failure import (
     RankFailed,
     describe_death,
     find_cause,
-    find_consequences,
+    is_consequence,
     read_endings,
 )
 from paceline.launch.import_environment import READ_AT_IMPORT
@@ -335,7 +335,7 @@ def _judge(job: _Job, ranks: Ranks, error: BaseException | None) -> None:
 
 def _raise_if_explained(job: _Job, cause: Ending) -> None:
     """Raises JobStuck where a rank failed of what the watcher knows more of."""
-    if job.watcher is not None and find_consequences(cause, {}):
+    if job.watcher is not None and is_consequence(cause):
         why = job.watcher.explain_failure(describe_death(cause, ""))
         if why is not None:
             raise JobStuck(why)
