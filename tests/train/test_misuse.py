@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import PacelineError
 from paceline.train.building import refuse_sync_batchnorm
@@ -57,6 +57,19 @@ def out_of_memory(model: nn.Module, batch: Tensor) -> Tensor:
         "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried "
         "to allocate 4000000000000 bytes.\nMore of it."
     )
+
+
+def evaluate_with(metrics: dict[str, Any]) -> None:
+    trainer = build(forward=lambda model, batch: model(batch[0]))
+    trainer.evaluate(trainer.loader(data(), global_batch_size=2, shuffle=False), metrics)
+
+
+class Sam(torch.optim.SGD):
+    """Like sharpness-aware minimization, which evaluates the loss twice."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        closure()
+        return super().step()
 
 
 def evaluate_nothing() -> None:
@@ -148,6 +161,41 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
         "optimizer=SGD.",
     ),
     "a name for an optimizer": ("PL407", lambda: build(optimizer="adamw"), "optimizer=str."),
+    "an optimizer function without a result": (
+        "PL407",
+        lambda: build(optimizer=lambda named: None),
+        "the optimizer function of model returned None",
+    ),
+    "LBFGS": (
+        "PL407",
+        lambda: build(optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])),
+        "the optimizer LBFGS of model, whose step() requires a closure",
+    ),
+    "SAM": (
+        "PL407",
+        lambda: build(optimizer=lambda named: Sam([p for _, p in named], lr=0.1)),
+        "the optimizer Sam of model, whose step() requires a closure",
+    ),
+    "an optimizer over another model": (
+        "PL407",
+        lambda: build(optimizer=lambda named: sgd(list(nn.Linear(5, 7).named_parameters()))),
+        "2 of the 2 tensors in the optimizer of model are not its parameters (the first has shape [7, 5])",
+    ),
+    "an optimizer over a tensor too many": (
+        "PL407",
+        lambda: build(optimizer=lambda named: sgd([*named, ("loss", nn.Parameter(torch.ones(2)))])),
+        "1 of the 3 tensors in the optimizer of model",
+    ),
+    "a schedule that wants a metric": (
+        "PL407",
+        lambda: build(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau),
+        "the schedule of model is ReduceLROnPlateau",
+    ),
+    "a schedule that is none": (
+        "PL407",
+        lambda: build(schedule=lambda optimizer: 0.1),
+        "the schedule function of model returned a float",
+    ),
     "tracking a number": ("PL408", lambda: build().track(best=0.5), "track(best=float)"),
     "nothing to train": (
         "PL420",
@@ -160,6 +208,26 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
         "without BatchNorm",
     ),
     # ---- batches and losses
+    "a DataLoader for data": (
+        "PL210",
+        lambda: build().loader(DataLoader(data(), batch_size=2), global_batch_size=2),
+        "a DataLoader as the data of loader0",
+    ),
+    "a loader for data": (
+        "PL210",
+        lambda: (t := build()).loader(t.loader(data(), global_batch_size=2), global_batch_size=2),
+        "a _TrainerLoader as the data of loader1",
+    ),
+    "fields of unequal length": (
+        "PL211",
+        lambda: build(microbatch_size=2).step({"x": torch.randn(8, 3), "y": torch.zeros(6)}),
+        "batch['y'] has 6 rows, and the first tensor of the batch has 8",
+    ),
+    "a metric that is a vector": (
+        "PL410",
+        lambda: evaluate_with({"accuracy": lambda output, batch: output}),
+        "the metric 'accuracy' returned a Tensor of shape (1, 2)",
+    ),
     "a batch of numbers": ("PL409", lambda: build().step([1, 2, 3]), "a batch of type list without a tensor"),
     "a batch of scalars": ("PL409", lambda: build().step({"x": torch.tensor(1.0)}), "a batch of type dict"),
     "a vector loss": ("PL410", lambda: step_with(lambda o, b: o.sum(1)), "a Tensor of shape (4,)"),
@@ -227,6 +295,29 @@ def test_parameters_that_the_optimizer_leaves_out_are_told(caplog: pytest.LogCap
         for _ in range(2):
             trainer.step(torch.randn(4, 3))
         assert torch.equal(trainer.model.bias, before)
+
+
+def test_a_batch_larger_than_the_data_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with start(device="cpu", threads_per_rank=1):
+        trainer = build(forward=lambda model, batch: model(batch[0]))
+        trainer.loader(data(6), global_batch_size=6)
+        trainer.loader(data(6), global_batch_size=8, shuffle=False)  # an evaluation may take all at once
+        assert "PL212" not in caplog.text
+        trainer.loader(data(6), global_batch_size=10**9, name="train")
+    assert caplog.text.count("PL212") == 1
+    assert "train: global_batch_size=1000000000, but the data has 6 samples." in caplog.text
+
+
+def test_the_seed_of_the_world_is_the_trainers_default() -> None:
+    def order(of_world: int, **settings: Any) -> list[float]:
+        with start(device="cpu", threads_per_rank=1, seed=of_world):
+            trainer = build(**settings)
+            numbers = TensorDataset(torch.arange(40.0))
+            loader = trainer.loader(numbers, global_batch_size=40, epochs=1)
+            return [x for share in loader for _, batch in share.microbatches for x in batch[0].tolist()]
+
+    assert order(0) != order(1) == order(0, seed=1)
+    assert order(1, seed=0) == order(0) == order(0, seed=None)
 
 
 # ---- with several ranks

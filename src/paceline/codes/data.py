@@ -65,6 +65,30 @@ PAGES: dict[str, Page] = {
         "texts.",
         "Wait until nothing writes to it, or train on a copy.",
     ),
+    "PL210": Page(
+        "A DataLoader in place of a data set",
+        "The trainer makes the batches itself: the order of samples, the cut into microbatches and each "
+        "rank's "
+        "share must not depend on the number of ranks. A DataLoader has an index of its own batches, so each "
+        "batch would count as one sample.",
+        "Pass the data set and the loader's settings to trainer.loader(). A DataLoader of your own works "
+        "with "
+        "trainer.step(batch), if each rank's loader yields other samples.",
+    ),
+    "PL211": Page(
+        "Fields of a batch with different numbers of rows",
+        "A batch given to trainer.step() is cut into microbatches along the first dimension of all of its "
+        "tensors. A field with another number of rows would be cut at other samples.",
+        "Give every field one row per sample. A table that all samples share belongs into the model or into "
+        "forward=.",
+    ),
+    "PL212": Page(
+        "A global batch larger than the data",
+        "An epoch ends with a ragged batch, and an epoch with fewer samples than a global batch is nothing "
+        "but "
+        "that. Each step then uses all samples, whatever global_batch_size says.",
+        "Lower global_batch_size, or check that all data files were found. The remark stops nothing.",
+    ),
     "PL220": Page(
         "A sequence is longer than the model",
         "A model has positions for data.seq_len tokens, of the recipe that it was built from.",

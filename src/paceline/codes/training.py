@@ -50,11 +50,15 @@ PAGES: dict[str, Page] = {
         'step=lambda update: (update("discriminator", d_loss), update("generator", g_loss)).',
     ),
     "PL407": Page(
-        "The optimizer is not a function",
-        "The trainer builds the optimizer itself, after the model has been placed and laid out, from "
-        "the list of "
-        "(name, parameter). An optimizer built before could hold the wrong tensors.",
-        "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4).",
+        "An optimizer or schedule that the trainer can't use",
+        "The trainer builds the optimizer itself, after the model has been placed and laid out, from the "
+        "list of "
+        "(name, parameter). An optimizer built before could hold the wrong tensors. It steps the optimizer "
+        "and "
+        "the schedule once per global batch, without a closure and without a metric. LBFGS and SAM need a "
+        "closure; ReduceLROnPlateau needs a metric.",
+        "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4). Step ReduceLROnPlateau "
+        "yourself after trainer.evaluate() and pass it to trainer.track().",
     ),
     "PL408": Page(
         "A tracked object has no state",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
@@ -31,10 +31,15 @@ def count_samples(batch: Any) -> int:
     )
 
 
-def weigh(loss: Any, batch: Any) -> tuple[Tensor, Tensor]:
+def weigh(loss: Any, batch: Any, *, by: str = "the loss function") -> tuple[Tensor, Tensor]:
     """What a loss function returned, as (sum of losses, weight).
 
     A pair is that already; a scalar is the mean over the microbatch's samples.
+
+    Args:
+        loss: what it returned.
+        batch: of which.
+        by: who returned it, for the message.
 
     Raises:
         PacelineError: PL410 for anything else, among it a loss that is not summed up.
@@ -51,8 +56,8 @@ def weigh(loss: Any, batch: Any) -> tuple[Tensor, Tensor]:
         shape = f" of shape {tuple(total.shape)}" if isinstance(total, Tensor) else ""
         raise PacelineError(
             "PL410",
-            saw=f"the loss function returned a {type(total).__name__}{shape}.",
-            rule="A loss is a pair of scalars (sum of losses, weight), or one scalar: the mean over samples.",
+            saw=f"{by} returned a {type(total).__name__}{shape}.",
+            rule="A loss or metric is a pair of scalars (sum, weight), or one scalar: the mean over samples.",
             fix="Return for example (losses.sum(), losses.numel()).",
         )
     return total, weight
@@ -79,6 +84,8 @@ def share_batch(batch: Any, dp: Axis | None, device: torch.device, microbatch_si
         dist.all_reduce(all_counts, group=dp.group)
         counts = all_counts.tolist()
     cuts = [split_microbatches(count, microbatch_size or max(1, count)) for count in counts]
+    if len(cuts[rank]) > 1:
+        _check_lengths(batch, num_samples)
     first = sum(len(cut) for cut in cuts[:rank])
     first_sample = sum(counts[:rank])
     return Share(
@@ -92,6 +99,21 @@ def share_batch(batch: Any, dp: Axis | None, device: torch.device, microbatch_si
         ],
         samples=[range(first_sample + start, first_sample + stop) for start, stop in cuts[rank]],
     )
+
+
+def _check_lengths(batch: Any, num_samples: int) -> None:
+    """Raises PL211 where a tensor can't be cut into microbatches along with the others."""
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) != num_samples:
+            raise PacelineError(
+                "PL211",
+                saw=f"batch{keystr(path)} has {len(leaf)} rows, and the first tensor of the batch has "
+                f"{num_samples}.",
+                rule="Samples lie along the first dimension of every tensor, and all of them are cut into "
+                "microbatches alike.",
+                fix="Give every field one row per sample, or set microbatch_size to the size of the whole "
+                "batch.",
+            )
 
 
 def _cut_samples(batch: Any, start: int, stop: int) -> Any:

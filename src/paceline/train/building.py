@@ -22,6 +22,7 @@ from paceline.parallel.order import Settings, parallelize
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
+from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed
@@ -95,6 +96,7 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
     device = settings.precision.device
     laid_out = parallelize(model, settings.mesh, laying_out, device, built.construction)
     optimizer = factory(list(model.named_parameters()))
+    check_optimizer(name, optimizer, model)
     if laid_out.placement.is_divided and type(optimizer).__name__ in _MIXING:
         raise PacelineError(
             "PL466",
@@ -104,13 +106,15 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
         )
     if laying_out.exact and laying_out.layout.dp_shard > 1:
         _check_kernels(optimizer, laying_out.layout)
+    schedule = settings.schedule(optimizer) if settings.schedule is not None else None
+    check_schedule(name, schedule)
     update = Update(
         name,
         model,
         laid_out,
         settings.mesh,
         optimizer,
-        settings.schedule(optimizer) if settings.schedule is not None else None,
+        schedule,
         is_exact=laying_out.exact,
         statistics=settings.statistics,
         precision=settings.precision,

@@ -84,7 +84,11 @@ def evaluate(
                 batch = precision.place_batch(batch)
                 with precision.autocast():
                     output = forward(model, batch)
-                    sums = [weigh(f(output, batch), batch) for f in (loss, *metrics.values())]
+                    sums = [weigh(loss(output, batch), batch)]
+                    sums += [
+                        weigh(metric(output, batch), batch, by=f"the metric {name!r}")
+                        for name, metric in metrics.items()
+                    ]
                 flat = [value.double().to(precision.device) for pair in sums for value in pair]
                 if index != _IDLE and (mesh is None or mesh.tp.rank == 0):
                     rows.append((num_microbatches + index, torch.stack(flat)))

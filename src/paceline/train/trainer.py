@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from paceline.data.check import check_data, warn_of_oversized_batch
 from paceline.data.loader import Loader, Position
 from paceline.data.share import Share
 from paceline.errors import PacelineError
@@ -96,7 +97,8 @@ class Trainer:
             microbatches), so it never follows from the number of ranks. Default: an eighth of the
             global batch.
         clip_norm: global gradient norm to clip to; 0 for none.
-        seed: of the order of samples and of the randomness inside forwards.
+        seed: of the order of samples and of the randomness inside forwards. Default: that of
+            `paceline.start`.
         ddp: settings of DistributedDataParallel, as the recipe's `[ddp]`.
         comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
         sync_batchnorm: statistics over all ranks; CUDA, and one microbatch per rank.
@@ -129,7 +131,7 @@ class Trainer:
         reduction: str = "exact",
         microbatch_size: int | None = None,
         clip_norm: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
         ddp: DdpSection | Mapping[str, Any] | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         sync_batchnorm: bool = False,
@@ -142,6 +144,7 @@ class Trainer:
         recipe_toml: str | None = None,
     ) -> None:
         self.world = current_world()
+        seed = self.world.seed if seed is None else seed
         check_numbers(
             clip_norm=(clip_norm, 0),
             seed=(seed, 0),
@@ -267,6 +270,7 @@ class Trainer:
         if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
             raise refuse_sync_batchnorm(global_batch_size, size, self.world.world_size)
         name = name or f"loader{len(self._loaders)}"
+        check_data(dataset, name)
         loader = _TrainerLoader(
             self,
             dataset,
@@ -285,6 +289,8 @@ class Trainer:
             name=name,
         )
         self._loaders[name] = loader
+        if shuffle is not False and self.world.is_main:
+            warn_of_oversized_batch(loader)
         state = self._saver.take_loader_state(name)
         if state is not None:
             loader.load_state_dict(state)
