@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import shared_memory
+from paceline.comm import segment
 from paceline.comm.exchange import Exchange, MessageExchange
-from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm.shared_memory import _SMALL_BYTES, SharedMemoryExchange
 from paceline.comm.tree import TreeSum, plan_reduction
 from tests.dist.pool import Pool, RankError
 
@@ -101,20 +101,21 @@ def test_bytes_are_a_rings_where_each_rank_owns_one_node(
     ring = 2 * 3 / 4 * 4000 * 4
     sent = ranks.run(count_bytes, 4, ("messages", shares, 4000))
     assert max(sent) == ring * (subtrees + 1) / 2
-    # A meeting is a byte per peer, and there are two.
-    assert ranks.run(count_bytes, 4, ("shared", shares, 4000)) == [6] * 4
+    # A meeting is a byte per peer. A small vector takes one, a large one two.
+    assert ranks.run(count_bytes, 4, ("shared", shares, 4000)) == [3] * 4
+    assert ranks.run(count_bytes, 4, ("shared", shares, 150_000)) == [6] * 4
 
 
 def exchange_without_memory(world: Any, missing_on: int) -> tuple[bool, int]:
-    original = shared_memory._map_segment
+    original = segment._map_segment
     if world.rank == missing_on:
-        shared_memory._map_segment = lambda path, token, num_bytes: None
+        segment._map_segment = lambda path, token, num_bytes: None
     try:
         exchange = SharedMemoryExchange(dist.group.WORLD)  # type: ignore[arg-type]
         leaves = draw_leaves(4, 1001, torch.float32, 0)
         totals = [sum_on_ranks(exchange, (2, 1, 1), leaves) for _ in range(3)]
     finally:
-        shared_memory._map_segment = original
+        segment._map_segment = original
     is_right = all(torch.equal(total, sum_alone(leaves)) for total in totals)
     return is_right and exchange._otherwise is not None, exchange.sent_bytes
 
@@ -131,7 +132,7 @@ def hold_and_count(world: Any) -> tuple[list[int], int]:
     before = count_segments()  # of who trained in this process before
     exchange = SharedMemoryExchange(dist.group.WORLD)  # type: ignore[arg-type]
     sizes = []
-    for length in (10, 100_000, 10, 50_000, 200_000):
+    for length in (10, 400_000, 10, 300_000, 800_000):
         leaves = draw_leaves(2, length, torch.float32, length)
         assert torch.equal(sum_on_ranks(exchange, (1, 1), leaves), sum_alone(leaves))
         assert exchange._memory is not None
@@ -143,14 +144,14 @@ def hold_and_count(world: Any) -> tuple[list[int], int]:
 
 def count_segments() -> int:
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
-    return sum("paceline-exchange" in link for link in links)
+    return sum("memfd:paceline" in link for link in links)
 
 
 def test_the_segment_grows_and_leaves_nothing(ranks: Pool) -> None:
     for sizes, still_open in ranks.run(hold_and_count):
         assert sizes == sorted(sizes)
         assert len(set(sizes)) == 3
-        assert sizes[-1] < 3 * (200_000 * 4 + 64)
+        assert sizes[-1] < 3 * (800_000 * 4 + 64) + 2 * _SMALL_BYTES
         assert still_open == 0
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from paceline.comm import shared_memory
+from paceline.comm import segment, shared_memory
 from paceline.parallel.exact import ExactReduction, _flatten_like
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
@@ -91,9 +91,9 @@ def delay_everything(chance: random.Random) -> Callable[[], None]:
 def train_deep(world: Any, num_steps: int, delays: bool, without_memory: bool) -> tuple[Trained, int]:
     torch.manual_seed(1)
     undo = delay_everything(random.Random(world.rank)) if delays else lambda: None
-    map_segment = shared_memory._map_segment
+    map_segment = segment._map_segment
     if without_memory:
-        shared_memory._map_segment = lambda path, token, num_bytes: None
+        segment._map_segment = lambda path, token, num_bytes: None
     try:
         trainer = Trainer(
             Deep(),
@@ -117,7 +117,7 @@ def train_deep(world: Any, num_steps: int, delays: bool, without_memory: bool) -
         return trained, 0 if replica is None else count_buckets(replica)
     finally:
         undo()
-        shared_memory._map_segment = map_segment
+        segment._map_segment = map_segment
 
 
 def count_buckets(replica: Any) -> int:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.train.agreement import Agreed, Agreement
+from paceline.comm.board import Board
+from paceline.train.agreement import Agreed, Agreement, Told
 from tests.dist.pool import Pool, RankError
 
 
-def agree(world: Any, num_microbatches: int, num_statistics: int, signums: list[int]) -> tuple[Agreed, float]:
+def agree(
+    world: Any, num_microbatches: int, num_statistics: int, signums: list[int], on_board: bool = False
+) -> tuple[Agreed, float]:
     """Microbatches go round the ranks; each has sums that would not add up the same in another order."""
     group = torch.distributed.group.WORLD if world.world_size > 1 else None
-    agreement = Agreement(num_microbatches, num_statistics, 3, torch.device("cpu"), group)
+    board = Board(group) if on_board and group is not None else None
+    agreement = Agreement(num_microbatches, num_statistics, 3, torch.device("cpu"), group, board)
     for index in range(world.rank, num_microbatches, world.world_size):
         statistics = (
             torch.arange(num_statistics, dtype=torch.float64) * 0.1 + index if num_statistics else None
@@ -24,16 +29,23 @@ def agree(world: Any, num_microbatches: int, num_statistics: int, signums: list[
         loss = torch.tensor(math.nan if index == 2 else 0.1 * 3**index, dtype=torch.float64)
         agreement.put_microbatch(index, loss, torch.tensor(float(index)), statistics)
     agreement.put_used([True, world.rank == 1, False])
-    agreement.launch(stop_signum=signums[world.rank], position=7)
+    agreement.launch(Told(signums[world.rank], 7, digests=[2**63 + world.rank, 5]))
+    if board is not None:
+        world.barrier()
     return agreement.wait(torch.tensor(0.5 + world.rank))
 
 
 # Small vectors are exchanged in another way than large ones.
 @pytest.mark.parametrize(("num_microbatches", "num_statistics"), [(5, 0), (5, 4), (5, 2000)])
-def test_all_ranks_read_the_same_bits(ranks: Pool, num_microbatches: int, num_statistics: int) -> None:
+@pytest.mark.parametrize("on_board", [False, True])
+def test_all_ranks_read_the_same_bits(
+    ranks: Pool, num_microbatches: int, num_statistics: int, on_board: bool
+) -> None:
     expected = None
     for nproc in (1, 2, 4):
-        results = ranks.run(agree, nproc=nproc, args=(num_microbatches, num_statistics, [0] * nproc))
+        results = ranks.run(
+            agree, nproc=nproc, args=(num_microbatches, num_statistics, [0] * nproc, on_board)
+        )
         for rank, (agreed, extra) in enumerate(results):
             assert extra == 0.5 + rank, "its own"
             losses = [0.1 * 3**index for index in range(num_microbatches)]
@@ -45,6 +57,8 @@ def test_all_ranks_read_the_same_bits(ranks: Pool, num_microbatches: int, num_st
             assert torch.equal(agreed.statistics, expected)
             assert agreed.used == [True, nproc > 1, False]
             assert agreed.stop_signum == 0
+            expected_digests = [[other, 2**31, 5, 0] for other in range(nproc)]
+            assert agreed.digests[:, :4].tolist() == expected_digests, "each rank's own, low half first"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +76,7 @@ def test_a_signal_at_one_rank_is_known_to_all(ranks: Pool, signums: list[int], t
 
 def agree_at(world: Any, positions: list[int]) -> None:
     agreement = Agreement(1, 0, 0, torch.device("cpu"), torch.distributed.group.WORLD)
-    agreement.launch(stop_signum=0, position=positions[world.rank])
+    agreement.launch(Told(0, positions[world.rank]))
     agreement.wait()
 
 
@@ -73,3 +87,40 @@ def test_another_position_of_any_rank_is_told_on_all(ranks: Pool, positions: lis
         ranks.run(agree_at, nproc=len(positions), args=(positions,))
     assert {error.code for error in caught.value.causes.values()} == {"PL430"}
     assert sorted(caught.value.causes) == list(range(len(positions)))
+
+
+def agree_on_boards(world: Any, lengths: list[int]) -> list[float]:
+    """Turn after turn on one board, some ranks late; the meeting is a barrier."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    board, seen = Board(group), []
+    for turn, length in enumerate(lengths):
+        agreement = Agreement(length, 0, 0, torch.device("cpu"), group, board)
+        for index in range(world.rank, length, world.world_size):
+            agreement.put_microbatch(index, torch.tensor(turn + 0.5), torch.tensor(1.0), None)
+        agreement.launch(Told(0, turn))
+        world.barrier()
+        time.sleep(0.002 * ((turn + world.rank) % 3))
+        agreed, _ = agreement.wait()
+        seen.append(sum(agreed.losses))
+    return seen
+
+
+def test_a_board_is_good_for_turn_after_turn(ranks: Pool) -> None:
+    lengths = [4, 4, 4, 300, 4, 5000, 3, 3, 3]
+    expected = [(turn + 0.5) * length for turn, length in enumerate(lengths)]
+    assert ranks.run(agree_on_boards, nproc=3, args=(lengths,)) == [expected] * 3
+
+
+def agree_on_other_lengths(world: Any) -> None:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    agreement = Agreement(1 + world.rank, 0, 0, torch.device("cpu"), group, Board(group))
+    agreement.launch(Told(0, 1))
+    world.barrier()
+    agreement.wait()
+
+
+def test_other_numbers_of_microbatches_are_named(ranks: Pool) -> None:
+    with pytest.raises(RankError, match="24 on rank 0, 26 on rank 1 numbers"):
+        ranks.run(agree_on_other_lengths)

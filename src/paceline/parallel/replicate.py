@@ -152,6 +152,14 @@ class Replica:
         """What a reduced gradient must be multiplied with to be the sum over the ranks."""
         return 1.0 if self._averaging_hook is None else float(self.num_ranks)
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether no rank ends a reducing backward before all have begun it.
+
+        A hook of the user's may do anything.
+        """
+        return self._averaging_hook is None
+
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
         """Runs `compute(batch)` under DDP."""
         result: tuple[Tensor, Tensor] = self._ddp(compute, batch)

@@ -27,7 +27,7 @@ from paceline.parallel.dropout_find import find_random
 from paceline.parallel.order import LaidOut
 from paceline.parallel.replicate import Compute, Replica
 from paceline.parallel.shard import Shards
-from paceline.train.agreement import Agreement
+from paceline.train.agreement import Agreement, Told
 from paceline.train.batches import count_samples, lend_batch
 from paceline.train.precision import LossScaler, Precision
 from paceline.train.rng import derive_seed, seed_generators
@@ -40,15 +40,13 @@ class Launch:
     """Starts the agreement at the right moment of the last microbatch."""
 
     agreement: Agreement
-    stop_signum: int
-    position: int
+    told: Told
     used: list[bool] | None
-    signature: int
 
     def now(self) -> None:
         if self.used is not None:
             self.agreement.put_used(self.used)
-        self.agreement.launch(stop_signum=self.stop_signum, position=self.position, signature=self.signature)
+        self.agreement.launch(self.told)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from paceline.train.building import (
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
 from paceline.train.memory import explain_out_of_memory
-from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, measure_memory
+from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed, preserved_generators
 from paceline.train.saving import Saver
@@ -636,7 +636,7 @@ class Trainer:
                 tokens_per_sample=self._tokens_per_sample,
                 flops_per_sample=sum(f for f in flops if f) or None,
                 peak_flops=self._peak_flops,
-                memory_bytes=measure_memory(self.world.device),
+                memory_bytes=writer.measure_memory(self.world.device),
             )
         )
 

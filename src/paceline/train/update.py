@@ -25,15 +25,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
+from paceline.comm.board import Board
 from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
-from paceline.parallel.replicate import Compute
+from paceline.parallel.replicate import Compute, Replica
 from paceline.parallel.shard import Shards
-from paceline.train.agreement import Agreed, Agreement
+from paceline.train.agreement import Agreed, Agreement, Told
 from paceline.train.precision import Precision
 from paceline.train.rounds import Launch, Rounds, Work
 
@@ -132,6 +133,7 @@ class Update:
             seed=seed,
             track_used=track_used,
         )
+        self._board = self._make_board()
 
     @property
     def lr(self) -> float:
@@ -173,12 +175,13 @@ class Update:
             len(self._named) if self.rounds.used is not None else 0,
             self._precision.device,
             dist.group.WORLD if is_talking else None,
+            self._board if is_talking and share.num_microbatches else None,
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
         # Of the step before: this one's is complete only after its last backward.
         signature = self._reducer.signature if isinstance(self._reducer, Shards) else 0
-        launch = Launch(agreement, stop_signum, step, self.rounds.used, signature)
+        launch = Launch(agreement, Told(stop_signum, step, signature), self.rounds.used)
         work = Work(compute, share, step, phase, self._unit, launch)
         comm_s = self.rounds.run(work, is_talking=is_talking, count_flops=count_flops)
         return self._finish(agreement, comm_s)
@@ -230,6 +233,20 @@ class Update:
         load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state, self.placement)
         if isinstance(self._reducer, Shards):
             self._reducer.offload_state(self.optimizer)
+
+    def _make_board(self) -> Board | None:
+        """A board for what ranks agree on, where summing all ranks' gradients is the meeting that it needs.
+
+        A hook of the user's may not wait for all ranks, and the use of parameters is known only when the
+        gradients are summed.
+        """
+        reducer = self._reducer
+        is_meeting = isinstance(reducer, Replica) and reducer.waits_for_all and self.rounds.used is None
+        if not is_meeting or self._mesh is None or self._precision.device.type != "cpu":
+            return None
+        world = dist.group.WORLD
+        assert world is not None
+        return Board(world) if self._mesh.dp_replicate.size == world.size() else None
 
     def _finish(self, agreement: Agreement, comm_s: float) -> Updated:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""

@@ -1,0 +1,79 @@
+"""Memory that ranks of one machine share.
+
+A segment is an anonymous file (memfd_create) of the first rank, which the others open through
+/proc/PID/fd. It has no name, so it is gone with the last rank, however the ranks die, and it does not count
+against the size of /dev/shm (64 MiB in a container by default). Where that can't be had, on any rank, nobody
+has it: ranks on several machines or in containers of their own, systems other than Linux.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_TOKEN_BYTES = 16
+
+
+def share_memory(group: dist.ProcessGroup, num_bytes: int) -> Tensor | None:
+    """Map one segment of zeros on every rank of a group; collective.
+
+    Args:
+        group: the ranks, with a backend for the CPU.
+        num_bytes: the size, the same on every rank.
+
+    Returns:
+        The segment as bytes, or `None` on every rank where some rank cannot have it.
+    """
+    handle, token = -1, secrets.token_bytes(_TOKEN_BYTES)
+    if group.rank() == 0:
+        handle = _make_segment(token, num_bytes)
+    box = [(os.getpid(), handle, token)]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    pid, remote, token = box[0]
+    memory = None if remote < 0 else _map_segment(f"/proc/{pid}/fd/{remote}", token, num_bytes)
+    everywhere = torch.tensor([memory is not None], dtype=torch.int32)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)  # by then everybody has opened it
+    if handle >= 0:
+        os.close(handle)
+    return memory if everywhere.item() else None
+
+
+def _make_segment(token: bytes, num_bytes: int) -> int:
+    """A descriptor of new anonymous memory that begins with `token`, or -1."""
+    if sys.platform != "linux":
+        return -1
+    handle = -1
+    try:
+        handle = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        # Reserved now: running out of memory is an error here, and a SIGBUS at the first touch.
+        os.posix_fallocate(handle, 0, mmap.PAGESIZE + num_bytes)
+        os.pwrite(handle, token, 0)
+    except OSError as error:
+        log.info("no shared memory of %d bytes (%s)", num_bytes, error)
+        if handle >= 0:
+            os.close(handle)
+        return -1
+    return handle
+
+
+def _map_segment(path: str, token: bytes, num_bytes: int) -> Tensor | None:
+    """The segment's memory, or `None` where `path` is not it: the process may be another machine's."""
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            if os.pread(file.fileno(), _TOKEN_BYTES, 0) != token:
+                return None
+            view = mmap.mmap(file.fileno(), mmap.PAGESIZE + num_bytes)
+    except (OSError, ValueError):
+        return None
+    if hasattr(mmap, "MADV_DONTFORK"):  # a loader worker, forked from this rank, has no use for it
+        view.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(view, dtype=torch.uint8, offset=mmap.PAGESIZE)
