@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import PacelineError
 from paceline.launch import network
 from paceline.launch.flags import add_torchrun_flags
-from paceline.launch.network import choose_rendezvous, describe_place
+from paceline.launch.network import choose_rendezvous, describe_place, is_own_host
 from paceline.place import Place
 
 SINGLE = Place("single")
@@ -127,17 +127,28 @@ def test_one_node_that_names_a_place_keeps_it(words: tuple[str, ...], machine: M
 # ---- several nodes, c10d
 
 
-def test_the_host_of_a_c10d_store_knows_itself_by_address(machine: Machine) -> None:
-    flags = read_flags("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.11:29500")
-    assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert (flags.rdzv_conf, flags.local_addr) == ("is_host=true", "10.77.0.11")
-    assert flags.standalone is False
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        ("10.77.0.11", True),
+        ("node1", True),
+        ("localhost", True),
+        ("127.0.0.2", True),
+        ("::1", True),
+        ("node0", False),
+        ("10.77.0.10", False),
+    ],
+)
+def test_the_host_of_a_c10d_store_knows_itself_by_address(host: str, is_own: bool, machine: Machine) -> None:
+    assert is_own_host(host) is is_own
 
 
-def test_the_others_know_that_they_are_not(machine: Machine) -> None:
-    flags = read_flags("--nnodes=1:3", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500")
-    assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert (flags.rdzv_conf, flags.local_addr) == ("is_host=false", "10.77.0.11")
+def test_nodes_meet_by_the_address_that_leads_to_the_host(machine: Machine) -> None:
+    for endpoint in ("10.77.0.11:29500", "node0:29500"):
+        flags = read_flags("--nnodes=1:3", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+        assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "eth0"}
+        assert (flags.rdzv_conf, flags.local_addr) == ("", "10.77.0.11"), "which launcher hosts is tried out"
+        assert flags.standalone is False
 
 
 def test_what_the_user_says_of_the_host_stays(machine: Machine) -> None:
@@ -147,7 +158,7 @@ def test_what_the_user_says_of_the_host_stays(machine: Machine) -> None:
     assert flags.rdzv_conf == "is_host=1,timeout=20"
     flags = read_flags(*words, "--rdzv-conf=timeout=20")
     machine.choose(flags)
-    assert flags.rdzv_conf == "timeout=20,is_host=false"
+    assert flags.rdzv_conf == "timeout=20"
 
 
 def test_an_address_or_interface_that_is_given_stays(machine: Machine) -> None:
@@ -173,7 +184,7 @@ def test_ipv4_goes_first_where_a_name_has_both(machine: Machine) -> None:
     machine.names["node1"] = ["fd00::11", "10.77.0.11"]
     flags = read_flags("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29500")
     machine.choose(flags)
-    assert (flags.rdzv_conf, flags.local_addr) == ("is_host=true", "10.77.0.11")
+    assert (flags.rdzv_conf, flags.local_addr) == ("", "10.77.0.11")
 
 
 # ---- several nodes, static
@@ -198,14 +209,16 @@ def test_a_static_rendezvous_meets_at_the_master(machine: Machine) -> None:
         (),
         ("--master-addr=localhost",),
         ("--master-addr=[::1]", "--master-port=29500"),
+        ("--master-addr=::1", "--master-port=29500"),
     ],
 )
-def test_localhost_leaves_everything_alone(words: tuple[str, ...], machine: Machine) -> None:
+def test_launchers_on_one_machine_meet_at_the_loopback(words: tuple[str, ...], machine: Machine) -> None:
+    """So this machine's name need not resolve."""
     flags = read_flags("--nnodes=2", *words)
     before = {**vars(flags)}
     assert machine.choose(flags) == {}
-    assert flags.rdzv_conf == ("is_host=true" if flags.rdzv_backend == "c10d" else "")
-    assert {**vars(flags), "rdzv_conf": ""} == before
+    assert flags.local_addr == "localhost"
+    assert {**vars(flags), "local_addr": None} == before
 
 
 OWN_NAME = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29500")
@@ -218,7 +231,7 @@ def test_an_own_name_for_the_loopback_with_one_interface(machine: Machine) -> No
     machine.down = {"eth9"}
     flags = read_flags(*OWN_NAME)
     assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert (flags.rdzv_conf, flags.local_addr) == ("is_host=true", "10.77.0.11")
+    assert (flags.rdzv_conf, flags.local_addr) == ("", "10.77.0.11")
 
 
 def test_with_several_interfaces_the_user_must_say(machine: Machine) -> None:
@@ -265,7 +278,7 @@ def test_the_own_name_need_not_resolve(machine: Machine) -> None:
     del machine.names["node1"]
     flags = read_flags("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.10:29500")
     assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert (flags.rdzv_conf, flags.local_addr) == ("is_host=false", "10.77.0.11")
+    assert (flags.rdzv_conf, flags.local_addr) == ("", "10.77.0.11")
 
 
 def test_no_route(machine: Machine) -> None:
@@ -287,7 +300,7 @@ def test_ipv6(endpoint: str, machine: Machine) -> None:
     machine.route = lambda address: {"fd00::10": "fd00::11"}[address]
     flags = read_flags("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
     assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert (flags.rdzv_conf, flags.local_addr) == ("is_host=false", "fd00::11")
+    assert (flags.rdzv_conf, flags.local_addr) == ("", "fd00::11")
 
 
 def test_several_servers_of_etcd_are_left_to_torch(machine: Machine) -> None:

@@ -96,6 +96,13 @@ PAGES: dict[str, Page] = {
         "OpenMP's threads: the first operator on several threads would wait for ever.",
         'Leave threads_per_rank="auto" (one thread there), or put the function into a module.',
     ),
+    "PL317": Page(
+        "Fewer nodes met than the minimum",
+        "--nnodes names the nodes that a job needs, or a range MIN:MAX. A smaller world would have other "
+        "results or not fit the layout, so no rank starts. torchrun forms such a world where the clocks of "
+        "two nodes differ by more than 15 seconds.",
+        "Run the same command on every node, and check that the nodes' clocks agree (`timedatectl`).",
+    ),
     "PL320": Page(
         "The number of ranks is not a number from 1",
         "One process per rank is started.",

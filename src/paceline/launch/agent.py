@@ -6,8 +6,9 @@ Here: what starts a rank instead of Popen, and two repairs.
 - In torch 2.13 a restart leaves the workers the store of the round before, where gloo finds the addresses of
   processes that are gone (pytorch#135712). Each round gets a store of its own here, which is what torch's own
   comment in `distributed/rendezvous.py` counts on.
-- A single node needs nobody to meet: no protocol with its random delay, and no name of this machine that has
-  to resolve.
+- A world with fewer nodes than the minimum is refused. torch does not check what a rendezvous gave.
+
+`rendezvous.py` has how the nodes meet.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -29,15 +30,12 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from paceline.errors import PacelineError
 from paceline.launch.ranks import Ranks, Rounds
-
-_LOOPBACK = "127.0.0.1"
+from paceline.launch.rendezvous import build_rendezvous
 
 
 def run_agent(
@@ -55,8 +53,9 @@ def run_agent(
     Raises:
         ChildFailedError: a rank failed, and no restart is left.
         SignalException: `rounds.asked` was set.
+        PacelineError: PL317 where fewer nodes met than the minimum.
     """
-    handler, master = _build_rendezvous(config)
+    handler, master = build_rendezvous(config)
     known = {field.name for field in dataclasses.fields(WorkerSpec)}  # older torch has fewer
     wishes = {
         "role": config.role,
@@ -87,7 +86,9 @@ def run_agent(
         "shutdown_timeout": getattr(config, "shutdown_timeout", None),
     }
     takes = inspect.signature(LocalElasticAgent.__init__).parameters
-    agent = _Agent(rounds, ranks, spec=spec, **{n: v for n, v in options.items() if n in takes})
+    agent = _Agent(
+        rounds, ranks, config.min_nodes, spec=spec, **{n: v for n, v in options.items() if n in takes}
+    )
     metrics.initialize_metrics(MetricsConfig(config.metrics_cfg))
     is_asked = False
     try:
@@ -112,10 +113,11 @@ def run_agent(
 
 
 class _Agent(LocalElasticAgent):
-    def __init__(self, rounds: Rounds, ranks: Ranks, **options: Any) -> None:
+    def __init__(self, rounds: Rounds, ranks: Ranks, min_nodes: int, **options: Any) -> None:
         super().__init__(**options)
         self._rounds = rounds
         self._ranks = ranks
+        self._min_nodes = min_nodes
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         handler = worker_group.spec.rdzv_handler
@@ -124,6 +126,15 @@ class _Agent(LocalElasticAgent):
             handler._bootstrap_store_info = None
             handler._shared_tcp_store_server = None
         super()._rendezvous(worker_group)
+        num_nodes = worker_group.group_world_size or 0
+        if num_nodes < self._min_nodes:
+            raise PacelineError(
+                "PL317",
+                saw=f"The rendezvous ({handler.get_backend()}) gave a world of {num_nodes}; --nnodes asks "
+                f"for at least {self._min_nodes} nodes.",
+                rule="On fewer nodes training has other results, or the layout does not fit.",
+                fix="Check that all nodes run the same command and that their clocks agree, and start again.",
+            )
         if handler.get_backend() == "static" and self._rounds.number >= 0:
             self._renew_static_store(worker_group)
 
@@ -155,62 +166,6 @@ class _Agent(LocalElasticAgent):
             self._ranks.kill(rank)
         self._rounds.on_restart(self._remaining_restarts)
         super()._restart_workers(worker_group)
-
-
-class _OneNode(RendezvousHandler):
-    """The rendezvous of a job on one node: each round has a store of its own, at the loopback address."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store: TCPStore | None = None
-
-    def get_backend(self) -> str:
-        return "one-node"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        where = RendezvousStoreInfo(_LOOPBACK, self._store.port)
-        return RendezvousInfo(PrefixStore("torchelastic", self._store), 0, 1, where)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
-
-
-ONE_NODE = "one-node"
-
-
-def _build_rendezvous(config: LaunchConfig) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
-    if config.rdzv_backend == ONE_NODE:
-        return _OneNode(config.run_id), (None, None)
-    parameters = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-    master: tuple[str | None, int | None] = (None, None)
-    if config.rdzv_backend == "static":
-        master = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)
-    return registry.get_rendezvous_handler(parameters), master
 
 
 @contextmanager

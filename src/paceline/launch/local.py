@@ -266,7 +266,8 @@ def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    from paceline.launch.agent import ONE_NODE, quiet_torchelastic, run_agent, start_thread
+    from paceline.launch.agent import quiet_torchelastic, run_agent, start_thread
+    from paceline.launch.rendezvous import ONE_NODE
 
     patience_s = max(1, round(stop_timeout_s))
     settings: dict[str, Any] = {

@@ -41,25 +41,36 @@ def choose_rendezvous(flags: argparse.Namespace, place: Place, environ: MutableM
         if flags.standalone or (flags.rdzv_backend == "static" and not has_address):
             flags.standalone = True  # what torchrun makes of it
         return
-    endpoint = flags.rdzv_endpoint or (flags.master_addr if flags.rdzv_backend == "static" else "")
-    host = endpoint.rpartition(":")[0] if ":" in endpoint and not endpoint.endswith("]") else endpoint
+    endpoint = host = flags.rdzv_endpoint
+    if not endpoint and flags.rdzv_backend == "static":
+        host = flags.master_addr
+    elif ":" in endpoint and not endpoint.endswith("]"):
+        host = endpoint.rpartition(":")[0]
     host = host.strip("[]")
     if flags.standalone or not host or (flags.rdzv_backend.startswith("etcd") and "," in endpoint):
         return
     meeting = _resolve(host)
-    if flags.rdzv_backend == "c10d" and "is_host" not in flags.rdzv_conf:
-        # torch compares names with this machine's, which must resolve for that.
-        is_host = f"is_host={str(meeting in _own_addresses()).lower()}"
-        flags.rdzv_conf = ",".join(part for part in (flags.rdzv_conf, is_host) if part)
     address = flags.local_addr or _find_own_address(host, meeting, environ.get(_INTERFACE, ""))
     if address is None or ipaddress.ip_address(_resolve(address)).is_loopback:
-        return  # all nodes are this machine
+        # All nodes are this machine. Its name, which torch would have the ranks meet at, need not resolve.
+        flags.local_addr = address or "localhost"
+        return
     flags.local_addr = address
     if _INTERFACE not in environ:
         name = _own_addresses().get(_resolve(address))
         if name is not None:
             environ[_INTERFACE] = name
             log.info("this node is reached at %s, on %s (%s)", address, name, _INTERFACE)
+
+
+def is_own_host(host: str) -> bool:
+    """Whether a host, given by name or address, is this machine.
+
+    Raises:
+        PacelineError: PL346 for a host that does not resolve.
+    """
+    address = _resolve(host)
+    return ipaddress.ip_address(address).is_loopback or address in _own_addresses()
 
 
 def _follow_scheduler(flags: argparse.Namespace, place: Place, environ: MutableMapping[str, str]) -> None:

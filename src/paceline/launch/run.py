@@ -293,7 +293,7 @@ def _configure(job: Job) -> tuple[LaunchConfig, str, list[str]]:
     """torchrun's own reading of its flags, and what follows from them here."""
     from torch.distributed.run import config_from_args
 
-    from paceline.launch.agent import ONE_NODE
+    from paceline.launch.rendezvous import ONE_NODE
 
     flags = job.flags
     is_one_node = flags.standalone
