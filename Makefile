@@ -2,6 +2,9 @@
 # make train   trains the small GPT on 2 ranks, on the text of Python's standard library
 # make test    the tests, without those marked slow or chaos, in three processes
 # make test-slow   those marked slow: more layouts, planted faults and compilers; about as long again
+# make test-torch TORCH=2.11.0   the tests of `make test` on another torch, in an environment of its own (some GB);
+#              without ARGS their counts become a row of docs/tables/torch.md
+# make test-torch-table   all of TORCHES with all of PYTHONS; takes hours and about 6 GB of disk for each pair
 # make chaos   kills processes of real runs, a hundred times, and compares the bits: about half an hour
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
 # make hangs   70 faulty and 27 healthy scripts under the watch, each with the verdict it must get: docs/tables/hangs.md
@@ -11,13 +14,17 @@
 # make clean   removes what the tools above left behind, except runs/
 #
 # Settable: PYTHON=python3.12   the Python that environments are made with
-#           ARGS="..."          more words for train, test, test-slow, chaos and hangs (ARGS="--set train.steps=20",
+#           TORCH, TORCHES, PYTHONS   for test-torch and test-torch-table: TORCHES="2.11.0 2.13.0" PYTHONS=python3.12
+#           ARGS="..."          more words for train, test, test-slow, test-torch, chaos and hangs (ARGS="--set train.steps=20",
 #                               ARGS="-k recipe", ARGS="--kills 10 --seed 7", ARGS="--only B --jobs 1")
 
 PYTHON ?= python3
 ARGS ?=
+TORCH ?= 2.11.0
+TORCHES ?= 2.11.0 2.12.0 2.13.0
+PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help env env-bench train test test-slow chaos chaos-launcher hangs check bench docs clean
+.PHONY: help env env-bench train test test-slow test-torch test-torch-table chaos chaos-launcher hangs check bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +48,16 @@ test: env
 
 test-slow: env
 	.venv/bin/python -m pytest -m "slow and not chaos" $(ARGS)
+
+test-torch:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found. Name a Python 3.11 or later: make test-torch PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) tools/run_on_torch.py $(TORCH) $(ARGS)
+
+# Goes on after a pair with failed tests, whose row says how many; ends with the worst exit code.
+test-torch-table:
+	@worst=0; for torch in $(TORCHES); do for python in $(PYTHONS); do \
+	    $$python tools/run_on_torch.py $$torch || worst=1; \
+	done; done; cat docs/tables/torch.md; exit $$worst
 
 chaos: env
 	.venv/bin/python -m tests.chaos.run $(ARGS)
@@ -70,5 +87,5 @@ docs: env
 	.venv/bin/python docs/generate.py
 
 clean:
-	rm -rf .venv .venv.lock .venv-bench .venv-bench.lock build bench-out .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv.lock .venv-bench .venv-bench.lock .venv-torch-* build bench-out .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests docs tools $(wildcard benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -45,8 +45,8 @@ class Project:
         if words[1:3] == ["-m", "venv"]:
             (Path(words[3]) / "bin").mkdir(parents=True, exist_ok=True)
 
-    def build(self, *locks: str) -> int:
-        code: int = self._builder.main([str(self.venv), *(locks or ("a.lock",))])
+    def build(self, *words: str) -> int:
+        code: int = self._builder.main([str(self.venv), *(words or ("a.lock",))])
         return code
 
     def installed(self) -> list[list[str]]:
@@ -86,6 +86,15 @@ def test_what_builds_on_torch_comes_last(project: Project) -> None:
         ["--no-build-isolation", "deepspeed==3.0"],
         project.itself,
     ]
+
+
+def test_a_version_takes_the_place_of_a_pin(project: Project) -> None:
+    assert project.build("a.lock", "torch==1.9") == 0
+    assert project.installed() == [["torch==1.9"], ["torch==1.9", "numpy==1.0"], project.itself]
+    assert project.build("a.lock", "torch==1.9") == 0
+    assert project.installed() == []
+    assert project.build("a.lock", "torch==1.8") == 0
+    assert ["torch==1.8"] in project.installed()
 
 
 def test_the_second_call_does_nothing(project: Project) -> None:

@@ -1,7 +1,8 @@
 """Builds a virtual environment from lock files; does nothing if it stands already.
 
-    python tools/build_env.py VENV LOCK [LOCK ...]
+    python tools/build_env.py VENV LOCK [LOCK ...] [NAME==VERSION ...]
 
+A `NAME==VERSION` replaces the pin of that name in the lock files.
 A stamp inside VENV, written last, says what it was built from; a build that failed or was interrupted
 leaves none and is started over by the next call. A lock beside VENV makes two calls at once take turns.
 Written for the standard library of Python 3.6 and later, so that an old one gets a clear answer.
@@ -24,7 +25,7 @@ BUILT_ON_TORCH = ("deepspeed==",)
 def main(arguments):
     """Builds the environment; the exit code is 0, 1 (an installation failed) or 2 (this can't work)."""
     if len(arguments) < 2:
-        return _refuse("usage: build_env.py VENV LOCK [LOCK ...]")
+        return _refuse("usage: build_env.py VENV LOCK [LOCK ...] [NAME==VERSION ...]")
     if sys.version_info < MIN_PYTHON:
         return _refuse(
             f"{sys.executable} is Python {sys.version.split()[0]}. Paceline needs "
@@ -39,11 +40,12 @@ def main(arguments):
             "Install it (Debian: apt-get install python3-venv) or name another Python: make env PYTHON=..."
         )
     del ensurepip
-    folder, locks = os.path.abspath(arguments[0]), arguments[1:]
+    folder, others = os.path.abspath(arguments[0]), [word for word in arguments[1:] if "==" in word]
+    locks = [word for word in arguments[1:] if "==" not in word]
     with open(folder + ".lock", "w") as lock:
         _take(lock, folder)
         try:
-            return _build(folder, locks, lock)
+            return _build(folder, locks, others, lock)
         except subprocess.CalledProcessError as error:
             print(f"failed: {' '.join(error.cmd)}", file=sys.stderr)
             print(f"{folder} is not complete; the next call starts over.", file=sys.stderr)
@@ -68,9 +70,9 @@ def _take(lock, folder):
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def _build(folder, locks, lock):
+def _build(folder, locks, others, lock):
     stamp, building = os.path.join(folder, ".stamp"), os.path.join(folder, ".building")
-    wanted = _describe(folder, locks)
+    wanted = _describe(folder, locks, others)
     found = _read(stamp)
     if found == wanted:
         return 0
@@ -94,7 +96,7 @@ def _build(folder, locks, lock):
         open(building, "w").close()
         print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
         run(sys.executable, "-m", "venv", folder)
-        pins = [pin for path in locks for pin in _read_pins(path)]
+        pins = _replace([pin for path in locks for pin in _read_pins(path)], others)
         torch = [pin for pin in pins if pin.startswith(TORCH)]
         late = [pin for pin in pins if pin.startswith(BUILT_ON_TORCH)]
         rest = [pin for pin in pins if pin not in torch + late]
@@ -116,12 +118,13 @@ def _build(folder, locks, lock):
     return 0
 
 
-def _describe(folder, locks):
+def _describe(folder, locks, others):
     """What an environment depends on. The folder is part of it, for an environment can't be moved."""
     return {
         "folder": folder,
         "python": sys.version,
         "locks": [_hash(path) for path in locks],
+        "others": others,
         "builder": _hash(__file__),
         "project": _hash(os.path.join(ROOT, "pyproject.toml")),
     }
@@ -138,6 +141,12 @@ def _read(stamp):
             return json.load(file)
     except (OSError, ValueError):
         return None
+
+
+def _replace(pins, others):
+    """The pins, with those of `others` in place of pins of the same name."""
+    names = {pin.partition("==")[0].lower() for pin in others}
+    return others + [pin for pin in pins if pin.partition("==")[0].lower() not in names]
 
 
 def _read_pins(path):

@@ -16,6 +16,7 @@ from torch import nn
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
 from paceline.parallel.replicate import Replica
+from paceline.parallel.shard_torch import list_groups
 from paceline.recipe.layout import Layout
 from paceline.recipe.schema import DdpSection, GptModel
 from tests.dist.pool import Pool
@@ -137,7 +138,7 @@ def narrow_parameters(world: Any, param_dtype: str) -> Any:
     shards, _ = build_shards(world, "dp_shard=2", model, param_dtype=param_dtype)
     sent: Counter[torch.dtype] = Counter()
     for unit in shards.units:
-        group = unit.module._get_fsdp_state()._fsdp_param_groups[0]
+        group = list_groups(unit.module)[0]
         for name in ("_all_gather_comm", "_reduce_scatter_comm"):
             _count_bytes(getattr(group, name), sent)
     shards.begin((1, 1))

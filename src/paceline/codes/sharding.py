@@ -71,11 +71,6 @@ PAGES: dict[str, Page] = {
         ),
         fix='Use layout.zero = 3, or leave shard.reshard_after_forward = "auto".',
     ),
-    "PL447": Page(
-        title="This torch can't leave out gradients under dp_shard",
-        why="fully_shard lets unused parameters join the sum with zeros from torch 2.13 on.",
-        fix="Update torch, use dp_shard=1, or make every microbatch use all parameters.",
-    ),
     "PL448": Page(
         title="Fused optimizer kernels on CPU have other bits under dp_shard",
         why=(
@@ -84,5 +79,17 @@ PAGES: dict[str, Page] = {
             'get another last bit than in one process, and reduction = "exact" promises the same.'
         ),
         fix='Leave fused=True out (foreach=True is as good under dp_shard), or set train.reduction = "fast".',
+    ),
+    "PL449": Page(
+        title="A torch whose fully_shard has other names",
+        why=(
+            "dp_shard is built on torch's fully_shard and reads the records that torch keeps of each "
+            "parameter. Their names are private to torch and change between versions. dp_shard is tested "
+            "with torch 2.11, 2.12 and 2.13. The installed version lacks a name that dp_shard needs."
+        ),
+        fix=(
+            "Install torch 2.11, 2.12 or 2.13, or use dp_shard=1. Every other layout works without "
+            "these names."
+        ),
     ),
 }

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from paceline.comm.exchange import Exchange
 from paceline.comm.tree import Plan, TreeSum, plan_reduction
+from paceline.parallel.shard_torch import AllGather, ReduceScatter
 
 # torch 2.13 renamed both and deprecates the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -107,7 +107,7 @@ def parallelize(
         construction: where the values of a model on the meta device come from.
 
     Raises:
-        PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL447 for
+        PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
             what can't be sharded, PL455 to PL459 for what can't be built on meta, PL460 to PL465 for what
             tp and recompute can't do.
     """

@@ -48,7 +48,8 @@ from paceline.parallel.gradient_exchange import (
     SumChunks,
 )
 from paceline.parallel.shard_disk import Disk
-from paceline.parallel.shard_setup import Unit, apply_sharding, group_parameters, unused_columns
+from paceline.parallel.shard_setup import Unit, apply_sharding, unused_columns
+from paceline.parallel.shard_torch import clear_gradients, forget_iteration, gathered, list_records
 from paceline.recipe.schema import ShardSection
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Shards:
             `settings.find_unused_parameters` is set.
 
     Raises:
-        PacelineError: PL440, PL442, PL446 and PL447, see `apply_sharding`.
+        PacelineError: PL440, PL442, PL446 and PL449, see `apply_sharding`.
 
     Communication: per gather (n-1)/n of the parameters' bytes received, per reduction (n-1)/n of the
     gradients' sent, for n = dp_shard; over dp_replicate an all-reduce of 1/n of the gradients per step.
@@ -156,11 +157,8 @@ class Shards:
             self._abandon_round()
         self.reshard()
         for unit in self.units:
-            for record in group_parameters(unit.module):
-                # Left there by a step that was not finished; added up, it would be in this one.
-                record.unsharded_accumulated_grad = None
-                if hasattr(record, "_unsharded_param"):
-                    record._unsharded_param.grad = None
+            for record in list_records(unit.module):
+                clear_gradients(record)  # added up, they would be in this step
         self._rounds.begin(num_owned)
         self.used.clear()
         for chunks in self._chunks:
@@ -306,10 +304,12 @@ class Shards:
 
         def watch(module: nn.Module, args: Any) -> None:
             handle.remove()
-            for record in group_parameters(unit.module):
-                if record.sharded_param.requires_grad:
-                    mark = self._mark(record.sharded_param)
-                    record.unsharded_param.register_post_accumulate_grad_hook(mark)
+            for record in list_records(unit.module):
+                whole = gathered(record)
+                if record.sharded_param.requires_grad and whole is not None:
+                    whole.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        self._mark(record.sharded_param)
+                    )
 
         assert isinstance(unit.module, nn.Module)
         handle = unit.module.register_forward_pre_hook(watch)  # runs after fully_shard's, which gathers
@@ -324,6 +324,4 @@ class Shards:
     def _abandon_round(self) -> None:
         """After a forward or backward that raised: lets torch forget what it had under way."""
         self._is_in_round = False
-        reset = getattr(self.units[-1].module, "reset_iter_state", None)
-        if reset is not None:
-            reset()
+        forget_iteration(self.units[-1].module)

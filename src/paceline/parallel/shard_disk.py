@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
-from paceline.parallel.shard_setup import Unit, group_parameters
+from paceline.parallel.shard_setup import Unit
+from paceline.parallel.shard_torch import list_records, move_shard
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _MOUNTS = Path("/proc/self/mounts")
@@ -106,8 +107,8 @@ class Disk:
     def move_parameters(self, units: list[Unit]) -> None:
         """Moves the shards of all parameters; they must not be on the meta device any more."""
         for unit in units:
-            for record in group_parameters(unit.module):
-                self._move_shard(record)
+            for record in list_records(unit.module):
+                move_shard(record, self.move)
 
     def move_state(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
         """Moves an optimizer's state of one parameter, but for counters."""
@@ -134,13 +135,6 @@ class Disk:
                     self.write_back(_local(parameter))
         finally:
             optimizer.param_groups = groups
-
-    def _move_shard(self, record: Any) -> None:
-        flat = self.move(record._sharded_param_data)
-        rows = record.sharded_size[0] if record.sharded_size.numel() else 0
-        # Both are views of one storage, padding included, as fully_shard made them.
-        record._sharded_param_data = flat
-        record.sharded_param._local_tensor = flat.view(record.padded_sharded_param_size).narrow(0, 0, rows)
 
 
 def _return_freed_memory() -> None:

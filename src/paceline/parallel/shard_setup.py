@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
+from paceline.parallel.shard_torch import check_torch, join_unused, list_records
 from paceline.recipe.schema import ShardSection
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def apply_sharding(
 
     Raises:
         PacelineError: PL440 for parameters that can't be cut, PL442 for a mix of types, PL446 for settings
-            that contradict `zero`.
+            that contradict `zero`, PL449 for a torch that lacks something.
     """
     keeps = _keeps_parameters(settings, zero)
     blocks = separable_blocks(model)
@@ -76,20 +77,16 @@ def apply_sharding(
             **arguments,
         )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    check_torch(list(modules.values()))
     units = _collect_units(model, modules)
     for unit in units:
         # With a factor of one the operation is a plain sum; without force it would be "multiply, then sum".
         unit.module.set_gradient_divide_factor(1.0)
         unit.module.set_force_sum_reduction_for_comms(True)
         if settings.find_unused_parameters:
-            _join_unused(unit.module)
+            join_unused(unit.module)
     _set_prefetch(units, settings.prefetch)
     return units
-
-
-def group_parameters(module: FSDPModule) -> list[Any]:
-    """torch's own records of the parameters that a module gathers, in the order of its flat vectors."""
-    return [record for group in module._get_fsdp_state()._fsdp_param_groups for record in group.fsdp_params]
 
 
 def unused_columns(module: FSDPModule, used: set[int]) -> list[slice]:
@@ -100,7 +97,7 @@ def unused_columns(module: FSDPModule, used: set[int]) -> list[slice]:
         used: the ids of sharded parameters.
     """
     columns, start = [], 0
-    for record in group_parameters(module):
+    for record in list_records(module):
         if record.sharded_param.requires_grad:
             stop = start + record.padded_sharded_param_size.numel()
             if id(record.sharded_param) not in used:
@@ -112,7 +109,7 @@ def unused_columns(module: FSDPModule, used: set[int]) -> list[slice]:
 def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Unit]:
     units = [Unit(name, module, []) for name, module in modules.items() if name]
     units.append(Unit("", modules[""], []))
-    homes = {id(record.sharded_param): unit for unit in units for record in group_parameters(unit.module)}
+    homes = {id(record.sharded_param): unit for unit in units for record in list_records(unit.module)}
     for name, parameter in model.named_parameters():
         homes[id(parameter)].parameters.append((name, parameter))
     return units
@@ -190,17 +187,6 @@ def _offload_policy(mesh: DeviceMesh, offload: str) -> OffloadPolicy:
         log.info("shard: offload=cpu changes nothing for a model that is on the CPU")
         return OffloadPolicy()
     return CPUOffloadPolicy()
-
-
-def _join_unused(module: FSDPModule) -> None:
-    if not hasattr(module, "set_reduce_scatter_unused_params"):
-        raise PacelineError(
-            "PL447",
-            saw=f"shard.find_unused_parameters=true with torch {torch.__version__}.",
-            rule="fully_shard can leave out gradients on some ranks from torch 2.13 on.",
-            fix="Update torch, use dp_shard=1, or make every microbatch use all parameters.",
-        )
-    module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 def _set_prefetch(units: list[Unit], ahead: int) -> None:

@@ -1,0 +1,169 @@
+"""torch's own records of a sharded model: every private name of torch that sharding relies on.
+
+`fully_shard` is public. The record that it keeps of each parameter is private, and its names differ between
+torch 2.11, 2.12 and 2.13. Nothing else in the project knows them. `check_torch` looks for each name in the
+installed torch, so that a version without one is refused by name and not by an AttributeError inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from paceline.errors import PacelineError
+
+_missing: list[str] = []
+_API = "torch.distributed.fsdp._fully_shard._fsdp_api"
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+else:
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    except ImportError:
+        # Layouts without dp_shard must go on working.
+        AllGather = ReduceScatter = object
+        _missing.append(f"{_API}.AllGather and ReduceScatter")
+
+# Set by torch on every record; `_unsharded_param` from the first gather on.
+_ATTRIBUTES = (
+    "sharded_param",
+    "sharded_size",
+    "padded_sharded_param_size",
+    "unsharded_accumulated_grad",
+    "_sharded_param_data",
+)
+
+__all__ = [
+    "AllGather",
+    "ReduceScatter",
+    "check_torch",
+    "clear_gradients",
+    "forget_iteration",
+    "gathered",
+    "join_unused",
+    "list_groups",
+    "list_records",
+    "move_shard",
+]
+
+
+def list_groups(module: FSDPModule) -> list[Any]:
+    """Return torch's groups of the parameters that a module gathers.
+
+    Older versions of torch keep one group or None, newer ones a list.
+    """
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        only = state._fsdp_param_group
+        return [] if only is None else [only]
+    return list(groups)
+
+
+def list_records(module: FSDPModule) -> list[Any]:
+    """Return torch's records of the parameters that a module gathers, in the order of its flat vectors.
+
+    Of a record, `sharded_param` is the parameter that users and optimizers see, and
+    `padded_sharded_param_size` the shape of every rank's part of it.
+    """
+    return [record for group in list_groups(module) for record in group.fsdp_params]
+
+
+def gathered(record: Any) -> nn.Parameter | None:
+    """Return the whole parameter that forward and backward use, or None before the first gather.
+
+    torch makes it once and then only fills and frees its memory, so hooks on it stay.
+    """
+    whole: nn.Parameter | None = getattr(record, "_unsharded_param", None)
+    return whole
+
+
+def clear_gradients(record: Any) -> None:
+    """Drop what a step that was not finished has left in a record."""
+    record.unsharded_accumulated_grad = None
+    whole = gathered(record)
+    if whole is not None:
+        whole.grad = None
+
+
+def move_shard(record: Any, move: Callable[[Tensor], Tensor]) -> None:
+    """Move a rank's part of a parameter, padding included; `move` turns a flat tensor into its copy."""
+    flat = move(record._sharded_param_data)
+    rows = record.sharded_size[0] if record.sharded_size.numel() else 0
+    # Both are views of one storage, padding included, as fully_shard made them.
+    record._sharded_param_data = flat
+    record.sharded_param._local_tensor = flat.view(record.padded_sharded_param_size).narrow(0, 0, rows)
+
+
+def join_unused(module: FSDPModule) -> None:
+    """Have parameters without a gradient join the sum with zeros, so that all ranks bring the same vector."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in list_groups(module):
+        group.post_backward = _fill_before(group, group.post_backward)
+
+
+def _fill_before(group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
+    """Return torch's function, which sums the gradients that are there, with zeros put in first."""
+
+    def fill(*unused: Any) -> None:
+        for record in group.fsdp_params if group.reduce_grads else ():
+            whole = gathered(record)
+            is_missing = record.unsharded_accumulated_grad is None
+            if is_missing and whole is not None and whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+        post_backward(*unused)
+
+    return fill
+
+
+def forget_iteration(root: FSDPModule) -> None:
+    """Drop what torch has under way after a forward or backward that raised, where torch can."""
+    reset = getattr(root, "reset_iter_state", None)
+    if reset is not None:
+        reset()
+
+
+def check_torch(modules: list[FSDPModule]) -> None:
+    """Check that the installed torch has every name that sharding needs.
+
+    Args:
+        modules: sharded.
+
+    Raises:
+        PacelineError: PL449 with the version and the names that are missing.
+    """
+    missing = list(_missing)
+    for module in modules:
+        if not missing and not hasattr(module, "_get_fsdp_state"):
+            missing.append("FSDPModule._get_fsdp_state")
+        if missing:
+            break
+        state = module._get_fsdp_state()
+        if not any(hasattr(state, name) for name in ("_fsdp_param_groups", "_fsdp_param_group")):
+            missing.append("FSDPState._fsdp_param_groups")
+            break
+        groups = list_groups(module)
+        names = ("fsdp_params", "post_backward", "reduce_grads")
+        missing += [
+            f"FSDPParamGroup.{name}" for name in names for group in groups if not hasattr(group, name)
+        ]
+        if missing:
+            break
+        for record in list_records(module)[:1]:
+            missing += [f"FSDPParam.{name}" for name in _ATTRIBUTES if not hasattr(record, name)]
+            if "_unsharded_param" not in getattr(type(record), "__annotations__", {}):
+                missing.append("FSDPParam._unsharded_param")
+    if missing:
+        raise PacelineError(
+            "PL449",
+            saw=f"torch {torch.__version__} has no {', '.join(dict.fromkeys(missing))}.",
+            rule="dp_shard is built on torch's fully_shard and uses names of it that torch may change. "
+            "It is tested with torch 2.11, 2.12 and 2.13.",
+            fix="Install one of these versions, or use dp_shard=1.",
+        )
