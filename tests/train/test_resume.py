@@ -449,6 +449,8 @@ def late(world: Any, folder: str) -> list[Any]:
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.02),
         schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, LAST),
         microbatch_size=MICROBATCH,
+        clip_norm=1.0,
+        seed=3,
     )
     trainer.resume(folder)
     # What nobody asks for stays in the next checkpoint, so that a later start finds it.

@@ -100,6 +100,49 @@ PAGES: dict[str, Page] = {
         "Give the run's folder, for example `paceline checkpoint show runs/demo`, or one checkpoint: "
         "runs/demo/checkpoints/step-00000050.",
     ),
+    "PL515": Page(
+        "A run resumed with other settings",
+        "Batch sizes, dtype, clipping, seed, the options of the optimizer and the schedule as they are "
+        "built, the "
+        "data and the tracked objects are part of a run's result. Each checkpoint records them. Data with an "
+        "index is compared by a hash of 8 samples, a text by a hash of all its tokens, a stream not at "
+        "all. The "
+        "number of ranks and the layout may change freely; they are not compared.",
+        "Restore the old values, or start a new run in another folder. To go on with the new values on "
+        "purpose, "
+        "name them: trainer.resume(folder, accept=['optimizer.lr']). With another learning rate or "
+        "schedule, the "
+        "run takes the rates that the new schedule has at this step.",
+    ),
+    "PL516": Page(
+        "The state of a communication hook",
+        "Hooks that compress (PowerSGD) keep on each rank what they have left out of a gradient, and add "
+        "it to the "
+        "next one. The state is put back where a step is skipped, and each rank's is saved and restored. "
+        "That "
+        "takes values that can be copied, and the same ranks and buckets when the run is resumed.",
+        "Resume with the same number of ranks and ddp.bucket_cap_mb, or begin with an empty state: "
+        "trainer.resume(folder, accept=['comm_hook']). Keep other objects out of the hook's state.",
+    ),
+    "PL517": Page(
+        "An unknown setting in accept=",
+        "trainer.resume(folder, accept=[...]) names settings that may differ from those of the checkpoint. A "
+        "misspelled name would accept nothing.",
+        "Use the names that the message lists. `optimizer` stands for `optimizer.lr`, `optimizer.betas` "
+        "and so on.",
+    ),
+    "PL518": Page(
+        "A tracked object that the checkpoint doesn't have",
+        "An object that was passed to trainer.track() is not in the checkpoint that the run goes on from, "
+        "so it "
+        "starts with the state that it was built with. An average of weights would begin anew.",
+        "Nothing, if the object is new. Otherwise track it under the name that it was saved with.",
+    ),
+    "PL519": Page(
+        "A checkpoint without settings",
+        "Checkpoints of earlier versions did not record the settings of the run, so they can't be compared.",
+        "Check the batch sizes, the learning rate and the data yourself. The next checkpoint records them.",
+    ),
     "PL530": Page(
         "The folder holds a run of another recipe",
         "A run is resumed with the recipe that it was started with, because other values would make it "

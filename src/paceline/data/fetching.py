@@ -99,7 +99,7 @@ class Fetcher(Dataset[Any]):
     def __getitem__(self, key: Key) -> Item | PacelineError:
         # Ours travel as values: DataLoader rebuilds an exception from its text alone, which loses the parts.
         try:
-            with _restored_generators() if get_worker_info() is None else contextlib.nullcontext():
+            with restored_generators() if get_worker_info() is None else contextlib.nullcontext():
                 return self.fetch(key)
         except PacelineError as error:
             return error
@@ -166,7 +166,7 @@ class SetFetcher(Fetcher):
         for number, start, stop in blocks:
             place = key.start + start
             indices = own_order[start - first : stop - first]
-            samples = self._read(indices, key.epoch, place)
+            samples = self.read(indices, key.epoch, place)
             microbatches.append((number, self.make_batch(samples, indices, key.epoch, place)))
         return Item(key.epoch, key.number, key.start, num_samples, num_microbatches, microbatches, key.last)
 
@@ -176,7 +176,8 @@ class SetFetcher(Fetcher):
         order = order_slice(self.num_samples, *places, seed=self.seed, epoch=key.epoch, shuffle=self.shuffle)
         return [int(index) for index in order]
 
-    def _read(self, indices: list[int], epoch: int, place: int) -> list[Any]:
+    def read(self, indices: list[int], epoch: int, place: int) -> list[Any]:
+        """Reads samples, each with random numbers of its own (of `place` where `__getitems__` reads them)."""
         get_items = getattr(self.dataset, "__getitems__", None)
         if callable(get_items):
             seed_generators(self.seed, epoch, "microbatch", place)
@@ -310,7 +311,7 @@ _scratch = np.random.MT19937(0)
 
 
 @contextlib.contextmanager
-def _restored_generators() -> Iterator[None]:
+def restored_generators() -> Iterator[None]:
     """Leaves the rank's generators as they were. numpy's is swapped, as reading and setting its state
     costs 90 us against 0.4; all that the swap loses is the second half of a pair of normals."""
     python, torch_state = random.getstate(), torch.default_generator.get_state()

@@ -24,12 +24,14 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.fetching import Collate, Fetcher, Item, Key, SetFetcher, StreamFetcher
+from paceline.data.fingerprint import fingerprint_data
 from paceline.data.share import Share, count_owned, split_microbatches
 from paceline.data.workers import end_workers, let_workers_be_killed, prepare_worker
 from paceline.errors import PacelineError
@@ -59,6 +61,9 @@ class Loader:
     own part (batches go round the workers), and resuming reads it again up to the position, which takes
     the time that it takes. A stream must be the same on every rank and on every reading of an epoch.
     `set_epoch(epoch)` of the data set is called where it exists, in the workers too.
+
+    Resuming a run compares its data: a data set with a `content_hash` (a text) by that, any other with an
+    index by a few samples (`fingerprint.py`).
 
     Augmentation by the global generators of `random`, numpy and torch doesn't depend on the number of
     ranks or workers (`fetching.py`), and the rank's own generators are left as they were.
@@ -133,6 +138,7 @@ class Loader:
         self.shuffle = self._choose_shuffle(shuffle)
         self.drop_last = drop_last
         self.epochs = epochs
+        self.num_workers = num_workers
         if drop_last and self.num_samples is not None and self.num_samples < global_batch_size:
             raise PacelineError(
                 "PL257",
@@ -154,6 +160,11 @@ class Loader:
     def epoch(self) -> int:
         """The epoch that the next global batch belongs to, from 0."""
         return self._position.epoch
+
+    @cached_property
+    def content_hash(self) -> str | None:
+        """Of what the data holds, where that can be told; reads some samples the first time it is asked."""
+        return fingerprint_data(self)
 
     @property
     def position(self) -> Position:

@@ -35,6 +35,11 @@ class NextTokens(Dataset[Sample]):
         self.seq_len = seq_len
         self._tokens = part.open()
 
+    @property
+    def content_hash(self) -> str:
+        """Of the whole text, as its tokens; resuming a run compares it."""
+        return self.part.sha256
+
     def __len__(self) -> int:
         return max(0, (self.part.num_tokens - 1) // self.seq_len)
 

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.exact import ExactReduction
+from paceline.parallel.hook_state import HookState
 from paceline.recipe.schema import DdpSection
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -104,6 +105,7 @@ class Replica:
     Attributes:
         group: the ranks that hold copies.
         num_ranks: how many they are.
+        hook_state: what the communication hook keeps between steps, if it keeps anything.
         silent: whether backwards reduce nothing at the moment, see `silenced`.
 
     Communication: one all-reduce of the gradients per synchronising backward, 2(n-1)/n times their
@@ -123,6 +125,8 @@ class Replica:
         self.group = axis.group
         self._exact = exact
         self._averaging_hook: tuple[Any, CommHook] | None = None
+        state = HookState(None if comm_hook is None else comm_hook[0])
+        self.hook_state = None if state.is_empty else state
         self.num_ranks = axis.size
         self.silent = False
         self.last_bucket_launched = False

@@ -26,6 +26,7 @@ from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed
+from paceline.train.settings import BuiltOptimizer
 from paceline.train.update import Update, Updated
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
         )
     if laying_out.exact and laying_out.layout.dp_shard > 1:
         _check_kernels(optimizer, laying_out.layout)
+    as_built = BuiltOptimizer(optimizer, {id(p): place for place, p in enumerate(model.parameters())})
     schedule = settings.schedule(optimizer) if settings.schedule is not None else None
     check_schedule(name, schedule)
     update = Update(
@@ -115,6 +117,7 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
         settings.mesh,
         optimizer,
         schedule,
+        as_built,
         is_exact=laying_out.exact,
         statistics=settings.statistics,
         precision=settings.precision,

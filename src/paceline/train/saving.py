@@ -7,7 +7,7 @@ same message. Read by rank 0 and sent to the others, so only rank 0 needs to see
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity
+from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.parallel.placement import Placement, local
+from paceline.train.hook_saving import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.rng import read_generators, write_generators
+from paceline.train.settings import (
+    Settings,
+    check_names,
+    describe_loader,
+    list_changes,
+    name_settings,
+    refuse_changes,
+    tell_fresh_objects,
+    tell_unknown_settings,
+)
 from paceline.train.transfer import load_on_main, run_on_main
 from paceline.train.update import Update
 from paceline.world import World
@@ -37,10 +49,25 @@ class Saver:
         layout: as text, for the checkpoint's identity.
         reduction: the same.
         recipe_toml: the recipe to put beside the state.
+        settings: what the run's result depends on, see `settings.py`.
+        bucket_cap_mb: of DistributedDataParallel.
+
+    Attributes:
+        folder: of the run, once `load` was given it.
+        has_raw_batches: whether batches came from elsewhere than a loader, so that the trainer's own
+            microbatch size counts.
     """
 
     def __init__(
-        self, world: World, *, keep: int, layout: str, reduction: str, recipe_toml: str | None
+        self,
+        world: World,
+        *,
+        keep: int,
+        layout: str,
+        reduction: str,
+        recipe_toml: str | None,
+        settings: Settings,
+        bucket_cap_mb: float,
     ) -> None:
         self.folder: Path | None = None
         self._world = world
@@ -48,6 +75,12 @@ class Saver:
         self._layout = layout
         self._reduction = reduction
         self._recipe_toml = recipe_toml
+        self._settings = settings
+        self._bucket_cap_mb = bucket_cap_mb
+        self.has_raw_batches = False
+        self._saved_settings: dict[str, Any] | None = None
+        self._accept: tuple[str, ...] = ()
+        self._is_complete = True
         self._tracked: dict[str, Any] = {}
         self._loaded_tracked: dict[str, Any] = {}
         self._loaded_loaders: dict[str, Any] = {}
@@ -78,7 +111,7 @@ class Saver:
         models: Mapping[str, nn.Module],
         updates: Mapping[str, Update],
         counters: dict[str, Any],
-        loaders: dict[str, Any],
+        loaders: Mapping[str, Loader],
     ) -> Path:
         """Writes a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
         step = counters["step"]
@@ -90,6 +123,7 @@ class Saver:
         optimizers = {
             name: update.optimizer_state(keep=self._world.is_main) for name, update in updates.items()
         }
+        hooks = gather_hooks(updates, self._bucket_cap_mb)
         parts = _Parts(models, updates)
         tracked: dict[str, Any] = {}
         if self._world.is_main or parts.is_divided:
@@ -100,7 +134,10 @@ class Saver:
                 "loss": counters["loss"],  # `paceline checkpoint show` tells it
                 "counters": counters,
                 "updates": {name: update.state_dict() for name, update in updates.items()},
-                "loaders": loaders,
+                "loaders": self._loaded_loaders
+                | {name: loader.state_dict() for name, loader in loaders.items()},
+                "settings": self._describe_settings(loaders),
+                "hooks": hooks,
                 "rng": read_generators(self._world.device),
                 "tracked": tracked | self._loaded_tracked,
             }
@@ -118,14 +155,21 @@ class Saver:
         return path
 
     def load(
-        self, folder: Path, models: Mapping[str, nn.Module], updates: Mapping[str, Update]
+        self,
+        folder: Path,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        loaders: Mapping[str, Loader],
+        accept: Sequence[str],
     ) -> dict[str, Any] | None:
-        """Reads the newest valid checkpoint into models and updates; collective.
+        """Reads the newest valid checkpoint into models and updates; collective. See `Trainer.resume`.
 
         Returns:
             The counters that were saved, or `None` where there is no checkpoint.
         """
         self.folder, self._last = folder, None
+        self._accept = tuple(accept)
+        hooks: Saved = {}
 
         def read() -> Any:
             _make_folder(folder)
@@ -137,7 +181,18 @@ class Saver:
             # Here, where tensors are whole: a rank can't tell a part from a whole tensor of a smaller model.
             _check_optimizers(set(updates), set(loaded.optimizer))
             _check_model(_whole_shapes(models, updates), loaded.model)
-            return {"model": loaded.model, "optimizer": loaded.optimizer, "state": loaded.state}
+            changed = self._check_settings(loaded.state, loaders)
+            hooks.update(loaded.state.pop("hooks", {}))  # of each rank its own, see below
+            if "comm_hook" in accept:
+                hooks.clear()
+            check_hooks(hooks, self._world.world_size, self._bucket_cap_mb)
+            return {
+                "model": loaded.model,
+                "optimizer": loaded.optimizer,
+                "state": loaded.state,
+                "changed": changed,
+                "hooks": list(hooks),
+            }
 
         self._parts = _Parts(models, updates)
         tree = load_on_main(self._world, read, self._parts.cut)
@@ -145,17 +200,89 @@ class Saver:
             return None
         _load_models(models, tree["model"])
         state = tree["state"]
+        counters: dict[str, Any] = state["counters"]
+        self._saved_settings, self._is_complete = state.get("settings"), False
         for name, update in updates.items():
-            update.load_optimizer_state(tree["optimizer"][name])
-            update.load_state_dict(state["updates"][name])
+            prefix = name_settings(name, updates, "")
+            changed = [key.removeprefix(prefix) for key in tree["changed"] if key.startswith(prefix)]
+            update.load(
+                tree["optimizer"][name], state["updates"][name], step=counters["step"], changed=changed
+            )
+        restore_hooks(hooks, updates, tree["hooks"], self._world.device)
         write_generators(state["rng"], self._world.device)
         self._loaded_loaders = dict(state["loaders"])
         self._loaded_tracked = dict(state["tracked"])
         for name, value in self._tracked.items():
             if name in self._loaded_tracked:
                 self._give(value, self._loaded_tracked.pop(name))
-        counters: dict[str, Any] = state["counters"]
         return counters
+
+    def check_loader(self, loader: Loader) -> None:
+        """Compares a loader made after `load` with the one whose position it takes over; collective."""
+        if self._saved_settings is None:
+            return
+        saved = self._saved_settings["loaders"].get(loader.name, {})
+
+        def check() -> None:
+            changes = list_changes(saved, describe_loader(loader), {loader.name: loader})
+            refuse_changes(changes, self._accept, self.folder, is_recipe=self._recipe_toml is not None)
+
+        run_on_main(self._world, check)
+
+    def check_complete(self) -> None:
+        """Before the first step after `load`: raises where something that was saved has found no owner."""
+        if self._is_complete:
+            return
+        self._is_complete = True
+        missing = [f"tracked.{name}" for name in self._loaded_tracked]
+        missing += [f"loaders.{name}" for name in self._loaded_loaders]
+        refuse_changes(
+            dict.fromkeys(missing, (None, None)),
+            self._accept,
+            self.folder,
+            is_recipe=self._recipe_toml is not None,
+        )
+        self._loaded_tracked.clear()
+        self._loaded_loaders.clear()
+        if self._saved_settings is not None and self._world.is_main:
+            fresh = [name for name in self._tracked if name not in self._saved_settings["tracked"]]
+            if fresh:
+                tell_fresh_objects(fresh)
+
+    def _check_settings(self, state: dict[str, Any], loaders: Mapping[str, Loader]) -> list[str]:
+        """The names of settings that differ from the checkpoint's, all of them accepted by the user."""
+        saved = state.get("settings")
+        if saved is None:
+            tell_unknown_settings()
+            return []
+        self.has_raw_batches = "microbatch_size" in saved["run"]
+        moved = {name: loaders[name] for name in saved["loaders"] if name in loaders}
+        here = self._describe_settings(moved)
+        before, now = dict(saved["run"]), dict(here["run"])
+        for name in moved:
+            before |= saved["loaders"][name]
+            now |= here["loaders"][name]
+        later = [key for name, keys in saved["loaders"].items() if name not in moved for key in keys]
+        parts = [f"tracked.{name}" for name in saved["tracked"]]
+        parts += [f"loaders.{name}" for name in saved["loaders"]]
+        check_names(self._accept, {*before, *now, *later, *parts})
+        return refuse_changes(
+            list_changes(before, now, moved),
+            self._accept,
+            self.folder,
+            is_recipe=self._recipe_toml is not None,
+        )
+
+    def _describe_settings(self, loaders: Mapping[str, Loader]) -> dict[str, Any]:
+        run = dict(self._settings)
+        if not self.has_raw_batches:
+            del run["microbatch_size"]
+        described = {name: describe_loader(loader) for name, loader in loaders.items()}
+        if self._saved_settings is not None:  # of loaders that are not made yet
+            described = {
+                name: self._saved_settings["loaders"].get(name, {}) for name in self._loaded_loaders
+            } | described
+        return {"run": run, "loaders": described, "tracked": sorted({*self._tracked, *self._loaded_tracked})}
 
     def _give(self, value: Any, state: Any) -> None:
         """Loads a tracked object's state, of which it gets this rank's parts where it has parts now."""

@@ -50,6 +50,7 @@ from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed, preserved_generators
 from paceline.train.saving import Saver
+from paceline.train.settings import describe_function, name_settings
 from paceline.train.step import Step
 from paceline.train.stopping import Stopped, StopRequests
 from paceline.train.update import GradientHook, Updated
@@ -217,7 +218,25 @@ class Trainer:
         peak = peak_flops or find_peak_flops(self.world.device, dtype)
         self._peak_flops = peak * self.world.world_size if peak else None
         self._saver = Saver(
-            self.world, keep=keep, layout=str(self.layout), reduction=reduction, recipe_toml=recipe_toml
+            self.world,
+            keep=keep,
+            layout=str(self.layout),
+            reduction=reduction,
+            recipe_toml=recipe_toml,
+            bucket_cap_mb=settings.laying_out.ddp.bucket_cap_mb,
+            settings={
+                "clip_norm": clip_norm,
+                "dtype": dtype,
+                "microbatch_size": microbatch_size,
+                "seed": seed,
+                "sync_batchnorm": sync_batchnorm,
+                "comm_hook": None if comm_hook is None else describe_function(comm_hook[1]),
+                **{
+                    name_settings(name, self._updates, key): value
+                    for name, update in self._updates.items()
+                    for key, value in update.settings.items()
+                },
+            },
         )
         self._dp = self._mesh.dp if self._mesh is not None else None
         self._loaders: dict[str, Loader] = {}
@@ -293,6 +312,7 @@ class Trainer:
             warn_of_oversized_batch(loader)
         state = self._saver.take_loader_state(name)
         if state is not None:
+            self._saver.check_loader(loader)
             loader.load_state_dict(state)
         return loader
 
@@ -304,21 +324,33 @@ class Trainer:
         """
         self._saver.track(objects)
 
-    def resume(self, folder: str | Path) -> int:
+    def resume(self, folder: str | Path, *, accept: Sequence[str] = ()) -> int:
         """Goes on from the newest valid checkpoint of a run's folder; nothing there: starts fresh.
 
         From here on the folder is where `save` writes and where `metrics.jsonl` grows. Collective.
+
+        The settings that the result depends on must be those that the checkpoint was trained with: batch
+        sizes, dtype, clipping, seed, the options of optimizer and schedule as they were built, the data, the
+        tracked objects. Ranks and layout may change.
+
+        Args:
+            folder: of the run.
+            accept: settings that may differ, by the names that PL515 lists, as `["optimizer.lr"]`; a part
+                before a dot stands for all that begin with it. The run goes on with the new values. With
+                another learning rate or schedule it takes the rates of the new schedule at this step.
 
         Returns:
             The number of steps already taken.
 
         Raises:
-            PacelineError: PL500 to PL530 where checkpoints are there and none can be used.
+            PacelineError: PL500 to PL531 where checkpoints are there and none can be used; PL515 for other
+                settings, here or where a loader is made later, or in the first step.
         """
+        accept = [accept] if isinstance(accept, str) else accept
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        state = self._saver.load(Path(folder), self.models, self._updates)
+        state = self._saver.load(Path(folder), self.models, self._updates, self._loaders, accept)
         if state is not None:
             self.step_number = state["step"]
             self.num_samples = state["samples"]
@@ -360,7 +392,7 @@ class Trainer:
                 "loss": self._last_loss,
             },
             # One that has not moved, as those for evaluation, has nothing to go on from.
-            {name: x.state_dict() for name, x in self._loaders.items() if x.position != Position()},
+            {name: x for name, x in self._loaders.items() if x.position != Position()},
         )
 
     def step(self, batch: Share | Any) -> Step:
@@ -377,11 +409,12 @@ class Trainer:
         """
         self._requests.install()
         self.leave_if_asked()
-        share = (
-            batch
-            if isinstance(batch, Share)
-            else share_batch(batch, self._dp, self.world.device, self.microbatch_size)
-        )
+        self._saver.check_complete()
+        if isinstance(batch, Share):
+            share = batch
+        else:
+            share = share_batch(batch, self._dp, self.world.device, self.microbatch_size)
+            self._saver.has_raw_batches = True
         if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
             raise refuse_sync_batchnorm(
                 share.num_samples, self.microbatch_size or share.num_samples, self.world.world_size

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from paceline.comm.board import Board
 from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.hook_state import HookState
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
@@ -37,6 +38,7 @@ from paceline.parallel.shard import Shards
 from paceline.train.agreement import Agreed, Agreement, Told
 from paceline.train.precision import Precision
 from paceline.train.rounds import Launch, Rounds, Work
+from paceline.train.settings import BuiltOptimizer, moves_schedule
 
 GradientHook = Callable[[dict[str, Tensor]], None]
 # The unit follows the total weight only when it is off by more than this: communication hooks with
@@ -79,6 +81,7 @@ class Update:
         mesh: the ranks, or `None` in a world of one.
         optimizer: over the model's parameters.
         schedule: a learning-rate scheduler stepped once per update, or `None`.
+        built: how the optimizer was built.
         is_exact: whether gradients and their norm are summed in an order that doesn't depend on dp.
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
@@ -95,6 +98,7 @@ class Update:
         mesh: Mesh | None,
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler | None,
+        built: BuiltOptimizer,
         *,
         is_exact: bool,
         statistics: RunningStatistics,
@@ -107,6 +111,8 @@ class Update:
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
+        self.settings = built.describe(schedule)
+        self._built = built
         self.gradient_hooks: list[GradientHook] = []
         self.placement = laid_out.placement
         self._reducer = laid_out.reducer
@@ -139,6 +145,11 @@ class Update:
     def lr(self) -> float:
         """Learning rate of the first parameter group, for the next update."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def hook_state(self) -> HookState | None:
+        """What the communication hook keeps on this rank between steps, if anything."""
+        return self._reducer.hook_state if isinstance(self._reducer, Replica) else None
 
     @property
     def not_updated(self) -> list[str]:
@@ -181,10 +192,14 @@ class Update:
             self._unit = _power_of_two(share.num_samples)
         # Of the step before: this one's is complete only after its last backward.
         signature = self._reducer.signature if isinstance(self._reducer, Shards) else 0
+        hook_memory = None if self.hook_state is None else self.hook_state.read()
         launch = Launch(agreement, Told(stop_signum, step, signature), self.rounds.used)
         work = Work(compute, share, step, phase, self._unit, launch)
         comm_s = self.rounds.run(work, is_talking=is_talking, count_flops=count_flops)
-        return self._finish(agreement, comm_s)
+        updated = self._finish(agreement, comm_s)
+        if updated.skipped and self.hook_state is not None and hook_memory is not None:
+            self.hook_state.write(hook_memory, self._precision.device)  # else it would add inf to later steps
+        return updated
 
     def silenced(self) -> AbstractContextManager[None]:
         """Inside, `run` computes this rank's share and communicates nothing, see `Replica.silenced`."""
@@ -201,10 +216,25 @@ class Update:
             "flops_per_sample": self.rounds.flops_per_sample,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back what `state_dict` gave."""
-        if self.schedule is not None and state["schedule"] is not None:
-            self.schedule.load_state_dict(state["schedule"])
+    def load(
+        self, optimizer_state: Any, state: dict[str, Any], *, step: int, changed: Collection[str]
+    ) -> None:
+        """Puts back what `optimizer_state` and `state_dict` gave, each rank its part.
+
+        Args:
+            optimizer_state: the one.
+            state: the other.
+            step: number of the last step taken.
+            changed: names in `settings` whose values as built are to be kept.
+        """
+        saved_schedule = state["schedule"]
+        moves = moves_schedule(changed)
+        num_steps = step if saved_schedule is None else saved_schedule.get("last_epoch", step)
+        advanced = self._built.advance(self.schedule if moves else None, num_steps)
+        self.load_optimizer_state(optimizer_state)
+        self._built.take(advanced, changed)
+        if self.schedule is not None and saved_schedule is not None and not moves:
+            self.schedule.load_state_dict(saved_schedule)
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._unit = state["unit"]

@@ -1,0 +1,103 @@
+"""A cheap hash of a data set's content, so that a run doesn't go on with other data of the same length."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.data.fetching import SetFetcher, restored_generators
+from paceline.data.workers import prepare_worker
+
+if TYPE_CHECKING:
+    from paceline.data.loader import Loader
+
+# Samples that are read, spread evenly over the data. More would find smaller changes and take longer.
+NUM_SAMPLES = 8
+
+
+def fingerprint_data(loader: Loader) -> str | None:
+    """A hash of what a loader's data set holds; the same in every process that reads the same data.
+
+    A data set that has a `content_hash` gives it itself. From any other data set with an index,
+    `NUM_SAMPLES` samples are read with the random numbers of epoch 0, in a worker process where the loader
+    uses workers (files that a data set opens must not be shared with those).
+
+    Returns:
+        `None` for streams, and where a sample can't be read: training reports that with all details.
+    """
+    fetcher = loader._fetcher
+    if not isinstance(fetcher, SetFetcher):
+        return None
+    own = getattr(fetcher.dataset, "content_hash", None)
+    if isinstance(own, str):
+        return own
+    digest = _Digest(fetcher)
+    try:
+        if not loader.num_workers:
+            with restored_generators():
+                return digest[0]
+        worker = DataLoader(
+            digest,
+            batch_size=None,
+            num_workers=1,
+            worker_init_fn=prepare_worker,
+            generator=torch.Generator(),  # else it draws from the rank's own
+        )
+        found: str = next(iter(worker))
+        return found
+    except Exception:
+        return None
+    finally:
+        fetcher.told_epoch = None
+
+
+class _Digest(Dataset[str]):
+    """The hash as a data set of one sample, so that torch's workers can compute it."""
+
+    def __init__(self, fetcher: SetFetcher) -> None:
+        self.fetcher = fetcher
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> str:
+        num_samples = self.fetcher.num_samples
+        count = min(NUM_SAMPLES, num_samples)
+        places = [place * (num_samples - 1) // max(1, count - 1) for place in range(count)]
+        self.fetcher.tell_epoch(0)
+        found = hashlib.sha256(f"{num_samples} {places}".encode())
+        for sample in self.fetcher.read(places, epoch=0, place=0):
+            _add(found, sample)
+        return found.hexdigest()[:32]
+
+
+def _add(found: Any, value: Any) -> None:
+    """Hashes a nest of tensors, arrays and plain values. What has no content to read counts by its type."""
+    found.update(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        found.update(f"{plain.dtype} {list(plain.shape)}".encode())
+        found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    elif isinstance(value, np.ndarray | np.generic):
+        found.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            found.update(repr(key).encode())
+            _add(found, value[key])
+    elif isinstance(value, (list, tuple)):
+        found.update(str(len(value)).encode())
+        for item in value:
+            _add(found, item)
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        found.update(repr(value).encode())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        _add(found, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    elif callable(to_bytes := getattr(value, "tobytes", None)):  # an image of Pillow
+        found.update(to_bytes())

@@ -1,0 +1,275 @@
+"""The settings that a run's result depends on: saved with its checkpoints, compared when it is resumed.
+
+They are a flat dict of JSON-able values by name, as `clip_norm`, `optimizer.lr`, `schedule.T_max` or
+`loader0.global_batch_size`. Optimizer and schedule are recorded as they were built, because a checkpoint's
+own options (a learning rate that decays) replace those at once. The layout and the number of ranks are not
+among them, as they may change freely.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.data.fingerprint import fingerprint_data
+from paceline.data.loader import Loader
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+
+log = logging.getLogger(__name__)
+
+Settings = dict[str, Any]
+# The order of samples follows from it, so that a position in the data would be in other data.
+_FIXED = frozenset({"seed"})
+# How an optimizer computes, not what.
+_IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+# Of a schedule's state: where it is, and what follows from the optimizer.
+_PROGRESS = frozenset({"last_epoch", "base_lrs", "lr_lambdas", "verbose"})
+
+
+class BuiltOptimizer:
+    """An optimizer and its schedule as the user's functions returned them, before any state was loaded.
+
+    Args:
+        optimizer: over parameters of the model.
+        places: of the model's parameters by id, in the order of the model.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, places: Mapping[int, int]) -> None:
+        self._optimizer = optimizer
+        self._options = [_options(group) for group in optimizer.param_groups]
+        # Groups may come in another order when a run is resumed.
+        self._order = sorted(
+            range(len(optimizer.param_groups)),
+            key=lambda number: min(
+                (places[id(p)] for p in optimizer.param_groups[number]["params"]), default=math.inf
+            ),
+        )
+
+    def describe(self, schedule: Any) -> Settings:
+        """The settings by name, before the first step.
+
+        Args:
+            schedule: built over the optimizer, or `None`.
+        """
+        keys = dict.fromkeys(key for options in self._options for key in options)
+        found = {f"optimizer.{key}": self._gather(self._options, key) for key in keys}
+        found["optimizer"] = type(self._optimizer).__name__
+        found["schedule"] = None if schedule is None else type(schedule).__name__
+        if schedule is not None:
+            now = [_options(group) for group in self._optimizer.param_groups]
+            added = dict.fromkeys(key for options in now for key in options if key not in keys)
+            found |= {f"schedule.{key}": self._gather(now, key) for key in added if key != "initial_lr"}
+            found |= {f"schedule.{key}": value for key, value in _describe_schedule(schedule.state_dict())}
+        return found
+
+    def advance(self, schedule: Any, num_steps: int) -> list[dict[str, Any]]:
+        """The options of every group after `num_steps` steps of the schedule, from the options as built."""
+        if schedule is not None:
+            with warnings.catch_warnings():  # torch takes a schedule ahead of its optimizer for a mistake
+                warnings.simplefilter("ignore")
+                for _ in range(num_steps):
+                    schedule.step()
+        return [
+            {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+            for group in self._optimizer.param_groups
+        ]
+
+    def take(self, advanced: list[dict[str, Any]], changed: Collection[str]) -> None:
+        """Replaces loaded options by those as built, where the user has accepted the change.
+
+        Args:
+            advanced: what `advance` returned before loading.
+            changed: names of the accepted changes, as in `describe`.
+        """
+        keys = {name.removeprefix("optimizer.") for name in changed}
+        for group, options in zip(self._optimizer.param_groups, advanced, strict=True):
+            group.update(
+                {key: value for key, value in options.items() if key in keys or moves_schedule(changed)}
+            )
+
+    def _gather(self, options: list[dict[str, Any]], key: str) -> Any:
+        values = [options[number].get(key) for number in self._order]
+        return values[0] if all(value == values[0] for value in values) else values
+
+
+def moves_schedule(changed: Collection[str]) -> bool:
+    """Whether the schedule as built replaces the saved one; it starts from the learning rate."""
+    return "optimizer.lr" in changed or any(name.partition(".")[0] == "schedule" for name in changed)
+
+
+def name_settings(model: str, models: Collection[str], key: str) -> str:
+    """A setting of one model by its full name; the only model's have no prefix."""
+    return key if len(models) == 1 else f"{model}.{key}"
+
+
+def describe_function(function: Any) -> str:
+    """A function's name for the settings."""
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def describe_loader(loader: Loader) -> Settings:
+    """Returns what a loader adds to a run's settings; reads some samples the first time."""
+    return {
+        f"{loader.name}.global_batch_size": loader.global_batch_size,
+        f"{loader.name}.microbatch_size": loader.microbatch_size,
+        f"{loader.name}.drop_last": loader.drop_last,
+        f"{loader.name}.data": loader.content_hash,
+    }
+
+
+def list_changes(
+    saved: Settings, here: Settings, loaders: Mapping[str, Loader]
+) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, with the old and the new value.
+
+    Args:
+        saved: of the checkpoint.
+        here: of this start; a loader that is not made yet is compared when it is.
+        loaders: of this start.
+    """
+    found = {
+        name: (saved.get(name), here.get(name))
+        for name in dict.fromkeys([*saved, *here])
+        if saved.get(name) != here.get(name)
+    }
+    for kind in [name for name in found if name.rpartition(".")[2] in ("optimizer", "schedule")]:
+        for name in [name for name in found if name.startswith(f"{kind}.")]:
+            del found[name]  # of another kind, so that it says nothing
+        if kind.endswith("optimizer"):
+            del found[kind]  # told where the state is loaded that doesn't fit it
+    for name, loader in loaders.items():
+        key = f"{name}.data"
+        if key in found and (None in found[key] or fingerprint_data(loader) != here[key]):
+            del found[key]  # unknown; or a data set that gives other samples each time that it is read
+    return found
+
+
+def check_names(accept: Collection[str], known: Collection[str]) -> None:
+    """Raises PL517 for a name that no setting has.
+
+    Args:
+        accept: as the user gave it.
+        known: names of all settings of the checkpoint and of this start.
+    """
+    for name in accept:
+        if not any(_covers(name, each) for each in known):
+            raise PacelineError(
+                "PL517",
+                saw=f"accept={name!r}.",
+                rule="accept= names settings that may differ from the checkpoint's: "
+                f"{', '.join(sorted(known))}.",
+                fix="Use these names, or the part before a dot for all that begin with it.",
+            )
+
+
+def refuse_changes(
+    changes: Mapping[str, tuple[Any, Any]],
+    accept: Collection[str],
+    folder: Path | None,
+    *,
+    is_recipe: bool = False,
+) -> list[str]:
+    """Raises PL515 for changes that the user has not accepted, all in one message.
+
+    Args:
+        changes: of `list_changes`.
+        accept: names of settings, or of a part of them (`optimizer` for all of `optimizer.lr` and so on).
+        folder: of the run.
+        is_recipe: whether a recipe is trained, which has no `accept`.
+
+    Returns:
+        The names of the changes that were accepted.
+    """
+    refused = [name for name in changes if name in _FIXED or not any(_covers(each, name) for each in accept)]
+    if refused:
+        shown = "; ".join(_describe_change(name, *changes[name]) for name in refused)
+        fix = "Restore what it was, or choose another folder for a new run."
+        if not is_recipe and not _FIXED & set(refused):
+            fix += f" To go on with the new values from here: trainer.resume(folder, accept={refused!r})."
+        raise PacelineError(
+            "PL515",
+            saw=f"the run in {folder} was trained with other settings: {shown}.",
+            rule="They are part of its result, so going on with others makes it another run.",
+            fix=fix,
+        )
+    return list(changes)
+
+
+def tell_unknown_settings() -> None:
+    """Logs PL519 for a checkpoint that has no settings to compare."""
+    finding = Finding(
+        "PL519",
+        "the checkpoint",
+        "it was saved by a version that did not record the run's settings.",
+        "A changed batch size, learning rate or data set can't be noticed. The optimizer keeps the learning "
+        "rate that was saved.",
+        "Check them yourself; the next checkpoint records them.",
+    )
+    log.warning("%s", finding)
+
+
+def tell_fresh_objects(names: list[str]) -> None:
+    """Logs PL518 for tracked objects that a resumed run's checkpoint doesn't have."""
+    finding = Finding(
+        "PL518",
+        ", ".join(names),
+        "the checkpoint has no state for it.",
+        "It starts in the middle of the run with the state that it was built with.",
+        "Nothing to do if it is new; otherwise track it under the name that it was saved with.",
+    )
+    log.warning("%s", finding)
+
+
+def _covers(accepted: str, name: str) -> bool:
+    return name == accepted or name.startswith(f"{accepted}.")
+
+
+def _describe_change(name: str, old: Any, new: Any) -> str:
+    if name.endswith(".data"):
+        return f"the content of {name} is not what it was"
+    if name.partition(".")[0] in ("tracked", "loaders"):
+        kind, _, which = name.partition(".")
+        return f"{which} was {'tracked' if kind == 'tracked' else 'a loader'} and is not"
+    return f"{name} was {old!r} and is {new!r}"
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: _plain(value) for key, value in group.items() if key not in _IMPLEMENTATION}
+    return {key: value for key, value in plain.items() if value is not _SKIP}
+
+
+_SKIP = object()
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it; `_SKIP` for anything that JSON doesn't know."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item) for item in value]
+        return _SKIP if any(item is _SKIP for item in items) else items
+    if isinstance(value, Mapping):  # MultiStepLR's milestones
+        return [f"{key}: {value[key]}" for key in sorted(value, key=str)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return _SKIP
+
+
+def _describe_schedule(state: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in state.items():
+        if key == "_schedulers":
+            for number, inner in enumerate(value):
+                found += _describe_schedule(inner, f"{prefix}{number}.")
+        elif key == "_milestones" or (key not in _PROGRESS and not key.startswith("_")):
+            plain = _plain(value)
+            if plain is not _SKIP:
+                found.append((f"{prefix}{key.removeprefix('_')}", plain))
+    return found
