@@ -116,6 +116,87 @@ class NormedHeads(nn.Module):
         return result
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Computes more than its class."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 3.0
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer and an adapter in one, as loralib writes it (Hu et al. 2021)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.down = nn.Parameter(torch.randn(4, inputs) * 0.1)
+        self.up = nn.Parameter(torch.randn(outputs, 4) * 0.1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias) + input @ self.down.T @ self.up.T
+
+
+class ScaledLinear(nn.Linear):
+    """Changes its weight and its result."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight * 0.5, self.bias) * 3.0
+
+
+class Conv1D(nn.Module):
+    """Has the name and the weight of GPT-2's layer, and computes something else."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) * 0.1)
+        self.bias = nn.Parameter(torch.randn(outputs) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return 2.0 * rows.view(*x.shape[:-1], -1)
+
+
+class OwnForwards(nn.Module):
+    """Feed-forwards of layers that are not what their class or name says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = ScaledEmbedding(96, 32, padding_idx=5)
+        self.places = nn.Parameter(torch.randn(96, 32))
+        self.ups = nn.ModuleList(nn.Linear(32, 64) for _ in range(4))
+        self.downs = nn.ModuleList(
+            [AdaptedLinear(64, 32), ScaledLinear(64, 32), Conv1D(64, 32), nn.Linear(64, 32)]
+        )
+        patched = self.downs[3]
+        inner = patched.forward
+        patched.forward = lambda x: inner(x) * 2.0  # type: ignore[method-assign]
+        self.out = nn.Linear(32, 96, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + F.embedding(ids, self.places, padding_idx=-1)
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(torch.tanh(up(x)))
+        result: Tensor = self.out(x)
+        return result
+
+
+class AdaptedBlock(nn.Module):
+    """A feed-forward whose second layer adds up in the middle of its own forward."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+def _own_blocks() -> nn.Module:
+    blocks = [AdaptedBlock(kind(64, 32)) for kind in (AdaptedLinear, ScaledLinear)]
+    return nn.Sequential(ScaledEmbedding(96, 32), nn.Sequential(*blocks), nn.Linear(32, 96, bias=False))
+
+
 def _normed() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), NormedHeads(), NormedHeads(), nn.Linear(32, 8))
 
@@ -231,6 +312,8 @@ CASES: dict[str, Case] = {
     "lora": Case(_lora, _ids, _run_ids, share=0.9),
     "normed": Case(_normed, lambda: _floats(4, 6, 16), lambda m, b: m(b["x"]), share=0.9),
     "nano": Case(_nano, _ids, _run_ids),
+    "own-forwards": Case(OwnForwards, _ids, _run_ids),
+    "own-blocks": Case(_own_blocks, _ids, _run_ids),
     "encoder": Case(_encoder, _ids, _run_ids),
     "transformer": Case(
         _transformer, lambda: _floats(4, 6, 32), lambda m, b: m(b["x"], b["x"][:, :5].flip(0)), share=0.95

@@ -12,6 +12,7 @@ from paceline.errors import PacelineError
 from paceline.models.gpt import Gpt
 from paceline.parallel.tensor.plan import Plan, find_plan
 from paceline.recipe.schema import GptModel
+from tests.parallel.tensor.models import build
 
 
 def plan(requests: dict[str, str] | None = None, num_ranks: int = 2, **settings: Any) -> Plan:
@@ -33,6 +34,12 @@ def test_a_request_keeps_modules_whole() -> None:
     assert any(".self_attn." in name for name in found.splits)
     assert "tp_plan says layers.*.mlp: replicate" in found.whole["layers.1.mlp.up_proj.weight"]
     assert "layers.*.mlp.up_proj.weight (2)" in found.describe()
+
+
+def test_a_plan_names_forwards_that_add_up_by_themselves() -> None:
+    model = build("own-blocks")
+    found = find_plan(model, lambda m: m(torch.zeros(2, 8, dtype=torch.int64)), 2)
+    assert "added up inside of its own forward: 1.*.down (2)" in found.describe()
 
 
 def test_requests_that_agree() -> None:

@@ -214,8 +214,8 @@ def rows_off_by_one() -> Iterator[None]:
     """Rank 1 takes its rows of the embedding for those that begin one token later."""
     right = vocabulary.look_up
 
-    def look_up(module: nn.Embedding, ids: Tensor, axis: Any) -> Tensor:
-        return right(module, ids if axis.rank != 1 else (ids - 1).clamp(min=0), axis)
+    def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Any) -> Tensor:
+        return right(table, ids if axis.rank != 1 else (ids - 1).clamp(min=0), padding, axis)
 
     with mock.patch.object(apply, "look_up", look_up):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from types import MethodType
 from typing import Any
 
@@ -14,12 +15,15 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.dropout import Cut, Masks
 from paceline.parallel.split import Split
+from paceline.parallel.tensor.calls import Change as CallChange
+from paceline.parallel.tensor.calls import Spot, change_calls
 from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
 from paceline.parallel.tensor.hooks import Change, change_input, change_output
 from paceline.parallel.tensor.plan import Plan
 from paceline.parallel.tensor.sequence import DIM, Sequence
-from paceline.parallel.tensor.sizes import divide_sizes
-from paceline.parallel.tensor.trace import NUM_SAMPLES
+from paceline.parallel.tensor.sizes import divide_size
+from paceline.parallel.tensor.sums import add_up_call, add_up_lookup
+from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up
 
 
@@ -35,9 +39,10 @@ def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = N
     assert plan.num_ranks == axis.size
     _take_parts(model, plan.splits, axis.rank)
     modules = dict(model.named_modules())
-    for name, calls in plan.sizes.items():
-        divide_sizes(modules[name], calls, axis.size)
     along = plan.sequence or Sequence()
+    inside: dict[str, dict[Spot, CallChange]] = defaultdict(dict)
+    for name, sizes in plan.sizes.items():
+        inside[name] = {spot: divide_size(dim, axis.size) for spot, dim in sizes.items()}
     for entry in plan.entries:
         change = _gather_rows(axis) if entry in along.entries else _copy(axis)
         if entry.keys:
@@ -47,13 +52,23 @@ def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = N
     for leaving in plan.exits:
         module = modules[leaving.module]
         change = _add_up_rows(axis) if leaving in along.exits else _add_up(axis)
-        if leaving.kind == "linear":
+        if leaving.spot is not None:
+            is_lookup = leaving.kind == "lookup call"
+            sums = add_up_lookup(change, axis) if is_lookup else add_up_call(change)
+            inside[leaving.module][leaving.spot] = sums
+        elif leaving.kind == "linear":
             _add_up_linear(module, change)
         elif leaving.kind == "lookup":
             assert isinstance(module, nn.Embedding)
             _add_up_lookups(module, axis, change)
         else:
             change_output(module, change)
+    for name, changes in inside.items():
+        listed = {
+            site: [changes.get(Spot(site, number)) for number in range(count)]
+            for site, count in plan.sites[name].items()
+        }
+        change_calls(modules[name], WATCHED, listed)
     for stretch in along.stretches:
         change_input(modules[stretch.first], stretch.keys, _take_rows(axis))
         change_output(modules[stretch.last], _join_rows(axis))
@@ -107,7 +122,7 @@ def _add_up_linear(module: nn.Module, change: Change) -> None:
 
 def _add_up_lookups(module: nn.Embedding, axis: Axis, change: Change) -> None:
     def forward(self: nn.Embedding, input: Tensor) -> Tensor:
-        return change(look_up(self, input, axis))
+        return change(look_up(self.weight, input, self.padding_idx, axis))
 
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 

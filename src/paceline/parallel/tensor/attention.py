@@ -14,10 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.parallel.tensor.flow import runs_own_forward
+
 
 def open_attention(model: nn.Module) -> None:
-    """Replaces the forwards of all `nn.MultiheadAttention`s of a model; the parameters stay as they are."""
-    found = [module for module in model.modules() if type(module) is nn.MultiheadAttention]
+    """Replaces the forwards of all `nn.MultiheadAttention`s of a model; the parameters stay as they are.
+
+    A subclass, or an instance whose forward was patched, computes what it likes and stays as it is.
+    """
+    found = [
+        module
+        for module in model.modules()
+        if type(module) is nn.MultiheadAttention and runs_own_forward(module, nn.MultiheadAttention)
+    ]
     for module in found:
         module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
     if found:

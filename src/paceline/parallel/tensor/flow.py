@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from paceline.parallel.tensor.trace import Trace, words
+from paceline.parallel.tensor.calls import Spot
+from paceline.parallel.tensor.sums import is_plain_lookup
+from paceline.parallel.tensor.trace import Call, Trace, Written, words
 
 # Operations that only look at a tensor otherwise: what holds for all uses of their result holds for them.
 _SHAPES = frozenset(
@@ -44,12 +47,15 @@ class Exit:
 
     Attributes:
         module: full name.
-        kind: `"linear"`: its bias must be added after the sum; `"lookup"`: a table of which each rank has
-            some rows; `"output"`: the module's output is the sum.
+        kind: `"linear"`: a layer that runs torch's own forward, whose bias must be added after the sum;
+            `"lookup"`: one with a table of which each rank has some rows; `"output"`: the module's output is
+            the sum; `"call"` and `"lookup call"`: a call in the module's own forward gives it.
+        spot: that call.
     """
 
     module: str
     kind: str
+    spot: Spot | None = None
 
 
 class Uses:
@@ -93,6 +99,7 @@ class Flow:
     Attributes:
         entries, exits: in order of execution, each once.
         partial: whole parameters that meet cut tensors.
+        exit_of: by number of an operation that gives an addend, where that leaves.
         sums: as given.
         learned: by number of a tensor, those of the parameters that went into it.
 
@@ -112,7 +119,8 @@ class Flow:
         self.sums, self._lookups = sums, lookups
         self._uses, self.learned, self._computed = uses.of, uses.learned, uses.computed
         self._memo: dict[tuple[int, int], bool] = {}
-        self.exits = list(dict.fromkeys(self._find_exits()))
+        self.exit_of = self._find_exits()
+        self.exits = list(dict.fromkeys(self.exit_of.values()))
         self.partial = self._find_partial()
         self.entries = list(dict.fromkeys(self._find_entries()))
 
@@ -228,39 +236,86 @@ class Flow:
             for use in self._uses[number]
         )
 
-    def _find_exits(self) -> list[Exit]:
-        found = []
+    def _find_exits(self) -> dict[int, Exit]:
+        found: dict[int, Exit] = {}
         for number in sorted(self._lookups):
-            op = self._trace.ops[number]
-            module = self._modules[op.module]
-            plain = isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
-            if not plain or module.scale_grad_by_freq:
-                raise UnreachableError(f"the table of {op.module or 'the model'} is not a plain nn.Embedding")
-            found.append(Exit(op.module, "lookup"))
+            found[number] = self._find_lookup(number)
         for number in sorted(self.sums):
-            found.append(self._find_exit(number))
+            found[number] = self._find_exit(number)
+        self._check_every_exit(found)
         return found
+
+    def _find_lookup(self, number: int) -> Exit:
+        op = self._trace.ops[number]
+        module = self._modules[op.module]
+        if runs_own_forward(module, nn.Embedding) and not op.is_hooked:
+            assert isinstance(module, nn.Embedding)
+            if module.max_norm is None and not module.sparse and not module.scale_grad_by_freq:
+                return Exit(op.module, "lookup")
+        else:
+            call = self._find_written(number)
+            if call is not None and call.func is F.embedding and is_plain_lookup(call.args, call.kwargs):
+                return Exit(call.module, "lookup call", call.spot)
+        raise UnreachableError(f"the table of {op.module or 'the model'} is not only read")
 
     def _find_exit(self, number: int) -> Exit:
         op = self._trace.ops[number]
         module = self._modules[op.module]
-        if is_linear(module):
+        if is_linear(module) and not op.is_hooked:
             return Exit(op.module, "linear")
         call = [call for call in self._trace.calls if call.first <= number < call.last][-1]
-        tensor = op.outputs[0]
+        if len(op.inputs) == 2 and len(call.outputs) == 1 and self._gives(number, call):
+            return Exit(op.module, "output")
+        written = self._find_written(number)
+        if written is not None and self._is_sum(number, written):
+            return Exit(written.module, "call", written.spot)
+        raise UnreachableError(f"the sum in {op.module or 'the model'} is at no place that can be changed")
+
+    def _find_written(self, number: int) -> Written | None:
+        return next((call for call in self._trace.written if call.first <= number < call.last), None)
+
+    def _is_sum(self, number: int, call: Written) -> bool:
+        """Whether what a call of a function of torch gives is this sum, and a bias at most."""
+        if self.sums.intersection(range(call.first, call.last)) != {number}:
+            return False
+        if call.func is F.linear:
+            return True
+        if call.func is torch.addmm:
+            return len(call.args) == 3 and not call.kwargs
+        return "out" not in call.kwargs and self._gives(number, call)
+
+    def _gives(self, number: int, call: Call | Written) -> bool:
+        """Whether a sum, seen otherwise at most, is what a call returns, and nothing else there uses it."""
+        tensor = self._trace.ops[number].outputs[0]
         while tensor not in call.outputs:
             uses = self._uses[tensor]
             if len(uses) != 1 or self._trace.ops[uses[0]].name not in _SHAPES or uses[0] >= call.last:
-                raise UnreachableError(f"the sum in {op.module or 'the model'} is not the module's output")
+                return False
             tensor = self._trace.ops[uses[0]].outputs[0]
-        if len(op.inputs) == 3 or len(call.outputs) != 1:
-            raise UnreachableError(f"the sum in {op.module or 'the model'} comes with more than itself")
-        return Exit(op.module, "output")
+        return True
+
+    def _check_every_exit(self, exits: Mapping[int, Exit]) -> None:
+        """A call that is changed gives a sum in each of its module's forwards."""
+        for leaving in dict.fromkeys(exits.values()):
+            if leaving.spot is None:
+                continue
+            calls = [c for c in self._trace.written if (c.module, c.spot) == (leaving.module, leaving.spot)]
+            if len(calls) != sum(found == leaving for found in exits.values()):
+                raise UnreachableError(f"{leaving.module or 'the model'} is also called without cut tensors")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A linear layer of torch, or one of the same kind that holds its weight transposed (GPT-2's Conv1D)."""
-    if isinstance(module, nn.Linear):
-        return True
-    weight = getattr(module, "weight", None)
-    return type(module).__name__ == "Conv1D" and isinstance(weight, torch.Tensor) and weight.dim() == 2
+    """A linear layer of torch, or GPT-2's Conv1D of the same kind, which holds its weight transposed.
+
+    Only where the forward is that of the class: a subclass or a patched instance computes what it likes.
+    """
+    kind = type(module)
+    is_transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return runs_own_forward(module, nn.Linear) or (is_transposed and "forward" not in module.__dict__)
+
+
+def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module's forward is the one that torch wrote for the class `kind`."""
+    forward = type(module).forward
+    is_torchs = forward.__module__ == kind.__module__ and forward.__qualname__ == f"{kind.__name__}.forward"
+    return is_torchs and forward is kind.forward and "forward" not in module.__dict__

@@ -35,6 +35,7 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.dropout import Masks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, leaves
+from paceline.parallel.tensor.calls import Site, Spot
 from paceline.parallel.tensor.flow import Entry, Exit, Flow, UnreachableError, Uses
 from paceline.parallel.tensor.rules import Dims, atoms_of, read_dims
 from paceline.parallel.tensor.sequence import DIM, Sequence, plan_sequence, refuse_mismatch, rehearse
@@ -53,8 +54,10 @@ class Plan:
         splits: by full name, how a parameter or buffer is cut (tied ones under every name).
         entries: where gradients of whole activations are added up in backward.
         exits: where sums over ranks arise.
-        sizes: by module, the sized calls of its forward that are given the size of the whole: by their
-            number, the dimension of the result (`sizes.py`).
+        sizes: by module, the calls in its forward that are given the size of the whole, each with that
+            dimension of its result (`sizes.py`).
+        sites: by module, the places in the source where its forward makes calls that are changed, each with
+            how many calls the trial made there.
         partial: names of whole parameters that get a part of their gradient on each rank.
         outputs: by number among the tensors of the result, how it is cut.
         draws: by key of a dropout (`dropout.py`), how the tensor that is dropped is cut.
@@ -68,7 +71,8 @@ class Plan:
     splits: dict[str, Split] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
-    sizes: dict[str, dict[int, int]] = field(default_factory=dict)
+    sizes: dict[str, dict[Spot, int]] = field(default_factory=dict)
+    sites: dict[str, dict[Site, int]] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     outputs: dict[int, Split] = field(default_factory=dict)
     draws: dict[str, Split] = field(default_factory=dict)
@@ -98,6 +102,11 @@ class Plan:
             reasons[(_collapse(name), reason)] += 1
         for stretch in self.sequence.stretches if self.sequence else []:
             lines.append(f"  along the sequence: from {stretch.first} to {stretch.last}")
+        own: dict[str, int] = defaultdict(int)
+        for name in dict.fromkeys(leaving.module for leaving in self.exits if leaving.spot is not None):
+            own[_collapse(name) or "the model"] += 1
+        for name, count in own.items():
+            lines.append(f"  added up inside of its own forward: {name}{f' ({count})' if count > 1 else ''}")
         for (name, reason), count in reasons.items():
             lines.append(f"  whole on every rank: {name}{f' ({count})' if count > 1 else ''}: {reason}")
         return "\n".join(lines)
@@ -172,7 +181,7 @@ class _Planner:
         self.trace, self.dims, self.masks = trace, dims, masks
         self.modules = dict(model.named_modules())
         self.chosen: list[Atom] = []
-        self._sizes: dict[str, dict[int, int]] = {}
+        self._sizes: dict[str, dict[Spot, int]] = {}
         self._flow: Flow | None = None
         self._uses = Uses(trace)
         # Final from here on: no rule is applied any more.
@@ -304,11 +313,15 @@ class _Planner:
             return tuple(shape)
 
         self._sizes = {}
+        kept: dict[tuple[str, Spot], int] = {}
 
         def resize(number: int, func: Any, args: Any, kwargs: Any) -> Any:
-            call = self.trace.sized[number] if number < len(self.trace.sized) else None
-            cut = [n for n in call.outputs if n in splits] if call is not None and call.func is func else []
-            if call is None or not cut:
+            call = self.trace.written[number] if number < len(self.trace.written) else None
+            if call is None or call.func is not func:
+                return args, kwargs
+            kept[(call.module, call.spot)] = call.first
+            cut = [n for n in call.outputs if n in splits]
+            if not cut:
                 return args, kwargs
             dim = splits[cut[0]].dim
             size = self.trace.shapes[cut[0]][dim]
@@ -316,7 +329,8 @@ class _Planner:
             def change(given: int) -> int:
                 if given != size:  # that of the part already
                     return given
-                self._sizes.setdefault(call.module, {})[call.number] = dim
+                self._sizes.setdefault(call.module, {})[call.spot] = dim
+                kept.pop((call.module, call.spot), None)
                 return given // self.num_ranks
 
             return change_size(func, args, kwargs, dim, change)
@@ -330,6 +344,9 @@ class _Planner:
             masks=self.masks,
             detours=rehearse(sequence, self.num_ranks) if sequence else (),
         )
+        for (module, spot), at in kept.items():
+            if spot in self._sizes.get(module, {}):
+                return at, f"{module or 'the model'} is also called without cut tensors"
         made: set[int] = set()  # from nothing but sizes, such as what a dropout keeps
         pairs = itertools.zip_longest(_compared(self.trace), _compared(parts))
         last = len(self.trace.ops) - 1
@@ -359,6 +376,12 @@ class _Planner:
         flow = self._flow
         plan = Plan(self.num_ranks, entries=flow.entries, exits=flow.exits, partial=flow.partial)
         plan.sizes = self._sizes
+        changed = {(name, spot.site) for name, sizes in plan.sizes.items() for spot in sizes}
+        changed |= {(leaving.module, leaving.spot.site) for leaving in plan.exits if leaving.spot is not None}
+        for call in self.trace.written:
+            if (call.module, call.spot.site) in changed:
+                sites = plan.sites.setdefault(call.module, {})
+                sites[call.spot.site] = max(sites.get(call.spot.site, 0), call.spot.number + 1)
         first = {name: number for number, name in self.trace.names.items()}
         canonical: dict[int, str] = {}
         for name, tensor in _named_tensors(self.model):

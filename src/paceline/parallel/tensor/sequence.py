@@ -159,8 +159,16 @@ class _Walk:
     ) -> None:
         self.stream = stream
         self._trace, self._flow, self._modules = trace, flow, modules
+        self._calls = {(call.module, call.spot): call for call in trace.written}
         self._shape, self._plan = shape, plan
-        self._exits = {leaving.module: leaving for leaving in flow.exits}
+        # Operations up to the place where a sum is scattered.
+        self._unscattered: set[int] = set()
+        for leaving in flow.exits:
+            if leaving.spot is not None:
+                call = self._calls[(leaving.module, leaving.spot)]
+                self._unscattered.update(range(call.first, call.last))
+        modules_with_exits = {leaving.module for leaving in flow.exits if leaving.spot is None}
+        self._unscattered.update(n for n, op in enumerate(trace.ops) if op.module in modules_with_exits)
         self._entries = [
             (entry, call) for entry in flow.entries for call in trace.calls if call.module == entry.module
         ]
@@ -174,13 +182,13 @@ class _Walk:
                 self._plan.entries.add(entry)
                 taken.discard(tensor)
         if number in self._flow.sums:
-            self._leave(op)
+            self._leave(number, op)
         elif taken and self._flow.mixes(number):
             raise _refuse(f"{op.name} in {op.module or 'the model'} takes the stream without an entry")
         elif taken:
             _check_op(self._trace, op, taken, self.stream, self._shape)
             self.stream.update(op.outputs)
-            if op.module not in self._exits:  # there the sum is scattered only when it leaves
+            if number not in self._unscattered:
                 self._plan.stream.update(op.outputs)
             for tensor in set(op.inputs) - self.stream:
                 names = self._trace.names
@@ -196,11 +204,18 @@ class _Walk:
                 return entry
         return None
 
-    def _leave(self, op: Op) -> None:
+    def _leave(self, number: int, op: Op) -> None:
         """A sum: scattered, it is the stream again."""
+        leaving = self._flow.exit_of[number]
         self.stream.update(op.outputs)
-        self._plan.exits.add(self._exits[op.module])
-        if getattr(self._modules[op.module], "bias", None) is not None:
+        self._plan.exits.add(leaving)
+        if leaving.spot is not None:
+            if len(self._trace.shapes[self._calls[(leaving.module, leaving.spot)].outputs[0]]) < 3:
+                raise _refuse(f"{op.module or 'the model'} sums in two dimensions what has three")
+            if len(op.inputs) == 3:
+                names = self._trace.names
+                self._plan.partial |= {names[n] for n in self._flow.learned.get(op.inputs[0], ())}
+        elif getattr(self._modules[op.module], "bias", None) is not None:
             self._plan.partial.add(f"{op.module}.bias")
 
 
@@ -232,7 +247,7 @@ def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
     """What the hooks of a plan will do, on one rank and with shapes only."""
 
     def take(tensor: Tensor) -> Tensor:
-        return tensor.chunk(num_ranks, DIM)[0]
+        return tensor.chunk(num_ranks, DIM)[0].contiguous()
 
     def gather(tensor: Tensor) -> Tensor:
         return torch.cat([tensor] * num_ranks, DIM)
@@ -240,7 +255,7 @@ def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
     return [
         *(Detour(stretch.first, stretch.keys, take) for stretch in plan.stretches),
         *(Detour(entry.module, entry.keys, gather) for entry in plan.entries),
-        *(Detour(leaving.module, (), take) for leaving in plan.exits),
+        *(Detour(leaving.module, (), take, leaving.spot) for leaving in plan.exits),
         *(Detour(stretch.last, (), gather) for stretch in plan.stretches),
     ]
 

@@ -2,18 +2,20 @@
 
 With parts of the parameters, a size that counts what is cut has to be that of the part. Where the code takes
 it from a tensor's shape or leaves it to -1, it is right by itself. Where it is a number of the module (or
-worked out from one), it is changed on the way into the function of torch, in just the calls in which the
-trial forward has found it: the module's own numbers stay as they are, as code may use them otherwise too.
+worked out from one), it is changed on the way into the function of torch, in just the calls (`calls.py`) in
+which the trial forward has found it: the module's own numbers stay as they are, as code may use them
+otherwise too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+
+from paceline.parallel.tensor.calls import Change as CallChange
 
 Change = Callable[[int], int]
 
@@ -66,50 +68,11 @@ def _change_at(sizes: Any, dim: int, change: Change) -> tuple[int, ...]:
     )
 
 
-def divide_sizes(module: nn.Module, calls: Mapping[int, int], num_ranks: int) -> None:
-    """From now on a module's forward gives parts of dimensions the sizes of parts.
+def divide_size(dim: int, num_ranks: int) -> CallChange:
+    """What makes a call give a dimension of its result the size of a part."""
 
-    Args:
-        module: its children's forwards are not touched.
-        calls: by number of the sized call within one forward, the dimension of its result.
-        num_ranks: what sizes are divided by.
-    """
-    mode = _Dividing(dict(calls), num_ranks)
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with mode.running():
-            return inner(*args, **kwargs)
-
-    module.forward = forward
-    for child in module.children():
-        child.register_forward_pre_hook(lambda *_: mode.pause())
-        child.register_forward_hook(lambda *_: mode.go_on(), always_call=True)
-
-
-class _Dividing(TorchFunctionMode):
-    def __init__(self, calls: dict[int, int], num_ranks: int) -> None:
-        super().__init__()
-        self._calls = calls
-        self._num_ranks = num_ranks
-        self._number = 0
-        self._paused = 0
-
-    def running(self) -> _Dividing:
-        self._number, self._paused = 0, 0
-        return self
-
-    def pause(self) -> None:
-        self._paused += 1
-
-    def go_on(self) -> None:
-        self._paused -= 1
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not self._paused and func in SIZED:
-            dim = self._calls.get(self._number)
-            self._number += 1
-            if dim is not None:
-                args, kwargs = change_size(func, args, kwargs, dim, lambda size: size // self._num_ranks)
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = change_size(func, args, kwargs, dim, lambda size: size // num_ranks)
         return func(*args, **kwargs)
+
+    return change

@@ -8,10 +8,11 @@ have come apart there, so that a handful of operations describes any Python code
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,14 +22,18 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PacelineError
 from paceline.parallel.dropout import Masks
+from paceline.parallel.tensor.calls import SUMMED, Site, Spot, find_site, run_inside
 from paceline.parallel.tensor.hooks import change_input, change_output
 from paceline.parallel.tensor.sizes import SIZED
 
 # Samples of an example batch; enough that their dimension doesn't vanish.
 NUM_SAMPLES = 2
+# Functions whose calls in the model's code may have to be made otherwise.
+WATCHED = SIZED | SUMMED
 Resize = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 # Changes a parameter or buffer before a trace, by name: how a check sees the parts that a rank will hold.
 Reshape = Callable[[str, Tensor], tuple[int, ...]]
@@ -43,7 +48,8 @@ class Op:
         args: its arguments, with the numbers of tensors (`Ref`) in place of these.
         kwargs: the same for keywords.
         outputs: numbers of the tensors that it gave, in order.
-        module: full name of the innermost module whose forward is running.
+        module: full name of the innermost module that is being called.
+        is_hooked: whether it ran in a hook of that module, not in its forward.
     """
 
     name: str
@@ -51,6 +57,7 @@ class Op:
     kwargs: dict[str, Any]
     outputs: list[int]
     module: str
+    is_hooked: bool = False
 
     @cached_property
     def inputs(self) -> list[int]:
@@ -90,27 +97,36 @@ class Detour:
         module: full name.
         keys: arguments of its call that are the tensor; empty for its first output.
         change: gives what takes its place; not recorded.
+        spot: the call in its forward whose result is meant in place of the module's.
     """
 
     module: str
     keys: tuple[int | str, ...]
     change: Callable[[Tensor], Tensor]
+    spot: Spot | None = None
 
 
 @dataclass
-class Sized:
-    """One call of a function of torch that is given sizes (`sizes.py`).
+class Written:
+    """One call of a function of torch that a module's own forward makes (`calls.py`).
 
     Attributes:
-        module: full name of the innermost module whose forward is running.
-        number: of the call among the sized ones of this forward of the module, children left out.
+        module: full name of the module.
+        spot: which call it is.
+        func: the function, of `WATCHED`.
+        args, kwargs: as given.
+        first: the operations from here on ran inside,
+        last: up to this one (excluded).
         outputs: numbers of the tensors that it gave.
-        func: the function.
     """
 
     module: str
-    number: int
+    spot: Spot
     func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    first: int
+    last: int = -1
     outputs: list[int] = field(default_factory=list)
 
 
@@ -126,7 +142,7 @@ class Trace:
         names: by number, the full name of a parameter or buffer (the first, where it has several).
         parameters: which of these are parameters.
         outputs: numbers of the tensors that the model returned, by their place among the leaves.
-        sized: calls that were given sizes, in order.
+        written: calls of functions that were given sizes or that may leave a sum, in order.
         drawn: by key of a dropout (`parallel/dropout.py`), the tensor that was dropped.
     """
 
@@ -137,7 +153,7 @@ class Trace:
     names: dict[int, str]
     parameters: set[int]
     outputs: list[int]
-    sized: list[Sized]
+    written: list[Written]
     drawn: dict[str, int]
 
 
@@ -177,7 +193,7 @@ def trace_forward(
                 seen[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device=device)
             fakes[name] = seen[id(tensor)]
     recorder = _Recorder()
-    sizes = _Sizes(recorder, resize)
+    functions = _Functions(recorder, resize, detours)
     for name, fake in fakes.items():
         names.setdefault(recorder.number(fake), name)
     parameters = {recorder.number(fakes[name]) for name, _ in model.named_parameters()}
@@ -191,7 +207,7 @@ def trace_forward(
         stack.enter_context(recorder.watching(model))
         stack.enter_context(recorder.taking(detours, model))
         stack.enter_context(recorder)
-        stack.enter_context(sizes)
+        stack.enter_context(functions)
         try:
             functional_call(caller, {f"model.{name}": fake for name, fake in fakes.items()}, ())
         except Exception as error:
@@ -204,7 +220,7 @@ def trace_forward(
                     names,
                     parameters,
                     [],
-                    sizes.calls,
+                    functions.calls,
                     drawn,
                 )
             raise PacelineError(
@@ -224,7 +240,7 @@ def trace_forward(
         names,
         parameters,
         outputs,
-        sizes.calls,
+        functions.calls,
         drawn,
     )
 
@@ -273,15 +289,32 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # a freed tensor's id would be given to another one
         self._open: list[Call] = []
-        self._num_sized: list[int] = []
+        # The modules whose own forward is running, each with what it has passed.
+        self._forwards: list[tuple[str, Counter[Site]]] = []
         self._is_paused = False
 
-    def count_sized(self) -> tuple[str, int]:
-        """The running module, and the number of the next sized call in it."""
-        if not self._open:
-            return "", -1
-        self._num_sized[-1] += 1
-        return self._open[-1].module, self._num_sized[-1] - 1
+    def find_call(self, site: Site) -> tuple[str, Spot]:
+        """The module whose own forward is running, and which call in it comes now."""
+        module, passed = self._forwards[-1]
+        passed[site] += 1
+        return module, Spot(site, passed[site] - 1)
+
+    @contextmanager
+    def _running(self, name: str) -> Iterator[None]:
+        self._forwards.append((name, Counter()))
+        try:
+            yield
+        finally:
+            self._forwards.pop()
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Nothing is recorded inside."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def number(self, tensor: Tensor) -> int:
         if id(tensor) not in self._numbers:
@@ -306,15 +339,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         if outputs:  # not a question, such as for the device
-            self.ops.append(
-                Op(name, refs, ref_keywords, outputs, self._open[-1].module if self._open else "")
-            )
+            module = self._open[-1].module if self._open else ""
+            is_hooked = not self._forwards or self._forwards[-1][0] != module
+            self.ops.append(Op(name, refs, ref_keywords, outputs, module, is_hooked))
         return result
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Hears of every call of a module."""
-        handles = []
+        handles: list[RemovableHandle] = []
+        restores: list[Callable[[], None]] = []
         logger = logging.getLogger("torch._subclasses.fake_tensor")
         # A trial that fails is told by us.
         before = logger.level
@@ -328,20 +362,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         inputs[key] = self.number(value)
                 self._open.append(Call(name, len(self.ops), inputs))
                 self.calls.append(self._open[-1])
-                self._num_sized.append(0)
 
             def leave(_module: nn.Module, _args: Any, result: Any) -> None:
                 call = self._open.pop()
-                self._num_sized.pop()
                 call.last = len(self.ops)
                 call.outputs = [self.number(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
 
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(leave))
+            if not isinstance(module, torch.jit.ScriptModule):
+                restores.append(run_inside(module, partial(self._running, name)))
         try:
             yield
         finally:
             logger.setLevel(before)
+            for restore in restores:
+                restore()
             for handle in handles:
                 handle.remove()
 
@@ -353,12 +389,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module = model.get_submodule(detour.module)
 
             def change(tensor: Tensor, detour: Detour = detour) -> Tensor:
-                self._is_paused = True
-                try:
+                with self.pausing():
                     return detour.change(tensor)
-                finally:
-                    self._is_paused = False
 
+            if detour.spot is not None:
+                continue  # done by `_Functions`
             if detour.keys:
                 handles.append(change_input(module, detour.keys, change, prepend=True))
             else:
@@ -370,25 +405,32 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
 
 
-class _Sizes(TorchFunctionMode):
-    def __init__(self, recorder: _Recorder, resize: Resize | None) -> None:
+class _Functions(TorchFunctionMode):
+    def __init__(self, recorder: _Recorder, resize: Resize | None, detours: Sequence[Detour]) -> None:
         super().__init__()
-        self.calls: list[Sized] = []
+        self.calls: list[Written] = []
         self._recorder = recorder
         self._resize = resize
+        self._detours = {(d.module, d.spot): d.change for d in detours if d.spot is not None}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in SIZED:
+        site = find_site() if func in WATCHED else None
+        if site is None:
             return func(*args, **kwargs)
-        call = Sized(*self._recorder.count_sized(), func)
-        if self._resize is not None:
+        call = Written(*self._recorder.find_call(site), func, args, kwargs, len(self._recorder.ops))
+        if self._resize is not None and func in SIZED:
             args, kwargs = self._resize(len(self.calls), func, args, kwargs)
         self.calls.append(call)
         result = func(*args, **kwargs)
+        call.last = len(self._recorder.ops)
         call.outputs = [
             self._recorder.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
         ]
+        detour = self._detours.get((call.module, call.spot))
+        if detour is not None:
+            with self._recorder.pausing():
+                result = detour(result)
         return result
 
 

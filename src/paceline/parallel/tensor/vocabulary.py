@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.mesh import Axis
 from paceline.parallel.split import Split
@@ -22,26 +22,27 @@ from paceline.parallel.tensor.collectives import all_gather, all_reduce
 from paceline.parallel.tensor.trace import words
 
 
-def look_up(module: nn.Embedding, ids: Tensor, axis: Axis) -> Tensor:
+def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Axis) -> Tensor:
     """This rank's addend of an embedding: its own rows, zeros elsewhere.
 
     Args:
-        module: holds this rank's rows; the first one is row `rank * rows` of the whole table.
+        table: this rank's rows; the first one is row `rank * rows` of the whole table.
         ids: int64, of the whole vocabulary.
+        padding: the row that gets no gradient, of the whole vocabulary.
         axis: tp.
 
     Raises:
         IndexError: for an id outside of the whole vocabulary, as torch does.
     """
-    rows = module.weight.shape[0]
+    rows = table.shape[0]
     if not ids.is_cuda and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows * axis.size:
         raise IndexError(f"index out of range in self: ids up to {int(ids.max())}, {rows * axis.size} rows")
     own = ids - axis.rank * rows
     elsewhere = (own < 0) | (own >= rows)
-    found = F.embedding(own.masked_fill(elsewhere, 0), module.weight)
-    if module.padding_idx is not None:
+    found = F.embedding(own.masked_fill(elsewhere, 0), table)
+    if padding is not None:
         # As in torch: its row is read, and gets no gradient.
-        found = torch.where((ids == module.padding_idx).unsqueeze(-1), found.detach(), found)
+        found = torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 

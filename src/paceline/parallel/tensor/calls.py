@@ -1,0 +1,159 @@
+"""Calls of torch's functions in a module's own forward, recognised by their place in the source.
+
+A plan is read off a trial forward and carried out in later ones, so both must agree on which call is which. A
+call is recognised by the chain of source positions from the module's `forward` down to it, and by how often
+that chain was passed in this forward. A branch that only one of the two forwards takes moves no other call.
+
+Not counted are calls that the module's forward does not make: those of modules that it calls, of any hooks,
+and of Paceline itself (masks, collectives).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# File, function and instruction, from the call outwards; torch's own files are left out.
+Site = tuple[tuple[str, str, int], ...]
+# Makes a call of a function of torch otherwise: (function, arguments, keywords) to the result.
+Change = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+# Functions whose result may be a sum over the ranks.
+SUMMED = frozenset(
+    {
+        F.linear,
+        torch.addmm,
+        torch.matmul,
+        Tensor.matmul,
+        Tensor.__matmul__,
+        torch.mm,
+        Tensor.mm,
+        torch.bmm,
+        Tensor.bmm,
+        torch.einsum,
+        torch.tensordot,
+        F.embedding,
+    }
+)
+
+
+class Spot(NamedTuple):
+    """One call in a module's forward.
+
+    Attributes:
+        site: where in the source.
+        number: which of the calls there in this forward, from 0.
+    """
+
+    site: Site
+    number: int
+
+
+def find_site() -> Site | None:
+    """Find the call of a function of torch that a function mode was just given.
+
+    Must be called by `__torch_function__` itself.
+
+    Returns:
+        `None` where no forward that `run_inside` knows makes the call by itself.
+    """
+    found: list[tuple[str, str, int]] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code is _FORWARD:
+            return tuple(found)
+        if code is _CALL:  # a hook of a module
+            return None
+        if not code.co_filename.startswith(_TORCH):
+            if not found and code.co_filename.startswith(_OWN):
+                return None
+            found.append((code.co_filename, code.co_qualname, frame.f_lasti))
+        frame = frame.f_back
+    return None
+
+
+def run_inside(module: nn.Module, around: Callable[[], Any]) -> Callable[[], None]:
+    """Run a module's forwards inside of a context, without its hooks.
+
+    Args:
+        module: whose `forward` is replaced on the instance.
+        around: gives the context of one forward.
+
+    Returns:
+        A function that restores the forward.
+    """
+    patched = module.__dict__.get("forward")
+    module.forward = _bind(module.forward, around)
+
+    def restore() -> None:
+        if patched is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = patched
+
+    return restore
+
+
+def change_calls(
+    module: nn.Module, functions: Container[Any], changes: Mapping[Site, Sequence[Change | None]]
+) -> None:
+    """Make some calls in a module's own forward otherwise, from now on.
+
+    Args:
+        module: the forwards of modules that it calls stay as they are.
+        functions: those whose calls are counted.
+        changes: by site, for each call there in turn. Calls beyond these are treated as the last one, such as
+            in a loop that is longer than it was in the trial.
+    """
+    run_inside(module, lambda: _Changing(functions, changes))
+    # The compiler can't read positions in the source: it leaves its graph for this module.
+    module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+
+
+class _Changing(TorchFunctionMode):
+    """Around one forward."""
+
+    def __init__(self, functions: Container[Any], changes: Mapping[Site, Sequence[Change | None]]) -> None:
+        super().__init__()
+        self._functions = functions
+        self._changes = changes
+        self._passed: Counter[Site] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._functions:
+            site = find_site()
+            changes = None if site is None else self._changes.get(site)
+            if site is not None and changes:
+                number = self._passed[site]
+                self._passed[site] += 1
+                change = changes[min(number, len(changes) - 1)]
+                if change is not None:
+                    return change(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _bind(inner: Callable[..., Any], around: Callable[[], Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+_FORWARD = _bind(lambda: None, lambda: None).__code__
+_CALL = nn.Module._call_impl.__code__
+_TORCH = str(Path(_CALL.co_filename).parents[2]) + os.sep
+_OWN = str(Path(_FORWARD.co_filename).parents[1]) + os.sep
