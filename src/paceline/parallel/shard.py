@@ -47,6 +47,7 @@ from paceline.parallel.gradient_exchange import (
     Rounds,
     SumChunks,
 )
+from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
 from paceline.parallel.shard_disk import Disk
 from paceline.parallel.shard_setup import Unit, apply_sharding, unused_columns
 from paceline.parallel.shard_torch import clear_gradients, forget_iteration, gathered, list_records
@@ -80,7 +81,7 @@ class Shards:
             `settings.find_unused_parameters` is set.
 
     Raises:
-        PacelineError: PL440, PL442, PL446 and PL449, see `apply_sharding`.
+        PacelineError: PL434, PL440, PL442, PL446 and PL449, see `apply_sharding`.
 
     Communication: per gather (n-1)/n of the parameters' bytes received, per reduction (n-1)/n of the
     gradients' sent, for n = dp_shard; over dp_replicate an all-reduce of 1/n of the gradients per step.
@@ -112,6 +113,7 @@ class Shards:
         self._model = model
         self._rounds = Rounds()
         self._is_in_round = False
+        self._hooked: set[int] = set()  # ids of torch's records
         self._disk = Disk(settings.offload_folder) if offload == "disk" else None
         self.units = apply_sharding(model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload)
         self._chunks = self._build_chunks(mesh, exact_group)
@@ -157,6 +159,8 @@ class Shards:
             self._abandon_round()
         self.reshard()
         for unit in self.units:
+            check_hooks(unit.parameters)
+            self._connect_hooks(unit)
             for record in list_records(unit.module):
                 clear_gradients(record)  # added up, they would be in this step
         self._rounds.begin(num_owned)
@@ -299,11 +303,40 @@ class Shards:
             return None
         return lambda: unused_columns(unit.module, self._used_in_round)
 
+    def _connect_hooks(self, unit: Unit) -> None:
+        """Has the gathered parameters run the hooks that users have registered on the shards."""
+        for record in list_records(unit.module):
+            if id(record) in self._hooked or not has_hooks(record.sharded_param):
+                continue
+            whole = gathered(record)
+            if whole is not None:
+                self._hooked.add(id(record))
+                whole.register_hook(self._run_hooks_of(record))  # type: ignore[no-untyped-call]
+            elif id(unit) not in self._hooked:
+                self._hooked.add(id(unit))
+                self._before_first_forward(unit, lambda: self._connect_hooks(unit))
+
+    def _run_hooks_of(self, record: Any) -> Callable[[Tensor], Tensor | None]:
+        def run(gradient: Tensor) -> Tensor | None:
+            # In an idle round the gradient is zero times that of another rank's microbatch.
+            return None if self._rounds.index is None else run_hooks(record.sharded_param, gradient)
+
+        return run
+
+    def _before_first_forward(self, unit: Unit, act: Callable[[], None]) -> None:
+        """Runs a function once, when torch has made the gathered parameters."""
+
+        def run(module: nn.Module, args: Any) -> None:
+            handle.remove()
+            act()
+
+        assert isinstance(unit.module, nn.Module)
+        handle = unit.module.register_forward_pre_hook(run)  # runs after fully_shard's, which gathers
+
     def _watch_use(self, unit: Unit) -> None:
         """Notes which parameters backward reaches. The shards don't tell: all of them get a gradient."""
 
-        def watch(module: nn.Module, args: Any) -> None:
-            handle.remove()
+        def watch() -> None:
             for record in list_records(unit.module):
                 whole = gathered(record)
                 if record.sharded_param.requires_grad and whole is not None:
@@ -311,8 +344,7 @@ class Shards:
                         self._mark(record.sharded_param)
                     )
 
-        assert isinstance(unit.module, nn.Module)
-        handle = unit.module.register_forward_pre_hook(watch)  # runs after fully_shard's, which gathers
+        self._before_first_forward(unit, watch)
 
     def _mark(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:

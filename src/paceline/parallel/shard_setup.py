@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
+from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.parallel.shard_torch import check_torch, join_unused, list_records
 from paceline.recipe.schema import ShardSection
 
@@ -59,12 +60,15 @@ def apply_sharding(
         The blocks in the order of the definition, and the model last.
 
     Raises:
-        PacelineError: PL440 for parameters that can't be cut, PL442 for a mix of types, PL446 for settings
-            that contradict `zero`, PL449 for a torch that lacks something.
+        PacelineError: PL434 for hooks that would see other numbers, PL440 for parameters that can't be cut,
+            PL442 for a mix of types, PL446 for settings that contradict `zero`, PL449 for a torch that lacks
+            something.
     """
     keeps = _keeps_parameters(settings, zero)
     blocks = separable_blocks(model)
     _check_parameters(model, blocks)
+    before = dict(model.named_parameters())
+    check_hooks(before.items())
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, offload)}
     for name, block in [*blocks, ("", model)]:
         # Before fully_shard adds its own hook, which must see what this one gives.
@@ -78,6 +82,7 @@ def apply_sharding(
         )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     check_torch(list(modules.values()))
+    move_hooks(before, model)
     units = _collect_units(model, modules)
     for unit in units:
         # With a factor of one the operation is a plain sum; without force it would be "multiply, then sum".
