@@ -311,6 +311,36 @@ def test_a_rank_that_could_not_start_can_start_again(ranks: Pool) -> None:
     assert ranks.run(start_again, args=("1",), world=False, timeout_s=15) == [1, 1]
 
 
+def start_beside_a_slow_one():
+    """Gives when the slow rank had its group, and when the other's start returned."""
+    import time
+
+    from paceline import world as module
+
+    init = module._init_group
+    connected_s = 0.0
+
+    def init_slowly(*args):
+        nonlocal connected_s
+        init(*args)
+        time.sleep(0.5)
+        connected_s = time.monotonic()
+
+    if os.environ["RANK"] == "1":
+        module._init_group = init_slowly
+    try:
+        with start(device="cpu", threads_per_rank=1):
+            return connected_s or time.monotonic()
+    finally:
+        module._init_group = init
+
+
+def test_no_rank_leaves_while_another_still_connects(ranks: Pool) -> None:
+    """Its peer's start would fail with PL312."""
+    started_s, connected_s = ranks.run(start_beside_a_slow_one, world=False, timeout_s=15)
+    assert started_s > connected_s
+
+
 def mesh_axes(world, text):
     mesh = build_mesh(Layout.parse(text), world)
     x = torch.ones(1)

@@ -6,12 +6,16 @@ Names load on first use, so that `import paceline` doesn't wait for torch.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
+
+from paceline.launch import watching as _watching
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.launch.failure import RankFailed
     from paceline.launch.local import launch
+    from paceline.launch.watching import JobStuck
     from paceline.recipe import Recipe, load_recipe
     from paceline.train.stopping import Stopped
     from paceline.train.trainer import Trainer
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "JobStuck",
     "PacelineError",
     "RankFailed",
     "Recipe",
@@ -35,6 +40,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "JobStuck": "launch.watching",
     "PacelineError": "errors",
     "RankFailed": "launch.failure",
     "Recipe": "recipe",
@@ -44,6 +50,17 @@ _HOMES = {
     "load_recipe": "recipe",
     "start": "world",
 }
+
+
+def _build_watcher(hang_after_s: float) -> _watching.Watcher:
+    """Watches the ranks of launches from Python, as `paceline run` watches its own."""
+    from paceline.watch.watcher import RankWatcher
+
+    log = logging.getLogger("paceline.watch")
+    return RankWatcher(hang_after_s, keep_alive=False, tell=lambda said: log.warning("%s", said.text))
+
+
+_watching.build_default = _build_watcher
 
 
 def __getattr__(name: str) -> Any:

@@ -38,9 +38,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_COUNT, _ALL, _JOINED, _LEFT = "paceline/count", "paceline/all", "paceline/joined/", "paceline/left/"
+_COUNT, _ALL, _JOINED = "paceline/count", "paceline/all", "paceline/joined/"
+_CONNECTED, _LEFT = "paceline/connected/", "paceline/left/"
 # How long a clean close of the rank that hosts the store waits for ranks that may still read it.
 _LEAVE_S = 30.0
+# How long a start waits for ranks that still connect; what follows waits for them too.
+_CONNECT_S = 60.0
 # After an exception peers may be stuck, and destroying a group can then wait for them.
 _ABANDON_S = 5.0
 
@@ -173,12 +176,8 @@ class World:
         # A peer that is gone already takes nothing away from a clean end.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{_LEFT}{self.rank}", "1")
-            if not self._hosts_store:
-                return
-            keys = [f"{_LEFT}{rank}" for rank in range(self.world_size)]
-            deadline = time.monotonic() + _LEAVE_S
-            while not self._store.check(keys) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            if self._hosts_store:
+                _await_all(self._store, _LEFT, self.world_size, _LEAVE_S)
 
 
 def start(
@@ -227,6 +226,11 @@ def start(
         if not joined:
             store = _meet(place, timeout_s, hosts=hosts)
             _init_group(store, place, names, where, timeout_s)
+            if place.world_size > 1:
+                # gloo's connections are complete on one rank before they are on its peer. If that rank left
+                # at once, the peer's start would fail (PL312).
+                store.set(f"{_CONNECTED}{place.rank}", "1")
+                _await_all(store, _CONNECTED, place.world_size, min(timeout_s, _CONNECT_S))
         _seed_everything(seed)
     except BaseException:
         if not joined and dist.is_initialized():
@@ -440,6 +444,16 @@ def _meet(place: Place, timeout_s: float, *, hosts: bool) -> Store:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.2)
     return store
+
+
+def _await_all(store: Store, prefix: str, world_size: int, seconds: float) -> None:
+    """Waits until every rank has set its key, or until the time is over."""
+    keys = [f"{prefix}{rank}" for rank in range(world_size)]
+    deadline = time.monotonic() + seconds
+    pause_s = 0.001
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 def _host_store(place: Place, timeout_s: float) -> Store:

@@ -95,7 +95,9 @@ def measure_overhead(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats:
     threads = choose_threads(recipe, num_ranks)
     num_steps = 2 * (NUM_WARM_UP + steps * repeats)
     adapted = adapt_recipe(recipe, threads=threads, num_steps=num_steps)
-    found: list[_Times] = launch(_run, num_ranks, (adapted, steps, repeats), device=recipe.train.device)
+    found: list[_Times] = launch(
+        _run, num_ranks, (adapted, steps, repeats), device=recipe.train.device, hang_after_s=None
+    )
     return _summarise(found, adapted, steps)
 
 

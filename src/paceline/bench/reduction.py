@@ -86,7 +86,9 @@ def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats
     threads = choose_threads(recipe, num_ranks)
     num_steps = NUM_WARM_UP + steps * repeats
     adapted = adapt_recipe(recipe, threads=threads, num_steps=num_steps)
-    found: list[_Times] = launch(_run, num_ranks, (adapted, steps, repeats), device=recipe.train.device)
+    found: list[_Times] = launch(
+        _run, num_ranks, (adapted, steps, repeats), device=recipe.train.device, hang_after_s=None
+    )
     return _summarise(found, adapted, steps)
 
 

@@ -126,7 +126,9 @@ def measure_scaling(
             adapted = adapt_recipe(
                 recipe, threads=threads, num_steps=NUM_WARM_UP + steps, grow=num_ranks if weak else 1
             )
-            found: list[_Run] = launch(_run, num_ranks, (adapted, steps), device=recipe.train.device)
+            found: list[_Run] = launch(
+                _run, num_ranks, (adapted, steps), device=recipe.train.device, hang_after_s=None
+            )
             runs[num_ranks].append(_join(found))
     _check_one_device(runs)
     first = runs[ranks[0]]

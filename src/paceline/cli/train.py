@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         args=(dump_recipe(recipe), str(folder), not args.json, os.getpid()),
         device=recipe.train.device,
         log_dir=folder / "logs",
+        hang_after_s=None,
         watcher=build_watcher(args),
     )
     return _tell(recipe, results[0], nproc, args)

@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.codes import PAGES
 from paceline.errors import PacelineError
 from paceline.launch.failure import PumpLost, RankFailed
-from paceline.launch.watching import JobStuck
+from paceline.launch.watching import HANG_AFTER_S, JobStuck
 
 if TYPE_CHECKING:
     from paceline.launch.watching import Said, Watcher
-
-# Just before NCCL's own ten minutes, after which it would end ranks that wait, without saying for whom: so no
-# job is ended that torch's defaults would have let live. A rank that computes has ten times as long.
-HANG_AFTER_S = 540.0
 
 
 def add_watching_flags(parser: argparse._ActionsContainer) -> None:

@@ -41,7 +41,7 @@ from paceline.launch.leftovers import ALIVE, keep_sockets_in, remove_folder
 from paceline.launch.script import Script
 from paceline.launch.streams import Pump
 from paceline.launch.warm import Warmth
-from paceline.launch.watching import find_watch
+from paceline.launch.watching import find_watch, preload_watch
 
 # How long ranks may take to save and leave after the launcher has gone.
 _GRACE_S = 10.0
@@ -193,6 +193,8 @@ class Keeper:
 
     def _start(self, start: Start, targets: tuple[int, int]) -> Start | None:
         self._hold(start.launch_folder)
+        if isinstance(start.entry, Call):  # a script's rank hides modules that it has not asked for
+            preload_watch(start)
         failed_read, failed_write = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:

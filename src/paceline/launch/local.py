@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.launch import watching as watching_module
 from paceline.launch.call import Call, prepare_main
 from paceline.launch.failure import (
     ASKED_TO_STOP,
@@ -45,7 +46,7 @@ from paceline.launch.ranks import (
 )
 from paceline.launch.stop import stop_by_signals
 from paceline.launch.streams import Pump, open_streams
-from paceline.launch.watching import JobStuck, Watcher, watching
+from paceline.launch.watching import HANG_AFTER_S, JobStuck, Watcher, watching
 from paceline.place import is_launched
 
 # What importing torch in a fresh process costs before any model (220 MB measured with gloo).
@@ -66,6 +67,7 @@ def launch(
     device: str = "auto",
     log_dir: str | os.PathLike[str] | None = None,
     stop_timeout_s: float = 60.0,
+    hang_after_s: float | None = HANG_AFTER_S,
     watcher: Watcher | None = None,
 ) -> list[Any]:
     """Runs `fn(*args)` on `nproc` ranks of this machine and gives what they return, by rank.
@@ -83,16 +85,19 @@ def launch(
         log_dir: folder for `rank-0000.log` and so on, each with all output of its rank; rank 0 writes
             to the terminal too, the others don't. Default: all ranks write where this process does.
         stop_timeout_s: how long ranks that were asked to stop may take, to save for example.
-        watcher: who watches the ranks, and may end the job.
+        hang_after_s: seconds without any sign of work, on any rank, after which ranks that wait for others
+            hang; ten times as long where a rank computes. None: the ranks are not watched.
+        watcher: watches the ranks in place of the default watcher.
 
     Raises:
-        JobStuck: the watcher has found that the ranks can't go on.
-        PacelineError: PL320 to PL326 for what can't be started; or a rank's own error, as it was
+        JobStuck: the ranks hang, or their collectives do not match.
+        PacelineError: PL320 to PL326 and PL349 for what can't be started; or a rank's own error, as it was
             on the rank that failed first.
         RankFailed: a rank failed by anything else; it names the first one, with its traceback.
         SystemExit: the ranks stopped because they were asked to (130 for Ctrl-C, 143 for SIGTERM).
     """
     check_launch(nproc, device)
+    watcher = watcher or _build_watcher(hang_after_s)
     call = _choose_call(fn, tuple(args))
     logs = None if log_dir is None else _make_log_dir(log_dir)
     ranks = fork_keeper_for_call(call) if call.is_forked else _take_keeper()
@@ -106,6 +111,19 @@ def launch(
             copier.close()
         if call.is_forked:
             ranks.finish(kills=True)
+
+
+def _build_watcher(hang_after_s: float | None) -> Watcher | None:
+    if hang_after_s is None or watching_module.build_default is None:
+        return None
+    if not hang_after_s > 0:
+        raise PacelineError(
+            "PL349",
+            saw=f"hang_after_s={hang_after_s!r}.",
+            rule="It is the time for which ranks may stand still, in seconds.",
+            fix=f"Leave it out for {HANG_AFTER_S:g}, or turn watching off by hang_after_s=None.",
+        )
+    return watching_module.build_default(hang_after_s)
 
 
 def check_launch(nproc: int, device: str = "auto") -> None:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from paceline.launch.keeper import Start
     from paceline.launch.ranks import Ranks, Rounds
 
+# Just before NCCL's own ten minutes, after which it would end ranks that wait, without saying for whom: so no
+# job is ended that torch's defaults would have let live. A rank that computes has ten times as long.
+HANG_AFTER_S = 540.0
 # The watcher's socket in the folder of a launch.
 SOCKET = "watch"
 
@@ -25,6 +28,12 @@ Farewell = Callable[[BaseException], None]
 def name_stacks(folder: Path, rank: int) -> Path:
     """Where a rank's interpreter writes its stacks, in the folder of an attempt."""
     return folder / f"stacks-{rank}"
+
+
+def preload_watch(start: Start) -> None:
+    """Import what lets the watcher into a rank, so that ranks that are forked afterwards have it already."""
+    if start.watch:
+        importlib.import_module(start.watch.partition(":")[0])
 
 
 def find_watch(start: Start) -> Callable[[], Farewell]:
@@ -144,6 +153,11 @@ class Watcher(Protocol):
 
     def end(self) -> None:
         """Stops to watch."""
+
+
+build_default: Callable[[float], Watcher] | None = None
+"""Builds the watcher of a launch from Python, from `hang_after_s`. The front door (`paceline/__init__.py`)
+sets it, because this layer does not know `paceline.watch`."""
 
 
 @contextmanager

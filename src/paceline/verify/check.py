@@ -16,6 +16,7 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.launch.failure import RankFailed
 from paceline.launch.local import check_launch, launch
+from paceline.launch.watching import HANG_AFTER_S, JobStuck
 from paceline.recipe import Layout, Recipe
 from paceline.verify.case import Case
 from paceline.verify.cause import diagnose
@@ -115,6 +116,7 @@ def verify(
     global_batch_size: int | None = None,
     seed: int = 0,
     device: str = "auto",
+    hang_after_s: float | None = HANG_AFTER_S,
     **settings: Any,
 ) -> Verified:
     """Shows whether layouts of a model train as one process does, and where they don't.
@@ -140,6 +142,7 @@ def verify(
         global_batch_size: samples per step, for a data set.
         seed: of weights, order of samples and dropout.
         device: as `paceline.start`'s.
+        hang_after_s: as `paceline.launch`'s.
         settings: further arguments of `Trainer`.
 
     Raises:
@@ -162,7 +165,9 @@ def verify(
         device=device,
         settings=settings,
     )
-    return verify_subject(subject, [resolve_layout(layout) for layout in layouts], run=Runner(device))
+    return verify_subject(
+        subject, [resolve_layout(layout) for layout in layouts], run=Runner(device, hang_after_s)
+    )
 
 
 def verify_recipe(
@@ -200,12 +205,13 @@ def resolve_layout(layout: str | Layout) -> Layout:
 class Runner:
     """Starts ranks by `paceline.launch`."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, hang_after_s: float | None = HANG_AFTER_S) -> None:
         self._device = device
+        self._hang_after_s = hang_after_s
 
     def __call__(self, fn: Callable[..., Any], nproc: int, args: tuple[Any, ...]) -> list[Any]:
         check_launch(nproc, self._device)
-        return launch(fn, nproc, args, device=self._device)
+        return launch(fn, nproc, args, device=self._device, hang_after_s=self._hang_after_s)
 
 
 def verify_subject(
@@ -271,7 +277,7 @@ class _Session:
     def _verify_group(self, layouts: list[Layout], size: int) -> list[LayoutResult]:
         try:
             found = self._run(compare_layouts, size, (self._subject, self._folder, layouts))
-        except (RankFailed, PacelineError) as error:
+        except (RankFailed, JobStuck, PacelineError) as error:
             if len(layouts) == 1:
                 return [_tell_failure(layouts[0], error)]
             # One of them ended the ranks: each on its own tells which.
@@ -324,12 +330,12 @@ def _summarise(layout: Layout, ranks: list[Compared], finding: Finding | None) -
     )
 
 
-def _tell_failure(layout: Layout, error: RankFailed | PacelineError) -> LayoutResult:
+def _tell_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) -> LayoutResult:
     """A rank ended with an error in the middle of a step."""
     finding = Finding(
         "PL717",
         str(layout),
-        f"A rank failed: {error}",
+        f"{'The ranks hang' if isinstance(error, JobStuck) else 'A rank failed'}: {error}",
         "A layout that one process can train should train.",
         "Mend what the message says; it names the rank and the line.",
     )
