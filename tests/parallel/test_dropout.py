@@ -6,7 +6,7 @@ import contextlib
 import copy
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.errors import PacelineError
 from paceline.models.encoder import Encoder
 from paceline.models.gpt import Gpt
-from paceline.parallel.dropout import Cut, Masks, apply_dropout, remove_dropout
+from paceline.parallel.dropout import Cut, Masks, _patches, apply_dropout, remove_dropout
 from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.split import Split
 from paceline.recipe.schema import EncoderModel, GptModel
@@ -282,6 +283,125 @@ def test_later_calls_are_cut_as_the_first() -> None:
         got = [model(part) for _ in range(2)]
     assert torch.equal(torch.cat(got), torch.cat(expected)[:, 10:])
     assert not torch.equal(*got)
+
+
+def test_calls_of_one_dropout_are_cut_each_by_itself() -> None:
+    model = nn.Sequential(nn.Dropout(0.5))
+    masks = apply_dropout(model)
+    whole, part = torch.ones(BATCH, 20), torch.ones(BATCH, 10)
+    with masks.drawing(1, range(BATCH)):
+        expected = [model(whole) for _ in range(2)]
+    masks.splits = {"0/dropout#0": [Cut(1, 1, 2, 1)], "~1.0/dropout#0": []}
+    with masks.drawing(1, range(BATCH)):
+        got = [model(part), model(whole)]
+        with pytest.raises(PacelineError) as caught:
+            model(whole)
+    assert torch.equal(got[0], expected[0][:, 10:])
+    assert torch.equal(got[1], expected[1])
+    assert caught.value.code == "PL429"
+
+
+@contextlib.contextmanager
+def own_attention() -> Iterator[list[float]]:
+    """As a user patches torch: the attention doubled, with a list of the calls."""
+    original, calls = F.scaled_dot_product_attention, []
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(kwargs.get("dropout_p", 0.0))
+        return 2 * original(*args, **kwargs)
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield calls
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+class Attend(nn.Module):
+    """Attention; with `patches` under a context manager of its own, as torch's context parallelism is."""
+
+    def __init__(self, p: float = 0.0, patches: bool = False) -> None:
+        super().__init__()
+        self.p, self.patches = p, patches
+
+    def forward(self, x: Tensor) -> Tensor:
+        with own_attention() if self.patches else contextlib.nullcontext():
+            y = F.scaled_dot_product_attention(x, x, x, dropout_p=self.p if self.training else 0.0)
+        return F.dropout(y, 0.1, self.training)
+
+
+def test_an_attention_of_the_user_is_called_in_a_drawing() -> None:
+    masks = apply_dropout(model := Attend())
+    x = draw_x(BATCH, 2, SEQ, 8)
+    torchs = F.scaled_dot_product_attention
+    with masks.drawing(1, range(BATCH)):
+        plain = model(x)
+    with own_attention() as calls:
+        patched = F.scaled_dot_product_attention
+        with masks.drawing(1, range(BATCH)):
+            doubled = model(x)
+            with masks.drawing(2, range(BATCH)):  # an evaluation in the middle
+                model(x)
+        assert F.scaled_dot_product_attention is patched
+    assert F.scaled_dot_product_attention is torchs
+    assert len(calls) == 2
+    assert torch.equal(doubled, 2 * plain)
+    assert not masks.unsafe
+
+
+def test_an_attention_that_the_forward_puts_in_place_is_called_and_draws_our_masks() -> None:
+    x = draw_x(BATCH, 2, SEQ, 8)
+    outputs = []
+    for patches in (False, True):
+        masks = apply_dropout(model := Attend(0.3, patches))
+        with masks.drawing(1, range(BATCH)):
+            outputs.append(model(x))
+    assert torch.equal(outputs[1], 2 * outputs[0])
+
+
+def test_a_patch_made_in_a_drawing_stays_and_works_after_it() -> None:
+    torchs, x = F.scaled_dot_product_attention, draw_x(BATCH, 2, SEQ, 8)
+    masks = apply_dropout(nn.Identity())
+    patch = own_attention()
+    try:
+        with masks.drawing(1, range(BATCH)):
+            calls = patch.__enter__()
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x), 2 * torchs(x, x, x))
+        assert len(calls) == 1
+    finally:
+        F.scaled_dot_product_attention = torchs
+
+
+def test_an_attention_of_the_user_that_drops_is_named() -> None:
+    masks = apply_dropout(model := nn.ModuleDict({"inner": Attend(0.3)}))
+    with own_attention(), masks.drawing(1, range(BATCH)):
+        model["inner"](draw_x(BATCH, 2, SEQ, 8))
+    assert [finding.code for finding in masks.unsafe] == ["PL454"]
+    assert masks.unsafe[0].where == "inner"
+    assert "dropout_p=0.3" in masks.unsafe[0].saw
+
+
+def test_a_dropout_of_the_user_draws_our_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = apply_dropout(nn.Identity())
+    x = draw_x(BATCH, SEQ)
+    with masks.drawing(1, range(BATCH)):
+        expected = F.dropout(x, 0.5)
+    torchs = F.dropout
+    monkeypatch.setattr(F, "dropout", lambda *args, **kwargs: -torchs(*args, **kwargs))
+    with masks.drawing(1, range(BATCH)):
+        assert torch.equal(F.dropout(x, 0.5), -expected)
+
+
+def test_steps_that_overlap_put_back_what_was_there() -> None:
+    """As of two threads: the first one in is the first one out."""
+    torchs = F.scaled_dot_product_attention, F.dropout, torch.dropout
+    first, second = _patches.applied(), _patches.applied()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert F.dropout is not torchs[1]
+    second.__exit__(None, None, None)
+    assert (F.scaled_dot_product_attention, F.dropout, torch.dropout) == torchs
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

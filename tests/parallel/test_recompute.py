@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.models.resnet import Resnet
+from paceline.parallel.attention_ops import ATTENTION_OPS
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.recompute import apply_recompute
 from paceline.recipe.schema import ResnetModel
@@ -73,3 +74,10 @@ def test_selective_keeps_convolutions() -> None:
     _, selective, _ = build_pair("selective")
     assert count_convolutions(block, images) == 6
     assert count_convolutions(selective, images) == 0  # ... and their results come from the first run
+
+
+def test_all_kernels_of_attention_are_known() -> None:
+    """Whichever of them torch takes, the selective form keeps its result, and tp has a rule for it."""
+    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    found = {n for n in names if n.startswith("_scaled_dot_product") and not n.endswith("_backward")}
+    assert found <= set(ATTENTION_OPS)

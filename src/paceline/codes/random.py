@@ -54,4 +54,16 @@ PAGES: dict[str, Page] = {
             "kernel with dropout of its own (flash-attn), turn that off or take torch's attention."
         ),
     ),
+    "PL454": Page(
+        title="An attention of your own that drops by itself",
+        why=(
+            "Another function has taken the place of F.scaled_dot_product_attention. Paceline calls it as it "
+            "is. Where it is called with dropout_p above 0, it draws from the rank's generator: masks depend "
+            "on the microbatch's size, and ranks of tp may draw the same mask for different heads."
+        ),
+        fix=(
+            "Call it with dropout_p=0, or drop what it gives with nn.Dropout, whose masks are the same under "
+            "every layout."
+        ),
+    ),
 }

@@ -156,6 +156,14 @@ PAGES: dict[str, Page] = {
         'all-reduce, or "exact", in an order that does not depend on the number of ranks.',
         'Use one of these names; "exact" for the same bits on any number of ranks.',
     ),
+    "PL429": Page(
+        "A call of a dropout that tp does not know",
+        "A trial forward finds for every call of a dropout which part of its tensor a rank of tp has. This "
+        "call was not among them, and the known calls of the same module differ from each other, so no mask "
+        "is right for sure.",
+        "Give each place that drops its own nn.Dropout. Where the loss calls the model again, let forward= "
+        "do that.",
+    ),
     "PL430": Page(
         "Ranks are at different steps",
         "Every rank takes the same steps. The number of the step travels with what ranks agree on, and "

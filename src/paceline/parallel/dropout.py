@@ -7,7 +7,8 @@ in `masks.py`, names of draws in `dropout_scope.py`.
 torch's functions are replaced while `Masks.drawing` is on, and only then, in the places that modules call:
 `torch.nn.functional`, and below it `torch._VF`, which also serves those who imported `dropout` by name. So
 nn.Dropout and its kin, functional dropout, `scaled_dot_product_attention` and the dropouts within
-`multi_head_attention_forward` are all reached, and the model's modules stay what they are.
+`multi_head_attention_forward` are all reached, and the model's modules stay what they are. A function that
+the user has put in the place of torch's is called as before (`dropout_patch.py`).
 
 What is not reached is named: at once in `Masks.unsafe` where the model's modules show it, and by
 `find_random` (`dropout_find.py`), which watches a forward.
@@ -19,7 +20,8 @@ import re
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import _disable_current_modes
 
+from paceline.errors import PacelineError
 from paceline.finding import Finding
+from paceline.parallel.dropout_patch import Patches, Spot
 from paceline.parallel.dropout_scope import (
     Enter,
     Frame,
@@ -46,10 +50,13 @@ from paceline.parallel.masks import Cut, Place, draw_mask, place_samples
 __all__ = ["Cut", "Masks", "apply_dropout"]
 
 Value = TypeVar("Value")
+Default = TypeVar("Default")
 OnDraw = Callable[[str, Tensor, Tensor], None]
 # By token (see `Enter`); a copy of a laid-out model has the same one.
 _laid_out: weakref.WeakValueDictionary[str, Masks] = weakref.WeakValueDictionary()
 _CALL_NUMBER = re.compile(r"~\d+")
+# Of a module that is called above the one that drops.
+_CALL_ABOVE = re.compile(r"~\d+(?=[.>])")
 # The hooks' keys. torch numbers hooks through, and numbers that differ between blocks would be conditions
 # for compiled code.
 _ENTER, _LEAVE = "paceline_enter", "paceline_leave"
@@ -59,9 +66,9 @@ class Masks:
     """The random draws of one model.
 
     Attributes:
-        splits: by key (see `on_draw`): what part of the tensor that is dropped this rank has. Tensor
-            parallelism fills it. A module's second call (`layers.0~1/dropout#0`) is as its first unless it
-            has a key of its own.
+        splits: by key (see `on_draw`): what part of the tensor that is dropped this rank has, empty for all
+            of it. Tensor parallelism fills it, with a key for every call (`layers.0~1/dropout#0` is a
+            module's second). A call without a key is as those of the same module that have one.
         sample_dims: by key: the dimension of the samples, where sizes don't tell (a sequence as long as
             there are samples, with the sequence first).
         unsafe: draws that depend on the layout, once each.
@@ -93,7 +100,7 @@ class Masks:
         bottom = Frame(None, None, 0) if first else scope.top
         base = find_base(self.token, "") if first else scope.base
         try:
-            with _replacing() if first else nullcontext(), standing_at(bottom, base):
+            with _patches.applied(), standing_at(bottom, base):
                 yield
         finally:
             self._active.pop()
@@ -106,8 +113,8 @@ class Masks:
     def draw(self, key: str, size: Sequence[int], p: float, device: torch.device) -> Tensor:
         """What is kept of a tensor: bool of `size`, on `device`. Inside of `drawing`."""
         seed, samples = self._active[-1]
-        cuts = _look_up(self.splits, key) or ()
-        dim = _look_up(self.sample_dims, key)
+        cuts = _look_up(self.splits, key, ())
+        dim = _look_up(self.sample_dims, key, None)
         place = place_samples(size, len(samples), cuts) if dim is None else Place(dim)
         if place.dim is None:
             self._tell(_no_samples(key, size, len(samples)))
@@ -118,11 +125,33 @@ class Masks:
             self.unsafe.append(finding)
 
 
-def _look_up(values: Mapping[str, Value], key: str) -> Value | None:
-    """What is known of a draw; of a module's later calls (`layers.0~1/dropout#0`) what is of its first."""
+def _look_up(values: Mapping[str, Value], key: str, default: Default) -> Value | Default:
+    """What is known of a draw; of a call that nothing is known of, what all other calls have in common.
+
+    Raises:
+        PacelineError: PL429 where they have nothing in common.
+    """
     if not values or key in values:
-        return values.get(key)
-    return values.get(_CALL_NUMBER.sub("", key).lstrip("."))
+        return values.get(key, default)
+    # A later call of the model, or of a block, is as its other calls; else one of the module that drops.
+    for simplify in (_forget_calls_above, _forget_calls):
+        name = simplify(key)
+        found = [value for other, value in values.items() if simplify(other) == name]
+        if any(value != found[0] for value in found[1:]):
+            raise _refuse_unknown_call(key, name)
+        if found:
+            return found[0]
+    return default
+
+
+@lru_cache(maxsize=4096)
+def _forget_calls_above(key: str) -> str:
+    return _CALL_ABOVE.sub("", key).lstrip(".")
+
+
+@lru_cache(maxsize=4096)
+def _forget_calls(key: str) -> str:
+    return _CALL_NUMBER.sub("", key).lstrip(".")
 
 
 def apply_dropout(model: nn.Module) -> Masks:
@@ -245,11 +274,18 @@ def _drop(x: Tensor, p: float, inplace: bool, kind: str = "dropout") -> Tensor:
     return y
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _replace_dropout(found: Any) -> Callable[..., Tensor] | None:
     """In place of F.dropout."""
-    if not training or not 0 < p <= 1 or not _is_drawn(input):
-        return _originals.dropout(input, p, training, inplace)
-    return _drop(input, p, inplace)
+    if not _is_of_functional(found):
+        return None  # a user's; what of torch's it calls is below
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not 0 < p <= 1 or not _is_drawn(input):
+            result: Tensor = found(input, p, training, inplace)
+            return result
+        return _drop(input, p, inplace)
+
+    return dropout
 
 
 def _attention(
@@ -264,7 +300,7 @@ def _attention(
 ) -> Tensor:
     """In place of F.scaled_dot_product_attention: torch's own math path, which takes a mask."""
     if not dropout_p or dropout_p > 1 or not _is_drawn(query):
-        return _originals.attention(
+        return _TORCHS_ATTENTION(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     device, dtype = query.device.type, query.dtype
@@ -280,20 +316,31 @@ def _attention(
         return (weights @ repeat_heads(value, query, enable_gqa)).to(dtype)
 
 
-class _Originals:
-    """torch's functions, as they were when this file was loaded."""
-
-    dropout = staticmethod(F.dropout)
-    attention = staticmethod(F.scaled_dot_product_attention)
+# The position of `dropout_p` in its arguments.
+_DROPOUT_P = 4
+_TORCHS_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
-_originals = _Originals()
+def _replace_attention(found: Any) -> Callable[..., Tensor]:
+    """In place of F.scaled_dot_product_attention; of a user's one the same, with a finding where it drops."""
+    if found is _TORCHS_ATTENTION:
+        return _attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        p = args[_DROPOUT_P] if len(args) > _DROPOUT_P else kwargs.get("dropout_p", 0.0)
+        masks = _find_masks() if p and not torch.compiler.is_compiling() else None
+        if masks is not None and scope.top is not None:
+            masks._tell(_inside_attention(scope.base.join(scope.top.find_path()), found, p))
+        result: Tensor = found(*args, **kwargs)
+        return result
+
+    return attention
 
 
-def _replace_low(name: str, inplace: bool) -> Callable[[Tensor, float, bool], Tensor]:
+def _replace_low(name: str) -> Callable[[Any], Callable[..., Tensor] | None]:
     """In place of a function (input, p, training) of torch._VF."""
     original: Callable[[Tensor, float, bool], Tensor] = getattr(torch._C._VariableFunctions, name)
-    is_feature, is_alpha = "feature" in name, "alpha" in name
+    is_feature, is_alpha, inplace = "feature" in name, "alpha" in name, name.endswith("_")
     kind = name.rstrip("_")
 
     def run(input: Tensor, p: float, train: bool) -> Tensor:
@@ -313,50 +360,41 @@ def _replace_low(name: str, inplace: bool) -> Callable[[Tensor, float, bool], Te
             masks.on_draw(key, input, y)
         return y
 
-    return run
+    return lambda found: run if found is None or found is original else None
 
 
-def _with_break(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _with_break(found: Any) -> Callable[..., Tensor] | None:
     """In place of F.dropout2d and the like: the original, which compiled code leaves for (a graph break)."""
+    if not _is_of_functional(found):
+        return None
     run: Callable[..., Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-        lambda *args, **kwargs: function(*args, **kwargs)
+        lambda *args, **kwargs: found(*args, **kwargs)
     )
     return run
+
+
+def _is_of_functional(function: Any) -> bool:
+    """Whether `torch.nn.functional` itself defines this function."""
+    return getattr(function, "__globals__", None) is F.__dict__
 
 
 _FEATURE = ("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _LOW = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
 
-def _list_replacements() -> list[tuple[Any, str, Any]]:
-    """Where, which name, by what. (In `torch`, functions of these names are those of torch._VF.)"""
-    low = {name: _replace_low(name, name.endswith("_")) for n in _LOW for name in (n, f"{n}_")}
+def _list_spots() -> list[Spot]:
+    """All that is replaced. (In `torch`, functions of these names are those of torch._VF.)"""
+    low = {name: _replace_low(name) for n in _LOW for name in (n, f"{n}_")}
     return [
-        (F, "dropout", _dropout),
-        (F, "scaled_dot_product_attention", _attention),
-        *[(F, name, _with_break(getattr(F, name))) for name in _FEATURE],
-        *[(torch._VF, name, function) for name, function in low.items()],
-        *[(torch, name, function) for name, function in low.items()],
+        Spot(F, "dropout", _replace_dropout),
+        Spot(F, "scaled_dot_product_attention", _replace_attention),
+        *[Spot(F, name, _with_break) for name in _FEATURE],
+        *[Spot(torch._VF, name, make) for name, make in low.items()],
+        *[Spot(torch, name, make) for name, make in low.items()],
     ]
 
 
-_replacements = _list_replacements()
-
-
-@contextmanager
-def _replacing() -> Iterator[None]:
-    """Inside, torch's functions are ours."""
-    saved = [(place, name, place.__dict__.get(name)) for place, name, _ in _replacements]
-    for place, name, function in _replacements:
-        setattr(place, name, function)
-    try:
-        yield
-    finally:
-        for place, name, original in saved:
-            if original is None:
-                delattr(place, name)
-            else:
-                setattr(place, name, original)
+_patches = Patches(_list_spots())
 
 
 # --- findings -------------------------------------------------------------------------------------------
@@ -381,4 +419,25 @@ def _inside_kernel(name: str, module: nn.RNNBase) -> Finding:
         saw=f"{type(module).__name__} with dropout={module.dropout:g} between {module.num_layers} layers.",
         rule="It draws inside of one kernel, from the rank's generator: masks depend on the microbatch.",
         fix="Stack single layers with nn.Dropout between them, or set dropout=0.",
+    )
+
+
+def _inside_attention(name: str, function: Any, p: float) -> Finding:
+    shown = getattr(function, "__qualname__", type(function).__name__)
+    return Finding(
+        "PL454",
+        where=name or "the model",
+        saw=f"{shown}, in the place of F.scaled_dot_product_attention, is called with dropout_p={p:g}.",
+        rule="It draws by itself, from the rank's generator: masks depend on the microbatch.",
+        fix="Call it with dropout_p=0, or drop its output with nn.Dropout.",
+    )
+
+
+def _refuse_unknown_call(key: str, name: str) -> PacelineError:
+    return PacelineError(
+        "PL429",
+        saw=f"a dropout is called more often than in the trial forward: {key}.",
+        rule=f"The calls of {name} that the trial forward made drop different parts of their tensors on the "
+        "ranks of tp, so what this one drops is not known.",
+        fix="Give each place that drops its own nn.Dropout, or let forward= call the model as the loss does.",
     )

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from paceline.errors import PacelineError
+from paceline.parallel.attention_ops import ATTENTION_OPS
 
 _KEPT = {
     torch.ops.aten.mm.default,
@@ -29,9 +30,7 @@ _KEPT = {
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
     torch.ops.aten.convolution.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *[getattr(torch.ops.aten, name).default for name in ATTENTION_OPS],
 }
 
 

@@ -74,6 +74,9 @@ def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = N
         change_output(modules[stretch.last], _join_rows(axis))
     for key, split in plan.draws.items():
         assert masks is not None
+        if split is None:
+            masks.splits[key] = []
+            continue
         # Samples in front of the heads in one dimension are counted per sample there.
         outer = split.outer // NUM_SAMPLES if split.dim == 0 else split.outer
         masks.splits[key] = [Cut(split.dim, max(1, outer), axis.size, axis.rank)]

@@ -60,7 +60,8 @@ class Plan:
             how many calls the trial made there.
         partial: names of whole parameters that get a part of their gradient on each rank.
         outputs: by number among the tensors of the result, how it is cut.
-        draws: by key of a dropout (`dropout.py`), how the tensor that is dropped is cut.
+        draws: by key of each call of a dropout (`dropout.py`), how the tensor that is dropped is cut; `None`
+            where all ranks have all of it.
         sequence: where activations are cut along the sequence, if that was asked for.
         split_bytes: of the matrices that are multiplied with, those that are cut.
         matmul_bytes: all of them.
@@ -75,7 +76,7 @@ class Plan:
     sites: dict[str, dict[Site, int]] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     outputs: dict[int, Split] = field(default_factory=dict)
-    draws: dict[str, Split] = field(default_factory=dict)
+    draws: dict[str, Split | None] = field(default_factory=dict)
     sequence: Sequence | None = None
     split_bytes: int = 0
     matmul_bytes: int = 0
@@ -392,7 +393,7 @@ class _Planner:
         for place, number in enumerate(self.trace.outputs):
             if number in splits:
                 plan.outputs[place] = splits[number]
-        plan.draws = {key: splits[number] for key, number in self.trace.drawn.items() if number in splits}
+        plan.draws = {key: splits.get(number) for key, number in self.trace.drawn.items()}
         for number, cost in self.matrices().items():
             plan.matmul_bytes += cost
             if number in splits:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.parallel.attention_ops import ATTENTION_OPS
 from paceline.parallel.tensor.atoms import Atom, Dim, divide, leaves, new_dim, pin, unify
 from paceline.parallel.tensor.trace import Op, Ref, Trace, words
 
@@ -348,14 +349,7 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(["mm", "bmm", "addmm", "baddbmm"], _mm),
     **dict.fromkeys(["native_layer_norm", "_fused_rms_norm", "rms_norm"], _layer_norm),
-    **dict.fromkeys(
-        words(
-            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-            "_scaled_dot_product_fused_attention_overrideable"
-        ),
-        _attention,
-    ),
+    **dict.fromkeys(ATTENTION_OPS, _attention),
     **dict.fromkeys(["convolution", "_convolution"], _convolution),
     **dict.fromkeys(["native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"], _batch_norm),
     "transpose": _transpose,
