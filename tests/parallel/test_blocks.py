@@ -47,6 +47,9 @@ class Experts(nn.Module):
             nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4)) for _ in range(3)
         )
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(expert(x) for expert in self.experts) * self.gate(x).mean()
+
 
 class WithHeads(nn.Module):
     """Blocks, and a list of small heads."""
@@ -55,6 +58,20 @@ class WithHeads(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Experts() for _ in range(num_layers))
         self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+
+def held_parts() -> nn.Module:
+    """Blocks that only hold their parts, of which the model calls each."""
+    return nn.ModuleList(
+        nn.ModuleDict(
+            {
+                "norm": nn.LayerNorm(16),
+                "mlp": nn.ModuleDict({"up": nn.Linear(16, 64), "down": nn.Linear(64, 16)}),
+                "scales": nn.ParameterList([torch.ones(16)]),
+            }
+        )
+        for _ in range(2)
+    )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
@@ -96,6 +113,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "lists of small heads": (WithHeads, ["layers.0", "layers.1", "layers.2"]),
     "one block": (lambda: WithHeads(1), ["layers.0"]),
     "layers of one kind": (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), ["0", "1", "2"]),
+    "blocks that only hold their parts": (held_parts, ["0.mlp.up", "0.mlp.down", "1.mlp.up", "1.mlp.down"]),
     "none": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [""]),
     "no lists": (lambda: nn.Linear(4, 4), [""]),
 }

@@ -61,7 +61,7 @@ def count_convolutions(model: nn.Module, images: Tensor) -> int:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             handles.append(module.register_forward_hook(note))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         output.backward()
     for handle in handles:
         handle.remove()

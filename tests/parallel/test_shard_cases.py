@@ -82,14 +82,8 @@ def test_a_parameter_without_a_gradient_is_named(ranks: Pool, exact: bool) -> No
     assert all(cause.code == "PL441" for cause in caught.value.causes.values())
 
 
-class Scalar(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].factor = nn.Parameter(torch.tensor(1.0))
-
-
 def refusal(world: Any, kind: str) -> str:
-    model = Scalar() if kind == "scalar" else Toy()
+    model = Toy()
     settings: dict[str, Any] = {}
     if kind == "strided":
         model.places.data = model.places.data.t().contiguous().t()
@@ -104,7 +98,6 @@ def refusal(world: Any, kind: str) -> str:
 
 def test_refusals_name_the_parameter(ranks: Pool) -> None:
     for kind, words in {
-        "scalar": ["blocks.1.factor", "vectors of length one", "PL440"],
         "strided": ["places", "channels_last", "PL440"],
         "dtypes": ["blocks.1.gain is float64", "blocks.1.up.weight is float32", "PL442"],
         "zero": ["zero=2", "reshard_after_forward", "PL446"],

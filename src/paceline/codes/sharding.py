@@ -9,13 +9,12 @@ PAGES: dict[str, Page] = {
         title="A parameter that can't be cut",
         why=(
             "dp_shard cuts every parameter along its first dimension and gives each rank one piece of "
-            "memory. A scalar has no dimension to cut, and a tensor whose memory is not in the order of its "
-            "dimensions (channels_last) has no such pieces."
+            "memory. A tensor whose memory is not in the order of its dimensions (channels_last) has no such "
+            "pieces."
         ),
         fix=(
-            "Make a scalar a vector of length one: nn.Parameter(torch.tensor([0.5])). Convert a model in "
-            "channels_last with model.to(memory_format=torch.contiguous_format). Or replicate with "
-            "dp_replicate, which takes both."
+            "Convert the model with model.to(memory_format=torch.contiguous_format) before handing it over. "
+            "Or replicate with dp_replicate, which takes it as it is."
         ),
     ),
     "PL441": Page(

@@ -202,4 +202,12 @@ PAGES: dict[str, Page] = {
         "Use `parameter.register_hook`, which sees the gradient of each microbatch under every layout, or "
         "`trainer.on_gradients`, which sees the sum over all microbatches before clipping.",
     ),
+    "PL435": Page(
+        "A block's parameters are used and the block is not called",
+        "Under dp_shard each rank holds a part of a block's parameters. They are gathered when the model "
+        "calls the block as a module, `block(x)`. A model that uses the parts of a block "
+        "(`block.linear(x)`), its parameters or another method of it reads parameters that are not gathered.",
+        "Do the work in the block's `forward` and call the block. A block that only holds parts can be an "
+        "nn.ModuleDict: its parts are then sharded one by one. Or replicate: dp_shard=1 has no such rule.",
+    ),
 }

@@ -2,12 +2,14 @@
 
 A transformer holds its layers in a `ModuleList`, a residual network in one `Sequential` per stage, an
 encoder-decoder in two lists. So: the outermost lists of modules of one class, without looking into what
-was found. Two things need care.
+was found. Three things need care.
 
 - A list can be of stages which hold the blocks in lists of their own (Swin). It is looked into where the
   inner list's modules are themselves made of parts: blocks are. A block's own list of experts is not such.
 - Lists that hold little (three output heads) are no blocks: a class that has less than a twentieth of what
   is found in lists is left out.
+- A block must be called as a module, because sharding, recompute and compile act when it is. An nn.ModuleDict
+  only holds the parts of a block, and the model calls these: they are the blocks then.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def find_blocks(model: nn.Module) -> list[Named]:
         for name, module in _free_modules(model, {id(container) for _, container in found})
         if isinstance(module, (nn.Sequential, nn.ModuleList)) and _holds_one_of(module, classes)
     ]
-    blocks = _children_of(found)
+    blocks = [part for block in _children_of(found) for part in _called_parts(*block)]
     sizes: Counter[type[nn.Module]] = Counter()
     for _, block in blocks:
         sizes[type(block)] += _count(block)
@@ -135,6 +137,15 @@ def _children_of(containers: list[Named]) -> list[Named]:
         for name, container in containers
         for child_name, child in container.named_children()
     ]
+
+
+def _called_parts(name: str, module: nn.Module) -> Iterator[Named]:
+    """The module itself, or where it only holds others (an nn.ModuleDict, say), what is called of these."""
+    if "forward" in vars(module) or type(module).forward is not nn.Module.forward:
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _called_parts(_join(name, child_name), child)
 
 
 def _children_with_parameters(container: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,8 @@
 """The norm of a gradient whose parts are on several ranks.
 
 torch's own `clip_grad_norm_` fails where parameters lie on different meshes. Here every rank adds up the
-squares of what it has, whole tensors only on the first rank of tp, and one small collective adds those.
+squares of what it has, tensors that tp or dp_shard leaves whole only on the first rank of that axis, and one
+small collective adds those.
 
 With the exact reduction the norm must have the same bits however rows are shared out over dp_shard. So it is
 made of the norms of single rows, which no rank divides, put into the order of the whole tensor.
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from paceline.mesh import Mesh
@@ -46,7 +48,9 @@ def measure_norm(
         counted = [
             local(gradient)
             for name, gradient in gradients
-            if gradient is not None and (name in placement.splits or mesh.tp.rank == 0)
+            if gradient is not None
+            and (name in placement.splits or mesh.tp.rank == 0)
+            and (isinstance(gradient, DTensor) or mesh.dp_shard.rank == 0)
         ]
         counted = [gradient for gradient in counted if gradient.numel()]
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -76,7 +80,12 @@ def _add_rows(
     """The sum of squares in an order that only tp may change."""
     rows = [_measure_rows(g, p) for (_, g), p in zip(gradients, parameters, strict=True)]
     if mesh is not None and mesh.dp_shard.size > 1:
-        rows = _order_rows(rows, [_count_rows(p) for p in parameters], mesh)
+        # In place of the rows that a rank has of a shard; what is whole has all of its rows already.
+        shards = [place for place, p in enumerate(parameters) if isinstance(p, DTensor)]
+        totals = [_count_rows(parameters[place]) for place in shards]
+        ordered = _order_rows([rows[place] for place in shards], totals, mesh) if shards else []
+        for place, whole in zip(shards, ordered, strict=True):
+            rows[place] = whole
     cut = [name in placement.splits for name, _ in gradients]
     like = parameters[0]
     of_cut = _add_squares([r for r, is_cut in zip(rows, cut, strict=True) if is_cut], like)

@@ -51,10 +51,13 @@ from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
 from paceline.parallel.shard_disk import Disk
 from paceline.parallel.shard_setup import Unit, apply_sharding, unused_columns
 from paceline.parallel.shard_torch import clear_gradients, forget_iteration, gathered, list_records
+from paceline.parallel.shard_whole import WholeParameters, split_groups
 from paceline.recipe.schema import ShardSection
 
 log = logging.getLogger(__name__)
 
+# Part of torch's message where an operation meets a shard and a plain tensor.
+_MIXED = "mixed torch.Tensor and DTensor"
 Compute = Callable[[Any], tuple[Tensor, Tensor]]
 
 
@@ -117,6 +120,8 @@ class Shards:
         self._disk = Disk(settings.offload_folder) if offload == "disk" else None
         self.units = apply_sharding(model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload)
         self._chunks = self._build_chunks(mesh, exact_group)
+        exchange = None if exact_group is None else self.exchange.exchange
+        self._whole = WholeParameters(model, self._rounds, self.group, exchange)
         model.register_forward_hook(self._reshard_without_backward)
         self.offload()
         if settings.find_unused_parameters:
@@ -167,6 +172,7 @@ class Shards:
         self.used.clear()
         for chunks in self._chunks:
             chunks.begin()
+        self._whole.begin()
 
     @contextmanager
     def synchronising(self, sync: bool, index: int | None) -> Iterator[None]:
@@ -184,7 +190,8 @@ class Shards:
         if self._keeps_parameters:
             module.set_reshard_after_backward(sync)
         self._is_in_round = True
-        yield
+        with self._whole.round():
+            yield
         self._is_in_round = False
 
     @contextmanager
@@ -201,8 +208,18 @@ class Shards:
             self._rounds.silent = False
 
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
-        """Runs `compute(batch)`, which must call the model itself and not modules inside of it."""
-        return compute(batch)
+        """Runs `compute(batch)`, which must call the model itself and not modules inside of it.
+
+        Raises:
+            PacelineError: PL435 where a block's parameters are used and the block is not called.
+        """
+        try:
+            return compute(batch)
+        except RuntimeError as error:
+            unit = self._find_uncalled() if _MIXED in str(error) else None
+            if unit is None:
+                raise
+            raise _refuse_uncalled(unit) from error
 
     def backward(self, loss: Tensor) -> float:
         """Runs backward; in an idle round of zero times the loss.
@@ -210,9 +227,13 @@ class Shards:
         Gives the seconds that this round's forward and backward waited for communication; 0 under CUDA,
         where the host doesn't wait.
         """
-        (loss * 0.0 if self._rounds.index is None else loss).backward()  # type: ignore[no-untyped-call]
+        if self._rounds.index is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        elif loss.requires_grad:
+            (loss * 0.0).backward()  # type: ignore[no-untyped-call]
         waited_s, self._rounds.waited_s = self._rounds.waited_s, 0.0
-        self.used |= self._used_in_round
+        self._whole.end_backward()
+        self.used |= self._used_in_round | self._whole.used
         return 0.0 if loss.is_cuda else waited_s
 
     def check_reduced(self) -> None:
@@ -227,6 +248,8 @@ class Shards:
             for name, p in unit.parameters
             if p.requires_grad and (p.grad is None or not chunks.is_complete)
         ]
+        if not self._settings.find_unused_parameters:
+            missing += self._whole.missing
         if not missing:
             return
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
@@ -261,10 +284,13 @@ class Shards:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's step: with offload to disk one parameter at a time, so that its state needs no room
         in memory. Optimizers that look at all parameters at once (LBFGS) are not for that."""
-        if self._disk is None:
-            optimizer.step()
-        else:
+        if self._disk is not None:
             self._disk.step(optimizer)
+        elif self._whole:
+            with split_groups(optimizer):
+                optimizer.step()
+        else:
+            optimizer.step()
 
     def _build_chunks(
         self, mesh: Mesh, exact_group: dist.ProcessGroup | None
@@ -353,7 +379,26 @@ class Shards:
 
         return mark
 
+    def _find_uncalled(self) -> Unit | None:
+        """The first block that was never called."""
+        for unit in self.units[:-1]:
+            records = list_records(unit.module)
+            if records and all(gathered(record) is None for record in records):
+                return unit
+        return None
+
     def _abandon_round(self) -> None:
         """After a forward or backward that raised: lets torch forget what it had under way."""
         self._is_in_round = False
         forget_iteration(self.units[-1].module)
+
+
+def _refuse_uncalled(unit: Unit) -> PacelineError:
+    kind = type(unit.module).__mro__[2].__name__  # below the two classes that fully_shard puts in front
+    return PacelineError(
+        "PL435",
+        saw=f"the forward uses parameters of {unit.name} ({kind}) but does not call {unit.name}.",
+        rule="Under dp_shard the parameters of a block are gathered when the block is called as a module.",
+        fix=f"Have the model call {kind} itself, and do the work in {kind}.forward; or hold the parts of the "
+        "block in an nn.ModuleDict; or use dp_shard=1.",
+    )

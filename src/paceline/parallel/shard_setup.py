@@ -49,6 +49,8 @@ def apply_sharding(
 ) -> list[Unit]:
     """Shards a model in place; its parameters are DTensors afterwards, cut along their first dimension.
 
+    Parameters without a dimension stay as they are, whole on every rank.
+
     Args:
         model: on its device, or on the meta device.
         mesh: one-dimensional, over the ranks that share one copy.
@@ -70,6 +72,8 @@ def apply_sharding(
     before = dict(model.named_parameters())
     check_hooks(before.items())
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, offload)}
+    # Kept whole on every rank, see `shard_whole.py`.
+    arguments["ignored_params"] = {parameter for parameter in before.values() if not parameter.dim()}
     for name, block in [*blocks, ("", model)]:
         # Before fully_shard adds its own hook, which must see what this one gives.
         block.register_forward_hook(_copy_views)
@@ -116,7 +120,8 @@ def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Uni
     units.append(Unit("", modules[""], []))
     homes = {id(record.sharded_param): unit for unit in units for record in list_records(unit.module)}
     for name, parameter in model.named_parameters():
-        homes[id(parameter)].parameters.append((name, parameter))
+        if parameter.dim():
+            homes[id(parameter)].parameters.append((name, parameter))
     return units
 
 
@@ -135,14 +140,6 @@ def _keeps_parameters(settings: ShardSection, zero: int) -> bool:
 
 def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
     named = list(model.named_parameters())
-    scalars = [name for name, p in named if p.dim() == 0]
-    if scalars:
-        raise PacelineError(
-            "PL440",
-            saw=f"parameters without a dimension: {_shorten(scalars)}.",
-            rule="Sharding cuts every parameter along its first dimension.",
-            fix="Make them vectors of length one, nn.Parameter(torch.tensor([value])), or use dp_shard=1.",
-        )
     strided = [name for name, p in named if not p.is_contiguous()]
     if strided:
         raise PacelineError(
@@ -160,7 +157,7 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> 
     for where, parameters in groups:
         dtypes: dict[torch.dtype, str] = {}
         for name, parameter in parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.dim():
                 dtypes.setdefault(parameter.dtype, name)
         if len(dtypes) > 1:
             shown = ", ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in dtypes.items())

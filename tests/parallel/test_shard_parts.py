@@ -1,0 +1,188 @@
+"""Under dp_shard: blocks that only hold their parts, and parameters without a dimension."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.train.trainer import Trainer
+from tests.dist.pool import Pool, RankError
+from tests.parallel.sharded import LENGTH, VOCAB, WIDTH, microbatch
+
+
+def held_block() -> nn.ModuleDict:
+    mlp = nn.ModuleList([nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)])
+    return nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "mlp": mlp, "gains": nn.ParameterDict()})
+
+
+class Parts(nn.Module):
+    """Blocks of containers, none of which is called; scalars in a block and outside; a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(held_block() for _ in range(2))
+        for block in self.blocks:
+            block["gains"]["out"] = nn.Parameter(torch.ones(WIDTH))
+            block["gains"]["all"] = nn.Parameter(torch.tensor(0.7))
+        self.logit_scale = nn.Parameter(torch.tensor(1.3))
+        self.frozen_scale = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            up, down = block["mlp"]
+            gains = block["gains"]
+            x = x + gains["all"] * gains["out"] * down(F.gelu(up(block["norm"](x)))) * self.frozen_scale
+        return F.linear(x, self.embed.weight) * self.logit_scale.exp()
+
+
+def build_trainer(layout: str, model: Any, **settings: Any) -> Trainer:
+    return Trainer(
+        model,
+        forward=lambda model, ids: model(ids[:, :-1]),
+        loss=lambda logits, ids: (
+            F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"),
+            torch.tensor(float(ids[:, 1:].numel())),
+        ),
+        optimizer=lambda named: torch.optim.AdamW(
+            [p for _, p in named if p.requires_grad], lr=0.05, foreach=True
+        ),
+        layout=layout,
+        microbatch_size=2,
+        clip_norm=0.5,
+        dtype="fp64",
+        **settings,
+    )
+
+
+def share(world: Any, step: int, num_microbatches: int = 4) -> Tensor:
+    """A rank's samples of a step; the first ranks have more, so that the others have idle rounds."""
+    most = -(-num_microbatches // world.world_size)
+    own = range(num_microbatches)[most * world.rank : most * (world.rank + 1)]
+    batch = [microbatch(index, step) for index in own]
+    return torch.cat(batch) if batch else torch.zeros((0, LENGTH + 1), dtype=torch.long)
+
+
+def train(world: Any, layout: str, folder: str, settings: dict[str, Any]) -> Any:
+    """Losses and norms of three more steps, what a hook on a scalar saw, and the whole weights (rank 0)."""
+    seen: list[float] = []
+    trainer = build_trainer(layout, Parts, **settings)
+    dict(trainer.model.named_parameters())["logit_scale"].register_hook(lambda g: seen.append(float(g)))
+    trainer.resume(folder)
+    steps = []
+    for _ in range(3):
+        step = trainer.step(share(world, trainer.step_number))
+        steps.append((float(step.loss), float(step.grad_norm)))
+    trainer.save()
+    return steps, seen, trainer.whole_state()
+
+
+FAST = {"reduction": "fast"}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Twice three steps of one process."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return [ranks.run(train, 1, ("", folder, {}))[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layout", "then"),
+    [
+        (2, "dp_shard=2", ""),
+        (1, "", "dp_shard=2 zero=2"),
+        (3, "dp_shard=3", "dp_replicate=2"),
+        (4, "dp_replicate=2 dp_shard=2 zero=1", "dp_shard=3 recompute=block"),
+    ],
+)
+def test_bits_are_those_of_one_process(
+    ranks: Pool, alone: list[Any], tmp_path: Path, nproc: int, layout: str, then: str
+) -> None:
+    degrees = [int(word.partition("=")[2]) for word in then.split() if word.startswith("dp_")]
+    for (steps, seen, state), words, number in zip(alone, (layout, then), (nproc, *degrees, 1), strict=False):
+        results = ranks.run(train, number, (words, str(tmp_path), {}))
+        assert all(result[0] == steps for result in results)
+        assert sorted(value for result in results for value in result[1]) == sorted(seen)
+        weights = results[0][2]
+        assert state["logit_scale"].shape == ()
+        assert weights.keys() == state.keys()
+        for name, tensor in state.items():
+            assert torch.equal(weights[name], tensor), name
+
+
+@pytest.mark.parametrize(("nproc", "layout"), [(2, "dp_shard=2"), (3, "dp_shard=3 zero=2")])
+def test_the_fast_reduction_is_close(
+    ranks: Pool, alone: list[Any], tmp_path: Path, nproc: int, layout: str
+) -> None:
+    results = ranks.run(train, nproc, (layout, str(tmp_path), FAST))
+    for steps, _, _ in results:
+        torch.testing.assert_close(steps, alone[0][0], rtol=1e-10, atol=1e-12)
+    for name, tensor in alone[0][2].items():
+        torch.testing.assert_close(results[0][2][name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+class Unused(Parts):
+    """A scalar that the first rank's microbatches use, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Parameter(torch.tensor(1.0))
+        self.seldom = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output = super().forward(ids)
+        return output * self.seldom if torch.equal(ids, microbatch(0)[:, :-1]) else output
+
+
+def train_unused(world: Any, layout: str, finds: bool) -> Any:
+    section = "shard" if "shard" in layout else "ddp"
+    trainer = build_trainer(
+        layout, Unused(), **({section: {"find_unused_parameters": True}} if finds else {})
+    )
+    step = trainer.step(share(world, 0))
+    state = trainer.whole_state()
+    return float(step.grad_norm), [state.get("never"), state.get("seldom")]
+
+
+def test_unused_scalars(ranks: Pool) -> None:
+    with pytest.raises(RankError, match="PL441") as caught:
+        ranks.run(train_unused, 2, ("dp_shard=2", False))
+    assert "never" in str(caught.value)
+    sharded = ranks.run(train_unused, 2, ("dp_shard=2", True))[0]
+    replicated = ranks.run(train_unused, 2, ("dp_replicate=2", True))[0]
+    assert sharded == replicated
+    assert sharded[1][0] == 1.0, "as in one process, what nobody used has no weight decay"
+    assert sharded[1][1] != 1.0
+
+
+class HandUsed(nn.Module):
+    """Blocks with a forward, which the model does by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block.linear2(F.gelu(block.linear1(block.norm1(x))))
+        return F.linear(x, self.embed.weight)
+
+
+def train_by_hand(world: Any) -> None:
+    trainer = build_trainer("dp_shard=2", HandUsed())
+    trainer.step(share(world, 0))
+
+
+def test_a_block_that_is_not_called_is_refused_by_name(ranks: Pool) -> None:
+    with pytest.raises(RankError, match="PL435") as caught:
+        ranks.run(train_by_hand)
+    assert "blocks.0 (TransformerEncoderLayer)" in str(caught.value)
