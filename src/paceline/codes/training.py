@@ -92,6 +92,16 @@ PAGES: dict[str, Page] = {
         "Compute it from the model's output. Where a microbatch has no targets, output.sum() * 0 is a zero "
         "with a graph.",
     ),
+    "PL415": Page(
+        "A loss that can't be computed on the global batch",
+        'With loss_over="global_batch" forward of every microbatch runs without a graph, the outputs of all '
+        "samples are gathered on every rank, the loss is computed on them once, and forward runs again to "
+        "backpropagate. "
+        "So outputs and the fields that the loss uses have a row per sample, or are the same in all "
+        "microbatches. "
+        "What the loss learns from comes out of forward=, parameters such as a temperature included.",
+        "forward=lambda model, batch: (model.images(batch[0]), model.texts(batch[1]), model.scale.exp()).",
+    ),
     "PL420": Page(
         "Nothing to train",
         "An update needs at least one parameter that requires a gradient.",
