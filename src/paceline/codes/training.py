@@ -207,8 +207,8 @@ PAGES: dict[str, Page] = {
     "PL434": Page(
         "A hook that sees accumulated gradients",
         "`parameter.register_post_accumulate_grad_hook` runs after each microbatch of a rank has been added "
-        "to `parameter.grad`. With dp_shard no rank has that sum whole. With any layout it depends on how "
-        "microbatches are shared out over ranks, so the hook would give other numbers on other layouts.",
+        "to `parameter.grad`. With dp_shard or tp no rank has that sum whole. With any layout it depends on "
+        "how microbatches are shared out over ranks, so the hook would give other numbers on other layouts.",
         "Use `parameter.register_hook`, which sees the gradient of each microbatch under every layout, or "
         "`trainer.on_gradients`, which sees the sum over all microbatches before clipping.",
     ),
