@@ -357,7 +357,8 @@ class Trainer:
 
         Raises:
             PacelineError: PL500 to PL531 where checkpoints are there and none can be used; PL515 for other
-                settings, here or where a loader is made later, or in the first step.
+                settings, here or where a loader is made later, or in the first step; PL318 and PL319
+                where nodes without a shared disk hold different checkpoints.
         """
         accept = [accept] if isinstance(accept, str) else accept
         if self._writer is not None:
