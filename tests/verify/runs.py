@@ -25,16 +25,17 @@ class PoolRunner:
     Args:
         pool: the warm ranks.
         fault: name of what to plant, empty for none.
+        timeout_s: of each call.
     """
 
-    def __init__(self, pool: Pool, fault: str = "") -> None:
-        self._pool, self._fault = pool, fault
+    def __init__(self, pool: Pool, fault: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        self._pool, self._fault, self._timeout_s = pool, fault, timeout_s
 
     def __call__(self, fn: Callable[..., Any], nproc: int, args: tuple[Any, ...]) -> list[Any]:
         if self._fault and nproc > 1:
             fn, args = faulty, (self._fault, fn, args)
         try:
-            return self._pool.run(fn, nproc, args, TIMEOUT_S, world=False)
+            return self._pool.run(fn, nproc, args, self._timeout_s, world=False)
         except RankError as error:  # in the words of paceline.launch
             for cause in error.causes.values():
                 if isinstance(cause, PacelineError):

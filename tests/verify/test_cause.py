@@ -15,8 +15,8 @@ from paceline.verify.compare import (
     Difference,
     Noise,
     find_factor,
+    find_rounding,
     looks_masked,
-    looks_rounded,
     measure_distance,
     share_apart,
 )
@@ -53,10 +53,23 @@ def test_factor_and_share(matrix: Tensor) -> None:
 
 
 def test_rounding_and_masks(matrix: Tensor) -> None:
-    assert looks_rounded(matrix, matrix.bfloat16().double())
-    assert looks_rounded(matrix, matrix.half().double())
-    assert not looks_rounded(matrix, matrix.float().double())
-    assert not looks_rounded(matrix, 2 * matrix)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
+        rounded = matrix.to(dtype).double()
+        assert find_rounding(matrix, rounded) == name
+        assert find_rounding(matrix, rounded / 7) == "", "the size is another"
+        assert find_rounding(matrix / 7, rounded / 7) == ""
+        assert find_rounding(matrix / 7, rounded / 7, (1.0, 7.0)) == name
+        halves = [part.to(dtype).double() for part in (0.3 * matrix, 0.7 * matrix)]
+        assert find_rounding(matrix, halves[0] + halves[1]) == name, "a sum of what was rounded"
+    single = matrix.float()
+    assert find_rounding(single, single.bfloat16().float()) == "bf16"
+    for like in (
+        2 * matrix,
+        matrix * (1 + 2**-10),
+        matrix + 1e-3 * matrix.sin(),
+        matrix + 1e-3 * matrix.flip(0),
+    ):
+        assert find_rounding(matrix, like) == "", "differences of that size, and no rounding"
     big = matrix.repeat(10, 10)
     one, other = (torch.dropout(big, 0.3, True) for _ in range(2))
     assert looks_masked(one, other, 1e-12)
@@ -127,7 +140,7 @@ def differ(
 
 def event(text: str, rank: int = 0, *, gradient: bool = False, **seen: object) -> EventDifference:
     shape = {"size": 0.5, "tolerance": 1e-13, "scale": 1.0, "factor": None, "looks_masked": False}
-    shape |= {"looks_rounded": False, **seen}
+    shape |= {"rounded_to": "", **seen}
     return EventDifference(
         order=WATCHED.order[text],
         microbatch=0,
@@ -179,7 +192,7 @@ def test_code_between_two_modules_is_put_to_their_parent() -> None:
     ("seen", "code"),
     [
         ({"looks_masked": True}, "PL702"),
-        ({"looks_rounded": True}, "PL712"),
+        ({"rounded_to": "bf16"}, "PL712"),
         ({"only_padding": True}, "PL713"),
     ],
 )
@@ -188,8 +201,20 @@ def test_how_an_output_differs_tells_the_cause(seen: dict[str, bool], code: str)
 
 
 def test_weights_from_before_the_update() -> None:
-    found = explain(differ("loss", step=2), observe({0: [event("block.up|0|out|0")]}))
+    output = event("block.up|0|out|0")
+    found = explain(differ("loss", step=2), observe({0: [output]}))
+    assert found[:2] == ("PL701", "2, block.up"), "nothing shows that it is the weights"
+    copies = {"block.up": ("cached", 0)}
+    found = explain(differ("loss", step=2), observe({0: [output]}, stale_copies=copies))
     assert found[:2] == ("PL714", "2, block.up")
+    assert "attribute cached holds one as it was before the first step" in found[2]
+    watched = replace(WATCHED, order=WATCHED.order | {"block.up|0|weight weight|0": 2})
+    with_weight = replace(output, event=Event.parse("block.up|0|weight weight|0"), order=2, stale=1)
+    case = Case(LAYOUT, "fp64", FACTS, differ("loss", step=2), watched, observe({0: [with_weight]}))
+    assert "block.up.weight that the forward of block.up finds" in diagnose(case).saw
+    assert "as it was after step 1" in diagnose(case).saw
+    rounded = observe({0: [replace(with_weight, rounded_to="bf16")]})
+    assert diagnose(replace(case, observed=rounded)).code == "PL712"
 
 
 def test_another_batch() -> None:
@@ -244,7 +269,7 @@ def test_a_mean_of_means_is_told_from_clipping() -> None:
         (differ("weight", "head.weight"), "PL711", "1, head.weight"),
         (differ("gradient", "embed.weight"), "PL711", "1, embed.weight"),
         (differ("gradient", "block.up.weight", factor=2.0), "PL707", "1, block.up"),
-        (differ("gradient", "block.up.weight", looks_rounded=True), "PL712", "1, the sum of gradients"),
+        (differ("gradient", "block.up.weight", rounded_to="bf16"), "PL712", "1, the sum of gradients"),
         (differ("optimizer", "block.up.weight exp_avg", factor=0.25), "PL709", "1, block.up.weight"),
         (differ("loss", factor=2.0), "PL718", "1, the loss"),
         (differ("weight of the batch"), "PL718", "1, the loss"),

@@ -64,9 +64,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--steps", metavar="K", type=int, default=3, help="optimizer steps (default 3)")
     parser.add_argument(
         "--dtype",
-        choices=("fp64", "fp32", "bf16", "fp16"),
-        default="fp64",
-        help="fp64 (default) keeps rounding furthest away from faults",
+        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="fp64 keeps rounding furthest away from faults; auto (default) is fp64, or fp32 where the model "
+        "does not compute in fp64",
     )
     parser.add_argument(
         "--set",
@@ -94,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from paceline.recipe import load_recipe
 
-    recipe = load_recipe(args.recipe, [*args.settings, f"train.dtype={args.dtype}"])
+    dtype = "fp64" if args.dtype == "auto" else args.dtype
+    recipe = load_recipe(args.recipe, [*args.settings, f"train.dtype={dtype}"])
     asked = choose_layouts(recipe, args)
 
     from paceline.cli import verify_report
@@ -111,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
     def tell(result: LayoutResult) -> None:
         print(verify_report.describe_layout(result), file=sys.stderr if quiet else sys.stdout, flush=True)
 
-    verified = verify_recipe(recipe, asked.layouts, steps=args.steps, tell=tell)
+    may_narrow = args.dtype == "auto"
+    verified = verify_recipe(recipe, asked.layouts, steps=args.steps, tell=tell, may_narrow=may_narrow)
     if args.json:
         print(json.dumps(verify_report.as_table(verified, asked)))
     elif args.markdown:

@@ -43,14 +43,14 @@ def describe_layout(result: LayoutResult) -> str:
 
 
 def describe_end(verified: Verified, asked: Asked) -> str:
-    """Verdict, tolerances by kind, findings, and random draws to know of."""
+    """Verdict, tolerances by kind, findings, remarks, and random draws to know of."""
     counts = Counter(result.status for result in verified.results)
     told = ", ".join(f"{number} {_VERDICTS[status]}" for status, number in counts.items())
     count = f"{len(verified.results)} layout{'s' * (len(verified.results) != 1)}"
     parts = [f"{count}: {told}.", _describe_kinds(verified)]
     if asked.num_candidates:
         parts.append(_describe_refused(asked))
-    parts += [str(finding) for finding in [*verified.findings, *verified.draws]]
+    parts += [str(finding) for finding in [*verified.findings, *verified.remarks, *verified.draws]]
     return "\n" + "\n\n".join(parts)
 
 
@@ -79,7 +79,7 @@ def describe_markdown(verified: Verified, asked: Asked) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     if asked.num_candidates:
         lines += ["", f"{len(asked.layouts)} of {asked.num_candidates} layouts are legal."]
-    for finding in [*verified.findings, *verified.draws]:
+    for finding in [*verified.findings, *verified.remarks, *verified.draws]:
         lines += ["", str(finding)]
     return "\n".join(lines)
 

@@ -91,9 +91,11 @@ PAGES: dict[str, Page] = {
         fix="Look for a place that holds a copy, made when the model was moved, sharded or split.",
     ),
     "PL712": Page(
-        title="Something computes in 16 bits",
-        why="The difference is what bf16 or fp16 rounds away, in a run of fp32 or fp64.",
-        fix="Look for a cast or an autocast, and for a reduction that sends 16 bits. If it is wanted, "
+        title="A layout computes or sends in a narrower type",
+        why="This layout computes or sends in a narrower type than one process does: bf16 or fp16, or "
+        "fp32 in a run of fp64. It was seen at the operations, or the values have no more digits than "
+        "this type has.",
+        fix="Look for a cast or an autocast, and for a reduction that sends this type. If it is wanted, "
         "verify with --dtype bf16, where this is the rounding to be expected.",
     ),
     "PL713": Page(
@@ -105,8 +107,8 @@ PAGES: dict[str, Page] = {
     ),
     "PL714": Page(
         title="A forward used other weights",
-        why="Input and weights of the module agree with one process, and its output doesn't, after a "
-        "first step that did: it computed with weights from before the update.",
+        why="The weights that the module's forward found are not those that the last update left, or the "
+        "module keeps a copy of a weight as it was after an earlier step.",
         fix="Look for weights that are gathered once and kept, or a copy that is not refreshed.",
     ),
     "PL715": Page(
@@ -135,6 +137,13 @@ PAGES: dict[str, Page] = {
         fix="Look at the loss function (a mean over what a rank has; a sum over a split vocabulary) and "
         "at how losses and weights are added up.",
     ),
+    "PL719": Page(
+        title="Settings differ between ranks",
+        why="The module that is the first to differ has another setting, hook or code on exactly the ranks "
+        "that differ, or a function of torch was replaced on them.",
+        fix="Look for what sets it by rank or by world size: a configuration that is read on one rank, a "
+        "patch of a function, an if on the rank.",
+    ),
     "PL720": Page(
         title="Nothing to verify",
         why="`verify` compares layouts with one process over some steps.",
@@ -152,5 +161,35 @@ PAGES: dict[str, Page] = {
         fix="Draw random numbers from the global generators of torch, numpy or Python, which are seeded "
         "per microbatch; give the same batch for the same step; keep no state from one forward to the"
         " next.",
+    ),
+    "PL723": Page(
+        title="A forward writes to a weight",
+        why="In one process a forward (or a hook at it) changes a weight in place, and the change stays. A "
+        "layout that gathers the weight for the forward, or gives each rank a part, loses it or makes it "
+        "twice.",
+        fix="Change the weight after the step, or compute what the forward needs from the weight without "
+        "writing to it, for example with torch.nn.utils.parametrize.",
+    ),
+    "PL724": Page(
+        title="Verified in fp32",
+        why="The model fails in fp64 and trains in fp32: some operation has no kernel for fp64. This is a "
+        "remark and no fault. Everything was compared in fp32.",
+        fix='Nothing needs to be done. With dtype="fp64" or --dtype fp64 the failure is shown as it is.',
+    ),
+    "PL725": Page(
+        title="Parts of the model compute in a narrower type",
+        why="The model casts to a narrower type inside, for example to fp32 for a norm or a scan while it "
+        "trains in fp64. A layout that adds up such a part in another order is apart by rounding of that "
+        "type. This is a remark and no fault: the first difference is in the code of such a part, what "
+        "goes into it agrees to the training's precision, and everything after it is within what noise "
+        "of that type in these parts does to one process.",
+        fix="Nothing needs to be done. To compare more strictly, have the model compute in the type of its "
+        "weights.",
+    ),
+    "PL726": Page(
+        title="A layout differs, and where is not known",
+        why="The layout gives other numbers than one process. `verify` runs such a layout again with every "
+        "module watched, and this run failed.",
+        fix="Train with another layout, and report the message.",
     ),
 }

@@ -10,7 +10,9 @@ from paceline.data.share import owned_microbatches
 from paceline.recipe import Layout
 from paceline.verify.compare import Difference
 from paceline.verify.locate import EventDifference, Observed, WatchedFacts
+from paceline.verify.precision import KINDS_OF_TYPES
 from paceline.verify.reference import Facts
+from paceline.verify.settings import SettingDifference, drop_layouts_own
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,36 @@ class Case:
         found = [d for rank in self.observed for d in rank.differences if d.gradient == gradient]
         return sorted(found, key=lambda d: (-d.order if gradient else d.order, d.microbatch, d.rank))
 
+    def settings_of(self, owner: str, ranks: Iterable[int]) -> list[SettingDifference]:
+        """What differs in the settings of an owner on exactly these ranks."""
+        wanted, found = set(ranks), []
+        for difference in self.settings:
+            if difference.owner == owner:
+                same = {d.rank for d in self.settings if (d.owner, d.name) == (owner, difference.name)}
+                found += [difference] if same == wanted else []
+        return found
+
+    @cached_property
+    def settings(self) -> list[SettingDifference]:
+        """All settings that differ, but for sizes of a layout's parts."""
+        return drop_layouts_own([d for o in self.observed for d in o.settings], self.layout.num_ranks)
+
+    def narrower(self, module: str | None) -> str:
+        """The type that this layout computes a module in, where one process has a wider one.
+
+        `None` asks for what runs outside of forwards: backward and the reductions. Empty where none is.
+        """
+        if self.watched is None or self.dtype not in KINDS_OF_TYPES:
+            return ""
+        expected = self.watched.outside if module is None else self.watched.types
+        for observed in self.observed:
+            for name, kind in (observed.outside if module is None else observed.types).items():
+                is_inside = not module or name == module or name.startswith(f"{module}.")
+                wider = expected.get(name, self.dtype)
+                if is_inside and KINDS_OF_TYPES.index(kind) > KINDS_OF_TYPES.index(wider):
+                    return kind
+        return ""
+
     def owned(self, dp_rank: int) -> range:
         """The microbatches that a place of dp computes."""
         return owned_microbatches(self.num_microbatches, self.layout.dp, dp_rank)
@@ -106,6 +138,19 @@ def first_step(differences: Iterable[Difference]) -> int:
 def near(value: float, wanted: float, slack: float = 5e-3) -> bool:
     """Whether two factors are the same but for what a least-squares fit leaves."""
     return abs(value - wanted) <= slack * max(abs(wanted), 1e-3)
+
+
+def tell_settings(case: Case, differences: Sequence[SettingDifference]) -> str:
+    """`eps is 0.001 on rank 1 only, and 1e-05 in one process`, of a few of them."""
+    told: dict[str, list[SettingDifference]] = {}
+    for difference in differences:
+        told.setdefault(difference.name, []).append(difference)
+    parts = []
+    for name, found in list(told.items())[:3]:
+        first = found[0]
+        here, there = (text or "not there" for text in (first.found, first.expected))
+        parts.append(f"{name} is {here} {case.name_ranks(d.rank for d in found)}, and {there} in one process")
+    return "; ".join(parts)
 
 
 def name_some(names: Sequence[str], limit: int = 3) -> str:

@@ -7,17 +7,16 @@ explains what comes after it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from paceline.finding import Finding
 from paceline.verify import gradient_cause
-from paceline.verify.case import Case, Explained, name_some, near, show_size
+from paceline.verify.case import Case, Explained, name_some, near, show_size, tell_settings
 from paceline.verify.compare import Difference
-from paceline.verify.locate import EventDifference
+from paceline.verify.forward_cause import explain_forward, find_parent, find_place
+from paceline.verify.precision import LOSS
 from paceline.verify.run_steps import KINDS
-
-_CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
-# A difference of this share of a tensor's largest element is no rounding of any type in use.
-_LARGE = 1e-3
+from paceline.verify.settings import FUNCTIONS, OPTIMIZER, PROCESS
 
 
 def diagnose(case: Case) -> Finding:
@@ -25,7 +24,33 @@ def diagnose(case: Case) -> Finding:
     found = _explain(case)
     when = f"step {case.step}" if case.step else "before step 1"
     where = f"{case.layout}, {when}" + (f", {found.module}" if found.module else "")
-    return Finding(found.code, where, found.saw, found.rule, found.fix)
+    return Finding(found.code, where, found.saw + _note_settings(case, found), found.rule, found.fix)
+
+
+def starts_in(case: Case, modules: Mapping[str, str]) -> bool:
+    """Whether the first difference is in the own code of one of `modules`, or in the loss where it is one.
+
+    What goes in must agree, so nothing but this code can have made the difference.
+    """
+    if case.step == 0 or case.watched is None or not modules:
+        return False
+    forward, backward = case.events(gradient=False), case.events(gradient=True)
+    if forward:
+        return not forward[0].event.is_weight and find_place(case, forward[0])[0] in modules
+    if case.of_kind("loss"):
+        return LOSS in modules
+    if backward:
+        first = backward[0].event
+        return first.module in modules or (first.side == "out" and find_parent(case, first.module) in modules)
+    owners = {d.name.rpartition(".")[0] for d in case.of_kind("gradient")}
+    return bool(owners) and owners <= set(modules)
+
+
+def _note_settings(case: Case, found: Explained) -> str:
+    """What else is known of ranks whose functions, process or optimizer differ."""
+    others = [d for d in case.settings if d.owner in (FUNCTIONS, PROCESS, OPTIMIZER)]
+    others = [d for d in others if d.name not in found.saw]
+    return f" Besides, {tell_settings(case, others)}." if others else ""
 
 
 def _explain(case: Case) -> Explained:
@@ -37,8 +62,15 @@ def _explain(case: Case) -> Explained:
     if lost is not None:
         return lost
     if case.events(gradient=False):
-        return _explain_forward(case)
-    for explain in (_explain_loss, gradient_cause.explain, _explain_norm, _explain_buffers, _explain_update):
+        return explain_forward(case)
+    for explain in (
+        _explain_loss,
+        _explain_changed,
+        gradient_cause.explain,
+        _explain_norm,
+        _explain_buffers,
+        _explain_update,
+    ):
         found = explain(case)
         if found is not None:
             return found
@@ -96,116 +128,6 @@ def _explain_lost(case: Case) -> Explained | None:
     )
 
 
-# ---- forward
-
-
-def _explain_forward(case: Case) -> Explained:
-    events = case.events(gradient=False)
-    first = events[0]
-    which = case.name_ranks(d.rank for d in events if d.order == first.order)
-    micro = f"microbatch {first.microbatch}"
-    module, place = _place(case, first)
-    size = show_size(first.size, first.tolerance)
-    if first.event.side == "in" and not first.event.module:
-        return Explained(
-            "PL716",
-            "the batch",
-            f"What went into the model differs {which}, {micro}, {size}.",
-            "Every layout trains on the same global batches.",
-            "Look at the data: an order, an augmentation or a step that depends on the rank.",
-        )
-    saw = f"The first difference {which} is {place}, {micro}, {size}."
-    if first.owner is not None:
-        saw += f" It is what rank {first.owner} of tp should have."
-        return _explain_module(case, first, module, saw)
-    facts = case.watched.modules.get(module) if case.watched is not None else None
-    dropout = 0.0 if facts is None else facts.dropout
-    if first.looks_masked or (dropout and not first.looks_rounded and first.size > _LARGE * first.scale):
-        why = f" {facts.kind} has dropout {dropout:g}." if facts is not None and dropout else ""
-        why += " Other elements are 0, and the rest agrees." if first.looks_masked else ""
-        return Explained(
-            "PL702",
-            module,
-            f"{saw}{why}",
-            "Random numbers depend on seed, step, sample and position only, never on the rank or layout.",
-            "Draw them through nn.Dropout or torch's functions, in the forward; a generator of your own must "
-            "be seeded by what is computed.",
-        )
-    if first.only_padding:
-        return Explained(
-            "PL713",
-            module,
-            f"{saw} Only positions differ that the batch marks as padding.",
-            "What stands in padding must not reach the loss, and should not differ either.",
-            "Look for a statistic, a mask or a split that counts padding.",
-        )
-    if first.looks_rounded and case.dtype in ("fp64", "fp32"):
-        return Explained(
-            "PL712",
-            module,
-            f"{saw} It is what a 16-bit type rounds away.",
-            f"dtype {case.dtype} computes and communicates in that type throughout.",
-            "Look for a cast to bf16 or fp16, or an autocast, that the layout brings.",
-        )
-    if first.factor is not None and not near(first.factor, 1.0, 1e-6):
-        axis = case.name_degree(first.factor) or (
-            case.name_degree(1 / first.factor) if first.factor else None
-        )
-        saw += f" It is {first.factor:.6g} times the reference's" + (f": {axis}." if axis else ".")
-    return _explain_module(case, first, module, saw)
-
-
-def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -> Explained:
-    facts = case.watched.modules.get(module) if case.watched is not None else None
-    if case.step > 1 and facts is not None and facts.has_parameters and first.event.side == "out":
-        return Explained(
-            "PL714",
-            module,
-            f"{saw} Its input agrees, the steps before agree, and so do its weights after them.",
-            "A forward uses the weights that the last update left.",
-            "Look for weights that are kept from before: gathered once and not again, or a copy.",
-        )
-    return Explained(
-        "PL701",
-        module,
-        saw,
-        "A module gives the same output under every layout.",
-        "Look at how this module is laid out: a sum over tp after a matrix product that was split by rows, "
-        "heads or vocabulary divided in another way than its weights, a copy that went its own way.",
-    )
-
-
-def _place(case: Case, first: EventDifference) -> tuple[str, str]:
-    """The module that a forward difference is put to, and where in it."""
-    event = first.event
-    if event.side == "out":
-        return event.module, f"in the output of {event.module or 'the model'}"
-    parent = event.module.rpartition(".")[0]
-    modules = case.watched.modules if case.watched is not None else {}
-    while parent and parent in modules and modules[parent].kind in _CONTAINERS:
-        parent = parent.rpartition(".")[0]
-    before = _find_earlier(case, first.order, parent)
-    between = f" after {before} and" if before else ""
-    return parent, f"in the code of {parent or 'the model itself'},{between} before {event.module}"
-
-
-def _find_earlier(case: Case, order: int, parent: str) -> str:
-    """The last child of a module that came out before an event."""
-    if case.watched is None:
-        return ""
-    best, found = -1, ""
-    for text, number in case.watched.order.items():
-        name, _, side, _ = text.rsplit("|", 3)
-        if (
-            side == "out"
-            and best < number < order
-            and name.startswith(f"{parent}." if parent else "")
-            and name
-        ):
-            best, found = number, name
-    return found
-
-
 # ---- after the forward
 
 
@@ -244,6 +166,29 @@ def _list_losses_apart(case: Case) -> list[int]:
     return sorted(apart)
 
 
+def _explain_changed(case: Case) -> Explained | None:
+    """Weights that a forward changes in place."""
+    changed = set() if case.watched is None else set(case.watched.changed)
+    differing = [d for d in case.first if d.kind in ("gradient", "weight") and d.name in changed]
+    if not differing or case.watched is None:
+        return None
+    first = differing[0]
+    module = first.name.rpartition(".")[0]
+    facts = case.watched.modules.get(module)
+    hooks = f" It has the hook {name_some(facts.hooks)}." if facts is not None and facts.hooks else ""
+    return Explained(
+        "PL723",
+        first.name,
+        f"In one process a forward changes {first.name} in place, and outputs agree, but the {first.kind} "
+        f"differs {case.name_ranks(d.rank for d in differing)}, {show_size(first.size, first.tolerance)}."
+        f"{hooks}",
+        "Weights change in the optimizer's step. A rank that gathers a weight for a forward, or keeps a part "
+        "of it, loses what the forward writes to it.",
+        "Change the weight after the step (for example after trainer.step), or compute what is needed from "
+        "it in the forward without writing to it (torch.nn.utils.parametrize).",
+    )
+
+
 def _explain_norm(case: Case) -> Explained | None:
     differing = case.of_kind("norm")
     if not differing:
@@ -266,13 +211,20 @@ def _explain_buffers(case: Case) -> Explained | None:
     if not differing or case.of_kind("weight"):
         return None
     first = differing[0]
+    is_ordered = any(d.name in case.facts.ordered for d in differing)
+    why = (
+        " In one process too it depends on the order of the microbatches, by more than rounding: each "
+        "forward goes on from what the one before left."
+        if is_ordered
+        else ""
+    )
     verb = "buffers" if len({d.name for d in differing}) > 1 else "buffer"
     return Explained(
         "PL710",
         first.name,
         f"Weights and gradients agree, but {verb} {name_some([d.name for d in differing])} "
         f"differ{'s' if verb == 'buffer' else ''} {case.name_ranks(d.rank for d in differing)}, "
-        f"{show_size(first.size, first.tolerance)}.",
+        f"{show_size(first.size, first.tolerance)}.{why}",
         "Buffers are the same on every rank and on every layout after each step.",
         "A buffer that a forward changes has to be synchronised; BatchNorm's statistics are merged over all "
         "microbatches. For a module of your own, compute it from what all ranks share.",
@@ -299,6 +251,9 @@ def _explain_update(case: Case) -> Explained | None:
     scaled = _find_clip(case)
     factor = "" if scaled is None else f" The optimizer saw gradients of {scaled:.4g} times their size."
     what = "weights" if first.kind == "weight" else "state of the optimizer"
+    settings = [d for d in case.settings if d.owner == OPTIMIZER and d.name in names]
+    if settings:
+        factor += f" The optimizer's settings differ: {tell_settings(case, settings)}."
     return Explained(
         "PL709",
         first.name.split(" ")[0],

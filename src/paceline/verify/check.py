@@ -18,12 +18,12 @@ from paceline.launch.failure import RankFailed
 from paceline.launch.local import check_launch, launch
 from paceline.launch.watching import HANG_AFTER_S, JobStuck
 from paceline.recipe import Layout, Recipe
-from paceline.verify.case import Case
-from paceline.verify.cause import diagnose
-from paceline.verify.compare import FACTORS
+from paceline.verify.case import Case, name_some, show_size
+from paceline.verify.cause import diagnose, starts_in
+from paceline.verify.compare import FACTORS, Noise, divide
 from paceline.verify.layouts import Compared, compare_layouts
 from paceline.verify.locate import WatchedFacts, watch_layouts, watch_reference
-from paceline.verify.reference import Facts, make_reference
+from paceline.verify.reference import Facts, make_reference, measure_narrow
 from paceline.verify.subject import RecipeSubject, Subject, UserSubject
 
 # Runs a function on so many fresh ranks of this machine and gives what they return, by rank.
@@ -75,6 +75,8 @@ class Verified:
         reference_s: seconds that the reference and its reruns took.
         draws: random draws of the forward that depend on the microbatches' size, and under tp on the rank:
             PL450 to PL453. They are no difference by themselves.
+        remarks: what else to know of the comparison, as findings that are no fault: another type than fp64,
+            which the model does not compute in (PL724); parts in a narrower type (PL725).
     """
 
     results: list[LayoutResult]
@@ -88,6 +90,7 @@ class Verified:
     tolerances: dict[str, tuple[float, float, float]]
     reference_s: float
     draws: list[Finding]
+    remarks: list[Finding] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -109,7 +112,7 @@ def verify(
     forward: Callable[[Any, Any], Any] | None = None,
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
     steps: int = 3,
-    dtype: str = "fp64",
+    dtype: str = "auto",
     reduction: str = "fast",
     clip_norm: float = 1.0,
     microbatch_size: int | None = None,
@@ -135,7 +138,8 @@ def verify(
         forward: as `Trainer`'s.
         optimizer: as `Trainer`'s. Default: AdamW with a rate of 1e-3.
         steps: optimizer steps to compare.
-        dtype: fp64 keeps rounding furthest away from faults.
+        dtype: fp64 keeps rounding furthest away from faults. Default `"auto"`: fp64, or fp32 where the model
+            does not compute in fp64.
         reduction: `"fast"` or `"exact"`, which must have the same bits on layouts without tp.
         clip_norm: to clip to; lowered until it clips. 0 for none.
         microbatch_size: samples per forward. Default: an eighth of the global batch.
@@ -156,7 +160,7 @@ def verify(
         forward=forward,
         optimizer=optimizer or build_default_optimizer,
         num_steps=steps,
-        dtype=dtype,
+        dtype="fp64" if dtype == "auto" else dtype,
         reduction=reduction,
         clip_norm=clip_norm,
         microbatch_size=microbatch_size,
@@ -165,9 +169,8 @@ def verify(
         device=device,
         settings=settings,
     )
-    return verify_subject(
-        subject, [resolve_layout(layout) for layout in layouts], run=Runner(device, hang_after_s)
-    )
+    resolved = [resolve_layout(layout) for layout in layouts]
+    return verify_subject(subject, resolved, run=Runner(device, hang_after_s), may_narrow=dtype == "auto")
 
 
 def verify_recipe(
@@ -177,6 +180,7 @@ def verify_recipe(
     steps: int = 3,
     run: Run | None = None,
     tell: Callable[[LayoutResult], None] | None = None,
+    may_narrow: bool = False,
 ) -> Verified:
     """The same for a recipe; see `verify`.
 
@@ -186,9 +190,11 @@ def verify_recipe(
         steps: optimizer steps to compare.
         run: what starts ranks; by default `paceline.launch`.
         tell: hears of every layout as it is done.
+        may_narrow: whether a recipe in fp64 may be trained in fp32 where its model does not compute in fp64.
     """
     subject = RecipeSubject(recipe, steps)
-    return verify_subject(subject, layouts, run=run or Runner(recipe.train.device), tell=tell)
+    runner = run or Runner(recipe.train.device)
+    return verify_subject(subject, layouts, run=runner, tell=tell, may_narrow=may_narrow)
 
 
 def build_default_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -220,8 +226,9 @@ def verify_subject(
     *,
     run: Run,
     tell: Callable[[LayoutResult], None] | None = None,
+    may_narrow: bool = False,
 ) -> Verified:
-    """Compares layouts of a subject with one process.
+    """Compares layouts of a subject with one process; see `verify_recipe`.
 
     Raises:
         PacelineError: PL720 without layouts or steps, PL722 where the reference can't be repeated.
@@ -229,7 +236,7 @@ def verify_subject(
     _check(subject, layouts)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         began_s = time.perf_counter()
-        facts: Facts = run(make_reference, 1, (subject, folder))[0]
+        subject, facts, remarks = _make_reference(subject, folder, run, may_narrow)
         reference_s = time.perf_counter() - began_s
         session = _Session(subject, folder, facts, run, tell)
         results = session.verify(list(layouts))
@@ -245,7 +252,33 @@ def verify_subject(
         tolerances={key: (n.floor, n.scale, n.tolerance) for key, n in facts.noise.items()},
         reference_s=reference_s,
         draws=facts.draws,
+        remarks=[*remarks, *session.remarks],
     )
+
+
+def _make_reference(
+    subject: Subject, folder: str, run: Run, may_narrow: bool
+) -> tuple[Subject, Facts, list[Finding]]:
+    """Train the reference; in fp32 where it fails in fp64 and not in fp32."""
+    try:
+        return subject, run(make_reference, 1, (subject, folder))[0], []
+    except RankFailed as error:
+        if not may_narrow or subject.dtype != "fp64":
+            raise
+        narrower = subject.with_dtype("fp32")
+        try:
+            facts = run(make_reference, 1, (narrower, folder))[0]
+        except (RankFailed, PacelineError):
+            raise error from None  # it was not the type
+        reason = next((line for line in reversed(str(error).splitlines()) if "Error" in line), "").strip()
+        remark = Finding(
+            "PL724",
+            "the model",
+            f"Everything was trained and compared in fp32, because the model fails in fp64: {reason}",
+            "Verifying in fp64 keeps rounding furthest away from faults, where a model can compute in it.",
+            "Nothing needs to be done. In fp32 a fault must be larger to be seen, by some 8 digits.",
+        )
+        return narrower, facts, [remark]
 
 
 class _Session:
@@ -262,6 +295,8 @@ class _Session:
         self._subject, self._folder, self._facts, self._run = subject, folder, facts, run
         self._tell = tell
         self._watched: set[int] = set()
+        self._narrow_noise: dict[str, Noise] | None = None
+        self.remarks: list[Finding] = []
 
     def verify(self, layouts: list[Layout]) -> list[LayoutResult]:
         """Layouts of one number of ranks share a launch."""
@@ -277,37 +312,89 @@ class _Session:
     def _verify_group(self, layouts: list[Layout], size: int) -> list[LayoutResult]:
         try:
             found = self._run(compare_layouts, size, (self._subject, self._folder, layouts))
-        except (RankFailed, JobStuck, PacelineError) as error:
+        except (RankFailed, PacelineError, JobStuck) as error:
             if len(layouts) == 1:
                 return [_tell_failure(layouts[0], error)]
             # One of them ended the ranks: each on its own tells which.
             return [result for layout in layouts for result in self._verify_group([layout], size)]
         by_layout: list[list[Compared]] = [list(ranks) for ranks in zip(*found, strict=True)]
-        findings = self._explain(layouts, by_layout, size)
-        return [
-            _summarise(layout, ranks, findings.get(layout))
-            for layout, ranks in zip(layouts, by_layout, strict=True)
-        ]
+        return [self._judge(layout, ranks, size) for layout, ranks in zip(layouts, by_layout, strict=True)]
 
-    def _explain(
-        self, layouts: list[Layout], found: list[list[Compared]], size: int
-    ) -> dict[Layout, Finding]:
-        """Runs those that differ again, watched, and says why."""
-        cases = {}
-        for layout, ranks in zip(layouts, found, strict=True):
-            differences = [d for compared in ranks for d in compared.differences]
-            if differences:
-                cases[layout] = Case(layout, self._subject.dtype, self._facts, differences)
-        watched = [(layout, case.step) for layout, case in cases.items() if case.step > 0]
-        for step in {step for _, step in watched} - self._watched:
+    def _judge(self, layout: Layout, ranks: list[Compared], size: int) -> LayoutResult:
+        """Runs a layout that differs again, watched, and says why."""
+        differences = [d for compared in ranks for d in compared.differences]
+        if not differences:
+            return _summarise(layout, ranks, None)
+        case = Case(layout, self._subject.dtype, self._facts, differences)
+        if case.step > 0:
+            try:
+                case = self._watch(case, size)
+            except (RankFailed, PacelineError, JobStuck) as error:
+                return _summarise(layout, ranks, _tell_unexplained(case, error))
+            if self._is_narrow_rounding(case, ranks):
+                noise = self._narrow_noise or {}
+                self._remark_narrow(layout)
+                return _summarise(layout, [_measure_again(compared, noise) for compared in ranks], None)
+        return _summarise(layout, ranks, diagnose(case))
+
+    def _watch(self, case: Case, size: int) -> Case:
+        step = case.step
+        if step not in self._watched:
             self._run(watch_reference, 1, (self._subject, self._folder, step))
             self._watched.add(step)
-        if watched:
-            by_rank = self._run(watch_layouts, size, (self._subject, self._folder, watched))
-            for (layout, step), observed in zip(watched, zip(*by_rank, strict=True), strict=True):
-                facts = WatchedFacts.read(Path(self._folder), step)
-                cases[layout] = replace(cases[layout], watched=facts, observed=observed)
-        return {layout: diagnose(case) for layout, case in cases.items()}
+        observed = self._run(watch_layouts, size, (self._subject, self._folder, [(case.layout, step)]))
+        facts = WatchedFacts.read(Path(self._folder), step)
+        return replace(case, watched=facts, observed=[rank[0] for rank in observed])
+
+    def _is_narrow_rounding(self, case: Case, ranks: list[Compared]) -> bool:
+        """Whether a layout is apart by no more than rounding in the narrower type of the part that is the
+        first to differ; then all else follows from it, and must be within what such rounding does to it."""
+        if not starts_in(case, self._facts.narrow):
+            return False
+        if self._narrow_noise is None:
+            self._narrow_noise = self._run(measure_narrow, 1, (self._subject, self._folder))[0]
+        noise = self._narrow_noise
+        sizes = [pair for compared in ranks for pair in compared.sizes.items()]
+        return all(key in noise and size <= noise[key].tolerance for key, size in sizes)
+
+    def _remark_narrow(self, layout: Layout) -> None:
+        narrow = self._facts.narrow
+        kinds = ", ".join(sorted(set(narrow.values())))
+        names = [name or "the model itself" for name in narrow]
+        self.remarks.append(
+            Finding(
+                "PL725",
+                str(layout),
+                f"It is apart by rounding in {kinds}: the first difference is in a part that computes "
+                f"so, though training is in {self._subject.dtype}. Such parts are {name_some(names, 4)}.",
+                "A model is compared by the precision that it really computes in.",
+                "Nothing needs to be done. To compare more strictly, have the model compute in the type that "
+                "its weights have.",
+            )
+        )
+
+
+def _measure_again(compared: Compared, noise: dict[str, Noise]) -> Compared:
+    """The same in units of another noise."""
+    ratios = [(divide(size, noise[key].tolerance), key) for key, size in compared.sizes.items()]
+    levels = [divide(size, noise[key].level) for key, size in compared.sizes.items()]
+    return replace(
+        compared, worst=max(ratios, default=(1.0, "")), worst_noise=max(levels, default=compared.worst_noise)
+    )
+
+
+def _tell_unexplained(case: Case, error: Exception) -> Finding:
+    """A layout that differs, and whose watched run failed."""
+    first = max(case.first, key=lambda d: d.ratio)
+    return Finding(
+        "PL726",
+        f"{case.layout}, step {case.step}",
+        f"The {first.kind} {first.name} differs {case.name_ranks(d.rank for d in case.first)}, "
+        f"{show_size(first.size, first.tolerance)}. Where it begins is not known, because the run "
+        f"that watches every module failed: {error}",
+        "Every layout gives the numbers of one process, within rounding.",
+        "Train with another layout, and please report it: watching modules must not make a run fail.",
+    )
 
 
 def _summarise(layout: Layout, ranks: list[Compared], finding: Finding | None) -> LayoutResult:
@@ -337,7 +424,7 @@ def _tell_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) 
         str(layout),
         f"{'The ranks hang' if isinstance(error, JobStuck) else 'A rank failed'}: {error}",
         "A layout that one process can train should train.",
-        "Mend what the message says; it names the rank and the line.",
+        "Fix what the message says; it names the rank and the line.",
     )
     return LayoutResult(str(layout), layout.num_ranks, "failed", findings=[finding])
 

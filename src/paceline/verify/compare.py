@@ -14,6 +14,7 @@ that is 0 throughout takes the scale of the largest tensor of its kind.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,14 @@ FACTORS = {"fp64": 100.0, "fp32": 20.0, "bf16": 8.0, "fp16": 8.0}
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 # How the note of a difference begins that is the right tensor of another rank.
 ANOTHERS_PART = "it is the part of rank"
-# Tensors whose root-mean-square difference is this share of them were rounded to 16 bits somewhere.
-_HALF_PRECISION = (2.0**-14, 2.0**-5)
+# Bits of the significand of narrower types, and how many more a sum of a few such numbers may take.
+_SIGNIFICANDS = {"bf16": (8, 16), "fp16": (11, 13), "fp32": (24, 14)}
+_FP32_DIGITS = 24
+# How many binary digits the size of a difference may be from what its type would make.
+_FAR = 4.0
+# Fewer elements than these say nothing of a type; of more, this share must agree.
+_LEAST_ROUNDED = 4
+_NEARLY_ALL = 0.9
 # Least-squares factors count when they leave less than this of the tensor unexplained.
 _UNEXPLAINED = 1e-3
 
@@ -76,7 +83,7 @@ class Difference:
         scale: the largest element of the reference.
         factor: such that the tensor is the reference times this; `None` where it is not.
         share: of the elements, those that differ.
-        looks_rounded: whether it is apart by what a 16-bit type rounds away.
+        rounded_to: the narrower type that its values were rounded to, empty for none.
         note: what else was seen.
     """
 
@@ -90,7 +97,7 @@ class Difference:
     scale: float
     factor: float | None = None
     share: float = 1.0
-    looks_rounded: bool = False
+    rounded_to: str = ""
     note: str = ""
 
     @property
@@ -150,14 +157,41 @@ def share_apart(reference: Tensor, other: Tensor, tolerance: float) -> float:
     return float(((apart > tolerance) | apart.isnan()).double().mean().item())
 
 
-def looks_rounded(reference: Tensor, other: Tensor) -> bool:
-    """Whether a tensor is apart by what a 16-bit type rounds away, and by no more."""
-    if reference.shape != other.shape or not reference.is_floating_point() or not reference.numel():
-        return False
-    a, b = reference.double(), other.double()
-    apart, norm = torch.linalg.vector_norm(a - b).item(), torch.linalg.vector_norm(a).item()
-    low, high = _HALF_PRECISION
-    return bool(norm) and low < apart / norm < high
+def find_rounding(reference: Tensor, other: Tensor, scales: Sequence[float] = (1.0,)) -> str:
+    """Return the narrower type that `other` was rounded to: `"bf16"`, `"fp16"`, `"fp32"`, or `""` for none.
+
+    Two things must hold for nearly all elements that differ. Their significands are as short as that type
+    makes them, or a sum of a few such numbers. And the differences have the size of that rounding.
+
+    Args:
+        reference: before the rounding.
+        other: after it.
+        scales: what `other` may have been divided by since it was rounded.
+    """
+    if reference.shape != other.shape or reference.dtype != other.dtype or not other.is_floating_point():
+        return ""
+    a, b = reference.detach().flatten(), other.detach().flatten()
+    differs = (a != b) & (b != 0) & b.isfinite() & a.isfinite()
+    if int(differs.sum()) < _LEAST_ROUNDED:
+        return ""
+    a, b = a[differs].double(), b[differs].double()
+    digits = 1 - round(math.log2(torch.finfo(other.dtype).eps))
+    apart = -math.log2(max(1e-300, float(((a - b).abs() / a.abs().clamp(min=1e-300)).median())))
+    # The median of a rounding to n bits is near 2**-(n + 1.6); the nearest type is the one to ask for.
+    name = min(_SIGNIFICANDS, key=lambda kind: abs(apart - _SIGNIFICANDS[kind][0] - 1.6))
+    bits, spare = _SIGNIFICANDS[name]
+    if bits >= digits or abs(apart - bits - 1.6) > _FAR:
+        return ""
+    room = bits + spare if digits > _FP32_DIGITS else bits + 3
+    is_short = any(_share_short(b * scale, room, digits) >= _NEARLY_ALL for scale in scales)
+    return name if is_short else ""
+
+
+def _share_short(values: Tensor, bits: int, digits: int) -> float:
+    """The share of values whose significand fits into `bits`, but for the last two of `digits`."""
+    significand, _ = torch.frexp(values)
+    whole = torch.ldexp((torch.ldexp(significand, torch.tensor(bits))).round(), torch.tensor(-bits))
+    return float(((significand - whole).abs() <= 2.0 ** (2 - digits)).double().mean())
 
 
 def looks_masked(reference: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from paceline.verify.case import Case, Explained, name_some, near, show_size
 from paceline.verify.compare import ANOTHERS_PART
+from paceline.verify.forward_cause import explain_settings
+from paceline.verify.settings import FUNCTIONS, OPTIMIZER
 
 # What causes are put to that are nobody's but the reduction's.
 _PLACE = "the sum of gradients"
@@ -21,15 +23,16 @@ def explain(case: Case) -> Explained | None:
     differing = case.of_kind("gradient")
     if not differing:
         return None
-    rounded = _explain_rounding(case)
-    if rounded is not None:
-        return rounded
-    anothers = _explain_anothers(case)
-    if anothers is not None:
-        return anothers
-    by_sum = _explain_factors(case)
-    if by_sum is not None:
-        return by_sum
+    for each in (
+        _explain_absent,
+        _explain_rounding,
+        _explain_anothers,
+        _explain_factors,
+        _explain_moved,
+    ):
+        found = each(case)
+        if found is not None:
+            return found
     events = case.events(gradient=True)
     if events:
         return _explain_backward(case)
@@ -73,19 +76,69 @@ def _explain_strange(case: Case) -> Explained | None:
 
 
 def _explain_rounding(case: Case) -> Explained | None:
-    """Gradients that a 16-bit type has rounded."""
+    """Gradients that a narrower type has rounded."""
     differing = case.of_kind("gradient")
-    rounded = [d for d in differing if d.looks_rounded]
-    if case.dtype not in ("fp64", "fp32") or len(rounded) < 0.8 * len(differing):
+    rounded = [d for d in differing if d.rounded_to]
+    computed = "" if case.events(gradient=True) else case.narrower(None)
+    if case.dtype not in ("fp64", "fp32") or (not computed and len(rounded) < 0.8 * len(differing)):
         return None
+    kind = rounded[0].rounded_to if rounded else computed
+    names = name_some([d.name for d in rounded or differing])
+    why = f"rounded to {kind}" if rounded else f"others, and this layout computes in {kind} behind backward"
     return Explained(
         "PL712",
         _PLACE,
-        f"All outputs agree, but {len(rounded)} of {len(differing)} gradients that differ, "
-        f"{name_some([d.name for d in rounded])}, are apart by what a 16-bit type rounds away, "
-        f"{case.name_ranks(d.rank for d in rounded)}.",
+        f"All outputs agree, but {len(rounded or differing)} of {len(differing)} gradients that differ, "
+        f"{names}, are {why}, {case.name_ranks(d.rank for d in rounded or differing)}.",
         f"dtype {case.dtype} computes and communicates in that type throughout.",
-        "Look for a reduction that sends bf16 or fp16, or a shard's reduce_dtype.",
+        f"Look for a reduction that sends {kind}, or a shard's reduce_dtype.",
+    )
+
+
+def _explain_absent(case: Case) -> Explained | None:
+    """Parameters that the optimizer of a rank does not have."""
+    names = {d.name for d in case.of_kind("gradient")} | {d.name for d in case.of_kind("weight")}
+    absent = [d for d in case.settings if d.owner == OPTIMIZER and not d.found and d.name in names]
+    if not absent:
+        return None
+    return Explained(
+        "PL709",
+        absent[0].name,
+        f"All outputs agree, but the optimizer does not have {name_some([d.name for d in absent])} "
+        f"{case.name_ranks(d.rank for d in absent)}.",
+        "Every rank's optimizer has the same parameters, in the same groups.",
+        "Look at the function that builds the optimizer: a choice of parameters that depends on the rank.",
+    )
+
+
+def _explain_moved(case: Case) -> Explained | None:
+    """Factors that are nearly 1, and explain the difference itself."""
+    found = {o.rank: o.moved for o in case.observed if o.moved is not None}
+    # Only tp's ranks of one place have the same microbatches; all others must see the same sum.
+    if not found or len(found) < case.layout.num_ranks:
+        return None
+    rank = min(found)
+    moved = found[rank]
+    scale = max(map(abs, moved))
+    by_place = [[moved[number] for number in case.owned(place)] for place in range(case.layout.dp)]
+    shown = ", ".join(f"1{each[0]:+.2g}" for each in by_place if each)
+    if any(abs(a - each[0]) > 1e-2 * scale for each in by_place if each for a in each):
+        return None
+    which = case.name_ranks(found)
+    if all(abs(each[0] - moved[0]) <= 1e-2 * scale for each in by_place if each):
+        return Explained(
+            "PL703",
+            _PLACE,
+            f"Outputs agree, but the gradient {which} is 1{moved[0]:+.2g} times the reference's.",
+            _SUM_RULE,
+            "Look for what scales all gradients alike between backward and the optimizer.",
+        )
+    return Explained(
+        "PL706",
+        _PLACE,
+        f"Outputs agree, but in the gradient {which} each rank's part has a factor of its own: {shown}.",
+        "Gradients are clipped, scaled and normalised after they are summed, by numbers that ranks share.",
+        "Look for what scales a rank's gradient before or in the reduction.",
     )
 
 
@@ -287,14 +340,24 @@ def _explain_backward(case: Case) -> Explained:
             case.name_degree(1 / first.factor) if first.factor else None
         )
         factor = f" It is {first.factor:.4g} times the reference's" + (f" ({axis})." if axis else ".")
+    ranks = {d.rank for d in same}
+    if case.settings_of(module, ranks) or case.settings_of(FUNCTIONS, ranks):
+        saw = f"All outputs agree; in backward {saw}, {show_size(first.size, first.tolerance)}."
+        found = explain_settings(case, first, module, saw, ranks)
+        assert found is not None
+        return found
+    facts = None if case.watched is None else case.watched.modules.get(module)
+    if facts is not None and facts.hooks:
+        factor += f" It has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
     return Explained(
         "PL707",
         module,
         f"All outputs agree; in backward {saw}, microbatch {first.microbatch}, "
         f"{show_size(first.size, first.tolerance)}.{factor} All gradients behind it agree.",
-        "Backward through a split module gives what the whole module gives.",
-        "Look at the backward of what follows this place: a sum over tp left out or done twice, a tensor "
-        "changed in place.",
+        "Backward through a module gives the same under every layout.",
+        "Look at the backward of what follows this place: "
+        + ("a sum over tp left out or done twice, " if case.layout.tp > 1 else "")
+        + "a hook or a backward of its own, a tensor changed in place.",
     )
 
 
@@ -317,6 +380,9 @@ def _explain_parameters(case: Case) -> Explained:
     factor = first.factor
     scaled = f" It is {factor:.4g} times the reference's." if factor and not near(factor, 1.0) else ""
     note = f" ({first.note})" if first.note else ""
+    facts = None if case.watched is None else case.watched.modules.get(first.name.rpartition(".")[0])
+    if facts is not None and facts.hooks:
+        scaled += f" Its module has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
     return Explained(
         "PL707",
         first.name.rpartition(".")[0],
@@ -324,5 +390,7 @@ def _explain_parameters(case: Case) -> Explained:
         f"{show_size(first.size, first.tolerance)}.{scaled}",
         "A parameter's gradient doesn't depend on how its module is laid out.",
         "A parameter that is whole on ranks which compute on parts needs its gradient summed over them; look "
-        "for that sum, missing or done twice.",
+        "for that sum, missing or done twice."
+        if case.layout.tp > 1
+        else "Look for a hook on the parameter, or for what changes its gradient after backward.",
     )

@@ -24,7 +24,7 @@ from paceline.verify.compare import (
     Noise,
     divide,
     find_factor,
-    looks_rounded,
+    find_rounding,
     measure_distance,
     share_apart,
 )
@@ -49,6 +49,7 @@ class Compared:
         worst_noise: the same in units of ordinary rounding.
         same_bits: whether nothing differed by a single bit.
         differences: beyond tolerance, in the order in which a run gives them.
+        sizes: of all that are beyond tolerance, by key.
         refused: the code and text of the error that every rank met while building.
         seconds: that the layout took on this rank.
     """
@@ -58,6 +59,7 @@ class Compared:
     worst_noise: float = 0.0
     same_bits: bool = True
     differences: list[Difference] = field(default_factory=list)
+    sizes: dict[str, float] = field(default_factory=dict)
     refused: PacelineError | None = None
     seconds: float = 0.0
 
@@ -106,9 +108,13 @@ class Comparer:
             noise,
             factor=find_factor(expected, tensor),
             share=share_apart(expected, tensor, self._allow(noise)),
-            looks_rounded=looks_rounded(expected, tensor),
+            rounded_to=find_rounding(expected, tensor, self._scales(step)),
             note=_compare_kinds(expected, tensor) or self._find_owner(key, owner, tensor, noise),
         )
+
+    def _scales(self, step: int) -> tuple[float, ...]:
+        """What a reduction's sum is divided by after it: the weight of the global batch, or nothing."""
+        return 1.0, self._reference.facts.numbers.get(key_of(step, "weight of the batch"), 1.0)
 
     def _find_owner(self, key: str, owner: str, tensor: Tensor, noise: Noise) -> str:
         """Whose part it is, where it is another rank's."""
@@ -142,6 +148,8 @@ class Comparer:
         found.same_bits &= size == 0
         found.worst_noise = max(found.worst_noise, divide(size, noise.level))
         found.worst = max(found.worst, (divide(size, tolerance), key_of(step, kind, name)))
+        if size > tolerance:
+            found.sizes[key_of(step, kind, name)] = size
         if size > tolerance and len(found.differences) < _MAX_TOLD:
             found.differences.append(
                 Difference(

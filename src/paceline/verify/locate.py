@@ -27,16 +27,25 @@ from paceline.verify.compare import (
     FACTORS,
     Noise,
     find_factor,
+    find_rounding,
     largest,
     looks_masked,
-    looks_rounded,
     measure_distance,
 )
-from paceline.verify.observe import is_whole, local, move_last_bits, take_part
-from paceline.verify.reference import ONE, Facts, shuffle_shares
+from paceline.verify.observe import is_whole, list_optimizer_settings, local, move_last_bits, take_part
+from paceline.verify.reference import ONE, Facts, Reference, key_of, shuffle_shares
 from paceline.verify.run_steps import run_steps
+from paceline.verify.settings import (
+    FUNCTIONS,
+    OPTIMIZER,
+    PROCESS,
+    SettingDifference,
+    compare_settings,
+    list_functions,
+    list_process_settings,
+)
 from paceline.verify.subject import Opened, Subject
-from paceline.verify.watch import Event, ModuleFacts, Watch, describe_modules
+from paceline.verify.watch import ONCE, Event, ModuleFacts, Watch, describe_modules
 from paceline.world import start
 
 # Elements of gradients that are kept per microbatch, and those that a least-squares fit is made of.
@@ -58,9 +67,10 @@ class EventDifference:
         size, tolerance, scale: as in `Difference`.
         factor: as in `Difference`.
         looks_masked: whether other elements are 0 and the rest agrees, as two dropout masks give it.
-        looks_rounded: whether it is apart by what a 16-bit type rounds away.
+        rounded_to: the narrower type that its values were rounded to, empty for none.
         only_padding: whether all that differs belongs to positions that the batch marks as padding.
         owner: the rank of tp whose part it is, where it is another one's.
+        stale: the step after which a weight was so, where it is an earlier one than it should be.
     """
 
     order: int
@@ -73,9 +83,10 @@ class EventDifference:
     scale: float
     factor: float | None
     looks_masked: bool
-    looks_rounded: bool
+    rounded_to: str
     only_padding: bool = False
     owner: int | None = None
+    stale: int | None = None
 
 
 @dataclass
@@ -88,7 +99,13 @@ class Observed:
         differences: in order: forwards first, by event; then gradients, from the last event to the first.
         num_events: compared.
         factors: by which each microbatch's gradient went into the sum; `None` where no such sum explains it.
+        moved: the same, less 1, where this explains the difference itself: a factor that is nearly 1.
         losses: by microbatch, (sum of losses, weight).
+        types: the narrowest types that were computed in, by module in forward, and outside of it.
+        outside: the same outside of forwards, under an empty name.
+        settings: that one process does not have so.
+        other_draws: modules whose forward drew other random numbers than in one process, of the same shapes.
+        stale_copies: by module, attributes that hold one of its weights as it was after an earlier step.
     """
 
     rank: int = 0
@@ -96,7 +113,13 @@ class Observed:
     differences: list[EventDifference] = field(default_factory=list)
     num_events: int = 0
     factors: list[float] | None = None
+    moved: list[float] | None = None
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    settings: list[SettingDifference] = field(default_factory=list)
+    other_draws: list[str] = field(default_factory=list)
+    stale_copies: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,6 +133,10 @@ class WatchedFacts:
         losses: by microbatch, (sum of losses, weight).
         gradient_scale: what a microbatch's raw gradient is multiplied with in the mean over the global batch.
         parameters: names whose gradients were kept by microbatch.
+        types, outside: as in `Observed`.
+        settings: of functions, the process and the optimizer, by owner.
+        changed: weights that a forward of this step found changed since the step before.
+        draws: see `Types`.
     """
 
     order: dict[str, int]
@@ -118,19 +145,22 @@ class WatchedFacts:
     losses: dict[int, tuple[float, float]]
     gradient_scale: float
     parameters: list[str]
+    types: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, dict[str, str]] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    draws: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, step: int) -> WatchedFacts:
         """Gets it from the folder."""
         table = json.loads((folder / f"watched-{step}.json").read_text())
-        return cls(
-            order=table["order"],
-            noise={key: Noise(**value) for key, value in table["noise"].items()},
-            modules={name: ModuleFacts(**value) for name, value in table["modules"].items()},
-            losses={int(number): tuple(pair) for number, pair in table["losses"].items()},
-            gradient_scale=table["gradient_scale"],
-            parameters=table["parameters"],
-        )
+        table |= {
+            "noise": {key: Noise(**value) for key, value in table["noise"].items()},
+            "modules": {name: ModuleFacts(**value) for name, value in table["modules"].items()},
+            "losses": {int(number): tuple(pair) for number, pair in table["losses"].items()},
+        }
+        return cls(**table)
 
 
 def _key(microbatch: int, event: Event, gradient: bool) -> str:
@@ -230,14 +260,16 @@ def watch_reference(subject: Subject, folder: str, step: int) -> None:
         opened = subject.open()
         kept, found = _Keep(), _Gradients(step)
         trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=facts.clip_norm)
-        watch = Watch(trainer, kept)
+        watch = Watch(trainer, kept, subject.dtype)
         modules = describe_modules(trainer.model)
         parts = _ByMicrobatch(trainer, watch, facts.num_microbatches[step - 1])
         _run_watched(trainer, opened, watch, step, found)
+        settings = _list_process(trainer)
         rerun = _Floors(kept)
         trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=facts.clip_norm)
         move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=1)
-        _run_watched(trainer, opened, Watch(trainer, rerun), step, _Nothing(), shuffles=True)
+        again = Watch(trainer, rerun, subject.dtype)
+        _run_watched(trainer, opened, again, step, _Nothing(), shuffles=True)
     noise = {
         key: Noise(rerun.floors.get(key, 0.0), largest(tensor), EPS[subject.dtype], FACTORS[subject.dtype])
         for key, tensor in kept.tensors.items()
@@ -250,10 +282,43 @@ def watch_reference(subject: Subject, folder: str, step: int) -> None:
         losses=kept.losses,
         gradient_scale=_measure_scale(found.gradients, parts, facts.num_microbatches[step - 1]),
         parameters=[name for name in parts.names if name in found.gradients],
+        types=watch.types.forward,
+        outside=watch.types.outside,
+        settings=settings,
+        changed=_find_changed(kept, Reference(Path(folder)), step),
+        draws=watch.types.draws,
     )
     save_file(kept.tensors, str(Path(folder) / f"watched-{step}.safetensors"))
     save_file(parts.parts, str(Path(folder) / f"gradients-{step}.safetensors"))
     (Path(folder) / f"watched-{step}.json").write_text(json.dumps(asdict(table)))
+
+
+def _list_process(trainer: Trainer) -> dict[str, dict[str, str]]:
+    """Settings that are no module's, by owner."""
+    return {
+        FUNCTIONS: list_functions(),
+        PROCESS: list_process_settings(),
+        OPTIMIZER: list_optimizer_settings(trainer),
+    }
+
+
+def _key_after(step: int, name: str) -> str:
+    """The reference's key of a weight as it was after a step; 0 for the start."""
+    return key_of(step, "weight" if step else "initial", name)
+
+
+def _find_changed(kept: _Keep, reference: Reference, step: int) -> list[str]:
+    """Weights that a forward of the step found changed since the step before."""
+    found = []
+    for text in kept.order:
+        event = Event.parse(text)
+        if event.is_weight:
+            key = _key_after(step - 1, event.weight)
+            tensor = kept.tensors[_key(ONCE, event, False)]
+            noise = reference.facts.noise.get(key)
+            if noise is not None and measure_distance(reference.tensor(key), tensor) > noise.tolerance:
+                found.append(event.weight)
+    return found
 
 
 def _run_watched(
@@ -297,6 +362,7 @@ class _Judge(_Nothing):
         self.found = Observed(rank=trainer.world.rank)
         self.gradients: dict[str, Tensor] = {}
         self._folder, self._step, self._trainer = folder, step, trainer
+        self._reference = Reference(folder)
 
     @cached_property
     def _file(self) -> Any:
@@ -338,11 +404,27 @@ class _Judge(_Nothing):
                 scale=noise.scale,
                 factor=find_factor(expected, tensor),
                 looks_masked=looks_masked(expected, tensor, noise.tolerance),
-                looks_rounded=looks_rounded(expected, tensor),
-                owner=self._find_owner(key, tensor, noise.tolerance),
+                rounded_to=find_rounding(expected, tensor),
+                owner=None if event.is_weight else self._find_owner(key, tensor, noise.tolerance),
+                stale=self._find_step(event.weight, tensor) if event.is_weight else None,
                 only_padding=expected.is_floating_point() and self._is_padding(microbatch, apart),
             )
         )
+
+    def _find_step(self, name: str, tensor: Tensor) -> int | None:
+        """The earlier step after which the reference had such a weight."""
+        for step in range(self._step - 2, -1, -1):
+            key = _key_after(step, name)
+            if key in self._reference.keys:
+                part = find_part(self._reference.tensor(key), tensor, self._trainer.layout, self.found.rank)
+                noise = self._reference.facts.noise.get(_key_after(step, name))
+                if (
+                    part is not None
+                    and noise is not None
+                    and measure_distance(part, tensor) <= noise.tolerance
+                ):
+                    return step
+        return None
 
     def _find_owner(self, key: str, tensor: Tensor, tolerance: float) -> int | None:
         whole, layout = self._file.get_tensor(key), self._trainer.layout
@@ -375,18 +457,56 @@ class _Judge(_Nothing):
         self.found.differences.sort(
             key=lambda d: (d.gradient, -d.order if d.gradient else d.order, d.microbatch)
         )
-        self.found.factors = self._fit_factors()
+        self._fit_factors()
+        self.found.types, self.found.outside = watch.types.forward, watch.types.outside
+        self.found.other_draws = self._compare_draws(watch.types.draws)
+        self.found.settings = self._compare_settings()
+        self.found.stale_copies = self._find_stale_copies()
         return self.found
 
-    def _fit_factors(self) -> list[float] | None:
-        """From all gradients; where they have no factors in common, from those that all ranks of tp have."""
-        names = self.facts.parameters
-        found = self._fit([name for name in names if name in self.gradients])
-        if found is not None or self._trainer.layout.tp == 1:
-            return found
-        return self._fit([n for n in names if n in self.gradients and is_whole(self._trainer, n)])
+    def _compare_draws(self, draws: dict[str, list[str]]) -> list[str]:
+        found = []
+        for key, digests in draws.items():
+            expected = self.facts.draws.get(key, [])
+            shapes = [[digest.rpartition(" ")[0] for digest in each] for each in (expected, digests)]
+            if shapes[0] == shapes[1] and expected != digests:
+                found.append(key.partition("/")[2])
+        return list(dict.fromkeys(found))
 
-    def _fit(self, names: list[str]) -> list[float] | None:
+    def _compare_settings(self) -> list[SettingDifference]:
+        rank, found = self.found.rank, []
+        for owner, settings in _list_process(self._trainer).items():
+            found += compare_settings(rank, owner, self.facts.settings.get(owner, {}), settings)
+        for name, module in describe_modules(self._trainer.model).items():
+            expected = self.facts.modules.get(name)
+            if expected is not None:
+                found += compare_settings(rank, name, expected.settings, module.settings)
+                hooks = [{"hooks": ", ".join(facts.hooks)} for facts in (expected, module)]
+                found += compare_settings(rank, name, *hooks)
+        return found
+
+    def _find_stale_copies(self) -> dict[str, tuple[str, int]]:
+        """Attributes that hold a weight as it was, in modules whose output differs."""
+        found = {}
+        for name in dict.fromkeys(d.event.module for d in self.found.differences if d.event.side == "out"):
+            module = self._trainer.model.get_submodule(name)
+            copies = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
+            for key, value in copies.items():
+                for weight in module._parameters:
+                    step = self._find_step(f"{name}.{weight}" if name else weight, local(value))
+                    if step is not None:
+                        found[name] = (key, step)
+        return found
+
+    def _fit_factors(self) -> None:
+        """From all gradients; where they have no factors in common, from those that all ranks of tp have."""
+        names = [name for name in self.facts.parameters if name in self.gradients]
+        found, moved = self._fit(names)
+        if found is None and self._trainer.layout.tp > 1:
+            found, moved = self._fit([name for name in names if is_whole(self._trainer, name)])
+        self.found.factors, self.found.moved = found, moved
+
+    def _fit(self, names: list[str]) -> tuple[list[float] | None, list[float] | None]:
         count = 1 + max(self.facts.losses, default=-1)
         file: Any = safe_open(str(self._folder / f"gradients-{self._step}.safetensors"), framework="pt")
         keys = frozenset(file.keys())
@@ -401,11 +521,14 @@ class _Judge(_Nothing):
                 if f"{number}/{name}" in keys:
                     part = take_part(self._trainer, name, file.get_tensor(f"{number}/{name}"))
                 if part.shape != gradient.shape:
-                    return None
+                    return None, None
                 column.append(self.facts.gradient_scale * part.double().flatten()[::stride])
         if not right or not count:
-            return None
-        return fit_sum(torch.stack([torch.cat(column) for column in columns], 1), torch.cat(right))
+            return None, None
+        matrix, total = torch.stack([torch.cat(column) for column in columns], 1), torch.cat(right)
+        apart = total - matrix.sum(1)
+        is_apart = torch.linalg.vector_norm(apart) > 1e-13 * torch.linalg.vector_norm(total)
+        return fit_sum(matrix, total), fit_sum(matrix, apart) if bool(is_apart) else None
 
 
 def fit_sum(columns: Tensor, total: Tensor) -> list[float] | None:
@@ -455,7 +578,7 @@ def watch_layouts(subject: Subject, folder: str, cases: list[tuple[Layout, int]]
             world.barrier()
             trainer = opened.build_trainer(layout, reduction=subject.reduction, clip_norm=facts.clip_norm)
             judge = _Judge(Path(folder), step, trainer)
-            watch = Watch(trainer, judge)
+            watch = Watch(trainer, judge, subject.dtype)
             _run_watched(trainer, opened, watch, step, judge)
             found.append(judge.finish(watch))
     return found

@@ -52,6 +52,18 @@ def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
                     yield names[id(parameter)], key, local(value)
 
 
+def list_optimizer_settings(trainer: Trainer) -> dict[str, str]:
+    """The settings of the optimizer by parameter's full name, as text."""
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    optimizer = trainer._updates["model"].optimizer
+    found: dict[str, str] = {}
+    for group in optimizer.param_groups:
+        plain = {key: value for key, value in group.items() if isinstance(value, bool | int | float | tuple)}
+        text = ", ".join(f"{key}={value!r}" for key, value in sorted(plain.items()))
+        found |= {names[id(p)]: f"{type(optimizer).__name__} {text}" for p in group["params"]}
+    return found
+
+
 def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
     """What this rank holds of a whole tensor that lies as parameter or buffer `name` does; not collective."""
     placement = _find_placement(trainer)

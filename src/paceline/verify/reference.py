@@ -1,7 +1,8 @@
 """One process as the reference, and how much of it is rounding.
 
 The reference is trained once. Then it is trained again, several times, in ways that must not matter: with
-the microbatches of every step in another order, and with every weight moved by its last bit at the start.
+every weight moved by its last bit at the start, and, but for the first time, with the microbatches of every
+step in another order.
 Another order is what other ranks do to sums over microbatches. The last bits stand for what splitting
 does inside a forward: a matrix product whose sum is cut in two rounds as if its factors were a last bit
 away (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5). What each tensor moves by
@@ -10,6 +11,13 @@ is its noise floor.
 Weights are compared by how far they have moved since the start, because the start of a rerun is moved on
 purpose. Optimizers like AdamW turn a gradient of nearly nothing into a whole step; the reruns go through
 the same optimizer, so the floor of the weights has that in it, element by element.
+
+A buffer that depends on the order of the microbatches by more than rounding is not measured by it: the floor
+of such a buffer is what the first rerun alone gives, which keeps the order. Else a running average that ranks
+never bring together would be its own tolerance.
+
+Where the model computes in a narrower type than the training's (`precision.py`), `measure_narrow` measures
+the noise of that type in further reruns. It is needed only for a layout whose first difference is there.
 
 On disk, in a folder that all ranks read: `reference.safetensors` (keys `step/kind/name`), read as
 memory map, and `reference.json`.
@@ -21,7 +29,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +45,7 @@ from paceline.finding import Finding
 from paceline.recipe import Layout
 from paceline.verify.compare import EPS, FACTORS, Noise, largest, measure_distance
 from paceline.verify.observe import move_last_bits
+from paceline.verify.precision import Rounding
 from paceline.verify.run_steps import run_steps
 from paceline.verify.subject import Opened, Subject
 from paceline.world import start
@@ -67,6 +76,8 @@ class Facts:
         num_microbatches: of every step.
         tied: names of parameters that share their storage.
         draws: random draws of the forward that depend on more than the sample.
+        narrow: modules that compute in a narrower type than the training's, with that type.
+        ordered: buffers that depend on the order of the microbatches, by more than rounding.
     """
 
     numbers: dict[str, float]
@@ -76,6 +87,8 @@ class Facts:
     num_microbatches: list[int]
     tied: list[list[str]]
     draws: list[Finding]
+    narrow: dict[str, str] = field(default_factory=dict)
+    ordered: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Puts it into the folder."""
@@ -160,12 +173,17 @@ def make_reference(subject: Subject, folder: str) -> Facts:
     with start(**subject.start):
         opened = subject.open()
         first = _train_first(opened, subject)
-        floors: dict[str, float] = {}
-        for number in range(1, NUM_RERUNS + 1):
+        in_order: dict[str, float] = {}
+        narrow = _rerun(opened, subject, first.clip_norm, 1, _Spread(first.found, in_order), shuffles=False)
+        floors = dict(in_order)
+        for number in range(2, NUM_RERUNS + 1):
             _rerun(opened, subject, first.clip_norm, number, _Spread(first.found, floors))
+    ordered = _find_ordered(first.found, in_order, floors, subject.dtype)
     facts = Facts(
         numbers=first.found.numbers,
         noise=_measure_noise(first.found, floors, subject.dtype),
+        narrow=narrow,
+        ordered=ordered,
         clip_norm=first.clip_norm,
         num_tensors=len(first.found.tensors),
         num_microbatches=first.num_microbatches,
@@ -210,11 +228,62 @@ def _train_first(opened: Opened, subject: Subject) -> _First:
         clip_norm = _CLIPPED_SHARE * min(finite)
 
 
-def _rerun(opened: Opened, subject: Subject, clip_norm: float, number: int, spread: _Spread) -> None:
+def _rerun(
+    opened: Opened,
+    subject: Subject,
+    clip_norm: float,
+    number: int,
+    spread: _Spread,
+    *,
+    shuffles: bool = True,
+    narrow_noise: bool = False,
+) -> dict[str, str]:
+    """Train again in a way that must not matter.
+
+    Returns:
+        The modules that compute in a narrower type, with that type.
+    """
     # The fast reduction adds in the order of the microbatches; the exact one has an order of its own.
     trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=clip_norm)
     move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=number)
-    run_steps(trainer, shuffle_shares(opened.give_shares(trainer), number), subject.num_steps, spread)
+    seen = None
+    if narrow_noise or (not shuffles and subject.dtype in ("fp64", "fp32")):
+        seen = Rounding(trainer, EPS[subject.dtype], number if narrow_noise else None)
+    shares = opened.give_shares(trainer)
+    run_steps(trainer, shuffle_shares(shares, number) if shuffles else shares, subject.num_steps, spread)
+    return {} if seen is None else seen.narrow
+
+
+def measure_narrow(subject: Subject, folder: str) -> dict[str, Noise]:
+    """Return the noise of every tensor and number with that of the narrower types that the model computes in.
+
+    Runs on one rank, after `make_reference`.
+    """
+    reference = Reference(Path(folder))
+    first = _Recorder()
+    first.numbers = dict(reference.facts.numbers)
+    first.tensors = {key: reference.tensor(key) for key in reference.keys}
+    floors = {key: noise.floor for key, noise in reference.facts.noise.items()}
+    with start(**subject.start):
+        opened = subject.open()
+        for number in range(1, NUM_RERUNS + 1):
+            spread = _Spread(first, floors)
+            clip_norm = reference.facts.clip_norm
+            _rerun(opened, subject, clip_norm, number, spread, shuffles=False, narrow_noise=True)
+    return _measure_noise(first, floors, subject.dtype)
+
+
+def _find_ordered(
+    first: _Recorder, in_order: dict[str, float], floors: dict[str, float], dtype: str
+) -> list[str]:
+    """Name the buffers that depend on the order of the microbatches, and take it out of their floors."""
+    found = []
+    for key, noise in _measure_noise(first, in_order, dtype).items():
+        _, kind, name = key.split("/", 2)
+        if kind == "buffer" and floors.get(key, 0.0) > noise.tolerance:
+            floors[key] = in_order.get(key, 0.0)
+            found.append(name)
+    return list(dict.fromkeys(found))
 
 
 def shuffle_shares(shares: Iterator[Share], seed: int) -> Iterator[Share]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +60,9 @@ class Subject(Protocol):
     def open(self) -> Opened:
         """Reads the data; on every rank once."""
 
+    def with_dtype(self, dtype: str) -> Subject:
+        """The same, trained in another type."""
+
 
 @dataclass(frozen=True)
 class RecipeSubject:
@@ -95,6 +98,10 @@ class RecipeSubject:
 
     def open(self) -> _OpenedRecipe:
         return _OpenedRecipe(self.recipe)
+
+    def with_dtype(self, dtype: str) -> RecipeSubject:
+        train = self.recipe.train.model_copy(update={"dtype": dtype})
+        return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
 
 class _OpenedRecipe:
@@ -148,6 +155,9 @@ class UserSubject:
 
     def open(self) -> _OpenedUser:
         return _OpenedUser(self)
+
+    def with_dtype(self, dtype: str) -> UserSubject:
+        return replace(self, dtype=dtype)
 
 
 class _OpenedUser:

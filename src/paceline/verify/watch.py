@@ -2,8 +2,10 @@
 
 An event is a tensor at the door of a module: `in` before its forward, `out` after it. Inputs count, because a
 module's own code between two children (attention between its projections) shows at the door of the next
-one. Events are numbered per microbatch in the order of the forward; gradients of these tensors carry the
-numbers of theirs, so that backward is the same numbers downwards.
+one. The weights that a module has when its forward begins are events too, `weight NAME`, once per step: a
+shard that was gathered in another type, or not gathered again, shows there. Events are numbered per
+microbatch in the order of the forward; gradients of these tensors carry the numbers of theirs, so that
+backward is the same numbers downwards.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +23,14 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.share import Share
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
+from paceline.verify.compare import EPS
 from paceline.verify.observe import has_part_of_gradient, local, place_batch, wrap_functions
+from paceline.verify.precision import Modules, Types
+from paceline.verify.settings import list_hooks, list_module_settings
+
+# How the side of a weight's event begins, and the number of the microbatch that it carries.
+WEIGHT = "weight "
+ONCE = -1
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Event:
     Attributes:
         module: full name, empty for the model itself.
         call: which of the module's calls in this microbatch, from 0.
-        side: `"in"` or `"out"`.
+        side: `"in"`, `"out"` or `"weight NAME"`.
         place: which of the tensors there.
     """
 
@@ -39,6 +48,17 @@ class Event:
     call: int
     side: str
     place: int
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a weight that a forward found."""
+        return self.side.startswith(WEIGHT)
+
+    @property
+    def weight(self) -> str:
+        """The full name of that weight."""
+        key = self.side.removeprefix(WEIGHT)
+        return f"{self.module}.{key}" if self.module else key
 
     def __str__(self) -> str:
         return f"{self.module}|{self.call}|{self.side}|{self.place}"
@@ -66,19 +86,24 @@ class Watch:
     Args:
         trainer: whose model is watched.
         sink: who gets the events.
+        dtype: of training.
 
     Attributes:
         ran: numbers of the microbatches that this rank ran forward in that step, in order.
         microbatch: the number of the one that runs, -1 outside.
+        types: the narrowest types that were computed in.
     """
 
-    def __init__(self, trainer: Trainer, sink: Sink) -> None:
+    def __init__(self, trainer: Trainer, sink: Sink, dtype: str) -> None:
         self.ran: list[int] = []
         self.microbatch = -1
         self._trainer, self._sink = trainer, sink
         self._waiting: list[tuple[int, Any]] | None = None
         self._inside = False
         self._calls: Counter[str] = Counter()
+        self._shown: set[str] = set()
+        self.modules = Modules(trainer.model)
+        self.types = Types(self.modules, EPS[dtype])
         wrap_functions(trainer, self._forward, self._loss)
         for name, module in trainer.model.named_modules():
             self._hook(name, module)
@@ -87,9 +112,12 @@ class Watch:
         """The next step is the one to watch."""
         self._waiting = list(share.microbatches)
         self.ran = []
+        self.types.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """It is over."""
+        if self._waiting is not None:
+            self.types.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._waiting = None
 
     def _forward(self, inner: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
@@ -99,6 +127,7 @@ class Watch:
         if self.microbatch < 0:  # a round that a rank takes for others' sake
             return inner(model, batch)
         self.ran.append(self.microbatch)
+        self.types.microbatch = self.microbatch
         self._calls.clear()
         with self._watching():
             return inner(model, batch)
@@ -112,11 +141,11 @@ class Watch:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        self._inside = True  # forwards that backward runs again are no events
+        self._inside = self.types.is_forward = True  # forwards that backward runs again are no events
         try:
             yield
         finally:
-            self._inside = False
+            self._inside = self.types.is_forward = False
 
     def _identify(self, batch: Any) -> int:
         """The number of a microbatch, by its contents: a rank may have skipped one."""
@@ -135,6 +164,7 @@ class Watch:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._inside:
                 self._show(name, "in", (args, kwargs))
+                self._show_weights(name, _module)
 
         def after(_module: nn.Module, args: Any, output: Any) -> None:
             if self._inside:
@@ -156,6 +186,15 @@ class Watch:
 
                 tensor.register_hook(show)  # type: ignore[no-untyped-call]
 
+    def _show_weights(self, name: str, module: nn.Module) -> None:
+        if name in self._shown:
+            return
+        self._shown.add(name)
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not hasattr(parameter, "to_local"):  # gathered, or never cut
+                event = Event(name, 0, f"{WEIGHT}{key}", 0)
+                self._sink.event(ONCE, event, local(parameter), gradient=False)
+
 
 @dataclass(frozen=True)
 class ModuleFacts:
@@ -165,18 +204,26 @@ class ModuleFacts:
         kind: name of its class.
         dropout: the largest of its settings with "drop" in the name, or `p` of a dropout module.
         has_parameters: whether it has parameters of its own.
+        settings: see `list_module_settings`.
+        hooks: names of those that users put on it.
     """
 
     kind: str
     dropout: float
     has_parameters: bool
+    settings: dict[str, str] = field(default_factory=dict)
+    hooks: list[str] = field(default_factory=list)
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
     """Facts of every module, by name."""
     return {
         name: ModuleFacts(
-            type(module).__name__, _find_dropout(module), any(True for _ in module.parameters(recurse=False))
+            type(module).__name__,
+            _find_dropout(module),
+            any(True for _ in module.parameters(recurse=False)),
+            list_module_settings(module),
+            list_hooks(module),
         )
         for name, module in model.named_modules()
     }

@@ -67,7 +67,7 @@ EXPECTED: dict[str, Expected] = {
     "another_start_on_one_rank": Expected(
         "gpt", "dp_replicate=2", "PL700", "before step 1", ["on rank 1 only"]
     ),
-    "rounded_to_bf16": Expected("gpt", "dp_replicate=2", "PL712", "the sum of gradients", ["16-bit"]),
+    "rounded_to_bf16": Expected("gpt", "dp_replicate=2", "PL712", "the sum of gradients", ["bf16"]),
     "row_sum_missing": Expected(
         "gpt", "tp=2", "PL701", "layers.0.self_attn.o_proj", ["in the output of layers.0.self_attn.o_proj"]
     ),
@@ -118,7 +118,7 @@ EXPECTED: dict[str, Expected] = {
         "gpt", "tp=2", "PL700", "before step 1", ["on rank 1 only", "depend on the rank"]
     ),
     "resumed_with_old_masks": Expected("gpt", "tp=2", "PL702", "step 2", ["Other elements are 0"]),
-    "sums_rounded_to_bf16": Expected("encoder", "tp=2", "PL712", "encoder.layers.0.self_attn", ["16-bit"]),
+    "sums_rounded_to_bf16": Expected("encoder", "tp=2", "PL712", "encoder.layers.0.self_attn", ["bf16"]),
     "averaged_over_shards": Expected(
         "gpt", "dp_shard=2", "PL703", "the sum of gradients", ["1/2 of", "dp_shard=2"]
     ),
@@ -126,8 +126,8 @@ EXPECTED: dict[str, Expected] = {
     "chunk_of_another_rank": Expected(
         "gpt", "dp_shard=2", "PL703", "the sum of gradients", ["part of rank 1 of dp_shard for rank 0"]
     ),
-    "shard_gradients_in_bf16": Expected("gpt", "dp_shard=2", "PL712", "the sum of gradients", ["16-bit"]),
-    "gathered_in_bf16": Expected("gpt", "dp_shard=2", "PL712", "embed_tokens", ["16-bit"]),
+    "shard_gradients_in_bf16": Expected("gpt", "dp_shard=2", "PL712", "the sum of gradients", ["bf16"]),
+    "gathered_in_bf16": Expected("gpt", "dp_shard=2", "PL712", "embed_tokens", ["bf16"]),
     "gathered_once_for_all": Expected(
         "gpt", "dp_shard=2 zero=2", "PL714", "step 2, embed_tokens", ["gathered once and not again"]
     ),

@@ -60,7 +60,12 @@ def bias_on_every_rank() -> Iterator[None]:
 
     def add_up(module: nn.Module, change: Change) -> None:
         right = module.forward
-        module.forward = MethodType(lambda self, input: change(right(input)), module)
+
+        def forward(self: nn.Module, input: Tensor) -> Tensor:
+            return change(right(input))
+
+        forward.__module__ = apply.__name__  # as the library's own code has it
+        module.forward = MethodType(forward, module)
 
     with mock.patch.object(apply, "_add_up_linear", add_up):
         yield

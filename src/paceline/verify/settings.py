@@ -1,0 +1,187 @@
+"""The settings that a module, the optimizer and a process have, so that ranks can be compared directly.
+
+A rank whose LayerNorm has another eps, whose `torch.nn.functional.gelu` was replaced or whose optimizer has
+another learning rate gives other numbers. The numbers alone do not show why; the settings do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+# Owners of settings that are no module's.
+FUNCTIONS = "functions"
+PROCESS = "the process"
+OPTIMIZER = "the optimizer"
+
+_INTERNAL = frozenset(vars(nn.Module()))
+_OURS = ("paceline", "torch", "_pytest")
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MAX_LENGTH = 200
+
+
+@dataclass(frozen=True)
+class SettingDifference:
+    """A setting of a rank that is not the reference's.
+
+    Attributes:
+        rank: who has it.
+        owner: full name of a module, or `FUNCTIONS`, `PROCESS`, `OPTIMIZER`.
+        name: of the setting.
+        expected: in one process; empty where it has none.
+        found: on the rank; empty where it has none.
+    """
+
+    rank: int
+    owner: str
+    name: str
+    expected: str
+    found: str
+
+
+def list_module_settings(module: nn.Module) -> dict[str, str]:
+    """Return the plain settings of a module and of the settings objects that it keeps, as text.
+
+    The key `forward` is the code that the module runs. What Paceline or torch put there is left out.
+    """
+    found = {"forward": _name_code(type(module).forward)}
+    for key, value in vars(module).items():
+        if key in _INTERNAL and key != "training":
+            continue
+        if key == "forward":
+            if not _is_ours(value):
+                found[key] = _name_code(value)
+        elif _is_plain(value):
+            found[key] = repr(value)[:_MAX_LENGTH]
+        elif callable(value) and not isinstance(value, nn.Module | type):
+            if not _is_ours(value):
+                found[key] = _name_code(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type):
+            inner = {f"{key}.{name}": each for name, each in vars(value).items() if _is_plain(each)}
+            found |= {name: repr(each)[:_MAX_LENGTH] for name, each in inner.items()}
+    return found
+
+
+def list_hooks(module: nn.Module) -> list[str]:
+    """Return the names of the hooks that users put on a module and on its own parameters."""
+    hooks: list[Any] = []
+    for kind in _HOOKS:
+        hooks += getattr(module, kind).values()
+    for parameter in module.parameters(recurse=False):
+        hooks += (parameter._backward_hooks or {}).values()
+    return [_name(hook) for hook in hooks if not _is_ours(hook)]
+
+
+def list_functions() -> dict[str, str]:
+    """Return torch's functions that somebody other than torch and Paceline has replaced in this process."""
+    found = {}
+    for holder in (torch.nn.functional, torch, torch.Tensor, torch.distributed):
+        name = getattr(holder, "__qualname__", holder.__name__)
+        name = f"torch.{name}" if not name.startswith("torch") else name
+        for key, value in list(vars(holder).items()):
+            kind = type(value)  # isinstance would wake torch's deprecated objects, which warn
+            if key.startswith("_") or kind not in (FunctionType, functools.partial):
+                continue
+            if kind is functools.partial or not _is_ours(value):
+                found[f"{name}.{key}"] = _name_code(value)
+    return found
+
+
+def list_process_settings() -> dict[str, str]:
+    """Return settings of torch that hold for the whole process."""
+    found: dict[str, Any] = {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
+        "torch.is_autocast_enabled('cuda')": torch.is_autocast_enabled("cuda"),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def compare_settings(
+    rank: int, owner: str, expected: dict[str, str], found: dict[str, str]
+) -> list[SettingDifference]:
+    """Return what differs between one owner's settings in one process and on a rank.
+
+    A private name that one process lacks is left out: it is what a layout notes at a module.
+    """
+    return [
+        SettingDifference(rank, owner, name, expected.get(name, ""), found.get(name, ""))
+        for name in sorted({*expected, *found})
+        if expected.get(name) != found.get(name) and not (name.startswith("_") and name not in expected)
+    ]
+
+
+def drop_layouts_own(differences: Iterable[SettingDifference], num_ranks: int) -> list[SettingDifference]:
+    """Leave out whole numbers that no rank has as one process has them: sizes of a layout's parts."""
+    kept: list[SettingDifference] = []
+    by_setting: dict[tuple[str, str], set[int]] = {}
+    listed = list(differences)
+    for difference in listed:
+        by_setting.setdefault((difference.owner, difference.name), set()).add(difference.rank)
+    for difference in listed:
+        is_everywhere = len(by_setting[difference.owner, difference.name]) == num_ranks
+        if not (is_everywhere and _is_size(difference.expected) and _is_size(difference.found)):
+            kept.append(difference)
+    return kept
+
+
+def _is_size(text: str) -> bool:
+    return bool(text) and all(part.strip().isdigit() for part in text.strip("()[],").split(","))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return len(value) <= 8 and all(isinstance(each, _PLAIN) for each in value)
+    return isinstance(value, _PLAIN)
+
+
+def _unwrap(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def _is_ours(function: Any) -> bool:
+    inner = _unwrap(function)
+    module = getattr(inner, "__module__", None) or type(inner).__module__ or ""
+    return module.split(".")[0] in _OURS
+
+
+def _name(function: Any) -> str:
+    inner = _unwrap(function)
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    return f"{getattr(inner, '__module__', '') or type(inner).__module__}.{name}"
+
+
+def _name_code(function: Callable[..., Any]) -> str:
+    """The name of a function, and a digest of its code: another function may have the same name."""
+    settings = ""
+    if isinstance(function, functools.partial):
+        values = {key: value for key, value in function.keywords.items() if _is_plain(value)}
+        settings = " with " + ", ".join(f"{key}={value!r}" for key, value in values.items())
+    code = getattr(_unwrap(function), "__code__", None)
+    digest = "" if code is None else f" ({_digest(code)})"
+    return f"{_name(function)}{settings}{digest}"
+
+
+def _digest(code: CodeType) -> str:
+    constants = [_digest(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts if _is_code(c)]
+    text = repr((code.co_code, code.co_names, constants))
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def _is_code(constant: Any) -> bool:
+    return isinstance(constant, CodeType) or _is_plain(constant)
