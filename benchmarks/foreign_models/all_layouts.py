@@ -1,0 +1,128 @@
+"""Verifies every model of zoo.py under five layouts, and prints a table.
+
+    python benchmarks/foreign_models/all_layouts.py                 # writes layouts.json and layouts.txt
+    python benchmarks/foreign_models/all_layouts.py --missing       # goes on where it was ended
+    python benchmarks/foreign_models/all_layouts.py --only Gemma    # prints only
+
+Default settings of `paceline.verify`, but two steps and microbatches of two samples. A cell is the worst
+difference in tolerances (below 1 is the same as one process), or a code: in capitals where the layout is
+wrong, crashes or hangs; in brackets where it is refused before it trains, with the reason in layouts.json.
+The ranks are those of the tests' pool, which stay from one model to the next: importing transformers in each
+anew would take most of the time. Exit code 1 where a model is wrong, crashes or hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent))
+
+from benchmarks.foreign_models.run import show_setup, show_table  # noqa: E402
+from benchmarks.foreign_models.zoo import SIZE, ZOO  # noqa: E402
+from paceline.errors import PacelineError  # noqa: E402
+from paceline.launch.failure import RankFailed  # noqa: E402
+from paceline.verify.check import (  # noqa: E402
+    LayoutResult,
+    Verified,
+    build_default_optimizer,
+    resolve_layout,
+    verify_subject,
+)
+from paceline.verify.subject import UserSubject  # noqa: E402
+from tests.dist.pool import Pool  # noqa: E402
+from tests.verify.runs import PoolRunner  # noqa: E402
+
+# Of each run of the ranks, on a machine that may have much else to do.
+TIMEOUT_S = 300.0
+LAYOUTS = ("dp_replicate=2", "dp_shard=2", "tp=2", "tp=2 sequence=true", "dp_shard=2 tp=2")
+
+
+def verify_model(name: str, pool: Pool, layouts: tuple[str, ...] = LAYOUTS) -> Verified:
+    """Verify one model of the zoo on the ranks of a pool."""
+    subject = UserSubject(
+        **ZOO[name].verify_arguments(SIZE),
+        optimizer=build_default_optimizer,
+        num_steps=2,
+        dtype="fp64",
+        reduction="fast",
+        clip_norm=1.0,
+        microbatch_size=2,
+        global_batch_size=None,
+        seed=0,
+    )
+    resolved = [resolve_layout(layout) for layout in layouts]
+    return verify_subject(subject, resolved, run=PoolRunner(pool, timeout_s=TIMEOUT_S), may_narrow=True)
+
+
+def show_cell(result: LayoutResult) -> str:
+    """One layout of one model."""
+    if result.status == "ok":
+        return "same bits" if result.same_bits else f"{result.worst:.3f}"
+    code = result.findings[0].code
+    return f"({code})" if result.status == "refused" else f"{result.status.upper()} {code}"
+
+
+def try_model(name: str, pool: Pool) -> dict[str, Any]:
+    """Return one model's row of the table, and the reasons behind it."""
+    began_s = time.perf_counter()
+    row: dict[str, Any] = {"dtype": "fp64", "reasons": []}
+    try:
+        verified = verify_model(name, pool)
+    except (PacelineError, RankFailed) as error:
+        code = getattr(error, "code", "PL330")
+        # PL722: no layout of such a model can be compared with anything.
+        cell = f"({code})" if code == "PL722" else f"FAILED {code}"
+        row |= {"cells": [cell] * len(LAYOUTS), "reasons": [str(error)]}
+    else:
+        row |= {"dtype": verified.dtype, "cells": [show_cell(result) for result in verified.results]}
+        row["reasons"] = list(map(str, [*verified.findings, *verified.remarks]))
+    return row | {"seconds": round(time.perf_counter() - began_s)}
+
+
+def describe(rows: dict[str, dict[str, Any]]) -> str:
+    """The table, with the counts above it."""
+    cells = [cell for row in rows.values() for cell in row["cells"]]
+    refused = sum(cell.startswith("(") for cell in cells)
+    wrong = sum(cell.startswith(("FAILED", "DIFFERS")) for cell in cells)
+    total = f"{len(rows)} models x {len(LAYOUTS)} layouts: {len(cells) - refused - wrong} the same as one "
+    total += f"process, {refused} refused, {wrong} wrong, crashed or hung"
+    lines = [[name, row["dtype"], *row["cells"], str(row["seconds"])] for name, row in rows.items()]
+    setup = show_setup(SIZE).splitlines()[0].replace("fp64, dropout 0.1, AdamW, 3 steps", "AdamW, 2 steps")
+    return "\n".join([setup, total, "", *show_table([["model", "dtype", *LAYOUTS, "seconds"], *lines])])
+
+
+def main() -> int:
+    """Carry out the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="models whose name has this in it; writes nothing")
+    parser.add_argument("--missing", action="store_true", help="go on: leave out what layouts.json has")
+    options = parser.parse_args()
+    path = HERE / "layouts.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if options.missing and path.exists() else {}
+    pool = Pool()
+    for name in ZOO:
+        if name in rows or (options.only or "").lower() not in name.lower():
+            continue
+        rows[name] = try_model(name, pool)
+        print(name, "|", " | ".join(rows[name]["cells"]), "|", rows[name]["seconds"], "s", flush=True)
+        if options.only:
+            print("\n".join(rows[name]["reasons"]), flush=True)
+        else:
+            rows = {each: rows[each] for each in ZOO if each in rows}
+            path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    pool.close()
+    text = describe(rows)
+    print(f"\n{text}")
+    if not options.only:
+        (HERE / "layouts.txt").write_text(text + "\n", encoding="utf-8")
+    return int(any(cell.startswith(("FAILED", "DIFFERS")) for row in rows.values() for cell in row["cells"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

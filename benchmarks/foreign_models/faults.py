@@ -1,0 +1,109 @@
+"""Plants the faults of planted.py one by one, and prints what verify says of each.
+
+    python benchmarks/foreign_models/faults.py                   # writes faults.txt
+    python benchmarks/foreign_models/faults.py --only "eps"      # prints only
+
+A cause counts as right where the finding has the code, the place and the words that planted.py wrote down.
+Exit code 1 where a fault isn't found, or fewer than nine tenths of the causes are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent.parent))
+
+from benchmarks.foreign_models.planted import FAULTS, Fault, run_patched, verify_arguments  # noqa: E402
+from benchmarks.foreign_models.run import show_table  # noqa: E402
+from paceline.errors import PacelineError  # noqa: E402
+from paceline.finding import Finding  # noqa: E402
+from paceline.launch.failure import RankFailed  # noqa: E402
+from paceline.verify.check import resolve_layout, verify_subject  # noqa: E402
+from paceline.verify.subject import UserSubject  # noqa: E402
+from tests.dist.pool import Pool  # noqa: E402
+from tests.verify.runs import PoolRunner  # noqa: E402
+
+# Of each run of the ranks, on a machine that may have much else to do.
+TIMEOUT_S = 300.0
+
+
+class PatchedRunner:
+    """Runs on a pool, with a fault's patch of torch in force on rank 1 of layouts."""
+
+    def __init__(self, pool: Pool, name: str) -> None:
+        self._run, self._name = PoolRunner(pool, timeout_s=TIMEOUT_S), name
+
+    def __call__(self, fn: Callable[..., Any], nproc: int, args: tuple[Any, ...]) -> list[Any]:
+        """Run a function on ranks."""
+        if nproc > 1:
+            fn, args = run_patched, (self._name, fn, args)
+        return self._run(fn, nproc, args)
+
+
+def find(name: str, pool: Pool) -> Finding | None:
+    """Return what verify says of a fault, `None` where it finds nothing."""
+    fault = FAULTS[name]
+    subject = UserSubject(
+        **verify_arguments(name),
+        num_steps=2,
+        dtype="fp64",
+        reduction="fast",
+        clip_norm=1.0,
+        microbatch_size=2,
+        global_batch_size=None,
+        seed=0,
+    )
+    layouts = [resolve_layout(fault.layout)]
+    findings = verify_subject(subject, layouts, run=PatchedRunner(pool, name)).findings
+    return findings[0] if findings else None
+
+
+def is_right(fault: Fault, finding: Finding | None) -> bool:
+    """Whether code, place and words are those that were written down."""
+    if finding is None:
+        return False
+    has_words = all(word in str(finding) for word in fault.words)
+    return finding.code in fault.codes and fault.place in finding.where and has_words
+
+
+def main() -> int:
+    """Carry out the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="faults whose name has this in it; writes nothing")
+    options = parser.parse_args()
+    rows = [["fault", "model", "layout", "found", "cause", "seconds"]]
+    said, num_found, num_right = [], 0, 0
+    pool = Pool()
+    for name, fault in FAULTS.items():
+        if (options.only or "") not in name:
+            continue
+        began_s = time.perf_counter()
+        try:
+            finding = find(name, pool)
+        except (PacelineError, RankFailed) as error:
+            finding = Finding(getattr(error, "code", "PL330"), "verify itself", str(error), "", "")
+        right = is_right(fault, finding)
+        num_found, num_right = num_found + (finding is not None), num_right + right
+        code = finding.code if finding is not None else ""
+        cells = [fault.what, fault.model, fault.layout, code, "right" if right else "WRONG"]
+        rows.append([*cells, f"{time.perf_counter() - began_s:.0f}"])
+        said.append(f"{fault.what} ({fault.model}, {fault.layout}):\n  {finding}")
+        print(" | ".join(rows[-1]), "" if right else f"\n    {finding}", flush=True)
+    pool.close()
+    count = len(rows) - 1
+    total = f"{count} faults: {num_found} found, the cause of {num_right} right"
+    text = "\n".join([total, "", *show_table(rows)])
+    print(f"\n{text}")
+    if not options.only:
+        (HERE / "faults.txt").write_text("\n".join([text, "", *said]) + "\n", encoding="utf-8")
+    return int(num_found < count or num_right < 0.9 * count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
