@@ -14,10 +14,13 @@ from paceline.data.prepare import PreparedText
 from paceline.errors import PacelineError
 from paceline.recipe import Recipe, parse_recipe
 
+# Batches that the smallest of these texts fill.
+SMALL = {"global_batch_size": 1, "microbatch_size": 1}
+
 
 def text_recipe(tmp_path: Path, **keys: Any) -> Recipe:
     data = {"kind": "text", "files": [f"{tmp_path}/*.txt"], "cache_dir": str(tmp_path / "cache")} | keys
-    return parse_recipe({"model": {"kind": "gpt"}, "data": data, "train": {"steps": 1}})
+    return parse_recipe({"model": {"kind": "gpt"}, "data": data, "train": {"steps": 1} | SMALL})
 
 
 def test_no_torch(tmp_path: Path) -> None:

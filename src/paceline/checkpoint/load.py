@@ -96,12 +96,15 @@ def list_at(path: str | Path) -> list[Path]:
         PacelineError: PL514 where there is none.
     """
     path = Path(path)
-    if (path / FILE_NAME).exists() or (step_of(path) is not None and path.is_dir()):
-        return [path]
-    for folder in (path / CHECKPOINTS, path):
-        if found := list_checkpoints(folder):
-            return list(found.values())
-    saw = f"{path} holds no checkpoint." if path.exists() else f"{path} does not exist."
+    try:
+        if (path / FILE_NAME).exists() or (step_of(path) is not None and path.is_dir()):
+            return [path]
+        for folder in (path / CHECKPOINTS, path):
+            if found := list_checkpoints(folder):
+                return list(found.values())
+        saw = f"{path} holds no checkpoint." if path.exists() else f"{path} does not exist."
+    except OSError as error:  # no permission, or a name that is too long
+        saw = f"{path} can't be looked at: {error.strerror}."
     raise PacelineError(
         "PL514",
         saw=saw,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.tensors import FileRecord
+from paceline.reading import read_file
 
 FILE_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -82,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
         NewerFormatError: for a whole manifest of a newer version.
     """
     try:
-        text = (folder / FILE_NAME).read_bytes()
+        text = read_file(folder / FILE_NAME)
     except FileNotFoundError:
         raise BadManifestError("is missing") from None
     except OSError as error:

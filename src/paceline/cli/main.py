@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import errno
 import importlib
 import json
 import os
+import resource
 import select
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import paceline
+from paceline.cli.output import forget_output, standard_streams
 from paceline.cli.watching import as_table, describe_error, tell
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.launch.failure import PumpLost, RankFailed
@@ -33,6 +37,7 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = [message.split(": ", 1)[1].split()[0].split("=")[0]]
             choices = list(_list_options(self))
+            choices = [option for option in choices if option != unknown[0]]  # another command's
         near = difflib.get_close_matches(unknown[0], map(str, choices), n=1) if unknown else []
         hint = f" Did you mean {near[0]}?" if near else f" See {self.prog} --help."
         self.exit(2, f"{self.prog}: {message}.{hint} [PL600]\n")
@@ -53,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 good, 1 found something, 2 wrong input; 128 + the signal's number where it was asked to stop.
     """
     try:
-        return _run_command(argv)
+        with standard_streams():
+            return _run_command(argv)
     except KeyboardInterrupt:
         return 130
     except Become as wish:
@@ -70,12 +76,13 @@ def _run_command(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
+        if args.command != "explain":
+            _check_place()
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except PacelineError as error:
-        _tell(error, as_json=getattr(args, "json", False))
-        return error.exit_code
+        return _tell(error, as_json=getattr(args, "json", False))
     except (RankFailed, JobStuck, PumpLost) as failure:
         if getattr(args, "json", False):
             print(json.dumps({"error": as_table(failure)}))
@@ -86,8 +93,36 @@ def _run_command(argv: Sequence[str] | None) -> int:
         if not _is_stdout_broken():
             raise  # some other pipe, and no reason to call it success
         # Whoever read the output has gone (`| head`); nothing more can be said there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget_output()
         return 0
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return _tell(_too_many_files(), as_json=False)  # a JSON object may be there in part
+
+
+def _check_place() -> None:
+    """Raises PL604 where the working folder is gone: every relative path would lead nowhere."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise PacelineError(
+            "PL604",
+            saw=f"the working folder can't be found ({error.strerror}).",
+            rule="Relative paths, such as runs/demo, start there.",
+            fix="Change to a folder that exists: cd ~",
+        ) from None
+
+
+def _too_many_files() -> PacelineError:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = f"{soft} (the most that may be set here: {'any' if hard == resource.RLIM_INFINITY else hard})"
+    return PacelineError(
+        "PL605",
+        saw=f"a process ran out of open files; its limit is {limit}.",
+        rule="A launcher and its ranks hold files, pipes and connections open.",
+        fix="Raise the limit in this shell: ulimit -n 1024.",
+    )
 
 
 def _is_stdout_broken() -> bool:
@@ -103,16 +138,21 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with all commands; importing none of their heavy parts."""
     parser = _Parser(prog="paceline", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"paceline {paceline.__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for name in _COMMANDS:
         importlib.import_module(f"paceline.cli.{name}").register(subparsers)
     return parser
 
 
-def _tell(error: PacelineError, *, as_json: bool) -> None:
-    if not as_json:
-        print(f"paceline: {error}", file=sys.stderr)
-        return
-    problems = error.problems if isinstance(error, RecipeErrors) else [error]
-    found = [describe_error(problem) for problem in problems]
-    print(json.dumps({"error": found[0], "errors": found}))
+def _tell(error: PacelineError, *, as_json: bool) -> int:
+    """Reports a mistake; returns its exit code."""
+    if error.code == "PL603":
+        forget_output()
+    elif as_json:
+        problems = error.problems if isinstance(error, RecipeErrors) else [error]
+        found = [describe_error(problem) for problem in problems]
+        print(json.dumps({"error": found[0], "errors": found}))
+        return error.exit_code
+    with contextlib.suppress(OSError):  # where that can't be written either, the exit code is what is left
+        tell(str(error))
+    return error.exit_code

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.watching import add_watching_flags, build_watcher
+from paceline.cli.watching import add_watching_flags, build_watcher, print_remark
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
@@ -57,19 +57,25 @@ def run(args: argparse.Namespace) -> int:
     from paceline.recipe import dump_recipe, load_recipe
     from paceline.train.run_folder import check_run_folder
 
-    recipe = load_recipe(args.recipe, args.set)
+    remarks: list[str] = []
+    recipe = load_recipe(args.recipe, args.set, remark=remarks.append)
     folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
     if is_launched(os.environ):
         _refuse_launcher_flags(args)
-        return _join(recipe, folder, args)
-    nproc = _choose_nproc(args.nproc, recipe)
+        return _join(recipe, remarks, folder, args)
+    nproc, layout_remarks = _choose_nproc(args.nproc, recipe)
 
+    from paceline.cli.preflight import check_memory
     from paceline.launch.local import check_launch, launch, warm_up
 
+    watcher = build_watcher(args)
     warm_up()  # it imports torch while the folder and the data are looked at here
     check_run_folder(folder, recipe)
     prepare_data(recipe)
     check_launch(nproc, recipe.train.device)
+    check_memory(recipe, [recipe.layout.to_layout().resolve(nproc)])
+    for remark in (*remarks, *layout_remarks):
+        print_remark(remark)
     if not args.json:
         from paceline.cli.report import describe_recipe
 
@@ -81,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         device=recipe.train.device,
         log_dir=folder / "logs",
         hang_after_s=None,
-        watcher=build_watcher(args),
+        watcher=watcher,
     )
     return _tell(recipe, results[0], nproc, args)
 
@@ -124,13 +130,15 @@ def train_on_rank(
     return None if summary is None else asdict(summary)
 
 
-def _join(recipe: Recipe, folder: Path, args: argparse.Namespace) -> int:
+def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Namespace) -> int:
     """As one of the ranks that torchrun, srun or mpirun started."""
     from paceline.errors import PacelineError
     from paceline.place import read_environment
     from paceline.recipe import dump_recipe
 
     place = read_environment(os.environ)
+    for remark in remarks if place.rank == 0 else ():
+        print_remark(remark)
     try:
         _check_layout(recipe, place.world_size)
         summary = train_on_rank(dump_recipe(recipe), str(folder), not args.json)
@@ -170,17 +178,16 @@ def _tell(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Na
     return 0
 
 
-def _choose_nproc(asked: int | None, recipe: Recipe) -> int:
-    """The number of ranks, for a layout that is legal on so many; remarks go to standard error."""
+def _choose_nproc(asked: int | None, recipe: Recipe) -> tuple[int, list[str]]:
+    """The number of ranks, for a layout that is legal on so many, and remarks on the layout."""
     from paceline.recipe import refuse_layout, remark_layout
 
     layout = recipe.layout.to_layout()
     nproc = (layout.dp_replicate or 1) * layout.dp_shard * layout.tp if asked is None else asked
-    if nproc >= 1:  # anything else is told by whoever starts ranks
-        refuse_layout(recipe, layout, nproc)
-        for remark in remark_layout(recipe, layout, nproc):
-            print(remark, file=sys.stderr)
-    return nproc
+    if nproc < 1:  # told by whoever starts ranks
+        return nproc, []
+    refuse_layout(recipe, layout, nproc)
+    return nproc, [str(remark) for remark in remark_layout(recipe, layout, nproc)]
 
 
 def _refuse_launcher_flags(args: argparse.Namespace) -> None:

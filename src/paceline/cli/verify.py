@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.watching import print_remark
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -96,15 +97,18 @@ def run(args: argparse.Namespace) -> int:
     from paceline.recipe import load_recipe
 
     dtype = "fp64" if args.dtype == "auto" else args.dtype
-    recipe = load_recipe(args.recipe, [*args.settings, f"train.dtype={dtype}"])
+    recipe = load_recipe(args.recipe, [*args.settings, f"train.dtype={dtype}"], remark=print_remark)
     asked = choose_layouts(recipe, args)
 
     from paceline.cli import verify_report
+    from paceline.cli.preflight import check_memory
     from paceline.data import prepare_data
-    from paceline.launch.local import warm_up
+    from paceline.launch.local import check_launch, warm_up
     from paceline.verify.check import verify_recipe
 
     warm_up()  # it imports torch while the data is looked at here
+    check_launch(max(layout.num_ranks for layout in asked.layouts), recipe.train.device)
+    check_memory(recipe, asked.layouts)
     prepare_data(recipe)
     quiet = args.json or args.markdown
     if not quiet:

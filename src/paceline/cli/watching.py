@@ -61,6 +61,11 @@ def tell(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
+def print_remark(text: str) -> None:
+    """Prints what a user should know of a run that starts all the same."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def _tell_on(said: Said, *, as_json: bool) -> None:
     """Says something of a job that goes on."""
     if as_json:

@@ -143,6 +143,33 @@ PAGES: dict[str, Page] = {
         "Checkpoints of earlier versions did not record the settings of the run, so they can't be compared.",
         "Check the batch sizes, the learning rate and the data yourself. The next checkpoint records them.",
     ),
+    "PL520": Page(
+        "A folder that is not a run's has files of a run's names",
+        "A run writes recipe.toml, metrics.jsonl and evaluations.jsonl into its folder and replaces files of "
+        "these names. A folder is a run's if its .lock or its recipe.toml was written by a run, if it has "
+        "checkpoints, or if its metrics.jsonl has a run's rows. Nothing is changed in any other folder that "
+        "has such files.",
+        "Choose a new folder with --out, such as runs/demo. Move the files away if the folder has to be this "
+        "one.",
+    ),
+    "PL521": Page(
+        "A run's file is something else",
+        "A run makes its files and folders itself. A link, a pipe or a folder in place of a file would send "
+        "what the run writes to another place, or hold it up.",
+        "Choose another folder with --out, or remove what the message names.",
+    ),
+    "PL522": Page(
+        "The run's folder was renamed or removed while the run was going on",
+        "Writing on would make a second folder under the old path, with some of the checkpoints and without "
+        "the recipe and the metrics of the steps before. So the run ends, and what it has saved stays whole.",
+        "Rename the folder back, or give its new path: the run goes on from its last checkpoint.",
+    ),
+    "PL523": Page(
+        "The run's metrics can't be written",
+        "Every step leaves a row in metrics.jsonl, and an event for TensorBoard if that is on. The disk is "
+        "full, or the file can't be written to any more.",
+        "Free space, or change the file's permissions. The same command goes on from the last checkpoint.",
+    ),
     "PL530": Page(
         "The folder holds a run of another recipe",
         "A run is resumed with the recipe that it was started with, because other values would make it "

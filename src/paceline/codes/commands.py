@@ -22,6 +22,31 @@ PAGES: dict[str, Page] = {
         "Messages end with a code in square brackets, PL and three digits; each has a page.",
         "`paceline explain` lists all codes.",
     ),
+    "PL603": Page(
+        "Standard output can't be written",
+        "A command prints its result to standard output, which is on a full disk or can't be written to. "
+        "What the command did before stays done: a run that was trained is saved.",
+        "Send the output to a file on a disk with space, or to a terminal.",
+    ),
+    "PL604": Page(
+        "The working folder is gone",
+        "Relative paths start in the working folder of the shell. It was removed, or this user may not enter "
+        "it, since the shell went there.",
+        "Change to a folder that exists, and give the command again.",
+    ),
+    "PL605": Page(
+        "Too few open files are allowed",
+        "Launcher and ranks hold files, pipes and connections open: some dozens, and several for each rank. "
+        "The shell's limit (ulimit -n) is lower.",
+        "Raise the limit: ulimit -n 1024.",
+    ),
+    "PL606": Page(
+        "The folder for temporary files has too long a path",
+        "Launcher and ranks meet at sockets in the folder for temporary files, and the system takes at most "
+        "107 bytes for the path of a socket. /tmp is used in place of a longer TMPDIR, if it can be written "
+        "to.",
+        "Set TMPDIR to a folder with a shorter path.",
+    ),
     "PL620": Page(
         "A benchmark's number below 1",
         "Ranks, measured steps and repeats are counted from 1.",

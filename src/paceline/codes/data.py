@@ -13,10 +13,10 @@ PAGES: dict[str, Page] = {
         "the running Python's standard library.",
     ),
     "PL201": Page(
-        "A data file can't be read",
+        "A data file or folder can't be read",
         "Every file that data.files matches becomes part of the text; leaving one out would train another "
         "model than the recipe says.",
-        "Mend its permissions (chmod +r), or choose patterns that leave it out.",
+        "Change its permissions (chmod +r, of a folder +rx), or choose patterns that leave it out.",
     ),
     "PL202": Page(
         "The data is shorter than one sequence",
@@ -88,6 +88,25 @@ PAGES: dict[str, Page] = {
         "but "
         "that. Each step then uses all samples, whatever global_batch_size says.",
         "Lower global_batch_size, or check that all data files were found. The remark stops nothing.",
+    ),
+    "PL213": Page(
+        title="data.files matches something that is not a file",
+        why=(
+            "Everything that a path or glob matches becomes part of the text. A pipe, a folder or a link to "
+            "nothing has no text, and leaving it out without a word would train on less than was asked for."
+        ),
+        fix=(
+            "Choose a pattern that matches files alone: texts/*.txt, or texts/** for the files of all "
+            "folders below. Remove broken links."
+        ),
+    ),
+    "PL214": Page(
+        title="A recipe's global batch is larger than its data",
+        why=(
+            "A step takes global_batch_size samples of one epoch, each of them once. With fewer samples "
+            "every batch would be smaller than the recipe says, and the learning rate would fit another size."
+        ),
+        fix="Lower train.global_batch_size, or give more data.",
     ),
     "PL220": Page(
         "A sequence is longer than the model",

@@ -141,8 +141,11 @@ PAGES: dict[str, Page] = {
     ),
     "PL121": Page(
         title="The recipe can't be read",
-        why="A recipe is a text file in UTF-8 that this user may read.",
-        fix="Check its permissions and its encoding, and that it is not a folder.",
+        why=(
+            "A recipe is a text file in UTF-8 that this user may read, of at most a megabyte. A pipe or a "
+            "device has no end that could be waited for."
+        ),
+        fix="Check its permissions and its encoding, and that it is a file. Save a pipe's output as a file.",
     ),
     "PL122": Page(
         title="The recipe is not TOML",
@@ -158,6 +161,33 @@ PAGES: dict[str, Page] = {
             "string, and none leaves an optional key out."
         ),
         fix="Write for example --set train.steps=100 or --set 'data.files=[\"notes/*.txt\"]'.",
+    ),
+    "PL124": Page(
+        title="A value that no key of a recipe can have",
+        why=(
+            "A recipe holds short tables and lists, integers of 64 bits and UTF-8 text. Deeper nesting, "
+            "larger integers and text with NUL characters have no meaning in it."
+        ),
+        fix="Write a value as docs/recipe.md describes it for this key.",
+    ),
+    "PL125": Page(
+        title="The model does not fit into this machine",
+        why=(
+            "The weights that the ranks of this machine would hold take more bytes than it has memory, "
+            "before gradients, optimizer state and activations. Building them would end in the middle."
+        ),
+        fix=(
+            "Lower model.layers or model.hidden, or divide the weights over more machines with "
+            "layout.dp_shard or layout.tp."
+        ),
+    ),
+    "PL126": Page(
+        title="More ranks than a layout can have",
+        why=(
+            "All layouts on a number of ranks are compared to find those that work, which takes long for "
+            "numbers that no cluster has."
+        ),
+        fix="Lower the degrees of the layout, or the number of ranks.",
     ),
     "PL130": Page(
         title="Parameters gathered in another type than the run's",

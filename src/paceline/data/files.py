@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import os
+import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,7 +63,8 @@ def find_text_files(patterns: Sequence[str]) -> list[TextFile]:
             stands for nothing, or `"python-stdlib"`.
 
     Raises:
-        PacelineError: PL200 where a pattern matches no file, PL201 where a file can't be looked at.
+        PacelineError: PL200 where a pattern matches no file, PL201 where a file or folder can't be looked at,
+            PL213 where a pattern matches what is no file.
     """
     found: dict[Path, TextFile] = {}
     for pattern in patterns:
@@ -94,7 +97,7 @@ def _no_match(pattern: str, num_before: int) -> PacelineError:
             fix='Name text of your own: files = ["texts/**/*.txt"].',
         )
     where = "" if os.path.isabs(os.path.expanduser(pattern)) else f" in {Path.cwd()}"
-    if Path(pattern).expanduser().is_dir():
+    if _find_kind(Path(pattern).expanduser()) == stat.S_IFDIR:
         return PacelineError(
             "PL200",
             saw=f"data.files={pattern!r}{where} is a folder.",
@@ -111,7 +114,7 @@ def _no_match(pattern: str, num_before: int) -> PacelineError:
 
 def _list_stdlib() -> Iterator[tuple[Path, str]]:
     root = sysconfig.get_path("stdlib")
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_refuse_listing):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
         for name in names:
             if name.endswith(".py"):
@@ -121,19 +124,90 @@ def _list_stdlib() -> Iterator[tuple[Path, str]]:
 
 def _list_pattern(pattern: str) -> Iterator[tuple[Path, str]]:
     expanded = os.path.expanduser(pattern)
-    if Path(expanded).is_file():  # also a file whose name has the look of a glob
+    if _find_kind(Path(expanded)) == stat.S_IFREG:  # also a file whose name has the look of a glob
         yield Path(expanded), Path(expanded).name
         return
-    fixed: list[str] = []
-    for part in Path(expanded).parts:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    root = Path(*fixed)
+    parts = Path(expanded).parts
+    num_fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = Path(*parts[:num_fixed])
+    _check_folders(root, parts[num_fixed:])
     for match in glob.iglob(expanded, recursive=True):
         path = Path(match)
-        if path.is_file():
+        kind = _find_kind(path)
+        if kind == stat.S_IFREG:
             yield path, path.relative_to(root).as_posix()
+        elif kind != stat.S_IFDIR:
+            raise _no_file(pattern, path, kind)
+        elif num_fixed < len(parts) and "**" not in parts:
+            # `**` goes into the folders that it matches; without it their files would be left out unnoticed.
+            raise _no_file(pattern, path, kind)
+
+
+def _find_kind(path: Path) -> int | None:
+    """The kind of a file as `stat.S_IFMT` gives it; `None` where there is none, as behind a broken link."""
+    try:
+        return stat.S_IFMT(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:  # no permission, a link that leads to itself, a name that is too long
+        raise unreadable(path, error) from None
+
+
+def _check_folders(root: Path, parts: Sequence[str]) -> None:
+    """Raises PL201 for a folder that the pattern has to list and can't, which `glob` passes over.
+
+    Args:
+        root: the part of the pattern before the first wildcard.
+        parts: the parts behind it.
+    """
+    folders = [root]
+    for part in parts:
+        if part == "**":
+            for folder in folders:
+                for _, below, _ in os.walk(folder, onerror=_refuse_listing):
+                    below[:] = [name for name in below if not name.startswith(".")]
+            return
+        folders = [entry for folder in folders for entry in _list_folders(folder, part)]
+
+
+def _list_folders(folder: Path, part: str) -> list[Path]:
+    """The folders in `folder` that one part of a pattern matches."""
+    if not glob.has_magic(part):
+        return [folder / part] if _find_kind(folder / part) == stat.S_IFDIR else []
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+            names = [name for name in names if part.startswith(".") or not name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []  # nothing matches there, which PL200 reports
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    return [folder / name for name in fnmatch.filter(names, part)]
+
+
+def _refuse_listing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise unreadable(Path(error.filename), error)
+
+
+def _no_file(pattern: str, path: Path, kind: int | None) -> PacelineError:
+    what = {
+        None: f"is a symbolic link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "",
+        stat.S_IFDIR: "is a folder",
+        stat.S_IFIFO: "is a pipe",
+        stat.S_IFSOCK: "is a socket",
+    }.get(kind, "is a device")
+    fix = "Remove it, or choose a pattern that leaves it out, such as texts/*.txt."
+    if kind == stat.S_IFDIR:
+        fix = (
+            "Choose a pattern that matches files alone, such as texts/*.txt, or texts/** for all files below."
+        )
+    return PacelineError(
+        "PL213",
+        saw=f"data.files={pattern!r} matches {path}, which {what or 'has gone'}.",
+        rule="Everything that a path or glob matches becomes part of the text, so all of it must be files.",
+        fix=fix,
+    )
 
 
 def _look_at(path: Path, name: str) -> TextFile:
@@ -150,7 +224,7 @@ def unreadable(path: Path, error: OSError) -> PacelineError:
         "PL201",
         saw=f"{path} can't be read: {error.strerror or error}.",
         rule="Every file that data.files matches becomes part of the text.",
-        fix="Mend its permissions (chmod +r), or choose patterns that leave it out.",
+        fix="Change its permissions (chmod +r, of a folder +rx), or choose patterns that leave it out.",
     )
 
 
@@ -169,7 +243,7 @@ def split_files(files: Sequence[TextFile], valid_fraction: float) -> Split:
     missing = target
     held_out: set[TextFile] = set()
     too_big: TextFile | None = None
-    for file in sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()):
+    for file in sorted(files, key=lambda file: _hash_name(file.name)):
         if file.size_bytes <= missing:
             held_out.add(file)
             missing -= file.size_bytes
@@ -188,6 +262,11 @@ def split_files(files: Sequence[TextFile], valid_fraction: float) -> Split:
         if cut < file.size_bytes:
             valid.append(Piece(file, cut, file.size_bytes))
     return Split(train, valid)
+
+
+def _hash_name(name: str) -> bytes:
+    # A name is bytes; those that are not UTF-8 stand as surrogates in it.
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def _find_cut(file: TextFile, at: int) -> int:

@@ -53,14 +53,35 @@ def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits | PreparedCifa
     processes may call it at once.
 
     Raises:
-        PacelineError: PL200 to PL209, see `codes.py`.
+        PacelineError: PL200 to PL209, PL213 and PL214, see `codes/data.py`.
     """
     section = recipe.data
+    prepared: PreparedText | PreparedDigits | PreparedCifar10
     if isinstance(section, DigitsData):
-        return PreparedDigits(*load_digits(section.valid_fraction))
-    if isinstance(section, Cifar10Data):
-        return PreparedCifar10(*open_cifar10(Path(section.folder).expanduser()))
-    return _prepare_text(section)
+        prepared = PreparedDigits(*load_digits(section.valid_fraction))
+    elif isinstance(section, Cifar10Data):
+        prepared = PreparedCifar10(*open_cifar10(Path(section.folder).expanduser()))
+    else:
+        prepared = _prepare_text(section)
+    _check_batch(recipe.train.global_batch_size, prepared)
+    return prepared
+
+
+def _check_batch(global_batch_size: int, prepared: PreparedText | PreparedDigits | PreparedCifar10) -> None:
+    if isinstance(prepared, PreparedText):
+        num_samples = prepared.num_samples(prepared.corpus.train)
+    elif isinstance(prepared, PreparedDigits):
+        num_samples = len(prepared.train.labels)
+    else:
+        num_samples = len(prepared.train)
+    if global_batch_size > num_samples:
+        raise PacelineError(
+            "PL214",
+            saw=f"train.global_batch_size={global_batch_size} is more than the {num_samples} samples of the "
+            "training data.",
+            rule="A global batch is part of one epoch, which has each sample once.",
+            fix=f"Set global_batch_size to {num_samples} or less, or give more data.",
+        )
 
 
 def _prepare_text(section: TextData | MaskedTextData) -> PreparedText:

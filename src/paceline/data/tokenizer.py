@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import PacelineError
+from paceline.reading import read_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -104,7 +105,7 @@ def load_tokenizer(path: Path) -> FileTokenizer:
         PacelineError: PL203 where it is missing, unreadable or not a tokenizer.
     """
     try:
-        definition = path.read_text(encoding="utf-8")
+        definition = read_file(path).decode()
         tokenizer = FileTokenizer(definition)
     except Exception as error:  # `tokenizers` raises bare Exceptions
         reason = error.strerror if isinstance(error, OSError) else str(error)

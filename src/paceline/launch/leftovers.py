@@ -17,12 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.launch.arrival import when_imported
 
 PREFIX = "paceline-launch-"
 ALIVE = "alive"
 SOCKETS = "sockets"
 SOCKETS_PREFIX = "pymp-pl-"
+# Of 107 bytes that the path of a socket may have, what is left before the names of our folders and sockets.
+_LONGEST_TMP = 60
 # A launcher that is just beginning has not opened its pipe yet.
 _YOUNG_S = 10.0
 
@@ -30,13 +33,14 @@ _YOUNG_S = 10.0
 @contextlib.contextmanager
 def launch_folder() -> Iterator[Path]:
     """Makes the folder of a launch, after clearing those of killed ones, and removes it at the end."""
-    clear_abandoned(Path(tempfile.gettempdir()))
+    tmp = _choose_tmp()
+    clear_abandoned(Path(tmp))
     # A rank whose keeper was killed may still leave word there.
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=tmp, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         os.mkfifo(folder / ALIVE)
         # multiprocessing's sockets lie beside, as their paths may not be long; the folder leads there.
-        sockets = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX))
+        sockets = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=tmp))
         (folder / SOCKETS).symlink_to(sockets)
         # Opened for both, because opening for reading alone waits for a writer.
         fd = os.open(folder / ALIVE, os.O_RDWR | os.O_CLOEXEC)
@@ -45,6 +49,21 @@ def launch_folder() -> Iterator[Path]:
         finally:
             os.close(fd)
             shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _choose_tmp() -> str:
+    """The folder for temporary files, or a shorter one where sockets in it would have too long paths."""
+    named = tempfile.gettempdir()
+    for folder in (named, "/tmp", "/var/tmp"):
+        if len(os.fsencode(folder)) <= _LONGEST_TMP and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise PacelineError(
+        "PL606",
+        saw=f"TMPDIR={named} has {len(os.fsencode(named))} bytes, and /tmp can't be written to.",
+        rule=f"Sockets are made there, and the path of a socket is short: at most {_LONGEST_TMP} bytes are "
+        "left.",
+        fix="Set TMPDIR to a folder with a shorter path.",
+    )
 
 
 def keep_sockets_in(launch_folder: str) -> None:

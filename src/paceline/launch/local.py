@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import resource
 import signal
 import sys
 import uuid
@@ -52,6 +53,8 @@ from paceline.place import is_launched
 # What importing torch in a fresh process costs before any model (220 MB measured with gloo).
 RANK_BYTES = 250_000_000
 _RANKS_PER_CORE = 8
+# Open files: with 2 ranks 40 are enough and 34 are not; each further rank has some in the launcher.
+_FILES, _FILES_PER_RANK = 48, 8
 # How long a rank may be stuck after another one has failed, before it is killed. torchelastic waits for 30 s.
 _STUCK_S = 5.0
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP"
@@ -127,7 +130,7 @@ def _build_watcher(hang_after_s: float | None) -> Watcher | None:
 
 
 def check_launch(nproc: int, device: str = "auto") -> None:
-    """Raises PL320 to PL323 and PL325 for ranks that this process can't start on this machine."""
+    """Raises PL320 to PL323, PL325 and PL605 for ranks that this process can't start on this machine."""
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise PacelineError(
             "PL320",
@@ -176,6 +179,14 @@ def _check_room(nproc: int, device: str) -> None:
             saw=f"nproc={nproc} on {cores} usable cores.",
             rule=f"More than {_RANKS_PER_CORE} ranks per core would only wait for each other.",
             fix=f"Use at most nproc={_RANKS_PER_CORE * cores} here.",
+        )
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + _FILES_PER_RANK * nproc
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise PacelineError(
+            "PL605",
+            saw=f"nproc={nproc}, and a process may have {limit} open files here.",
+            rule="Launcher and ranks hold files, pipes and connections open.",
+            fix=f"Raise the limit in this shell: ulimit -n {max(1024, needed)}.",
         )
     available = psutil.virtual_memory().available
     if nproc * RANK_BYTES > available:

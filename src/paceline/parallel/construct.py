@@ -42,6 +42,7 @@ from paceline.parallel.construct_replay import (
     replay,
     seeded_generators,
 )
+from paceline.parallel.out_of_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,21 @@ class Construction:
                 rule="Tensors are made when they are needed, from the data as the factory saw it.",
                 fix="Copy the data in the factory (tensor.clone()), or leave it as it is.",
             ) from None
-        except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
+        except (
+            RuntimeError,
+            NotImplementedError,
+            ValueError,
+            TypeError,
+            AssertionError,
+            MemoryError,
+        ) as error:
+            if is_out_of_memory(error):
+                raise PacelineError(
+                    "PL432",
+                    saw=f"There is no memory left for the {what} {name}: {str(error)[:150].rstrip('.')}.",
+                    rule="A rank holds its part of the weights before it begins to train.",
+                    fix="Use a smaller model, or divide its weights over more ranks with dp_shard or tp.",
+                ) from error
             raise PacelineError(
                 "PL456",
                 saw=f"The {what} {name} can't be made again: {type(error).__name__}: {error}.",

@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
 }
+MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,17 @@ class Layout:
         return " ".join(words)
 
 
+def check_ranks(world_size: int) -> None:
+    """Raises PL126 for more ranks than layouts are looked for; the search goes through all divisors."""
+    if world_size > MOST_RANKS:
+        raise PacelineError(
+            "PL126",
+            saw=f"a layout of {world_size} ranks.",
+            rule=f"Layouts have at most {MOST_RANKS} ranks.",
+            fix="Lower the degrees of the layout, or the number of ranks.",
+        )
+
+
 def check_degree(axis: str, degree: int) -> None:
     """Raises PL112 for a degree below 1 and PL111 for an axis this version can't lay out."""
     if degree < 1:
@@ -140,7 +152,7 @@ def check_degree(axis: str, degree: int) -> None:
 def _read_degree(axis: str, text: str) -> int | None:
     if axis == "dp_replicate" and text == "auto":
         return None
-    if re.fullmatch(r"-?\d+", text) is None:
+    if re.fullmatch(r"-?\d{1,18}", text) is None:
         raise PacelineError(
             "PL110",
             saw=f"layout has {f'{axis}={text}'!r}.",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts, read_facts
-from paceline.recipe.layout import CHOICES, Layout
+from paceline.recipe.layout import CHOICES, Layout, check_ranks
 from paceline.recipe.rules import REMARKS, RULES, divisors
 from paceline.recipe.schema import Recipe
 
@@ -85,6 +85,7 @@ class Rules:
         Raises:
             LayoutErrors: all reasons at once, with the nearest layouts that work.
         """
+        check_ranks(world_size)
         found = self.check(layout, world_size)
         if found:
             problems = [PacelineError(f.code, saw=f.saw, rule=f.rule, fix=f.fix) for f in found]
@@ -115,6 +116,7 @@ class Rules:
         Candidates are the degrees with that product, times every zero and sequence, times the given
         `recompute` and `offload`.
         """
+        check_ranks(world_size)
         candidates = list(list_candidates(world_size, recompute, offload))
         return [layout for layout in candidates if not any(self._break(layout))], len(candidates)
 

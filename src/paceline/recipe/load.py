@@ -5,32 +5,52 @@ from __future__ import annotations
 import copy
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from paceline.errors import PacelineError, RecipeErrors
+from paceline.reading import read_file
 from paceline.recipe.explain import field_at, validate_recipe
 from paceline.recipe.schema import Recipe
 
+# A recipe has about a hundred lines, and its own values are nested three deep.
+_MOST_BYTES = 1 << 20
+_MOST_LEVELS = 16
+# Python converts integers of this size to text and to floating point; the schema has narrower bounds.
+_MOST_BITS = 1000
 
-def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+
+def load_recipe(
+    path: str | Path, settings: Sequence[str] = (), *, remark: Callable[[str], None] | None = None
+) -> Recipe:
     """Reads and validates a recipe file.
+
+    Where a setting makes the run shorter than the file's warm-up, the warm-up keeps its share of the run.
 
     Args:
         path: the TOML file.
         settings: `"key=value"` texts (`train.steps=100`) that override the file; values are TOML,
             and what is not TOML is taken as a string. `none` leaves an optional key out.
+        remark: called with a sentence about each value that was adapted to the settings.
 
     Raises:
-        PacelineError: PL120 missing, PL121 unreadable, PL122 not TOML, PL123 malformed setting.
+        PacelineError: PL120 missing, PL121 unreadable, PL122 not TOML, PL123 malformed setting, PL124 a
+            value that a recipe can't hold.
         RecipeErrors: everything wrong with its keys and values.
     """
     path = Path(path)
+    table = _parse_toml(path, _read_text(path))
+    _shorten_warmup(table, settings, remark)
+    return parse_recipe(table, settings, where=str(path))
+
+
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = read_file(path, _MOST_BYTES)
+        return data.decode("utf-8-sig")  # some editors of Windows begin a file with a byte order mark
     except FileNotFoundError:
         near = difflib.get_close_matches(
             path.name, [p.name for p in path.parent.glob("*.toml")], n=3, cutoff=0.7
@@ -41,27 +61,41 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
         raise PacelineError(
             "PL120", saw=f"{path} does not exist.", rule="A run starts from a recipe file.", fix=hint
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise PacelineError(
             "PL121",
-            saw=f"{path} can't be read: {error}.",
+            saw=f"{str(path)[-200:]} can't be read: {error.strerror}.",
             rule="A recipe is a readable UTF-8 text file.",
             fix="Check the path and its permissions.",
         ) from None
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except UnicodeDecodeError as error:
+        is_utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
         raise PacelineError(
-            "PL122",
-            saw=f"{path} is not TOML: {error}.",
-            rule="A recipe is a TOML file.",
-            fix='Mend that place; strings need quotes: kind = "gpt".',
+            "PL121",
+            saw=f"{path} can't be read: "
+            + ("it begins with the byte order mark of UTF-16." if is_utf16 else f"{error}."),
+            rule="A recipe is a readable UTF-8 text file.",
+            fix="Save it as UTF-8.",
         ) from None
-    return parse_recipe(table, settings, where=str(path))
+
+
+def _parse_toml(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        reason, fix = str(error), 'Mend that place; strings need quotes: kind = "gpt".'
+    except RecursionError:
+        reason, fix = "it nests too many tables or lists", f"Nest at most {_MOST_LEVELS} of them."
+    except ValueError:  # Python's own limit, against numbers that take minutes to read
+        reason, fix = "it holds an integer of thousands of digits", "Write a number of at most 19 digits."
+    raise PacelineError(
+        "PL122", saw=f"{path} is not TOML: {reason}.", rule="A recipe is a TOML file.", fix=fix
+    )
 
 
 def parse_recipe(table: dict[str, Any], settings: Sequence[str] = (), *, where: str = "recipe") -> Recipe:
     """Validates a recipe given as nested dicts; see `load_recipe`."""
+    _check_values(table, where)
     table = copy.deepcopy(table)
     for setting in settings:
         _override(table, setting)
@@ -86,26 +120,101 @@ def dump_recipe(recipe: Recipe) -> str:
     return tomli_w.dumps(table)
 
 
-def _override(table: dict[str, Any], setting: str) -> None:
-    key, sign, value = setting.partition("=")
-    names = [name.strip() for name in key.split(".")]
-    if not sign or not all(names):
-        raise PacelineError(
-            "PL123",
-            saw=f"--set {setting!r}.",
-            rule="A setting is section.key=value.",
-            fix="Write for example --set train.steps=100.",
+def _shorten_warmup(
+    table: dict[str, Any], settings: Sequence[str], remark: Callable[[str], None] | None
+) -> None:
+    """Adapts the file's warm-up to a run that settings make shorter than it.
+
+    A warm-up that is itself a setting, or that does not fit the file's own steps, is left for PL117.
+    """
+    given = dict(_parse_setting(setting) for setting in settings)
+    steps, key = given.get(("train", "steps")), ("optimizer", "warmup_steps")
+    planned, warmup = (_look_up(table, *name) for name in (("train", "steps"), key))
+    is_whole = all(isinstance(number, int) and number > 0 for number in (steps, planned, warmup))
+    if not is_whole or key in given or not steps < warmup <= planned:
+        return
+    shorter = max(1, warmup * steps // planned)
+    table["optimizer"]["warmup_steps"] = shorter
+    if remark is not None:
+        remark(
+            f"optimizer.warmup_steps={shorter} in place of {warmup}: the recipe warms up for {warmup} of "
+            f"{planned} steps, and this run has train.steps={steps}. --set optimizer.warmup_steps=N sets "
+            "another number."
         )
+
+
+def _look_up(table: dict[str, Any], section: str, key: str) -> Any:
+    keys = table.get(section)
+    return keys.get(key) if isinstance(keys, dict) else None
+
+
+def _check_values(table: dict[str, Any], where: str) -> None:
+    """Raises PL124 for a value that no key of a recipe can have, before anything recurses into it."""
+    for name, value, level in _walk(table):
+        saw = None
+        if level > _MOST_LEVELS:
+            saw, fix = f"{name} is nested more than {_MOST_LEVELS} deep", "Take the inner levels out."
+        elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            saw, fix = f"{name} is an integer of {value.bit_length()} bits", "Write a smaller number."
+        elif isinstance(value, str) and not _is_plain(value):
+            saw = f"{name} has {ascii(value)[:100]}, which is not valid text"
+            fix = "Write it in UTF-8, without NUL characters."
+        if saw is not None:
+            rule = "A recipe holds short tables and lists, 64-bit integers and UTF-8 text."
+            raise RecipeErrors(where, [PacelineError("PL124", saw=f"{saw}.", rule=rule, fix=fix)])
+
+
+def _walk(table: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """Every key and value with the key's full name and depth; without recursion, which has a limit."""
+    waiting: list[tuple[str, Any, int]] = [("", table, 0)]
+    while waiting:
+        name, value, level = waiting.pop()
+        yield name, value, level
+        if level > _MOST_LEVELS:
+            continue
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                yield name or "the recipe", key, level
+                waiting.append((f"{name}.{key}".strip(".")[:60], entry, level + 1))
+        elif isinstance(value, list):
+            waiting += [(f"{name}[{number}]"[:60], entry, level + 1) for number, entry in enumerate(value)]
+
+
+def _is_plain(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+        return False
+
+
+def _override(table: dict[str, Any], setting: str) -> None:
+    names, value = _parse_setting(setting)
     for depth, name in enumerate(names[:-1]):
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise PacelineError(
                 "PL123",
-                saw=f"--set {setting!r}, but {'.'.join(names[: depth + 1])} is not a table.",
+                saw=f"--set {setting[:100]!r}, but {'.'.join(names[: depth + 1])} is not a table.",
                 rule="A setting is section.key=value.",
                 fix="Write for example --set train.steps=100.",
             )
-    table[names[-1]] = _parse_value(".".join(names), value.strip())
+    table[names[-1]] = value
+
+
+def _parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
+    """A setting's names and value."""
+    key, sign, value = setting.partition("=")
+    names = tuple(name.strip() for name in key.split("."))
+    if not sign or not all(names) or len(names) > _MOST_LEVELS:
+        raise PacelineError(
+            "PL123",
+            saw=f"--set {setting[:100]!r}.",
+            rule="A setting is section.key=value.",
+            fix="Write for example --set train.steps=100.",
+        )
+    parsed = _parse_value(".".join(names), value.strip())
+    _check_values({key: parsed}, "--set")
+    return names, parsed
 
 
 def _parse_value(key: str, text: str) -> Any:
@@ -114,6 +223,6 @@ def _parse_value(key: str, text: str) -> Any:
         return None  # TOML has no null, and a key of the file has to be leavable out from here
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, or more of it than Python takes
         return text
     return table["value"] if table.keys() == {"value"} else text

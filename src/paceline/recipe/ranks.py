@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, model_validator
 
 from paceline.errors import PacelineError
 from paceline.recipe.layout import AXES, Layout, Offload, Recompute, Zero, check_degree
-from paceline.recipe.section import NonNegativeInt, Section, broken_rule
+from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
 
 
 class LayoutSection(Section):

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from paceline.recipe.ranks import DdpSection as DdpSection
 from paceline.recipe.ranks import LayoutSection as LayoutSection
 from paceline.recipe.ranks import ShardSection as ShardSection
-from paceline.recipe.section import NonNegativeFloat, NonNegativeInt, Probability, broken_rule
+from paceline.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, broken_rule
 from paceline.recipe.section import Section as Section
+
+# Ten times what anybody has trained: beyond it a typing mistake would compute for minutes without a word.
+Layers = Annotated[int, Field(gt=0, le=10_000)]
+Width = Annotated[int, Field(gt=0, le=1 << 20)]
 
 
 def _check_heads(hidden: int, heads: int, *, even: bool) -> None:
@@ -49,15 +53,15 @@ class GptModel(Section):
 
     kind: Literal["gpt"]
     """`"gpt"`."""
-    layers: PositiveInt = 4
+    layers: Layers = 4
     """Number of blocks."""
-    hidden: PositiveInt = 128
+    hidden: Width = 128
     """Width of the residual stream."""
-    heads: PositiveInt = 4
+    heads: Width = 4
     """Query heads; must divide `hidden`."""
-    kv_heads: PositiveInt | None = None
+    kv_heads: Width | None = None
     """Key and value heads (grouped-query attention); must divide `heads`. Default: `heads`."""
-    ffn_hidden: PositiveInt | None = None
+    ffn_hidden: Width | None = None
     """Width inside the feed-forward. Default: 8/3 of `hidden`, rounded up to a multiple of 32."""
     dropout: Probability = 0.0
     """Dropout on the embedding, attention weights and both outputs of a block."""
@@ -89,13 +93,13 @@ class EncoderModel(Section):
 
     kind: Literal["encoder"]
     """`"encoder"`."""
-    layers: PositiveInt = 4
+    layers: Layers = 4
     """Number of `nn.TransformerEncoderLayer`s."""
-    hidden: PositiveInt = 128
+    hidden: Width = 128
     """Width (`d_model`)."""
-    heads: PositiveInt = 4
+    heads: Width = 4
     """Attention heads; must divide `hidden`."""
-    ffn_hidden: PositiveInt | None = None
+    ffn_hidden: Width | None = None
     """Width inside the feed-forward (`dim_feedforward`). Default: 4 x `hidden`."""
     dropout: Probability = 0.1
     """Dropout inside every layer."""
@@ -113,9 +117,9 @@ class ResnetModel(Section):
 
     kind: Literal["resnet"]
     """`"resnet"`."""
-    blocks: list[PositiveInt] = Field(default=[1, 1, 1], min_length=1, max_length=4)
+    blocks: list[Layers] = Field(default=[1, 1, 1], min_length=1, max_length=4)
     """Residual blocks per stage; every stage after the first halves the image and doubles the width."""
-    width: PositiveInt = 16
+    width: Width = 16
     """Channels of the first stage."""
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import resource
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from paceline.errors import PacelineError
+from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder
 from paceline.train.event_file import EventFile
 from paceline.train.step import Step
+
+log = logging.getLogger(__name__)
 
 # Dense peak FLOP/s of one device by dtype of the matrix products, from the vendors' data sheets.
 _PEAK_FLOPS = {
@@ -54,19 +62,25 @@ class MetricsWriter:
         last_step: the step that the run resumes from; later rows of an earlier, killed start are
             dropped, so that the file holds each step once.
         tensorboard: also write event files.
+
+    Every method raises PL522 where the folder was renamed or removed, and PL523 where the disk refuses.
     """
 
     def __init__(self, folder: Path, *, last_step: int, tensorboard: bool) -> None:
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            _drop_rows_after(folder / name, last_step)
-        self._steps = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._evaluations = (folder / "evaluations.jsonl").open("a", encoding="utf-8")
-        self._tensorboard = (
-            EventFile(folder / "tensorboard", purge_step=last_step + 1) if tensorboard else None
-        )
+        self._path = folder / METRICS
         self._pending: list[tuple[float, dict[str, Any]]] = []
         self._last_flush_s = -math.inf
         self._memory_bytes = 0
+        self._has_failed = False
+        with self._writing():
+            self._folder = OpenFolder(folder)
+            for name in (METRICS, EVALUATIONS):
+                _drop_rows_after(folder / name, last_step)
+            self._steps = (folder / METRICS).open("a", encoding="utf-8")
+            self._evaluations = (folder / EVALUATIONS).open("a", encoding="utf-8")
+            self._tensorboard = (
+                EventFile(folder / "tensorboard", purge_step=last_step + 1) if tensorboard else None
+            )
 
     def measure_memory(self, device: torch.device) -> int:
         """Peak bytes, as `measure_memory`, read as often as rows are written: it takes up to 0.4 ms."""
@@ -82,30 +96,53 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Writes what waits. Many rows at once take half the time: short steps would feel each one."""
-        _append(self._steps, [row for _, row in self._pending])
-        if self._tensorboard is not None:
-            for wall_s, row in self._pending:
-                known = {key: row[key] for key in _TENSORBOARD_KEYS if row.get(key) is not None}
-                finite = {f"train/{key}": value for key, value in known.items() if not _is_not_finite(value)}
-                self._tensorboard.write(row["step"], finite, wall_s)
+        with self._writing():
+            self._folder.check()
+            _append(self._steps, [row for _, row in self._pending])
+            if self._tensorboard is not None:
+                for wall_s, row in self._pending:
+                    known = {key: row[key] for key in _TENSORBOARD_KEYS if row.get(key) is not None}
+                    finite = {f"train/{key}": x for key, x in known.items() if not _is_not_finite(x)}
+                    self._tensorboard.write(row["step"], finite, wall_s)
         self._pending.clear()
         self._last_flush_s = time.monotonic()
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Appends what an evaluation after `step` gave, to `evaluations.jsonl`."""
         self.flush()
-        _append(self._evaluations, [{"step": step, **values}])
-        if self._tensorboard is not None:
-            named = {f"valid/{key}": value for key, value in values.items()}
-            self._tensorboard.write(step, named, time.time())
+        with self._writing():
+            _append(self._evaluations, [{"step": step, **values}])
+            if self._tensorboard is not None:
+                named = {f"valid/{key}": value for key, value in values.items()}
+                self._tensorboard.write(step, named, time.time())
 
     def close(self) -> None:
-        """Flushes and closes the files."""
-        self.flush()
-        self._steps.close()
-        self._evaluations.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        """Flushes and closes the files; what failed before is not raised again."""
+        try:
+            if not self._has_failed:
+                self.flush()
+        finally:
+            for file in (self._steps, self._evaluations, self._tensorboard, self._folder):
+                if file is not None:
+                    with contextlib.suppress(OSError):  # rows that a full disk has not taken
+                        file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._has_failed = True
+            raise PacelineError(
+                "PL523",
+                saw=f"{self._path} can't be written: {error.strerror or error}.",
+                rule="Every step of a run leaves a row of metrics there.",
+                fix="Free space, or change the file's permissions; the same command then goes on from the "
+                "last checkpoint.",
+            ) from error
+        except PacelineError:
+            self._has_failed = True
+            raise
 
     def _is_due(self) -> bool:
         return time.monotonic() - self._last_flush_s > _FLUSH_S
@@ -157,21 +194,38 @@ def describe_step(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `.jsonl` file, none where it is missing; a torn line (of a killed run) is left out."""
+    """The rows of a `.jsonl` file, none where it is missing; what is no row (torn by a kill) is left out."""
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
+    found = (_parse_row(line) for line in _read_lines(path))
+    return [row for row in found if row is not None]
+
+
+def _read_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")
+
+
+def _parse_row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if is_row else None
 
 
 def _drop_rows_after(path: Path, last_step: int) -> None:
-    kept = "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last_step)
-    if not path.exists() or path.read_text(encoding="utf-8") == kept:
+    if not path.exists():
+        return
+    *lines, torn = _read_lines(path)
+    rows = [_parse_row(line) for line in [*lines, torn]]
+    kept = "".join(json.dumps(row) + "\n" for row in rows if row is not None and row["step"] <= last_step)
+    num_damaged = sum(row is None for row in rows[:-1])
+    if num_damaged:
+        damaged = path.with_name(f"{path.name}.damaged")
+        shutil.copyfile(path, damaged)
+        log.warning("%d lines of %s are no rows of a run; they are kept in %s", num_damaged, path, damaged)
+    if path.read_bytes() == kept.encode():
         return
     partial = path.with_suffix(".partial")
     partial.write_text(kept, encoding="utf-8")

@@ -15,6 +15,7 @@ from torch.utils.data import Subset, default_collate
 from paceline.data import TaskData, build_data, measure_bigram
 from paceline.models import Gpt, build_model
 from paceline.recipe import Recipe, dump_recipe
+from paceline.train.belongings import EVALUATIONS, METRICS
 from paceline.train.evaluation import Evaluation
 from paceline.train.metrics import read_rows
 from paceline.train.rng import derive_seed, preserved_generators, seed_generators
@@ -237,7 +238,7 @@ class _Run:
         Args:
             model: of `gather_model`.
         """
-        rows = read_rows(self._folder / "metrics.jsonl")
+        rows = read_rows(self._folder / METRICS)
         warm = self._steps[3:] or self._steps
         total_s = sum(step.step_s for step in warm)
         step_s = median([step.step_s for step in warm]) if warm else None
@@ -250,8 +251,8 @@ class _Run:
             world_size=self._world.world_size,
             steps=self._trainer.step_number,
             samples=self._trainer.num_samples,
-            losses=[row["loss"] for row in rows],
-            skipped=sum(row["skipped"] is not None for row in rows),
+            losses=[row.get("loss") for row in rows],
+            skipped=sum(row.get("skipped") is not None for row in rows),
             valid=self._valid,
             bigram_loss=self._measure_bigram(),
             step_s=step_s,
@@ -278,7 +279,7 @@ class _Run:
 
     def _finish_complete(self) -> None:
         """A run that was complete before this start: nothing is trained, what it reached is told."""
-        rows = run_on_main(self._world, lambda: read_rows(self._folder / "evaluations.jsonl"))
+        rows = run_on_main(self._world, lambda: read_rows(self._folder / EVALUATIONS))
         if rows:
             self._valid = {key: value for key, value in rows[-1].items() if key != "step"}
         else:

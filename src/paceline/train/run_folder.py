@@ -17,6 +17,7 @@ from typing import TextIO
 
 from paceline.errors import PacelineError
 from paceline.recipe import Recipe, check_resumable, dump_recipe, load_recipe
+from paceline.train.belongings import LOCK, RECIPE, check_belongings
 from paceline.train.owner import Owner, describe_owner, read_owner
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,15 @@ def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None =
         The open lock file; the folder is free again when it is closed or the process is gone.
 
     Raises:
-        PacelineError: PL530 holds a run of another recipe, PL532 not writable, PL533 in use.
+        PacelineError: PL520 and PL521 something else than a run's folder, PL530 a run of another recipe,
+            PL532 not writable, PL533 in use.
     """
+    check_belongings(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a+", encoding="utf-8")
+        # Not through a link, and not waiting where it became a pipe just now.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.fdopen(os.open(folder / LOCK, flags, 0o644), "a", encoding="utf-8")
     except OSError as error:
         raise PacelineError(
             "PL532",
@@ -59,8 +64,11 @@ def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None =
     try:
         _take_lock(lock, folder)
         _held.add(lock)
-        _check_or_write_recipe(folder / "recipe.toml", recipe)
-        _write_owner(lock, describe_owner(launcher_pid))
+        if (folder / RECIPE).exists():
+            check_resumable(load_recipe(folder / RECIPE), recipe, where=str(folder))
+        # First, because from here on the folder counts as a run's.
+        _write_owner(lock, folder, describe_owner(launcher_pid))
+        _write_recipe(folder / RECIPE, recipe)
     except BaseException:
         with contextlib.suppress(OSError):  # what a full disk has not taken
             lock.close()
@@ -73,10 +81,12 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
 
     It waits as that does for the ranks of a start whose launcher was killed.
     """
-    if (folder / "recipe.toml").exists():
-        check_resumable(load_recipe(folder / "recipe.toml"), recipe, where=str(folder))
-    if (folder / ".lock").exists():
-        with (folder / ".lock").open("r", encoding="utf-8") as lock:
+    check_belongings(folder)
+    if (folder / RECIPE).exists():
+        check_resumable(load_recipe(folder / RECIPE), recipe, where=str(folder))
+    # One that this user may not read is another user's, and so is the folder: `claim_run_folder` will refuse.
+    if os.access(folder / LOCK, os.R_OK):
+        with (folder / LOCK).open("r", encoding="utf-8") as lock:
             _take_lock(lock, folder)
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -93,7 +103,7 @@ def _take_lock(lock: TextIO, folder: Path) -> None:
     begin_s = time.monotonic()
     has_told = False
     while not _try_lock(lock):
-        owner = read_owner(folder / ".lock")
+        owner = read_owner(folder / LOCK)
         leaving = owner is not None and owner.has_lost_launcher()
         patience_s = _LEAVING_S if leaving else _LOOKING_S if owner is None else 0.0
         if time.monotonic() - begin_s >= patience_s:
@@ -132,13 +142,13 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def _write_owner(lock: TextIO, owner: Owner) -> None:
+def _write_owner(lock: TextIO, folder: Path, owner: Owner) -> None:
     try:
         lock.truncate(0)
         lock.write(owner.dump())
         lock.flush()
     except OSError as error:
-        raise _unwritable(Path(lock.name), error) from None
+        raise _unwritable(folder / LOCK, error) from None
 
 
 def _in_use(folder: Path, owner: Owner | None, leaving: bool) -> PacelineError:
@@ -155,9 +165,7 @@ def _in_use(folder: Path, owner: Owner | None, leaving: bool) -> PacelineError:
     )
 
 
-def _check_or_write_recipe(path: Path, recipe: Recipe) -> None:
-    if path.exists():
-        check_resumable(load_recipe(path), recipe, where=str(path.parent))
+def _write_recipe(path: Path, recipe: Recipe) -> None:
     partial = path.with_name(".recipe.toml.partial")
     try:
         partial.write_text(dump_recipe(recipe), encoding="utf-8")

@@ -21,6 +21,7 @@ from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.parallel.placement import Placement, local
+from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
 from paceline.train.hook_saving import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.rng import read_generators, write_generators
 from paceline.train.settings import (
@@ -70,6 +71,7 @@ class Saver:
         bucket_cap_mb: float,
     ) -> None:
         self.folder: Path | None = None
+        self._open_folder: OpenFolder | None = None
         self._world = world
         self._keep = keep
         self._layout = layout
@@ -130,6 +132,8 @@ class Saver:
             tracked = {name: parts.join(value.state_dict()) for name, value in self._tracked.items()}
 
         def write() -> Path:
+            assert self._open_folder is not None
+            self._open_folder.check()
             state = {
                 "loss": counters["loss"],  # `paceline checkpoint show` tells it
                 "counters": counters,
@@ -173,6 +177,7 @@ class Saver:
 
         def read() -> Any:
             _make_folder(folder)
+            self._open_folder = OpenFolder(folder)
             loaded = CheckpointFolder(folder, keep=self._keep).load_newest(on_skip=_warn_of_skip)
             if loaded is None:
                 return None
@@ -480,6 +485,7 @@ def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) ->
 
 
 def _make_folder(folder: Path) -> None:
+    check_belongings(folder, (METRICS, EVALUATIONS))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

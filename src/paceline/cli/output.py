@@ -1,0 +1,77 @@
+"""Standard streams that a command can rely on: they are open, and take every character.
+
+A shell may start a command with a stream closed (`>&-`), a terminal may have an encoding without a character
+that a file name has, and a file may be on a full disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.errors import PacelineError
+
+
+class _Output(io.FileIO):
+    """Standard output whose failure has a code; a reader that has gone stays a `BrokenPipeError`."""
+
+    def write(self, data: Any, /) -> int:
+        """Writes some of the bytes."""
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise PacelineError(
+                "PL603",
+                saw=f"standard output can't be written: {error.strerror}.",
+                rule="A command prints its result there.",
+                fix="Send it to a file on a disk with space, or to a terminal.",
+            ) from None
+
+
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    """Has `sys.stdout` and `sys.stderr` take whatever a command prints while the block runs."""
+    _open_closed()
+    before = sys.stdout, sys.stderr
+    if sys.stdout is None or sys.stdout is sys.__stdout__:  # nobody else, such as a test, has put one there
+        old = sys.stdout
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_Output(1, "w", closefd=False)),
+            encoding="utf-8" if old is None else old.encoding,
+            errors="backslashreplace",
+            line_buffering=old is not None and old.line_buffering,
+        )
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, PacelineError):
+            sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+def forget_output() -> None:
+    """Gives up standard output: what waits to be written, and all that comes, goes nowhere."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def _open_closed() -> None:
+    """Opens what was closed, so that no file of a run gets the number that everybody prints to."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)

@@ -1,0 +1,37 @@
+"""Reads a file of the user's, which may be something else: a pipe would be waited for, and a device has no "
+"end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def read_file(path: Path, most_bytes: int | None = None) -> bytes:
+    """Return the bytes of a regular file.
+
+    Args:
+        path: the file.
+        most_bytes: a larger file is refused.
+
+    Raises:
+        OSError: the file can't be read, is larger, or is not a regular file.
+    """
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind in _KINDS:
+        raise OSError(errno.EINVAL, f"it is {_KINDS[kind]}", str(path))
+    with path.open("rb") as stream:
+        data = stream.read() if most_bytes is None else stream.read(most_bytes + 1)
+    if most_bytes is not None and len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+    return data

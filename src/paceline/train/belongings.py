@@ -1,0 +1,205 @@
+"""What may be found in a run's folder, and whether the folder stays the one that the run began in.
+
+A run replaces or shortens files of its names. So it only begins in a folder that is a run's already, or that
+has nothing under these names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.checkpoint.manifest import FILE_NAME
+from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
+from paceline.errors import PacelineError
+from paceline.recipe import dump_recipe, load_recipe
+
+LOCK = ".lock"
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+RECIPE = "recipe.toml"
+_FOLDERS = (CHECKPOINTS, "logs", "tensorboard")
+# Keys of every row of metrics, which no other program's rows are likely to have together.
+_ROW_KEYS = {"step", "epoch", "samples", "step_s", "data_s", "comm_s"}
+# How the lock file of a run begins (`Owner.dump`).
+_OWNER = b'{"host"'
+
+
+def check_belongings(folder: Path, written: Sequence[str] = (RECIPE, METRICS, EVALUATIONS)) -> None:
+    """Checks that a run may write into a folder; changes nothing.
+
+    Args:
+        folder: the run's folder, or one to be made.
+        written: the files that the run is going to replace.
+
+    Raises:
+        PacelineError: PL520 where the folder is not a run's and has such files, PL521 where one of a run's
+            names is something else than the file or folder that a run makes, PL532 where that can't be seen.
+    """
+    try:
+        _check(folder, written)
+    except OSError as error:
+        raise PacelineError(
+            "PL532",
+            saw=f"{error.filename or folder} can't be looked at: {error.strerror}.",
+            rule="A run's folder holds its checkpoints and metrics.",
+            fix="Choose another folder with --out, or change its permissions.",
+        ) from None
+
+
+def _check(folder: Path, written: Sequence[str]) -> None:
+    if folder.is_symlink() and not folder.exists():
+        raise _wrong_kind(
+            folder, f"is a symbolic link to {os.readlink(folder)}, which does not exist", "folder"
+        )
+    for name in (LOCK, *written):
+        _check_kind(folder / name, "file", follows_links=name != LOCK)
+    for name in _FOLDERS:
+        _check_kind(folder / name, "folder", follows_links=True)
+    found = [name for name in written if _is_filled(folder / name)]
+    if _is_filled(folder / LOCK) and not _is_owner(folder / LOCK):
+        found.append(LOCK)
+    if found and not _is_run(folder):
+        raise _foreign(folder, found)
+
+
+def _is_run(folder: Path) -> bool:
+    checkpoints = list_checkpoints(folder / CHECKPOINTS).values()
+    return (
+        _is_owner(folder / LOCK)
+        or any((path / FILE_NAME).exists() for path in checkpoints)
+        or _has_rows(folder / METRICS)
+        or _is_resolved(folder / RECIPE)
+    )
+
+
+def _is_owner(lock: Path) -> bool:
+    try:
+        with lock.open("rb") as stream:
+            return stream.read(len(_OWNER)) == _OWNER
+    except FileNotFoundError:
+        return False
+
+
+def _has_rows(path: Path) -> bool:
+    """Whether a file begins with a row of a run, or with the torn first row of a killed one."""
+    try:
+        with path.open("rb") as stream:
+            line = stream.readline(1 << 16)
+    except FileNotFoundError:
+        return False
+    if not line.endswith(b"\n"):
+        return line.startswith(b'{"step": ')
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and row.keys() >= _ROW_KEYS
+
+
+def _is_resolved(path: Path) -> bool:
+    """Whether a recipe is as a run writes it, so that replacing it loses nothing that a person wrote."""
+    try:
+        return dump_recipe(load_recipe(path)) == path.read_text(encoding="utf-8")
+    except PacelineError:  # there is none, or it is no recipe
+        return False
+
+
+def _is_filled(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _check_kind(path: Path, expected: str, *, follows_links: bool) -> None:
+    try:
+        mode = os.stat(path, follow_symlinks=follows_links).st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            link = os.readlink(path)
+            raise _wrong_kind(path, f"is a symbolic link to {link}, which does not exist", expected) from None
+        return
+    if (stat.S_ISREG if expected == "file" else stat.S_ISDIR)(mode):
+        return
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFREG: "a file"}
+    kinds |= {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    raise _wrong_kind(path, f"is {kinds.get(stat.S_IFMT(mode), 'a device')}", expected)
+
+
+def _wrong_kind(path: Path, what: str, expected: str) -> PacelineError:
+    return PacelineError(
+        "PL521",
+        saw=f"{path} {what}.",
+        rule=f"A run makes a {expected} of this name in its folder, and writes to nothing else."
+        if expected == "file" or path.name in _FOLDERS
+        else "A run's folder is made by the run, or is there already.",
+        fix="Choose another folder for the run (--out), or remove it.",
+    )
+
+
+def _foreign(folder: Path, names: Sequence[str]) -> PacelineError:
+    shown = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    return PacelineError(
+        "PL520",
+        saw=f"{folder} is not a run's folder, and it has {shown}.",
+        rule="A run would replace what is in there.",
+        fix="Choose a new folder for the run (--out), such as runs/demo.",
+    )
+
+
+class OpenFolder:
+    """A run's folder, held open so that its renaming or removal is noticed.
+
+    Args:
+        path: of the folder; later changes of the working folder do not matter.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._absolute = path.absolute()
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._first_place = self._find_place()
+
+    def check(self) -> None:
+        """Raises PL522 where the path leads to another folder than at first, or to none."""
+        try:
+            now = os.stat(self._absolute)
+        except OSError:
+            now = None
+        held = os.fstat(self._fd)
+        if now is not None and os.path.samestat(now, held):
+            return
+        place = self._find_place()
+        # Some network file systems number a folder anew; the kernel knows where the one that is held lies.
+        if now is not None and place is not None and place == self._first_place:
+            return
+        gone = held.st_nlink == 0 or (place or "").endswith(" (deleted)")
+        where = (
+            "It was removed." if gone else f"It was renamed to {place}." if place else "It was moved away."
+        )
+        raise PacelineError(
+            "PL522",
+            saw=f"{self.path} is no longer the folder that this run began in. {where}",
+            rule="A run keeps its recipe, metrics and checkpoints in one folder.",
+            fix="Start the run again; what it had saved is lost with the folder."
+            if gone
+            else "Rename it back, or start again with the new path: the run goes on from its last "
+            "checkpoint.",
+        )
+
+    def close(self) -> None:
+        """Lets the folder go."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _find_place(self) -> str | None:
+        """The present path of the folder that is held, where the system tells it."""
+        try:
+            return os.readlink(f"/proc/self/fd/{self._fd}")
+        except OSError:
+            return None
