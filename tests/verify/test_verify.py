@@ -243,3 +243,32 @@ def test_the_example_in_the_guide(
     region = path.read_text(encoding="utf-8").split("# region verify\n")[1].split("# endregion")[0]
     assert region in (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
     assert callable(paceline.verify)
+
+
+class Viewed(nn.Module):
+    """Attention between views with numbers, which tp divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys, self.values, self.joined = (nn.Linear(16, 16) for _ in range(4))
+        self.output = nn.Linear(96, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        queries, keys, values = (
+            layer(x).view(batch, length, 4, width // 4).transpose(1, 2)
+            for layer in (self.queries, self.keys, self.values)
+        )
+        weights = (queries @ keys.transpose(-2, -1)).softmax(-1)
+        attended = (weights @ values).transpose(1, 2).reshape(batch, length, width)
+        output: Tensor = self.output(self.joined(attended).flatten(1))
+        return output
+
+
+def test_a_difference_among_divided_views_is_put_to_its_place(ranks: Pool) -> None:
+    """The second run, with all modules watched, calls what tp counts and divides."""
+    layouts = [resolve_layout("tp=2"), resolve_layout("dp_replicate=2")]
+    verified = verify_subject(subject(Viewed), layouts, run=PoolRunner(ranks, "row_sum_missing"))
+    assert [result.status for result in verified.results] == ["differs", "ok"]
+    (finding,) = verified.findings
+    assert "joined" in finding.where

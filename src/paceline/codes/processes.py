@@ -103,6 +103,20 @@ PAGES: dict[str, Page] = {
         "two nodes differ by more than 15 seconds.",
         "Run the same command on every node, and check that the nodes' clocks agree (`timedatectl`).",
     ),
+    "PL318": Page(
+        "A node knows of a newer checkpoint than rank 0 has",
+        "Rank 0 writes and reads the checkpoints. Where the nodes share no disk and the node of rank 0 is "
+        "gone or another node takes its place, the run would start again from an older step, or from the "
+        "start, without the steps that are done.",
+        "Use a folder on a shared disk. Else copy the checkpoints to the node of rank 0, or start with their "
+        "node as node 0. To start anew, remove the run's folder on every node; the note of a step that "
+        "another node has saved is the file `.committed-elsewhere` in it.",
+    ),
+    "PL319": Page(
+        "Nodes hold different checkpoints of one step",
+        "The nodes share no disk and have trained two runs apart from each other in folders of one name.",
+        "Decide which run is right, and remove the run's folder on the other nodes.",
+    ),
     "PL320": Page(
         "The number of ranks is not a number from 1",
         "One process per rank is started.",

@@ -92,6 +92,16 @@ PAGES: dict[str, Page] = {
         "Compute it from the model's output. Where a microbatch has no targets, output.sum() * 0 is a zero "
         "with a graph.",
     ),
+    "PL415": Page(
+        "A loss that can't be computed on the global batch",
+        'With loss_over="global_batch" forward of every microbatch runs without a graph, the outputs of all '
+        "samples are gathered on every rank, the loss is computed on them once, and forward runs again to "
+        "backpropagate. "
+        "So outputs and the fields that the loss uses have a row per sample, or are the same in all "
+        "microbatches. "
+        "What the loss learns from comes out of forward=, parameters such as a temperature included.",
+        "forward=lambda model, batch: (model.images(batch[0]), model.texts(batch[1]), model.scale.exp()).",
+    ),
     "PL420": Page(
         "Nothing to train",
         "An update needs at least one parameter that requires a gradient.",
@@ -197,8 +207,8 @@ PAGES: dict[str, Page] = {
     "PL434": Page(
         "A hook that sees accumulated gradients",
         "`parameter.register_post_accumulate_grad_hook` runs after each microbatch of a rank has been added "
-        "to `parameter.grad`. With dp_shard no rank has that sum whole. With any layout it depends on how "
-        "microbatches are shared out over ranks, so the hook would give other numbers on other layouts.",
+        "to `parameter.grad`. With dp_shard or tp no rank has that sum whole. With any layout it depends on "
+        "how microbatches are shared out over ranks, so the hook would give other numbers on other layouts.",
         "Use `parameter.register_hook`, which sees the gradient of each microbatch under every layout, or "
         "`trainer.on_gradients`, which sees the sum over all microbatches before clipping.",
     ),

@@ -77,8 +77,8 @@ def _give(model: nn.Module, tensor: Tensor, value: Tensor) -> None:
         real: Tensor = nn.Parameter(value, requires_grad=tensor.requires_grad)
     else:
         real = value.detach().requires_grad_(tensor.requires_grad)
-    for hook in (tensor._backward_hooks or {}).values():
-        real.register_hook(hook)  # type: ignore[no-untyped-call]
+    # The dictionary itself, so that handles still remove hooks, and later ones are kept as the layout needs.
+    real._backward_hooks = tensor._backward_hooks
     for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
         real.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     real.__dict__.update(tensor.__dict__)

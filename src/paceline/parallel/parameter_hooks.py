@@ -2,6 +2,7 @@
 
 Under dp_shard a parameter of the model is this rank's shard, while forward and backward use the gathered one.
 Autograd never sees the shard, so it would never run a hook of it. These functions keep such hooks working.
+(Under tp, `tensor/gradients.py` does the same.)
 
 A hook of `parameter.register_hook` sees what it sees in one process: the gradient of one microbatch, as
 backward has computed it, for the whole parameter. It is not yet added to the gradients of other microbatches
@@ -40,7 +41,7 @@ def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         old: Any = before[name]
-        if old is not parameter and old._backward_hooks:
+        if old is not parameter and old._backward_hooks is not None:
             parameter._backward_hooks = old._backward_hooks
 
 
@@ -77,7 +78,7 @@ def check_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
             saw=f"register_post_accumulate_grad_hook on {', '.join(found[:8])}"
             + (f" and {len(found) - 8} more." if len(found) > 8 else "."),
             rule="Such a hook sees the gradient after each microbatch of this rank is added. With dp_shard "
-            "no rank has that sum whole, and with any layout it depends on how microbatches are shared out.",
+            "or tp no rank has that sum whole. With any layout it depends on how microbatches are shared.",
             fix="Use parameter.register_hook for the gradient of each microbatch, or trainer.on_gradients "
             "for the sum over all of them.",
         )

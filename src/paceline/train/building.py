@@ -239,6 +239,27 @@ def check_functions(
             )
 
 
+def check_loss_over(loss_over: str, *, has_step: bool, sync_batchnorm: bool) -> None:
+    """Raises PL415 where a loss can't be computed on the whole global batch."""
+    if loss_over == "microbatch":
+        return
+    if loss_over != "global_batch":
+        raise PacelineError(
+            "PL415",
+            saw=f"loss_over={loss_over!r}.",
+            rule='It is "microbatch" or "global_batch".',
+            fix='Use "global_batch" for losses that compare the samples of a batch.',
+        )
+    for other, is_there in (("step=", has_step), ("sync_batchnorm", sync_batchnorm)):
+        if is_there:
+            raise PacelineError(
+                "PL415",
+                saw=f'loss_over="global_batch" with {other}.',
+                rule="The forward of one model runs twice per step, with its loss in between.",
+                fix=f"Leave {other} out, or compute the loss on microbatches.",
+            )
+
+
 def check_reduction(reduction: str, *, has_comm_hook: bool, sync_batchnorm: bool) -> None:
     """Raises where the reduction is unknown, or something would make the exact one inexact.
 

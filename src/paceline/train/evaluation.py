@@ -15,6 +15,7 @@ from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.train.batches import lend_batch, weigh
+from paceline.train.global_loss import GlobalLoss
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed, seed_generators
 
@@ -59,16 +60,28 @@ def evaluate(
     mesh: Mesh | None,
     precision: Precision,
     seed: int,
+    global_loss: GlobalLoss | None = None,
 ) -> Evaluation:
     """Runs the model in eval mode over all samples of a loader; collective.
 
     Every rank runs its microbatches; one collective at the end carries each microbatch's sums in a slot
     of its own, so that their sum has the same order on every layout. Where the model is divided, a rank with
-    fewer microbatches than another runs one more of them for nothing, because forwards talk.
+    fewer microbatches than another runs one more of them for nothing, because forwards talk. With a global
+    loss,
+    loss and metrics are those of whole global batches.
 
     Raises:
         PacelineError: PL411 for a loader without samples, or without any weight in them.
     """
+
+    def measure(output: Any, batch: Any, samples: Any) -> Tensor:
+        sums = [weigh(loss(output, batch), samples)]
+        sums += [
+            weigh(metric(output, batch), samples, by=f"the metric {name!r}")
+            for name, metric in metrics.items()
+        ]
+        return torch.stack([value.double().to(precision.device) for pair in sums for value in pair])
+
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     rows: list[tuple[int, Tensor]] = []
@@ -79,19 +92,23 @@ def evaluate(
             if mesh is not None and mesh.dp_shard.size > 1 and len(set(share.num_owned)) > 1:
                 num_idle = max(share.num_owned) - len(rounds)
                 rounds += [(_IDLE, lend_batch(share, mesh.dp))] * num_idle
+            outputs = []
             for index, batch in rounds:
                 seed_generators(derive_seed(seed, num_microbatches + index), precision.device)
                 batch = precision.place_batch(batch)
                 with precision.autocast():
-                    output = forward(model, batch)
-                    sums = [weigh(loss(output, batch), batch)]
-                    sums += [
-                        weigh(metric(output, batch), batch, by=f"the metric {name!r}")
-                        for name, metric in metrics.items()
-                    ]
-                flat = [value.double().to(precision.device) for pair in sums for value in pair]
-                if index != _IDLE and (mesh is None or mesh.tp.rank == 0):
-                    rows.append((num_microbatches + index, torch.stack(flat)))
+                    output = forward(model, batch) if global_loss is None else global_loss.run(batch)
+                    if index != _IDLE:
+                        outputs.append(output)
+                    row = None if global_loss is not None else measure(output, batch, batch)
+                if row is not None and index != _IDLE and (mesh is None or mesh.tp.rank == 0):
+                    rows.append((num_microbatches + index, row))
+            if global_loss is not None:
+                whole, batch = global_loss.join(outputs, share)
+                with precision.autocast():
+                    row = measure(whole, batch, torch.empty(share.num_samples))
+                if mesh is None or (mesh.tp.rank == 0 and mesh.dp.rank == 0):
+                    rows.append((num_microbatches, row))
             num_microbatches += share.num_microbatches
             num_samples += share.num_samples
     finally:

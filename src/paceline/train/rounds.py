@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,9 @@ from paceline.train.precision import LossScaler, Precision
 from paceline.train.rng import derive_seed, seed_generators
 
 log = logging.getLogger(__name__)
+
+# In place of a microbatch's number, where a rank runs one only because the others do.
+_IDLE = -1
 
 
 @dataclass
@@ -88,6 +91,7 @@ class Rounds:
         used: by trained parameter, whether a microbatch of this update has used it; `None` where that isn't
             tracked.
         flops_per_sample: forward and backward, once they were counted.
+        scaler: as given.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Rounds:
         self._speaks = mesh is None or mesh.tp.rank == 0
         self._statistics = statistics
         self._precision = precision
-        self._scaler = scaler
+        self.scaler = scaler
         self._seed = seed
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.used: list[bool] | None = [False] * len(self._trained) if track_used else None
@@ -143,6 +147,39 @@ class Rounds:
         """Before the next update."""
         if self.used is not None:
             self.used = [False] * len(self._trained)
+
+    @torch.no_grad()
+    def run_forward(self, forward: Callable[[Any], Any], share: Share, *, step: int, phase: int) -> list[Any]:
+        """Runs a forward of each of this rank's microbatches, with the random numbers of `run`; no graph is
+        kept and no statistics are changed. Collective where the model is divided.
+
+        Args:
+            forward: from a batch on the device to its output.
+            share: this rank's microbatches.
+            step, phase: as in `Work`.
+        """
+        outputs = []
+        rounds = [
+            (index, batch, samples)
+            for (index, batch), samples in zip(share.microbatches, share.samples, strict=True)
+        ]
+        if isinstance(self._reducer, Shards) and len(set(share.num_owned)) > 1:
+            assert self._mesh is not None
+            lent = lend_batch(share, self._mesh.dp)
+            idle = [(_IDLE, lent, range(count_samples(lent)))] * (max(share.num_owned) - len(rounds))
+            rounds += idle
+        self._statistics.begin()
+        for index, batch, samples in rounds:
+            seed_generators(derive_seed(self._seed, step, phase, index), self._precision.device)
+            placed = self._precision.place_batch(batch)
+            self._statistics.start_microbatch()
+            drawing = self._masks.drawing(derive_seed(self._seed, step, phase), samples)
+            with drawing, self._precision.autocast():
+                output = forward(placed)
+            if index != _IDLE:
+                outputs.append(output)
+        self._statistics.restore()
+        return outputs
 
     def find_random(self, compute: Compute, share: Share) -> list[Finding]:
         """Random draws of a forward of the first microbatch that don't depend on its samples alone.
@@ -263,8 +300,8 @@ class Rounds:
 
     def _backward(self, loss_sum: Tensor, unit: float) -> float:
         scaled = loss_sum / unit
-        if self._scaler is not None:
-            scaled = self._scaler.scale(scaled)
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
         if self._reducer is not None:
             return self._reducer.backward(scaled)
         scaled.backward()  # type: ignore[no-untyped-call]
@@ -281,8 +318,8 @@ class Rounds:
             zero = replica.forward_nothing()
             if self.used is None:
                 launch.now()
-            if self._scaler is not None:
-                zero = self._scaler.scale(zero)  # its state comes to life with the first use
+            if self.scaler is not None:
+                zero = self.scaler.scale(zero)  # its state comes to life with the first use
             comm_s = replica.backward(zero)
         if self.used is not None:
             self.used[:] = [False] * len(self.used)  # zeros are no use of a parameter

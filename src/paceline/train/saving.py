@@ -22,6 +22,7 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.parallel.placement import Placement, local
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
+from paceline.train.history import History
 from paceline.train.hook_saving import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.rng import read_generators, write_generators
 from paceline.train.settings import (
@@ -87,6 +88,7 @@ class Saver:
         self._loaded_tracked: dict[str, Any] = {}
         self._loaded_loaders: dict[str, Any] = {}
         self._last: tuple[int, Path] | None = None
+        self._history: History | None = None
         self._parts: _Parts | None = None
 
     def track(self, objects: Mapping[str, Any]) -> None:
@@ -156,6 +158,8 @@ class Saver:
 
         path = run_on_main(self._world, write)
         self._last = (step, path)
+        assert self._history is not None
+        self._history.note_commit(step)
         return path
 
     def load(
@@ -172,6 +176,8 @@ class Saver:
             The counters that were saved, or `None` where there is no checkpoint.
         """
         self.folder, self._last = folder, None
+        self._history = History(self._world, folder)
+        self._history.check()
         self._accept = tuple(accept)
         hooks: Saved = {}
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -21,7 +21,7 @@ from paceline.finding import Finding
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.order import Settings, align_with_main
-from paceline.parallel.replicate import CommHook
+from paceline.parallel.replicate import CommHook, Compute
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
 from paceline.recipe.explain import validate_section
@@ -37,6 +37,7 @@ from paceline.train.building import (
     build_update,
     call_model,
     check_functions,
+    check_loss_over,
     check_numbers,
     check_reduction,
     check_several,
@@ -45,6 +46,7 @@ from paceline.train.building import (
     refuse_sync_batchnorm,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
+from paceline.train.global_loss import GlobalLoss
 from paceline.train.memory import explain_out_of_memory
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.precision import Precision
@@ -97,6 +99,10 @@ class Trainer:
         microbatch_size: samples per forward. Part of the result (dropout and BatchNorm see
             microbatches), so it never follows from the number of ranks. Default: an eighth of the
             global batch.
+        loss_over: what the loss is computed on. `"microbatch"`: on each microbatch, and added up.
+            `"global_batch"`: once, on the outputs of all samples, for losses that compare samples
+            (contrastive ones). The gradients are then those of the whole batch, at the price of a second
+            forward.
         clip_norm: global gradient norm to clip to; 0 for none.
         seed: of the order of samples and of the randomness inside forwards. Default: that of
             `paceline.start`.
@@ -131,6 +137,7 @@ class Trainer:
         dtype: str = "fp32",
         reduction: str = "exact",
         microbatch_size: int | None = None,
+        loss_over: Literal["microbatch", "global_batch"] = "microbatch",
         clip_norm: float = 0.0,
         seed: int | None = None,
         ddp: DdpSection | Mapping[str, Any] | None = None,
@@ -173,6 +180,7 @@ class Trainer:
         self._tensorboard = tensorboard
         names = dict(model) if isinstance(model, Mapping) else None
         check_functions(names, step, forward, loss, optimizer)
+        check_loss_over(loss_over, has_step=step is not None, sync_batchnorm=sync_batchnorm)
         check_reduction(reduction, has_comm_hook=comm_hook is not None, sync_batchnorm=sync_batchnorm)
         if reduction == "exact":
             self.world.pin_threads(1)
@@ -230,6 +238,7 @@ class Trainer:
                 "microbatch_size": microbatch_size,
                 "seed": seed,
                 "sync_batchnorm": sync_batchnorm,
+                "loss_over": loss_over,
                 "comm_hook": None if comm_hook is None else describe_function(comm_hook[1]),
                 **{
                     name_settings(name, self._updates, key): value
@@ -239,6 +248,10 @@ class Trainer:
             },
         )
         self._dp = self._mesh.dp if self._mesh is not None else None
+        self._global_loss: GlobalLoss | None = None
+        if loss_over == "global_batch":
+            assert loss is not None
+            self._global_loss = GlobalLoss(self.model, self._forward, loss, self._mesh, self._precision)
         self._loaders: dict[str, Loader] = {}
         self._requests = StopRequests()
         self._stop_signum = 0
@@ -344,7 +357,8 @@ class Trainer:
 
         Raises:
             PacelineError: PL500 to PL531 where checkpoints are there and none can be used; PL515 for other
-                settings, here or where a loader is made later, or in the first step.
+                settings, here or where a loader is made later, or in the first step; PL318 and PL319
+                where nodes without a shared disk hold different checkpoints.
         """
         accept = [accept] if isinstance(accept, str) else accept
         if self._writer is not None:
@@ -503,6 +517,7 @@ class Trainer:
                 mesh=self._mesh,
                 precision=self._precision,
                 seed=derive_seed(self._seed, "evaluate"),
+                global_loss=self._global_loss,
             )
         writer = self._open_writer()
         if writer is not None:
@@ -644,14 +659,18 @@ class Trainer:
         frozen = [p for model in others for p in model.parameters() if p.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(False)
+        rounds = self._updates[name].rounds
+        compute: Compute = lambda batch: weigh(loss(self.models, batch), batch)  # noqa: E731
         try:
+            if self._global_loss is not None:
+                compute, share = self._global_loss.prepare(rounds, share, step=self.step_number, phase=phase)
             return self._updates[name].run(
-                lambda batch: weigh(loss(self.models, batch), batch),
+                compute,
                 share,
                 step=self.step_number,
                 phase=phase,
                 stop_signum=self._requests.signum,
-                count_flops=self._updates[name].rounds.flops_per_sample is None and self.world.is_main,
+                count_flops=rounds.flops_per_sample is None and self.world.is_main,
             )
         finally:
             for parameter in frozen:

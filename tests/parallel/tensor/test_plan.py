@@ -39,7 +39,7 @@ def test_a_request_keeps_modules_whole() -> None:
 def test_a_plan_names_forwards_that_add_up_by_themselves() -> None:
     model = build("own-blocks")
     found = find_plan(model, lambda m: m(torch.zeros(2, 8, dtype=torch.int64)), 2)
-    assert "added up inside of its own forward: 1.*.down (2)" in found.describe()
+    assert "added up inside of its own forward: *.*.down (2)" in found.describe()
 
 
 def test_requests_that_agree() -> None:

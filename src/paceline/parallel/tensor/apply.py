@@ -18,6 +18,7 @@ from paceline.parallel.split import Split
 from paceline.parallel.tensor.calls import Change as CallChange
 from paceline.parallel.tensor.calls import Spot, change_calls
 from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
+from paceline.parallel.tensor.gradients import show_whole_gradients
 from paceline.parallel.tensor.hooks import Change, change_input, change_output
 from paceline.parallel.tensor.plan import Plan
 from paceline.parallel.tensor.sequence import DIM, Sequence
@@ -35,9 +36,14 @@ def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = N
         plan: of the same model.
         axis: tp.
         masks: the model's dropout.
+
+    Raises:
+        PacelineError: PL434 for hooks on accumulated gradients.
     """
     assert plan.num_ranks == axis.size
+    before = dict(model.named_parameters())
     _take_parts(model, plan.splits, axis.rank)
+    show_whole_gradients(before, model, plan.splits, plan.partial, axis)
     modules = dict(model.named_modules())
     along = plan.sequence or Sequence()
     inside: dict[str, dict[Spot, CallChange]] = defaultdict(dict)

@@ -1,0 +1,215 @@
+"""A loss over the outputs of the whole global batch, for losses that compare samples (contrastive ones).
+
+Cut into microbatches, such a loss has fewer samples to compare with, so it is another one. Here it is
+computed
+once, on all outputs, in two passes (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983):
+
+1. Every rank runs forward of its microbatches without a graph. The outputs are gathered (`whole_batch.py`),
+so
+   that every rank has them all, in the order of microbatches.
+2. Every rank computes the loss on them and its gradient by the outputs. That is the same computation on the
+same
+   bits, whoever ran which microbatch.
+3. Every rank runs its microbatches again, with the same random numbers, and backward begins with the slice of
+   that gradient that belongs to the microbatch's output. From there on gradients are reduced as always.
+
+So gradients are those of the loss on the whole batch, with the memory of one microbatch. The price is a
+second
+forward, and the outputs of the global batch on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from paceline.data.share import Share
+from paceline.errors import PacelineError
+from paceline.mesh import Mesh
+from paceline.parallel.replicate import Compute
+from paceline.parallel.tensor.vocabulary import CutTensor
+from paceline.train.batches import weigh
+from paceline.train.precision import Precision
+from paceline.train.rounds import Rounds
+from paceline.train.whole_batch import Whole, gather_batch, gather_whole
+
+
+class GlobalLoss:
+    """Turns a step of microbatches into one that has the gradients of a loss over all of them.
+
+    Args:
+        model: of which.
+        forward: from (model, batch) to the output; runs on microbatches.
+        loss: from (output, batch) of the whole global batch to (sum of losses, weight) or their mean.
+        mesh: the ranks, or `None` in a world of one.
+        precision: dtype and device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[Any, Any], Any],
+        loss: Callable[[Any, Any], Any],
+        mesh: Mesh | None,
+        precision: Precision,
+    ) -> None:
+        self._model = model
+        self._forward = forward
+        self._loss = loss
+        self._dp = mesh.dp if mesh is not None and mesh.dp.size > 1 else None
+        self._precision = precision
+
+    def prepare(self, rounds: Rounds, share: Share, *, step: int, phase: int) -> tuple[Compute, Share]:
+        """Runs both the first pass and the loss; collective.
+
+        Args:
+            rounds: of the model.
+            share: this rank's microbatches.
+            step, phase: as for `Work`, so that both passes draw the same.
+
+        Returns:
+            What `Update.run` takes: the second pass as a computation, and the share that it is for.
+        """
+        outputs = rounds.run_forward(self.run, share, step=step, phase=phase)
+        counts = self._count_samples(share)
+        whole = gather_whole(
+            [(number, out) for (number, _), out in zip(share.microbatches, outputs, strict=True)],
+            counts,
+            self._dp,
+            "output",
+        )
+        batch = gather_batch(share.microbatches, counts, self._dp, self._precision.place_batch)
+        total, weight, gradients = self._differentiate(whole, batch, share.num_samples, rounds)
+        microbatches = []
+        for number, own in share.microbatches:
+            start = sum(counts[:number])
+            slices = [
+                None
+                if gradient is None
+                else gradient[start : start + counts[number]]
+                if is_per_sample
+                else gradient
+                if number == 0  # what all samples share has its gradient once
+                else torch.zeros_like(gradient)
+                for gradient, is_per_sample in zip(gradients, whole.per_sample, strict=True)
+            ]
+            # The loss is told once, too.
+            told = (total, weight) if number == 0 else (torch.zeros_like(total), torch.zeros_like(weight))
+            microbatches.append((number, {"batch": own, "gradients": slices, "loss": told}))
+        return self._compute, dataclasses.replace(share, microbatches=microbatches)
+
+    def join(self, outputs: list[Any], share: Share) -> tuple[Any, Any]:
+        """The output and the batch of a whole global batch, from this rank's outputs; collective."""
+        counts = self._count_samples(share)
+        own = zip(share.microbatches, outputs, strict=True)
+        whole = gather_whole([(number, out) for (number, _), out in own], counts, self._dp, "output")
+        return whole.build(), gather_batch(share.microbatches, counts, self._dp, self._precision.place_batch)
+
+    def run(self, batch: Any) -> Any:
+        """The output of a microbatch, of whole tensors."""
+        leaves, spec = tree_flatten(self._forward(self._model, batch))
+        return tree_unflatten([x.whole() if isinstance(x, CutTensor) else x for x in leaves], spec)
+
+    def _compute(self, item: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The second pass of a microbatch: a number with the value of the loss, whose backward begins with
+        the gradient of the outputs."""
+        total, weight = item["loss"]
+        leaves = tree_flatten(self.run(item["batch"]))[0]
+        pairs = [
+            (leaf, gradient)
+            for leaf, gradient in zip(leaves, item["gradients"], strict=True)
+            if gradient is not None and leaf.requires_grad
+        ]
+        if not pairs:
+            return total, weight
+        outputs, gradients = zip(*pairs, strict=True)
+        return _Begin.apply(total, len(outputs), *outputs, *gradients), weight  # type: ignore[no-untyped-call]
+
+    def _differentiate(
+        self, whole: Whole, batch: Any, num_samples: int, rounds: Rounds
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """The loss, its weight, and the gradient of its sum by every leaf of the output."""
+        leaves = [
+            leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            for leaf in whole.leaves
+        ]
+        learned = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        with torch.enable_grad(), self._precision.autocast():
+            result = self._loss(tree_unflatten(leaves, whole.spec), batch)
+            total, weight = weigh(result, torch.empty(num_samples))
+        if not total.requires_grad:
+            raise PacelineError(
+                "PL412",
+                saw="the loss of the global batch does not depend on the output of forward=.",
+                rule="Its gradient is what an update applies.",
+                fix="Compute the loss from the model's output, outside of torch.no_grad() and without "
+                "detach().",
+            )
+        _check_inputs(total, learned)
+        # In fp16 small gradients of outputs would vanish here already.
+        unit = 2.0 ** math.ceil(math.log2(num_samples))
+        scaled = total if rounds.scaler is None else rounds.scaler.scale(total / unit)
+        found = iter(torch.autograd.grad(scaled, learned, allow_unused=True))
+        by_leaf = [next(found) if any(leaf is x for x in learned) else None for leaf in leaves]
+        if rounds.scaler is not None:
+            factor = unit * rounds.scaler.scale_of_gradients()
+            by_leaf = [None if g is None else g.float() * factor for g in by_leaf]
+        return total.detach(), weight.detach().to(total.device), by_leaf
+
+    def _count_samples(self, share: Share) -> list[int]:
+        """Samples of each microbatch of the global batch."""
+        own = [
+            (number, len(samples))
+            for (number, _), samples in zip(share.microbatches, share.samples, strict=True)
+        ]
+        if self._dp is None:
+            return [count for _, count in own]
+        found: list[Any] = [None] * self._dp.size
+        torch.distributed.all_gather_object(found, own, group=self._dp.group)
+        return [count for counts in found for _, count in sorted(counts)]
+
+
+class _Begin(torch.autograd.Function):
+    """A number that is given, whose gradients by the outputs are given too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, num_outputs: int, *tensors: Tensor) -> Tensor:
+        outputs, gradients = tensors[:num_outputs], tensors[num_outputs:]
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [output.dtype for output in outputs]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        given = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        own = [(gradient * grad).to(dtype) for gradient, dtype in given]
+        return None, None, *own, *[None] * len(own)
+
+
+def _check_inputs(total: Tensor, outputs: list[Tensor]) -> None:
+    """Raises PL415 where the loss uses a trained tensor that is no output: its gradient would be lost."""
+    known = {id(output) for output in outputs}
+    seen, ahead = set(), [total.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            raise PacelineError(
+                "PL415",
+                saw=f"the loss uses a trained tensor of shape {list(variable.shape)} that is not in the "
+                "output of "
+                "forward=.",
+                rule='With loss_over="global_batch" gradients reach the model through the outputs alone.',
+                fix="Return that parameter (a temperature, for example) from forward= along with the other "
+                "outputs.",
+            )
+        ahead += [parent for parent, _ in node.next_functions]
