@@ -136,7 +136,7 @@ def parallelize(
     lent: dist.ProcessGroup | None = None
     if settings.compile:
         # Before sharding and replication, whose collectives stay outside of the graphs.
-        _compile(model, layout)
+        _compile(model, layout, plan)
     if layout.dp_shard > 1:
         assert mesh is not None
         lent = mesh.borrow_group(mesh.dp) if settings.exact else None
@@ -210,13 +210,28 @@ def _fill(model: nn.Module, construction: Construction, placement: Placement, de
         place_values(construction, device, lambda name, whole: placement.part(name, whole, whole))
 
 
-def _compile(model: nn.Module, layout: Layout) -> None:
+def _compile(model: nn.Module, layout: Layout, plan: Plan | None) -> None:
     # What talks, and what is run again by itself, must not be in the middle of a graph.
     by_block = layout.dp_shard > 1 or layout.tp > 1 or layout.recompute != "none"
-    blocks = find_blocks(model) if by_block else []
-    for _, module in blocks or [("", model)]:
-        _compile_module(module)
-    log.info("compile: torch.compile over %s", f"{len(blocks)} blocks" if blocks else "the whole model")
+    blocks = (find_blocks(model) if by_block else []) or [("", model)]
+    # The compiler can't read positions in the source, by which tp recognises calls.
+    changed = list(plan.sites) if plan is not None else []
+    kept = {
+        block
+        for block, _ in blocks
+        for name in changed
+        if f"{name}.".startswith(f"{block}." if block else "")
+    }
+    for name, module in blocks:
+        if name not in kept:
+            _compile_module(module)
+    log.info("compile: torch.compile over %d of %d blocks", len(blocks) - len(kept), len(blocks))
+    if kept:
+        log.warning(
+            "compile: %d blocks run uncompiled, because tp changes calls in the code of %s",
+            len(kept),
+            ", ".join(name or "the model" for name in changed[:8]),
+        )
 
 
 def _compile_module(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.mesh import build_mesh
 from paceline.parallel.dropout import apply_dropout
@@ -16,6 +17,8 @@ from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import find_plan
 from paceline.recipe import Layout
 from tests.dist.pool import Pool
+from tests.parallel.tensor.models import NanoAttention
+from tests.train.test_layouts import Tokens, build_trainer
 
 WIDTH, HEADS, SAMPLES = 16, 4, 4
 
@@ -102,6 +105,25 @@ def test_only_calls_of_the_model_are_changed(ranks: Pool, hooks: bool) -> None:
         assert share > 0.9
 
 
+class Recomputed(nn.Linear):
+    """Recomputes its own product in backward, where no forward of a module runs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.product, input, use_reentrant=False)
+        return result
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 0.5, self.bias).tanh()
+
+
+def test_calls_that_backward_repeats_by_themselves_are_not_changed() -> None:
+    blocks = [nn.Sequential(nn.Linear(16, 32), kind(32, 16)) for kind in (Recomputed, nn.Linear)]
+    model = nn.Sequential(*blocks)
+    plan = find_plan(model, lambda m: m(torch.zeros(2, 4, 16)), 2)
+    assert {name for name in plan.splits if name.endswith("weight")} == {"1.0.weight", "1.1.weight"}
+    assert "at no place that can be changed" in plan.describe()
+
+
 class Averaged(nn.MultiheadAttention):
     """Computes more than its class."""
 
@@ -132,3 +154,29 @@ def test_a_trial_leaves_forwards_as_they_are() -> None:
     find_plan(model, lambda m: m(batch), 2)
     assert patched.forward is kept
     assert all("forward" not in module.__dict__ for module in model.modules() if module is not patched)
+
+
+def build_language_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(64, 32), nn.Sequential(NanoAttention(), NanoAttention()), nn.Linear(32, 64)
+    )
+
+
+def train_compiled(world: Any, layout: str, compiles: bool) -> tuple[list[float], list[bool]]:
+    torch.set_num_threads(1)
+    trainer = build_trainer(layout, model=build_language_model, compile=compiles)
+    losses: list[float] = []
+    for share in trainer.loader(Tokens(), global_batch_size=8):
+        losses.append(trainer.step(share).loss)
+        if len(losses) == 2:
+            break
+    compiled = [module._compiled_call_impl is not None for module in trainer.model.modules()]
+    trainer.close()
+    return losses, compiled
+
+
+def test_blocks_with_changed_calls_are_not_compiled(ranks: Pool) -> None:
+    ((expected, _),) = ranks.run(train_compiled, 1, ("", False))
+    for losses, compiled in ranks.run(train_compiled, 2, ("tp=2", True)):
+        assert losses == pytest.approx(expected, rel=1e-11)
+        assert not any(compiled)

@@ -5,7 +5,8 @@ call is recognised by the chain of source positions from the module's `forward` 
 that chain was passed in this forward. A branch that only one of the two forwards takes moves no other call.
 
 Not counted are calls that the module's forward does not make: those of modules that it calls, of any hooks,
-and of Paceline itself (masks, collectives).
+and of Paceline itself (masks, collectives). Nor are those of a function that the forward gives to
+`torch.utils.checkpoint`: backward runs it again, outside of the forward. What such calls need stays whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 # File, function and instruction, from the call outwards; torch's own files are left out.
 Site = tuple[tuple[str, str, int], ...]
@@ -75,6 +77,8 @@ def find_site() -> Site | None:
             return tuple(found)
         if code is _CALL:  # a hook of a module
             return None
+        if code.co_filename == _CHECKPOINT:
+            return None
         if not code.co_filename.startswith(_TORCH):
             if not found and code.co_filename.startswith(_OWN):
                 return None
@@ -117,7 +121,7 @@ def change_calls(
             in a loop that is longer than it was in the trial.
     """
     run_inside(module, lambda: _Changing(functions, changes))
-    # The compiler can't read positions in the source: it leaves its graph for this module.
+    # The compiler can't read positions in the source.
     module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
 
 
@@ -156,4 +160,5 @@ def _bind(inner: Callable[..., Any], around: Callable[[], Any]) -> Callable[...,
 _FORWARD = _bind(lambda: None, lambda: None).__code__
 _CALL = nn.Module._call_impl.__code__
 _TORCH = str(Path(_CALL.co_filename).parents[2]) + os.sep
+_CHECKPOINT = CheckpointFunction.forward.__code__.co_filename
 _OWN = str(Path(_FORWARD.co_filename).parents[1]) + os.sep

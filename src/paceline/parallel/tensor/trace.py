@@ -228,8 +228,9 @@ def trace_forward(
                 saw=f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
                 f"{type(error).__name__}: {_first_line(error)}",
                 rule="What tensor parallelism may split is read off one forward on tensors without numbers.",
-                fix="Give an example batch that the forward accepts; where a value of a tensor decides what "
-                "is computed (.item(), if x.any()), pass tp_plan= by hand.",
+                fix="Give an example batch that the forward accepts. Where a value of a tensor decides "
+                "what is computed (.item(), if x.any()), use dp_replicate or dp_shard, or move that out "
+                "of the forward.",
             ) from error
     outputs = next(call for call in recorder.calls if call.module == "").outputs
     return Trace(
