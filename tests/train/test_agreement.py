@@ -29,7 +29,7 @@ def agree(
         loss = torch.tensor(math.nan if index == 2 else 0.1 * 3**index, dtype=torch.float64)
         agreement.put_microbatch(index, loss, torch.tensor(float(index)), statistics)
     agreement.put_used([True, world.rank == 1, False])
-    agreement.launch(Told(signums[world.rank], 7, digests=[2**63 + world.rank, 5]))
+    agreement.launch(Told(signums[world.rank], 7, settings=2**63 + world.rank, copies=[5, 0, 6]))
     if board is not None:
         world.barrier()
     return agreement.wait(torch.tensor(0.5 + world.rank))
@@ -57,8 +57,8 @@ def test_all_ranks_read_the_same_bits(
             assert torch.equal(agreed.statistics, expected)
             assert agreed.used == [True, nproc > 1, False]
             assert agreed.stop_signum == 0
-            expected_digests = [[other, 2**31, 5, 0] for other in range(nproc)]
-            assert agreed.digests[:, :4].tolist() == expected_digests, "each rank's own, low half first"
+            assert agreed.settings.tolist() == [[other, 2**31] for other in range(nproc)], "low half first"
+            assert agreed.copies.tolist() == [[5, 0, 0, 0, 6, 0]] * nproc
 
 
 @pytest.mark.parametrize(

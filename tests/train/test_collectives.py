@@ -12,13 +12,13 @@ from torch.utils.data import TensorDataset
 
 from paceline.comm import board
 from paceline.parallel.replicate import Replica
-from paceline.train.agreement import NUM_DIGESTS, Agreement
+from paceline.train.agreement import NUM_TOLD, Agreement
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 from tests.dist.recorder import RECORD, count_recorded, recorded_collectives
 
 NUM_PARAMETERS = 12 * 64 + 64 + 64 * 64 + 64 + 64 * 3 + 3
-TOLD, PER_MICROBATCH, PER_BATCHNORM = 3 + 2 * NUM_DIGESTS, 2, 2 * 64 + 1
+PER_MICROBATCH, PER_BATCHNORM = 2, 2 * 64 + 1
 
 
 def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
@@ -37,7 +37,7 @@ def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
 
 def agreement_of(nproc: int, per_rank: int) -> Any:
     """A small vector is exchanged by all-to-all and summed by each rank."""
-    return "all_to_all", (nproc * (nproc * TOLD + per_rank),)
+    return "all_to_all", (nproc * (nproc * NUM_TOLD + per_rank),)
 
 
 def without_board(world: Any, function: Any, *args: Any) -> Any:

@@ -208,6 +208,7 @@ def run(world: Any, folder: str) -> list[float]:
         peak_flops=1e9,
     )
     trainer.resume(folder)
+    torch.manual_seed(world.rank)
     return [trainer.step(torch.randn(4, 64)).loss for _ in range(3)]
 
 

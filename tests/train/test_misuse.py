@@ -335,8 +335,7 @@ def test_ranks_at_different_steps_are_told(ranks: Pool) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(out_of_step)
     texts = {rank: str(error) for rank, error in caught.value.causes.items()}
-    assert "this rank is at step 1, the mean of ranks is 3.5." in texts[0]
-    assert "this rank is at step 6" in texts[1]
+    assert all("rank 0 is at step 1, rank 1 is at step 6." in text for text in texts.values())
     assert all("[PL430]" in text for text in texts.values())
 
 

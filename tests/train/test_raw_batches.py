@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.mesh import Axis
-from paceline.train.batches import share_batch
+from paceline.train.batches import RawBatches
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 from tests.train.cases import Trained, apart, assert_ranks_agree, take_steps, tensors_apart
@@ -103,7 +103,7 @@ def _all_ranks(world: Any) -> Axis:
 
 
 def number_samples(world: Any, counts: list[int]) -> Any:
-    share = share_batch(torch.ones(counts[world.rank], 2), _all_ranks(world), world.device, 2)
+    share = RawBatches(_all_ranks(world)).share(torch.ones(counts[world.rank], 2), world.device, 2)
     return [
         (len(batch), list(numbers))
         for (_, batch), numbers in zip(share.microbatches, share.samples, strict=True)

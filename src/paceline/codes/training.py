@@ -102,6 +102,39 @@ PAGES: dict[str, Page] = {
         "What the loss learns from comes out of forward=, parameters such as a temperature included.",
         "forward=lambda model, batch: (model.images(batch[0]), model.texts(batch[1]), model.scale.exp()).",
     ),
+    "PL417": Page(
+        "Ranks with different settings",
+        "All ranks train one model, so their settings are the same: the trainer's arguments, the "
+        "model's parameters and modules, the bytecode of the loss and of hooks, the optimizer's "
+        "groups, the loader. They are compared when the trainer is built and at its first step. "
+        "Hyperparameters, hooks and the loader are compared in every step.",
+        "Look for an argument, a file, an environment variable or a line that depends on the rank or "
+        "on the machine. A value that differs on purpose, such as a path, does not belong among the "
+        "arguments of Trainer.",
+    ),
+    "PL418": Page(
+        "Copies that differ between ranks",
+        "Ranks of dp_replicate hold copies of weights and optimizer state, and ranks of tp hold "
+        "copies of the parameters that tp does not divide. Every rank applies the same update to its "
+        "copy, so the bits stay the same. Every step compares a digest of all weights and of a "
+        "quarter of the optimizer's state, and every save compares everything. The message names the "
+        "tensors. With three or more copies it also names the rank that differs from the others.",
+        "Look for what changes weights, gradients or optimizer state on some ranks only: a gradient "
+        "hook that depends on the rank, an in-place change between steps, a library of another "
+        "version. If there is nothing of that kind, suspect the memory or the processor of the "
+        "machine that is named. Go on from the newest checkpoint, which was compared before it was "
+        "written.",
+    ),
+    "PL419": Page(
+        "The same samples on several ranks",
+        "Batches given to step() are this rank's samples, and together they make the global batch. "
+        "Three different batches in a row were the same on several ranks, so each rank reads the "
+        "whole data set in the same order: an epoch takes as long as on one rank, and every sample "
+        "counts once per rank. Only the first 16 batches are compared.",
+        "Use trainer.loader(dataset, global_batch_size=N), which gives each rank its share. Or build "
+        "the DataLoader with sampler=DistributedSampler(dataset), and call its set_epoch in every "
+        "epoch.",
+    ),
     "PL420": Page(
         "Nothing to train",
         "An update needs at least one parameter that requires a gradient.",

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,10 +33,10 @@ from torch import Tensor
 from paceline.comm.board import Board
 from paceline.errors import PacelineError
 
-# Digests that a rank tells of itself, and the numbers that hold them: two halves each, exact in float64.
-NUM_DIGESTS = 4
-_STOP, _POSITION, _SIGNATURE, _NUM_PLAIN = 0, 1, 2, 3
-_NUM_TOLD = _NUM_PLAIN + 2 * NUM_DIGESTS
+# Digests of what a rank holds. Each takes two numbers, one per half, which are exact in float64.
+NUM_COPIES = 3
+_STOP, _POSITION, _SIGNATURE, _SETTINGS, _COPIES = 0, 1, 2, 3, 5
+NUM_TOLD = _COPIES + 2 * NUM_COPIES
 _HALF = 1 << 32
 _LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
 # Every rank sends all it has to every other, so this is for small numbers only.
@@ -54,13 +54,15 @@ class Told:
         stop_signum: the signal that it got, or 0.
         position: a number that must be the same on all ranks, such as the step's.
         signature: another one, of what it did in the step before.
-        digests: up to `NUM_DIGESTS` numbers of 64 bits, for the caller to compare.
+        settings: a digest of what it was given, 64 bits.
+        copies: `NUM_COPIES` digests of what it holds; a tensor where they are on the device.
     """
 
     stop_signum: int
     position: int
     signature: int = 0
-    digests: Sequence[int] = field(default=())
+    settings: int = 0
+    copies: Sequence[int] | Tensor = (0, 0, 0)
 
 
 @dataclass
@@ -73,7 +75,8 @@ class Agreed:
         statistics: float64 (microbatches, values): BatchNorm's, see `RunningStatistics`.
         stop_signum: the signal that some rank got, or 0.
         used: per parameter, whether any rank computed a gradient; `None` unless asked for.
-        digests: per rank a row, per digest two numbers; rows are equal where the digests are.
+        settings: per rank a row of two numbers; rows are equal where the digests are.
+        copies: per rank a row, two numbers per digest.
     """
 
     losses: list[float]
@@ -81,7 +84,8 @@ class Agreed:
     statistics: Tensor
     stop_signum: int
     used: list[bool] | None
-    digests: Numbers
+    settings: Numbers
+    copies: Numbers
 
 
 class Agreement:
@@ -113,7 +117,7 @@ class Agreement:
         self._width = _NUM_FIXED + num_statistics
         self._num_ranks = 1 if group is None else group.size()
         self._rank = 0 if group is None else group.rank()
-        self._first = self._num_ranks * _NUM_TOLD
+        self._first = self._num_ranks * NUM_TOLD
         length = self._first + num_microbatches * self._width + num_parameters
         self._vector = torch.zeros(length, dtype=torch.float64, device=device)
         # On the CPU it is filled and read through numpy, which takes a tenth of the time of tensors.
@@ -147,13 +151,19 @@ class Agreement:
         """Starts the collective, or writes the board."""
         self._told = told
         row = [float(told.stop_signum), float(told.position), float(told.signature % _HALF)]
-        for digest in told.digests:
+        digests = [told.settings]
+        if not isinstance(told.copies, Tensor):
+            digests += told.copies
+        for digest in digests:
             row += (float(digest % _HALF), float(digest // _HALF % _HALF))
-        start = self._rank * _NUM_TOLD
+        start = self._rank * NUM_TOLD
         if self._array is not None:
             self._array[start : start + len(row)] = row
         else:
             self._vector[start : start + len(row)] = torch.tensor(row, dtype=torch.float64)
+        if isinstance(told.copies, Tensor):
+            halves = torch.stack([told.copies & (_HALF - 1), (told.copies >> 32) & (_HALF - 1)], dim=1)
+            self._vector[start + _COPIES : start + NUM_TOLD] = halves.reshape(-1)
         if self._group is None:
             return
         length = len(self._vector)
@@ -197,8 +207,8 @@ class Agreement:
             numbers = vector.cpu().numpy()
             if extra is not None:
                 brought, numbers = float(numbers[-1]), numbers[:-1]
-        told = numbers[: self._first].reshape(self._num_ranks, _NUM_TOLD)
-        plain: list[list[float]] = told[:, :_NUM_PLAIN].tolist()
+        told = numbers[: self._first].reshape(self._num_ranks, NUM_TOLD)
+        plain: list[list[float]] = told[:, :_SETTINGS].tolist()
         self._check_positions([int(row[_POSITION]) for row in plain])
         self._check_signatures([int(row[_SIGNATURE]) for row in plain])
         signums = [int(row[_STOP]) for row in plain]
@@ -210,7 +220,8 @@ class Agreement:
             statistics=torch.from_numpy(table)[:, _NUM_FIXED:],
             stop_signum=max(signums, key=(0, signal.SIGINT, signal.SIGTERM).index),
             used=(numbers[end:] > 0).tolist() if self._num_parameters else None,
-            digests=told[:, _NUM_PLAIN:],
+            settings=told[:, _SETTINGS:_COPIES],
+            copies=told[:, _COPIES:],
         )
         return agreed, brought
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +14,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
+from paceline.train.same_settings import is_comparing
+
+# Batches in a row that must be the same, before it is no chance; and how many are looked at.
+_NUM_EQUAL, _NUM_COMPARED = 3, 16
+# Different numbers of 8 bytes that a batch has at least: a few flags may well be the same on two ranks.
+_NUM_DIFFERENT = 16
+_TOO_PLAIN = 0
 
 
 def count_samples(batch: Any) -> int:
@@ -63,26 +72,68 @@ def weigh(loss: Any, batch: Any, *, by: str = "the loss function") -> tuple[Tens
     return total, weight
 
 
-def share_batch(batch: Any, dp: Axis | None, device: torch.device, microbatch_size: int | None) -> Share:
-    """This rank's samples as its share of a global batch made of all ranks' samples; collective over dp.
+class RawBatches:
+    """Batches of the user's own: each rank's samples become its share of a global batch.
 
-    Microbatches and samples are numbered through in the order of ranks. Costs one all-reduce of 8 bytes
-    per rank.
+    The first batches are compared over the ranks. Ranks that give the same samples, in batch after batch,
+    read the same part of the data, so each sample would count as often as there are such ranks.
 
     Args:
-        batch: this rank's samples; ranks of tp give the same ones.
         dp: the ranks that have different samples, or `None` for one.
-        device: where the collective runs.
-        microbatch_size: samples per forward; `None` for all of a rank's at once.
     """
-    num_samples = count_samples(batch)
-    counts, rank = [num_samples], 0
-    if dp is not None and dp.size > 1:
-        rank = dp.rank
-        all_counts = torch.zeros(dp.size, dtype=torch.int64, device=device)
-        all_counts[rank] = num_samples
-        dist.all_reduce(all_counts, group=dp.group)
-        counts = all_counts.tolist()
+
+    def __init__(self, dp: Axis | None) -> None:
+        self._dp = dp if dp is not None and dp.size > 1 else None
+        self._num_seen = 0
+        self._earlier: set[int] = set()
+        self._num_equal: dict[int, int] = {}
+
+    def share(self, batch: Any, device: torch.device, microbatch_size: int | None) -> Share:
+        """This rank's samples as a share; collective over dp.
+
+        Microbatches and samples are numbered through in the order of ranks. Costs one all-reduce of 16 bytes
+        per rank.
+
+        Args:
+            batch: this rank's samples; ranks of tp give the same ones.
+            device: where the collective runs.
+            microbatch_size: samples per forward; `None` for all of a rank's at once.
+
+        Raises:
+            PacelineError: PL419, on every rank, where ranks have given the same samples several times.
+        """
+        num_samples = count_samples(batch)
+        if self._dp is None:
+            return _cut_into_share(batch, [num_samples], 0, microbatch_size)
+        rank, size = self._dp.rank, self._dp.size
+        numbers = torch.zeros(2 * size, dtype=torch.int64)
+        numbers[rank] = num_samples
+        if self._num_seen < _NUM_COMPARED:
+            numbers[size + rank] = _digest_batch(batch)
+        numbers = numbers.to(device)
+        dist.all_reduce(numbers, group=self._dp.group)
+        values = numbers.tolist()
+        if self._num_seen < _NUM_COMPARED:
+            self._num_seen += 1
+            self._compare(values[size:])
+        return _cut_into_share(batch, values[:size], rank, microbatch_size)
+
+    def _compare(self, digests: list[int]) -> None:
+        """Count, per rank, how many new batches in a row were also another rank's.
+
+        A batch that comes again is one to measure with, not data.
+        """
+        for rank, digest in enumerate(digests):
+            is_equal = digest != _TOO_PLAIN and digests.count(digest) > 1 and digest not in self._earlier
+            self._num_equal[rank] = self._num_equal.get(rank, 0) + 1 if is_equal else 0
+        self._earlier.update(digests)
+        ranks = [rank for rank, number in self._num_equal.items() if number >= _NUM_EQUAL]
+        if ranks and is_comparing():
+            raise _refuse_same_samples(ranks)
+
+
+def _cut_into_share(batch: Any, counts: list[int], rank: int, microbatch_size: int | None) -> Share:
+    num_samples = counts[rank]
     cuts = [split_microbatches(count, microbatch_size or max(1, count)) for count in counts]
     if len(cuts[rank]) > 1:
         _check_lengths(batch, num_samples)
@@ -99,6 +150,33 @@ def share_batch(batch: Any, dp: Axis | None, device: torch.device, microbatch_si
         ],
         samples=[range(first_sample + start, first_sample + stop) for start, stop in cuts[rank]],
     )
+
+
+def _digest_batch(batch: Any) -> int:
+    """A number of 63 bits for the contents of all tensors; `_TOO_PLAIN` where there is little in them."""
+    digest, words = hashlib.blake2b(digest_size=8), b""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            content = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            words += content.reshape(-1).view(torch.uint8).numpy().tobytes()
+            digest.update(str(leaf.shape).encode())
+    digest.update(words)
+    if len(np.unique(np.frombuffer(words[: len(words) // 8 * 8], np.int64))) < _NUM_DIFFERENT:
+        return _TOO_PLAIN
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _refuse_same_samples(ranks: list[int]) -> PacelineError:
+    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    error = PacelineError(
+        "PL419",
+        saw=f"the last {_NUM_EQUAL} batches given to step() were the same on several ranks (places {shown} "
+        "among the ranks that share the data).",
+        rule="Each rank gives samples of its own. Otherwise a step counts some samples several times.",
+        fix="Use trainer.loader(dataset, global_batch_size=...), or a DistributedSampler in the DataLoader.",
+    )
+    error.on_every_rank = True
+    return error
 
 
 def _check_lengths(batch: Any, num_samples: int) -> None:

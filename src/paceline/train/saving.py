@@ -91,6 +91,11 @@ class Saver:
         self._history: History | None = None
         self._parts: _Parts | None = None
 
+    @property
+    def tracked(self) -> list[str]:
+        """Names of the objects that join the checkpoints."""
+        return sorted(self._tracked)
+
     def track(self, objects: Mapping[str, Any]) -> None:
         """Adds objects with state; gives them what was loaded for them."""
         for name, value in objects.items():

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -26,7 +27,7 @@ from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
 from paceline.recipe.explain import validate_section
 from paceline.recipe.schema import DdpSection, ShardSection
-from paceline.train.batches import share_batch, weigh
+from paceline.train.batches import RawBatches, weigh
 from paceline.train.building import (
     Model,
     OptimizerFactory,
@@ -51,6 +52,15 @@ from paceline.train.memory import explain_out_of_memory
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.precision import Precision
 from paceline.train.rng import derive_seed, preserved_generators
+from paceline.train.same_settings import (
+    StepSettings,
+    check_same_settings,
+    describe_code,
+    describe_data,
+    describe_model,
+    describe_optimizer,
+    read_hyperparameters,
+)
 from paceline.train.saving import Saver
 from paceline.train.settings import describe_function, name_settings
 from paceline.train.step import Step
@@ -191,6 +201,31 @@ class Trainer:
             for name, model in (names or {"model": model}).items()  # type: ignore[dict-item]
         }
         self.models = {name: each.model for name, each in built.items()}
+        if self.world.world_size > 1:
+            given = {
+                "layout": str(self.layout),
+                "dtype": dtype,
+                "reduction": reduction,
+                "microbatch_size": str(microbatch_size),
+                "clip_norm": str(clip_norm),
+                "seed": str(seed),
+                "sync_batchnorm": str(sync_batchnorm),
+                "compile": str(compile),
+                "max_skipped_in_a_row": str(max_skipped_in_a_row),
+                "ddp": str(ddp),
+                "shard": str(shard),
+                "tp_plan": str(tp_plan),
+                "forward": describe_code(forward),
+                "loss": describe_code(loss),
+                "loss_over": loss_over,
+                "step": describe_code(step),
+                "schedule": describe_code(schedule),
+                "comm_hook": describe_code(comm_hook and comm_hook[1]),
+                "recipe": str(recipe_toml),
+            }
+            for name, each in built.items():
+                given |= describe_model(name, each.model)
+            check_same_settings(given, _all_ranks())
         self._mesh = build_mesh(self.layout, self.world) if self.world.world_size > 1 else None
         factories = dict(optimizer) if isinstance(optimizer, Mapping) else {"model": optimizer}
         settings = UpdateSettings(
@@ -253,6 +288,9 @@ class Trainer:
             assert loss is not None
             self._global_loss = GlobalLoss(self.model, self._forward, loss, self._mesh, self._precision)
         self._loaders: dict[str, Loader] = {}
+        self._source: Loader | None = None
+        self._settings = StepSettings(_all_ranks() if self._mesh else None, self._describe_settings)
+        self._raw_batches = RawBatches(self._dp)
         self._requests = StopRequests()
         self._stop_signum = 0
         self._went_apart = False
@@ -384,8 +422,8 @@ class Trainer:
             The checkpoint's folder.
 
         Raises:
-            PacelineError: PL403 before `resume` named a folder, PL433 after `without_communication`, PL5xx
-                where writing fails; earlier checkpoints stay as they are.
+            PacelineError: PL403 before `resume` named a folder, PL418 where copies on ranks differ, PL433
+                after `without_communication`, PL5xx where writing fails; earlier checkpoints are kept.
         """
         if self._went_apart:
             raise PacelineError(
@@ -394,6 +432,8 @@ class Trainer:
                 rule="Each rank's weights went their own way, so there is no state of the run to save.",
                 fix="Measure with a trainer of its own, and train with another.",
             )
+        for update in self._updates.values():
+            update.check_copies()
         if self._writer is not None:
             self._writer.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(
@@ -419,7 +459,8 @@ class Trainer:
 
         Raises:
             Stopped: some rank was asked to stop; all have saved and leave together.
-            PacelineError: PL431 after too many skipped steps in a row, PL432 out of memory.
+            PacelineError: PL417 to PL419 where ranks differ in settings or weights, or have the same samples;
+                PL431 after too many skipped steps in a row, PL432 out of memory.
         """
         self._requests.install()
         self.leave_if_asked()
@@ -427,12 +468,18 @@ class Trainer:
         if isinstance(batch, Share):
             share = batch
         else:
-            share = share_batch(batch, self._dp, self.world.device, self.microbatch_size)
+            share = self._raw_batches.share(batch, self.world.device, self.microbatch_size)
             self._saver.has_raw_batches = True
         if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
             raise refuse_sync_batchnorm(
                 share.num_samples, self.microbatch_size or share.num_samples, self.world.world_size
             )
+        self._source = share.source
+        updates = self._updates.values()
+        self._settings.begin(
+            (id(share.source), [len(u.gradient_hooks) for u in updates], self._saver.tracked),
+            tuple(read_hyperparameters(u.optimizer) for u in updates),
+        )
         self.step_number += 1
         lr = next(iter(self._updates.values())).lr
         done: dict[str, Updated] = {}
@@ -629,6 +676,14 @@ class Trainer:
         """Counts time that the loop waited for data as such in the next step's metrics."""
         self._data_s += seconds
 
+    def _describe_settings(self) -> dict[str, str]:
+        """What may change between steps and is the same on all ranks, by name."""
+        found = {"tracked": ", ".join(self._saver.tracked)}
+        for name, update in self._updates.items():
+            found |= describe_optimizer(name, update.optimizer)
+            found[f"on_gradients of {name}"] = ", ".join(map(describe_code, update.gradient_hooks))
+        return found | (describe_data(self._source) if self._source is not None else {})
+
     def _require_loss(self) -> None:
         if self._loss is None:
             raise PacelineError(
@@ -670,6 +725,7 @@ class Trainer:
                 step=self.step_number,
                 phase=phase,
                 stop_signum=self._requests.signum,
+                settings=self._settings,
                 count_flops=rounds.flops_per_sample is None and self.world.is_main,
             )
         finally:
@@ -717,6 +773,12 @@ class Trainer:
                 fix="Lower the learning rate, add warm-up, look at the data of that microbatch; "
                 "the last checkpoint is from before.",
             )
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 class _TrainerLoader(Loader):

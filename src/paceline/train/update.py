@@ -35,9 +35,11 @@ from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
 from paceline.parallel.replicate import Compute, Replica
 from paceline.parallel.shard import Shards
-from paceline.train.agreement import Agreed, Agreement, Told
+from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, Told
+from paceline.train.copies import Copies
 from paceline.train.precision import Precision
 from paceline.train.rounds import Launch, Rounds, Work
+from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
 
 GradientHook = Callable[[dict[str, Tensor]], None]
@@ -140,6 +142,7 @@ class Update:
             track_used=track_used,
         )
         self._board = self._make_board()
+        self._copies = Copies(name, model, optimizer, laid_out.placement, mesh)
 
     @property
     def lr(self) -> float:
@@ -165,6 +168,7 @@ class Update:
         step: int,
         phase: int,
         stop_signum: int,
+        settings: StepSettings,
         count_flops: bool = False,
     ) -> Updated:
         """One update from a global batch; collective.
@@ -175,6 +179,7 @@ class Update:
             step: number of the optimizer step, from 1.
             phase: number of this update within the step.
             stop_signum: the signal that this rank got, or 0.
+            settings: what ranks were given, to be compared.
             count_flops: whether to count the floating-point operations of the first microbatch.
         """
         for _, parameter in self._named:  # those that the optimizer leaves alone too
@@ -192,14 +197,20 @@ class Update:
             self._unit = _power_of_two(share.num_samples)
         # Of the step before: this one's is complete only after its last backward.
         signature = self._reducer.signature if isinstance(self._reducer, Shards) else 0
+        copies = self._copies.digest(step) if is_talking else (0,) * NUM_COPIES
+        told = Told(stop_signum, step, signature, settings.digest, copies)
         hook_memory = None if self.hook_state is None else self.hook_state.read()
-        launch = Launch(agreement, Told(stop_signum, step, signature), self.rounds.used)
+        launch = Launch(agreement, told, self.rounds.used)
         work = Work(compute, share, step, phase, self._unit, launch)
         comm_s = self.rounds.run(work, is_talking=is_talking, count_flops=count_flops)
-        updated = self._finish(agreement, comm_s)
+        updated = self._finish(agreement, settings, comm_s)
         if updated.skipped and self.hook_state is not None and hook_memory is not None:
             self.hook_state.write(hook_memory, self._precision.device)  # else it would add inf to later steps
         return updated
+
+    def check_copies(self) -> None:
+        """Compares all that ranks hold copies of, tensor by tensor; collective."""
+        self._copies.check_all()
 
     def silenced(self) -> AbstractContextManager[None]:
         """Inside, `run` computes this rank's share and communicates nothing, see `Replica.silenced`."""
@@ -278,7 +289,7 @@ class Update:
         assert world is not None
         return Board(world) if self._mesh.dp_replicate.size == world.size() else None
 
-    def _finish(self, agreement: Agreement, comm_s: float) -> Updated:
+    def _finish(self, agreement: Agreement, settings: StepSettings, comm_s: float) -> Updated:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""
         assert self._unit is not None
         started_s = time.perf_counter()
@@ -287,6 +298,8 @@ class Update:
         norm_tensor = self._measure_norm()
         compute_s = time.perf_counter() - started_s
         agreed, norm = agreement.wait(norm_tensor)
+        settings.check(agreed.settings)
+        self._copies.check(agreed.copies)
         if self._precision.device.type != "cuda":  # there the wait is for kernels, ours included
             comm_s += time.perf_counter() - started_s - compute_s
         if agreed.used is not None:

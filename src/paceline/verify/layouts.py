@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
+from paceline.train.same_settings import ranks_may_differ
 from paceline.train.trainer import Trainer
 from paceline.verify.compare import (
     ANOTHERS_PART,
@@ -192,6 +193,7 @@ def compare_layouts(subject: Subject, folder: str, layouts: list[Layout]) -> lis
     return found
 
 
+@ranks_may_differ()
 def compare_layout(opened: Opened, subject: Subject, reference: Reference, layout: Layout) -> Compared:
     """Trains a layout on the current world and compares it with the reference; collective."""
     try:

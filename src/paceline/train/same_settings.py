@@ -1,0 +1,246 @@
+"""Compares what ranks were given: the same arguments, model, optimizer, hooks and data on every rank.
+
+Settings are short texts by name. They are compared whole when a trainer is built and at its first step. In
+every step a digest of those that may change travels with what ranks agree on, and only where digests differ
+are the texts gathered again, to name what differs.
+
+Functions are compared by their bytecode. What a function reads from outside (a closure, a global) is not part
+of that: what it does shows in the weights (`copies.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.data.loader import Loader
+from paceline.errors import PacelineError
+from paceline.train.agreement import Numbers
+
+_MISSING = "missing"
+_MAX_SHOWN = 4
+_MAX_LETTERS = 80
+
+
+_is_comparing = True
+
+
+@contextmanager
+def ranks_may_differ() -> Iterator[None]:
+    """Inside, ranks that differ go on, for `verify`, which finds out itself what differs first and why.
+
+    Every rank enters it, or none.
+    """
+    global _is_comparing
+    before, _is_comparing = _is_comparing, False
+    try:
+        yield
+    finally:
+        _is_comparing = before
+
+
+def is_comparing() -> bool:
+    """Whether ranks that differ are an error."""
+    return _is_comparing
+
+
+def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """Compare settings over the ranks of a group; collective.
+
+    Costs one gather of 16 bytes per rank where all are the same.
+
+    Raises:
+        PacelineError: PL417, on every rank, naming what differs and where.
+    """
+    if not is_comparing():
+        return
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, digest_text("\n".join(f"{k}={v}" for k, v in settings.items())), group)
+    if digests.count(digests[0]) == len(digests):
+        return
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, dict(settings), group)
+    names = dict.fromkeys(name for each in gathered for name in each)
+    differing = []
+    for name in names:
+        values = [each.get(name, _MISSING) for each in gathered]
+        if values.count(values[0]) < len(values):
+            differing.append(f"{name} is {describe_by_rank(values)}")
+    raise _refuse_different(differing)
+
+
+class StepSettings:
+    """What may change from step to step, compared in each.
+
+    Args:
+        group: the ranks, or `None` in a world of one.
+        describe: gives all settings that may change, by name.
+
+    Attributes:
+        digest: of the latest step, to be told to the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, describe: Callable[[], Mapping[str, str]]) -> None:
+        self.digest = 0
+        self._group = group
+        self._describe = describe
+        self._seen: tuple[Any, ...] | None = None
+        self._of_seen = 0
+
+    def begin(self, seldom: tuple[Any, ...], often: tuple[Any, ...]) -> None:
+        """Take the digest of a step; collective in the first one, which compares everything.
+
+        Args:
+            seldom: what is described anew only where this has changed. It need not be the same on all ranks.
+            often: numbers and words that are part of the digest as they are.
+        """
+        if self._group is None:
+            return
+        if seldom != self._seen:
+            settings = self._describe()
+            if self._seen is None:
+                check_same_settings(settings, self._group)
+            self._seen, self._of_seen = seldom, digest_text(repr(settings))
+        self.digest = digest_text(f"{self._of_seen} {often}")
+
+    def check(self, digests: Numbers) -> None:
+        """Compare what all ranks have told; collective only where it differs.
+
+        Args:
+            digests: per rank a row of two numbers.
+
+        Raises:
+            PacelineError: PL417, on every rank.
+        """
+        if self._group is not None and not (digests == digests[0]).all():
+            check_same_settings(self._describe(), self._group)
+
+
+def digest_text(text: str) -> int:
+    """A number of 64 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def describe_by_rank(values: Sequence[str]) -> str:
+    """Values by rank as a text; where most ranks have one and the same, the odd ones come first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    ordered = sorted(ranks.items(), key=lambda item: (len(item[1]), item[1]))
+    shown = [f"{_shorten(value)} on {name_ranks(members)}" for value, members in ordered[:_MAX_SHOWN]]
+    return ", ".join(shown) + (" ..." if len(ordered) > _MAX_SHOWN else "")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0 and 2`, `ranks 0, 1, 2 and 5 more`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _MAX_SHOWN:
+        return f"ranks {', '.join(map(str, ranks[:3]))} and {len(ranks) - 3} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def describe_code(function: Any) -> str:
+    """A function by its name and a digest of its bytecode; another object by its type."""
+    if function is None:
+        return "None"
+    if isinstance(function, functools.partial):
+        return f"partial {describe_code(function.func)}"
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        kind = function if isinstance(function, type) else type(function)
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{function.__qualname__} (code {digest_text(_describe_code(code)) % 2**32:08x})"
+
+
+def describe_model(name: str, model: nn.Module) -> dict[str, str]:
+    """A model's parameters and modules, with the settings of those modules that come with torch."""
+    found = {}
+    for own, module in model.named_modules():
+        kind = type(module)
+        extra = f"({module.extra_repr()})" if kind.__module__.startswith("torch.nn.") else ""
+        found[f"module {own or '(the model)'} of {name}"] = f"{kind.__module__}.{kind.__qualname__}{extra}"
+    for own, parameter in model.named_parameters():
+        trained = "trained" if parameter.requires_grad else "frozen"
+        found[f"parameter {own} of {name}"] = f"{trained} {list(parameter.shape)} {parameter.dtype}"
+    return found
+
+
+def describe_optimizer(name: str, optimizer: Optimizer) -> dict[str, str]:
+    """An optimizer's class, and the numbers and words of its groups."""
+    kind = type(optimizer)
+    found = {f"optimizer of {name}": f"{kind.__module__}.{kind.__qualname__}"}
+    for number, group in enumerate(optimizer.param_groups):
+        found[f"number of parameters in group {number} of {name}"] = str(len(group["params"]))
+        for key, value in group.items():
+            plain = _plain(value)
+            if key != "params" and plain is not None:
+                found[f"{key} of group {number} of {name}"] = repr(plain)
+    return found
+
+
+def describe_data(loader: Loader) -> dict[str, str]:
+    """What a loader gives out, apart from its position; of the data its size, and its hash if it has one."""
+    settings = {k: v for k, v in loader.state_dict().items() if k not in ("epoch", "number", "samples")}
+    settings |= {key: getattr(loader, key) for key in ("microbatch_size", "drop_last", "epochs")}
+    settings["content"] = getattr(loader._fetcher.dataset, "content_hash", None)
+    return {f"{key} of {loader.name}": str(value) for key, value in settings.items()}
+
+
+def read_hyperparameters(optimizer: Optimizer) -> tuple[Any, ...]:
+    """The numbers and words of an optimizer's groups, to see whether one has changed."""
+    return tuple(
+        _plain(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """What can be compared by its text at once; a number on a device would have to be waited for."""
+    if isinstance(value, (int, float, str, bool)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(each) for each in value)
+    if isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu":
+        return value.item()
+    return None
+
+
+def _describe_code(code: CodeType) -> str:
+    constants = [_describe_constant(constant) for constant in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
+
+
+def _describe_constant(constant: Any) -> str:
+    if isinstance(constant, CodeType):
+        return _describe_code(constant)
+    if isinstance(constant, frozenset):  # its order differs from process to process
+        return str(sorted(map(repr, constant)))
+    return repr(constant)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_LETTERS else text[:_MAX_LETTERS] + "..."
+
+
+def _refuse_different(differing: Sequence[str]) -> PacelineError:
+    shown = "; ".join(differing[:_MAX_SHOWN])
+    if len(differing) > _MAX_SHOWN:
+        shown += f"; and {len(differing) - _MAX_SHOWN} more"
+    error = PacelineError(
+        "PL417",
+        saw=f"ranks were given different settings: {shown or 'in another order'}.",
+        rule="Every rank trains the same model with the same settings. Only samples are its own.",
+        fix="Look for an argument, an argument file, an environment variable or a line that depends on the "
+        "rank or on the machine.",
+    )
+    error.on_every_rank = True
+    return error

@@ -1,0 +1,270 @@
+"""Ranks that differ: in settings, weights, state, gradients or samples. Each ends in one message, at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.errors import PacelineError
+from paceline.parallel.replicate import Replica
+from paceline.train.copies import _digest_on_device, _view, _view_contiguous
+from paceline.train.trainer import Trainer
+from tests.dist.pool import Pool
+
+AT = 3  # the step in which, or before which, something happens
+
+
+def build(seed: int = 0, lr: float = 0.01, model: nn.Module | None = None, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    return Trainer(
+        model,
+        forward=lambda model, batch: model(batch[0]),
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=lr),
+        microbatch_size=2,
+        seed=seed,
+        **settings,
+    )
+
+
+def data(num_samples: int = 96) -> TensorDataset:
+    return TensorDataset(torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def end_of(trainer: Trainer, before_step: Any = None, num_samples: int = 96) -> tuple[str, str, int]:
+    """The code and text of the error, and the number of steps that were taken until then."""
+    num_taken = 0
+    try:
+        for share in trainer.loader(data(num_samples), global_batch_size=12):
+            if before_step is not None:
+                before_step(trainer, num_taken + 1)
+            trainer.step(share)
+            num_taken += 1
+    except PacelineError as error:
+        return error.code, str(error), num_taken
+    return "", "", num_taken
+
+
+def flip(tensor: Tensor, bit: int) -> None:
+    tensor.detach().view(-1).view(torch.int32)[tensor.numel() // 3] ^= 1 << bit
+
+
+def corrupt(world: Any, what: str, bit: int, odd_rank: int, settings: dict[str, Any]) -> tuple[str, str, int]:
+    trainer = build(**settings)
+
+    def before_step(trainer: Trainer, number: int) -> None:
+        if number != AT or world.rank != odd_rank:
+            return
+        parameter = trainer.model.get_parameter("3.weight")
+        if what == "weight":
+            flip(parameter, bit)
+        elif what == "buffer":
+            flip(trainer.model.get_buffer("1.running_var"), bit)
+        else:
+            flip(trainer._updates["model"].optimizer.state[parameter][what], bit)
+
+    if what == "gradient":
+        wait = Replica.check_reduced
+
+        def check_reduced(replica: Replica) -> None:
+            wait(replica)
+            parameter = trainer.model.get_parameter("3.weight")
+            if trainer.step_number == AT and world.rank == odd_rank and parameter.grad is not None:
+                flip(parameter.grad, bit)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Replica, "check_reduced", check_reduced)
+            return end_of(trainer)
+    return end_of(trainer, before_step)
+
+
+# A weight is seen in the step that starts from it, a quarter of the state per step.
+@pytest.mark.parametrize(
+    ("what", "bit", "latest", "named"),
+    [
+        ("weight", 0, AT - 1, "3.weight"),
+        ("weight", 30, AT - 1, "3.weight"),
+        ("buffer", 3, AT - 1, "1.running_var"),
+        ("exp_avg", 22, AT, "exp_avg of 3.weight"),
+        ("exp_avg_sq", 0, AT + 2, "exp_avg_sq of 3.weight"),
+        ("gradient", 27, AT, "3.weight"),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_a_flipped_bit_ends_the_run(
+    ranks: Pool, what: str, bit: int, latest: int, named: str, reduction: str
+) -> None:
+    found = ranks.run(corrupt, args=(what, bit, 1, {"reduction": reduction}))
+    assert found[0] == found[1], "one message, the same on all ranks"
+    code, text, num_taken = found[0]
+    assert code == "PL418"
+    assert AT - 1 <= num_taken <= latest
+    assert f"{named} differs between rank 0 and rank 1" in text
+
+
+@pytest.mark.parametrize("odd_rank", [0, 2])
+def test_of_three_ranks_the_odd_one_is_named(ranks: Pool, odd_rank: int) -> None:
+    others = " and ".join(str(rank) for rank in range(3) if rank != odd_rank)
+    for code, text, num_taken in ranks.run(corrupt, nproc=3, args=("weight", 5, odd_rank, {})):
+        assert (code, num_taken) == ("PL418", AT - 1)
+        assert f"3.weight on rank {odd_rank} differs from ranks {others}" in text
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2 dp_shard=2", "dp_replicate=2 tp=2"])
+def test_copies_of_parts_are_compared_with_their_own_kind(ranks: Pool, layout: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 2))
+    settings = {"layout": layout, "model": model, "example": (torch.ones(2, 8),)}
+    for code, _, num_taken in ranks.run(corrupt, nproc=4, args=("none", 0, 9, settings)):
+        assert (code, num_taken) == ("", 8), "no false alarm"
+    if "dp_shard" in layout:
+        return
+    for code, text, num_taken in ranks.run(corrupt, nproc=4, args=("weight", 5, 3, settings)):
+        assert (code, num_taken) == ("PL418", AT - 1)
+        assert "3.weight" in text
+        assert "rank 3" in text
+
+
+def other_settings(world: Any, what: str) -> tuple[str, str, int]:
+    mine, is_odd = world.rank, world.rank == 1
+    try:
+        if what == "lr":
+            return end_of(build(lr=0.01 * (1 + is_odd)))
+        if what == "seed":
+            return end_of(build(seed=mine))
+        if what == "clip_norm":
+            return end_of(build(clip_norm=0.5 + is_odd))
+        if what == "dtype":
+            return end_of(build(dtype="bf16" if is_odd else "fp32"))
+        if what == "eps":
+            return end_of(
+                build(model=nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4, eps=1e-5 * (1 + is_odd))))
+            )
+        if what == "shape":
+            return end_of(build(model=nn.Linear(8, 4 + is_odd)))
+        if what == "size of the data":
+            return end_of(build(), num_samples=96 + 12 * is_odd)
+        if what == "hook":
+            trainer = build()
+            if is_odd:
+                trainer.on_gradients(lambda named: None)
+            return end_of(trainer)
+        if what == "lr later":
+            return end_of(build(), _change_lr if is_odd else None)
+        assert what == "work of a hook"
+        trainer = build()
+        trainer.on_gradients(lambda named: [g.mul_(1 + is_odd) for g in named.values()])  # type: ignore[arg-type, func-returns-value]
+        return end_of(trainer)
+    except PacelineError as error:
+        return error.code, str(error), 0
+
+
+def _change_lr(trainer: Trainer, number: int) -> None:
+    if number == AT:
+        trainer._updates["model"].optimizer.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "taken", "shown"),
+    [
+        ("lr", "PL417", 0, "lr of group 0 of model is 0.01 on rank 0, 0.02 on rank 1"),
+        ("seed", "PL417", 0, "seed is 0 on rank 0, 1 on rank 1"),
+        ("clip_norm", "PL417", 0, "clip_norm is 0.5 on rank 0, 1.5 on rank 1"),
+        ("dtype", "PL417", 0, "dtype is fp32 on rank 0, bf16 on rank 1"),
+        ("eps", "PL417", 0, "eps=1e-05"),
+        ("shape", "PL417", 0, "parameter weight of model is trained [4, 8]"),
+        ("size of the data", "PL417", 0, "num_samples of loader0 is 96 on rank 0, 108 on rank 1"),
+        ("hook", "PL417", 0, "on_gradients of model"),
+        ("lr later", "PL417", AT - 1, "lr of group 0 of model is 0.01 on rank 0, 0.5 on rank 1"),
+        ("work of a hook", "PL418", 1, "0.weight differs between rank 0 and rank 1"),
+    ],
+)
+def test_other_settings_are_named(ranks: Pool, what: str, code: str, taken: int, shown: str) -> None:
+    for found in ranks.run(other_settings, args=(what,)):
+        assert found[0] == code, found
+        assert found[2] == taken
+        assert shown in found[1]
+
+
+def saved_apart(world: Any, folder: str) -> str:
+    trainer = build()
+    trainer.resume(folder)
+    for share in trainer.loader(data(), global_batch_size=12):
+        trainer.step(share)
+    if world.rank == 1:
+        flip(trainer._updates["model"].optimizer.state[trainer.model.get_parameter("0.bias")]["exp_avg"], 0)
+    try:
+        trainer.save()
+    except PacelineError as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_differs_is_not_saved(ranks: Pool, tmp_path: Any) -> None:
+    for text in ranks.run(saved_apart, args=(str(tmp_path),)):
+        assert "exp_avg of 0.bias differs between rank 0 and rank 1" in text
+        assert "PL418" in text
+
+
+def doubled(world: Any, kind: str) -> tuple[str, str, int]:
+    trainer, num_taken = build(), 0
+    torch.manual_seed(3)
+    loader: Any = DataLoader(data(), batch_size=6, shuffle=kind == "shuffled")
+    if kind == "one batch to measure with":
+        loader = [next(iter(loader))] * 8
+    elif kind == "little in it":
+        loader = [(torch.ones(2, 8) * (number % 4),) for number in range(8)]
+    elif kind == "own":
+        torch.manual_seed(world.rank)
+        loader = DataLoader(data(), batch_size=6, shuffle=True)
+    try:
+        for batch in loader:
+            trainer.step(batch)
+            num_taken += 1
+    except PacelineError as error:
+        return error.code, str(error), num_taken
+    return "", "", num_taken
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled"])
+def test_the_same_loader_on_two_ranks_is_told(ranks: Pool, kind: str) -> None:
+    for code, text, num_taken in ranks.run(doubled, args=(kind,)):
+        assert (code, num_taken) == ("PL419", 2)
+        assert "DistributedSampler" in text
+
+
+@pytest.mark.parametrize("kind", ["one batch to measure with", "little in it", "own"])
+def test_equal_batches_that_may_be_meant_are_none_of_ours(ranks: Pool, kind: str) -> None:
+    for code, _, num_taken in ranks.run(doubled, args=(kind,)):
+        assert code == ""
+        assert num_taken >= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (7, 5), (40, 1000), (300, 301)])
+def test_any_changed_number_changes_the_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape, dtype=torch.float64) * 3).to(dtype)
+    view = _view(tensor)
+    assert view is not None
+    before, on_device = view.digest(), int(_digest_on_device(tensor))
+    for place in {0, tensor.numel() // 2, tensor.numel() - 1}:
+        flat = tensor.reshape(-1).view(torch.uint8)
+        at = place * tensor.element_size()
+        flat[at] ^= 1
+        assert view.digest() != before
+        assert int(_digest_on_device(tensor)) != on_device
+        flat[at] ^= 1
+    assert view.digest() == before
+
+
+def test_a_digest_reads_memory_in_its_own_order() -> None:
+    tensor = torch.randn(4, 6, 5, 7).contiguous(memory_format=torch.channels_last)
+    view = _view(tensor)
+    assert view is not None
+    assert view.pointer == tensor.data_ptr()
+    assert _view(torch.randn(9, 9)[:, 1:4]) is None, "it has gaps"
+    assert _view_contiguous(torch.randn(9)).digest() != 0
