@@ -188,6 +188,15 @@ _START = (
     _start("init_world_size_environment", 2, "PL810", _JOIN, (0, 1), (), r"\b4\b|more ranks"),
     _start("init_free_port", 2, "PL810", _JOIN, (0, 1), (), r"port"),
     _start("init_other_address", 2, "PL810", _JOIN, (0, 1), (), r"address"),
+    _start(
+        "init_other_port",
+        3,
+        "PL810",
+        _JOIN,
+        (0, 2),
+        (1,),
+        r"rank 1 at address 127.0.0.1, port \d+, for 3 ranks",
+    ),
     _start("init_rank_from_scheduler", 2, "PL810", _JOIN, (0, 1), ()),
     _start("init_after_download", 3, "PL810 PL800", _JOIN, (0,), (1, 2), r"fetch|sleep"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from dataclasses import replace
@@ -352,6 +353,20 @@ def test_a_rank_that_was_never_started() -> None:
     verdict = explain(job)
     assert verdict.code == "PL810"
     assert verdict.headline.endswith("it was never started")
+
+
+def test_the_ranks_that_look_elsewhere_are_named() -> None:
+    job = Job(3)
+    for rank in range(3):
+        job.is_in(rank, *JOINING, user(3, "<module>"), phase="joining")
+        meets = f"address node0, port {29500 + (rank == 1)}, for 3 ranks"
+        job.reports[rank] = dataclasses.replace(job.reports[rank], meets=meets)
+    verdict = explain(job)
+    assert verdict.code == "PL810"
+    assert verdict.headline.startswith(
+        "ranks look for each other at different places: rank 1 at address node0, port 29501, for 3 ranks; "
+        "ranks 0 and 2 at address node0, port 29500, for 3 ranks: ranks 0 and 2 have waited"
+    )
 
 
 def test_all_join_at_different_places() -> None:

@@ -16,7 +16,13 @@ PACED = dataclasses.replace(
     BEAT, pace=Pace(5, (PlaceTime(0.75, True, FRAMES), PlaceTime(0.25, False, FRAMES[:1])))
 )
 REPORT = Report(
-    2, 3.5, "joining", {"0": Group("0", "world", (0, 1))}, (CALL, CALL), (Stack("MainThread", FRAMES),)
+    2,
+    3.5,
+    "joining",
+    {"0": Group("0", "world", (0, 1))},
+    (CALL, CALL),
+    (Stack("MainThread", FRAMES),),
+    meets="address 127.0.0.1, port 29500, for 2 ranks",
 )
 LAST = dataclasses.replace(
     REPORT, phase="leaving", last=LastWords("error", "OSError: gone", 1, has_lost_peer=True), issued={"0": 5}

@@ -290,6 +290,31 @@ def _tell_absent(
     return build_verdict(code, headline, list_places(states.values()), more=clues)
 
 
+def _tell_apart(
+    joining: list[State], states: Mapping[int, State], seen: Seen, source: Source
+) -> Verdict | None:
+    """Ranks look for each other at different addresses or ports, or for other numbers of ranks."""
+    places: dict[str, list[State]] = {}
+    for state in joining:
+        report = seen.reports.get(state.rank)
+        if report is not None and report.meets:
+            places.setdefault(report.meets, []).append(state)
+    if len(places) < 2:
+        return None
+    # Those that are with most ranks wait; of as many, those with rank 0.
+    (most, waiters), *others = sorted(
+        places.items(), key=lambda item: (-len(item[1]), min(s.rank for s in item[1]))
+    )
+    strays = [state for _, stray in others for state in stray]
+    told = "; ".join(f"{name_ranks(s.rank for s in stray)} at {place}" for place, stray in others)
+    headline = (
+        f"ranks look for each other at different places: {told}; {name_ranks(s.rank for s in waiters)} at "
+        f"{most}: {_name_waiting(waiters, seen)} in init_process_group"
+    )
+    clues = _list_clues(waiters, strays, source)
+    return build_verdict("PL810", headline, list_places(states.values()), more=clues)
+
+
 def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
     """Ranks wait, and everybody whom they wait for has come."""
     first = _pick_waiters(stuck)[0]
@@ -297,6 +322,9 @@ def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, sou
     since = _name_since(same, seen)
     who = name_ranks(s.rank for s in same)
     if first.kind == "joining":
+        apart = _tell_apart(same, states, seen, source)
+        if apart is not None:
+            return apart
         headline = (
             f"{who} {pick([s.rank for s in same], 'has', 'have')} waited {since} in init_process_group"
             f"{name_at(first.frames)}, and none of the {seen.world_size} is missing: they wait for more "

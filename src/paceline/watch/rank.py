@@ -27,6 +27,7 @@ from typing import IO
 from paceline.launch.arrival import when_imported
 from paceline.watch.farewell import Exits, say_error
 from paceline.watch.gradients import Gradients
+from paceline.watch.meeting import find_meeting
 from paceline.watch.operations import Operations
 from paceline.watch.recorder import Progress, Recorder, choose_buffer_size
 from paceline.watch.report import Beat, Call, Frame, Group, LastWords, Phase, Report, Stack
@@ -271,7 +272,8 @@ class Watched:
                     groups, calls = self._recorder.read_calls(is_full=is_full)
             stacks = read_stacks()
             phase = self._find_phase(mark_main_thread())
-        return Report(self._rank, time.time(), phase, groups, calls, stacks)
+            meets = find_meeting()
+        return Report(self._rank, time.time(), phase, groups, calls, stacks, meets=meets)
 
     def _make_last_report(self, last: LastWords, frames: tuple[Frame, ...]) -> Report:
         groups: dict[str, Group] = {}

@@ -208,6 +208,7 @@ class Report:
             the script: the place where it was raised.
         last: what ends the rank, if it is about to end.
         issued: by group, how many collectives; of a rank that has ended and whose calls nobody knows.
+        meets: address, port and number of ranks with which it calls `init_process_group` now; else empty.
     """
 
     rank: int
@@ -218,6 +219,7 @@ class Report:
     stacks: tuple[Stack, ...]
     last: LastWords | None = None
     issued: dict[str, int] = field(default_factory=dict)
+    meets: str = ""
 
 
 ProcessState = Literal["running", "sleeping", "stopped", "uninterruptible", "ended", "unreachable"]

@@ -154,6 +154,7 @@ def _report_to_json(report: Report) -> dict[str, Any]:
         "stacks": stacks,
         "last": asdict(report.last) if report.last is not None else None,
         "issued": report.issued,
+        "meets": report.meets,
         "frames": frames.to_json(),
     }
 
@@ -173,6 +174,7 @@ def _report_from_json(value: dict[str, Any]) -> Report:
         ),
         last=LastWords(**value["last"]) if value["last"] is not None else None,
         issued=value["issued"],
+        meets=value["meets"],
     )
 
 

@@ -1,0 +1,43 @@
+"""Where this process looks for the other ranks, while it is in `init_process_group`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+_STORE_MAKER = "_create_c10d_store"  # torch/distributed/rendezvous.py
+_JOINS = "init_process_group"
+
+
+def find_meeting() -> str:
+    """The address, port and number of ranks that the main thread's call uses; empty where there is none.
+
+    They are read from the call's own variables, so it does not matter whether they come from the
+    environment, from a URL or from a store that the script made.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    with suppress(Exception):  # torch of another version has other variables
+        return _search(frame)
+    return ""
+
+
+def _search(frame: FrameType | None) -> str:
+    while frame is not None:
+        if frame.f_code.co_name == _STORE_MAKER:
+            known = frame.f_locals
+            return _word(known["hostname"], known["port"], known["world_size"])
+        if frame.f_code.co_name == _JOINS and "/torch/" in frame.f_code.co_filename:
+            known = frame.f_locals
+            store: Any = known.get("store")
+            while hasattr(store, "underlying_store"):
+                store = store.underlying_store
+            return _word(store.host, store.port, known["world_size"]) if hasattr(store, "port") else ""
+        frame = frame.f_back
+    return ""
+
+
+def _word(address: str, port: int, world_size: int) -> str:
+    return f"address {address}, port {port}, for {world_size} ranks"
