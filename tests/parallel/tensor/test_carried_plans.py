@@ -48,3 +48,15 @@ def test_the_found_plan_is_the_carried_one(name: str) -> None:
             compared += 1
     assert compared >= 2 * 7, "seven projections in each of two layers"
     assert plan.share == 1.0
+
+
+def test_the_attention_of_a_mixture_is_split() -> None:
+    """Without numbers, the product of its experts insists on bf16."""
+    import transformers
+
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    plan = find_plan(model, lambda module: module(input_ids=ids).logits, 2)
+    assert plan.splits["model.layers.0.self_attn.q_proj.weight"].dim == 0
+    assert not any(".experts." in name for name in plan.splits)

@@ -336,7 +336,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refs, ref_keywords = tree_map_only(
             Tensor, lambda tensor: Ref(self.number(tensor)), (tuple(args), keywords)
         )
-        result = func(*args, **keywords)
+        result = _run_fake(func, args, keywords)
         outputs = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         if outputs:  # not a question, such as for the device
@@ -404,6 +404,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation for the shapes of its result."""
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    # Without numbers it insists on bf16, though its kernel takes what the experts of a mixture compute in.
+    narrow = tree_map_only(
+        Tensor, lambda tensor: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor, args
+    )
+    return func(*narrow, **kwargs).to(args[0].dtype)
 
 
 class _Functions(TorchFunctionMode):
