@@ -123,7 +123,7 @@ def test_blocks_that_run_eagerly_after_all_draw_the_same() -> None:
     masks = apply_dropout(model)
     eager = take_step(model, masks)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compile_blocks(model, counter)
+    compile_blocks(model, counter, fullgraph=False)  # torch 2.12 warns where nothing is compiled
     keys: list[str] = []
     masks.on_draw = lambda key, _x, _y: keys.append(key)
     with torch.compiler.set_stance("force_eager"):

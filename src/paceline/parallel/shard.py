@@ -256,9 +256,11 @@ class Shards:
         raise PacelineError(
             "PL441",
             saw=f"{len(missing)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",
-            rule="The ranks sum a block's gradients as one vector, so all must bring the same ones.",
-            fix="Set shard.find_unused_parameters = true, or requires_grad=False on parameters that the loss "
-            "does not use.",
+            rule="The ranks sum the gradients of a block as one vector, so every rank must bring a gradient "
+            "for each of its parameters in every microbatch.",
+            fix="If the loss never uses them, set requires_grad=False on them. If it uses them in some "
+            "microbatches only, set shard.find_unused_parameters = true in the recipe, or pass "
+            'shard={"find_unused_parameters": True} to Trainer.',
         )
 
     def reshard(self) -> None:
