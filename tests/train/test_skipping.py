@@ -92,9 +92,9 @@ def train(world: Any, num_batches: int, bad: dict[int, str], settings: dict[str,
 @pytest.mark.parametrize(
     ("kind", "sample", "reason"),
     [
-        ("nan", 22, "the loss of microbatch 3 of 4 is nan"),
-        ("nan", 16, "the loss of microbatch 0 of 4 is nan"),
-        ("inf", 19, "the loss of microbatch 1 of 4 is nan"),
+        ("nan", 22, "the loss of microbatch 3 of 4 is nan while others are finite"),
+        ("nan", 16, "the loss of microbatch 0 of 4 is nan while others are finite"),
+        ("inf", 19, "the loss of microbatch 1 of 4 is nan while others are finite"),
         ("root", 21, "the gradient of layers.0.weight is not finite"),
     ],
 )
@@ -139,7 +139,7 @@ def test_fp16_skips_a_bad_loss_too(ranks: Pool) -> None:
     for steps in ranks.run(train, nproc=3, args=(8, {25: "nan"}, {"dtype": "fp16"})):
         reasons = [skipped for skipped, *_ in steps]
         # The first scale may be too large for these gradients; by the third step it fits.
-        assert reasons[2:4] == [None, "the loss of microbatch 0 of 4 is nan"]
+        assert reasons[2:4] == [None, "the loss of microbatch 0 of 4 is nan while others are finite"]
         assert steps[3][3] == steps[2][3]
         assert None in reasons[4:], "goes on, once the scale fits"
 
@@ -174,7 +174,7 @@ def test_a_set_number_in_a_row_ends_the_run_on_all_ranks(ranks: Pool, tmp_path: 
         assert isinstance(error, PacelineError)
         assert error.code == "PL431"
         assert "3 steps in a row were skipped, the last one (step 6)" in str(error)
-        assert "the loss of microbatch 2 of 4 is nan" in str(error)
+        assert "the loss of microbatch 2 of 4 is nan while others are finite" in str(error)
     # All of it is in the metrics, the last skip included.
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["skipped"]] == [2, 4, 5, 6]

@@ -92,6 +92,31 @@ PAGES: dict[str, Page] = {
         "Compute it from the model's output. Where a microbatch has no targets, output.sum() * 0 is a zero "
         "with a graph.",
     ),
+    "PL413": Page(
+        "A result that depends on a cut that nobody chose",
+        "Without microbatch_size the trainer cuts a global batch into 8 microbatches. For a loss that is a "
+        "sum over "
+        "samples the cut changes nothing but rounding. A contrastive loss compares each sample with the "
+        "others of "
+        "its microbatch, and a mean over targets (ignore_index) weighs microbatches alike, whatever number "
+        "of "
+        "targets they have. Before the first step the trainer computes the loss of one microbatch whole "
+        "and cut in "
+        "two, and refuses where they differ. BatchNorm normalizes with the statistics of a microbatch; for "
+        "it a "
+        "remark is logged.",
+        'Pass loss_over="global_batch" for a loss that compares samples. Return (sum, number of targets) '
+        "for a mean over targets. Or choose the cut yourself with microbatch_size=.",
+    ),
+    "PL414": Page(
+        "BatchNorm with a single sample",
+        "In training, BatchNorm normalizes with mean and variance of a microbatch. One value per channel "
+        "has no "
+        "variance, so torch refuses a microbatch of one sample. That happens with a small global batch, "
+        "which is cut "
+        "into 8 microbatches by default, and at the end of an epoch, where one sample can be left over.",
+        "Set microbatch_size to 2 or more such that none is left over, or pass drop_last=True to the loader.",
+    ),
     "PL415": Page(
         "A loss that can't be computed on the global batch",
         'With loss_over="global_batch" forward of every microbatch runs without a graph, the outputs of all '
@@ -101,6 +126,19 @@ PAGES: dict[str, Page] = {
         "microbatches. "
         "What the loss learns from comes out of forward=, parameters such as a temperature included.",
         "forward=lambda model, batch: (model.images(batch[0]), model.texts(batch[1]), model.scale.exp()).",
+    ),
+    "PL416": Page(
+        "A buffer that forward changes on each rank by itself",
+        "A buffer such as an average of activations or the code book of a VQ-VAE is changed in every "
+        "forward by values "
+        "that depend on the samples. Ranks run other samples, so their buffers go apart, and with one "
+        "process the "
+        "order of microbatches counts. The trainer merges BatchNorm's running statistics; a buffer that "
+        "changes "
+        "alike for any samples (the power iteration of spectral_norm) changes once per step on all ranks. "
+        "It can't "
+        "know how to merge others.",
+        "Update the buffer between steps, from values that all ranks have. The remark stops nothing.",
     ),
     "PL417": Page(
         "Ranks with different settings",

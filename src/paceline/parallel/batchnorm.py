@@ -11,11 +11,15 @@ microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.mesh import Axis
 
 
 class RunningStatistics:
@@ -30,6 +34,12 @@ class RunningStatistics:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
+        self._kept: list[ForwardBuffer] = []
+        self._kept_before: list[Tensor] = []
+        self._dp: Axis | None = None
+        self._num_owned: tuple[int, ...] = ()
+        self._num_started = 0
+        self._made_first: list[Tensor] = []
         self._active: list[_BatchNorm] = []
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -51,8 +61,29 @@ class RunningStatistics:
         """Numbers per microbatch in the rows: means, variances and the count of every layer."""
         return sum(2 * layer.num_features + 1 for layer in self._layers)
 
-    def begin(self) -> None:
-        """Sets the statistics aside for one step."""
+    def keep(self, buffers: list[ForwardBuffer], dp: Axis | None) -> None:
+        """Has each microbatch start from the same value of these buffers, in addition to those before.
+
+        Forward changes them alike whatever the samples (the power iteration of `spectral_norm`), so they
+        change
+        once per step on any number of ranks.
+
+        Args:
+            buffers: of the modules.
+            dp: the ranks that run different microbatches, or `None` for one.
+        """
+        known = {(id(buffer.module), buffer.key) for buffer in self._kept}
+        self._kept += [buffer for buffer in buffers if (id(buffer.module), buffer.key) not in known]
+        self._dp = dp
+
+    def begin(self, num_owned: tuple[int, ...] = ()) -> None:
+        """Sets the statistics aside for one step.
+
+        Args:
+            num_owned: per rank, how many microbatches it runs in the step.
+        """
+        self._num_owned, self._num_started = num_owned, 0
+        self._kept_before = [buffer.read() for buffer in self._kept]
         self._active = [layer for layer in self._layers if layer.training]
         self._before = [tuple(buffer.clone() for buffer in _buffers(layer)) for layer in self._active]  # type: ignore[misc]
 
@@ -61,6 +92,10 @@ class RunningStatistics:
         for layer in self._active:
             for buffer in _buffers(layer):
                 buffer.zero_()
+        if self._num_started == 1:
+            self._made_first = [buffer.read() for buffer in self._kept]
+        self._num_started += 1
+        self._restore_kept()
 
     def read_microbatch(self) -> Tensor:
         """What the microbatch made of zero: float64 of length `num_values`; 0 for idle layers."""
@@ -81,7 +116,8 @@ class RunningStatistics:
         Args:
             rows: float64 of shape (number of microbatches, `num_values`), the same on every rank.
         """
-        self.restore()
+        self._restore_running()
+        self._merge_kept()
         active = set(map(id, self._active))
         start = 0
         for layer in self._layers:
@@ -90,12 +126,76 @@ class RunningStatistics:
                 _merge_layer(layer, rows[:, start:stop])
             start = stop
 
+    def _merge_kept(self) -> None:
+        """Every rank takes what the first microbatch made: others may have run by other kernels (where
+        operations were counted), and a rank may have run none."""
+        if self._num_started > 1:
+            for buffer, value in zip(self._kept, self._made_first, strict=True):
+                buffer.tensor.copy_(value)
+        if self._dp is None or not self._kept:
+            return
+        owner = next(rank for rank, owned in enumerate(self._num_owned) if owned)
+        flat = torch.cat([buffer.read().reshape(-1).view(torch.uint8) for buffer in self._kept])
+        dist.broadcast(flat, group=self._dp.group, group_src=owner)
+        start = 0
+        for buffer in self._kept:
+            stop = start + buffer.tensor.numel() * buffer.tensor.itemsize
+            value = flat[start:stop].clone().view(buffer.tensor.dtype)
+            buffer.tensor.copy_(value.view(buffer.tensor.shape))
+            start = stop
+
     @torch.no_grad()
     def restore(self) -> None:
         """Puts back what `begin` set aside (a skipped step leaves no trace)."""
+        self._restore_kept()
+        self._restore_running()
+
+    @torch.no_grad()
+    def _restore_kept(self) -> None:
+        for buffer, value in zip(self._kept, self._kept_before, strict=True):
+            buffer.tensor.copy_(value)
+
+    def _restore_running(self) -> None:
         for layer, saved in zip(self._active, self._before, strict=True):
             for buffer, value in zip(_buffers(layer), saved, strict=True):
                 buffer.copy_(value)
+
+
+@dataclass(frozen=True)
+class ForwardBuffer:
+    """A buffer that a forward may change.
+
+    Attributes:
+        name: full name.
+        module: which has it.
+        key: under which name.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """As it is now; a forward may put another tensor in its place."""
+        found = self.module._buffers[self.key]
+        assert found is not None
+        return found
+
+    def read(self) -> Tensor:
+        """A copy of its value."""
+        return self.tensor.detach().clone()
+
+
+def list_forward_buffers(model: nn.Module) -> list[ForwardBuffer]:
+    """All buffers of modules in training mode but BatchNorm's running statistics."""
+    return [
+        ForwardBuffer(f"{prefix}.{key}" if prefix else key, module, key)
+        for prefix, module in model.named_modules()
+        if module.training and not isinstance(module, _BatchNorm)
+        for key, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel()
+    ]
 
 
 def _buffers(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:

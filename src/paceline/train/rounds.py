@@ -133,7 +133,7 @@ class Rounds:
             is_talking: whether gradients are summed over ranks.
             count_flops: whether to count the floating-point operations of the first microbatch.
         """
-        self._statistics.begin()
+        self._statistics.begin(work.share.num_owned)
         if self._exact is not None:
             self._exact.begin(work.share.num_owned)
         if isinstance(self._reducer, Shards):
@@ -180,6 +180,30 @@ class Rounds:
                 outputs.append(output)
         self._statistics.restore()
         return outputs
+
+    @property
+    def draws_unsafely(self) -> bool:
+        """Whether some dropout was drawn that does not depend on its sample alone."""
+        return bool(self._masks.unsafe)
+
+    def try_forward(self, run: Callable[[Any], Any], batch: Any, samples: Sequence[int], word: str) -> Any:
+        """Runs something on one batch, with random numbers that are no step's, and puts statistics back.
+
+        Args:
+            run: from a batch on the device to anything.
+            batch: of which.
+            samples: the numbers of its samples.
+            word: gives the generators another seed; dropout by sample stays.
+        """
+        seed_generators(derive_seed(self._seed, "try", word), self._precision.device)
+        placed = self._precision.place_batch(batch)
+        self._statistics.begin()
+        self._statistics.start_microbatch()
+        try:
+            with self._masks.drawing(derive_seed(self._seed, "try"), samples), self._precision.autocast():
+                return run(placed)
+        finally:
+            self._statistics.restore()
 
     def find_random(self, compute: Compute, share: Share) -> list[Finding]:
         """Random draws of a forward of the first microbatch that don't depend on its samples alone.

@@ -51,6 +51,7 @@ from paceline.train.global_loss import GlobalLoss
 from paceline.train.memory import explain_out_of_memory
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.precision import Precision
+from paceline.train.probe import Probe, explain_single_sample
 from paceline.train.rng import derive_seed, preserved_generators
 from paceline.train.same_settings import (
     StepSettings,
@@ -65,7 +66,7 @@ from paceline.train.saving import Saver
 from paceline.train.settings import describe_function, name_settings
 from paceline.train.step import Step
 from paceline.train.stopping import Stopped, StopRequests
-from paceline.train.update import GradientHook, Updated
+from paceline.train.update import ONE_IS_NAN, GradientHook, Updated
 from paceline.world import current_world
 
 log = logging.getLogger(__name__)
@@ -227,11 +228,12 @@ class Trainer:
                 given |= describe_model(name, each.model)
             check_same_settings(given, _all_ranks())
         self._mesh = build_mesh(self.layout, self.world) if self.world.world_size > 1 else None
+        self._statistics = RunningStatistics(self.models.values())
         factories = dict(optimizer) if isinstance(optimizer, Mapping) else {"model": optimizer}
         settings = UpdateSettings(
             mesh=self._mesh,
             precision=self._precision,
-            statistics=RunningStatistics(self.models.values()),
+            statistics=self._statistics,
             laying_out=Settings(
                 self.layout,
                 ddp=ddp if isinstance(ddp, DdpSection) else validate_section("ddp", DdpSection, ddp or {}),
@@ -287,6 +289,7 @@ class Trainer:
         if loss_over == "global_batch":
             assert loss is not None
             self._global_loss = GlobalLoss(self.model, self._forward, loss, self._mesh, self._precision)
+        self._probed: set[str] = set()
         self._loaders: dict[str, Loader] = {}
         self._source: Loader | None = None
         self._settings = StepSettings(_all_ranks() if self._mesh else None, self._describe_settings)
@@ -495,7 +498,11 @@ class Trainer:
             return updated
 
         phases: list[str] = []
-        with preserved_generators(self.world.device), explain_out_of_memory(share, self.world):
+        with (
+            preserved_generators(self.world.device),
+            explain_out_of_memory(share, self.world),
+            explain_single_sample(share),
+        ):
             if self._user_step is None:
                 update("model", self._one_model_loss)
             else:
@@ -717,6 +724,9 @@ class Trainer:
         rounds = self._updates[name].rounds
         compute: Compute = lambda batch: weigh(loss(self.models, batch), batch)  # noqa: E731
         try:
+            if name not in self._probed:
+                self._probed.add(name)
+                self._probe(name, compute, share)
             if self._global_loss is not None:
                 compute, share = self._global_loss.prepare(rounds, share, step=self.step_number, phase=phase)
             return self._updates[name].run(
@@ -731,6 +741,25 @@ class Trainer:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
+
+    def _probe(self, name: str, compute: Compute, share: Share) -> None:
+        """Before the first update of a start: what the cut into microbatches does to it; collective."""
+        update, loss = self._updates[name], self._loss
+        is_divided = update.placement.is_divided
+        models, mesh = list(self.models.values()), self._mesh
+        probe = Probe(models, update.rounds, mesh, is_divided=is_divided, dtype=self._precision.name)
+        run = compute if self._global_loss is None else self._global_loss.run
+        self._statistics.keep(probe.find_buffers(run, share), self._dp)
+        if self.microbatch_size is not None or share.source is None or share.num_microbatches == 1:
+            return  # chosen by the user, or nothing is cut
+        probe.tell_batchnorm(share)
+        if self._global_loss is None:
+            probe.check_cut(
+                compute,
+                share,
+                forward=None if loss is None else lambda batch: self._forward(self.model, batch),
+                loss=None if loss is None else lambda output, batch: weigh(loss(output, batch), batch),
+            )
 
     def _record(self, step: Step) -> None:
         writer = self._open_writer()
@@ -771,7 +800,13 @@ class Trainer:
                 rule="A step whose loss or gradient is not finite on any rank leaves the weights alone on "
                 f"all; {self._max_skipped_in_a_row} in a row is the limit (max_skipped_in_a_row).",
                 fix="Lower the learning rate, add warm-up, look at the data of that microbatch; "
-                "the last checkpoint is from before.",
+                "the last checkpoint is from before."
+                + (
+                    " If the loss is a mean over targets, a microbatch without targets has 0/0: return "
+                    "(sum of losses, number of targets) instead."
+                    if ONE_IS_NAN in step.skipped
+                    else ""
+                ),
             )
 
 

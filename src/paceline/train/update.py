@@ -46,6 +46,8 @@ GradientHook = Callable[[dict[str, Tensor]], None]
 # The unit follows the total weight only when it is off by more than this: communication hooks with
 # memory (error feedback) want gradients of a steady scale.
 _UNIT_SLACK = 8.0
+# How a loss reads that is nan for some microbatches only, as a mean over no targets is.
+ONE_IS_NAN = " while others are finite"
 # As in torch.nn.utils.clip_grad_norm_, so that a loop that used it gives the same numbers here.
 _CLIP_EPS = 1e-6
 
@@ -314,8 +316,7 @@ class Update:
         norm *= scale
         skipped = self._find_reason_to_skip(agreed, weight, norm)
         if skipped is None:
-            if self._statistics.num_values:
-                self._statistics.merge(agreed.statistics)
+            self._statistics.merge(agreed.statistics)
             self._apply(gradients, scale, norm)
         else:
             self._statistics.restore()
@@ -340,7 +341,11 @@ class Update:
         """Why the weights must be left alone; the same answer on every rank."""
         bad = [number for number, loss in enumerate(agreed.losses) if not math.isfinite(loss)]
         if bad:
-            return f"the loss of microbatch {bad[0]} of {len(agreed.losses)} is {agreed.losses[bad[0]]}"
+            value, num_losses = agreed.losses[bad[0]], len(agreed.losses)
+            alone = len(bad) < num_losses and all(math.isnan(agreed.losses[number]) for number in bad)
+            return f"the loss of microbatch {bad[0]} of {num_losses} is {value}" + (
+                ONE_IS_NAN if alone else ""
+            )
         if weight <= 0 or not math.isfinite(weight):
             return f"the global batch has a total weight of {weight:g}"
         if math.isfinite(norm):

@@ -174,11 +174,19 @@ class _OpenedUser:
             layout=layout,
             dtype=subject.dtype,
             reduction=reduction,
-            microbatch_size=subject.microbatch_size,
+            microbatch_size=self._choose_microbatch_size(),
             clip_norm=clip_norm,
             seed=subject.seed,
             **{"example": self._give_example(), **subject.settings},
         )
+
+    def _choose_microbatch_size(self) -> int | None:
+        """As asked for, or what a loader would take; said outright, so that no trainer looks whether it "
+        "fits."""
+        size, total = self._subject.microbatch_size, self._subject.global_batch_size
+        if size is None and total is not None and not callable(self._subject.batch_fn):
+            return max(1, total // _NUM_MICROBATCHES)
+        return size
 
     def _give_example(self) -> Any:
         """A batch for `Trainer` to read off how the model can be split."""

@@ -1,0 +1,328 @@
+"""What the cut into microbatches does to a model, found out before the first step of a start.
+
+A microbatch is run whole and cut in two, without a graph, and everything is put back: buffers, statistics and
+generators. Where the sizes of microbatches were chosen by the trainer, a loss that depends on the cut is
+refused:
+nobody has chosen that objective. Where forward changes buffers, those that it changes alike for any samples
+are
+told from those that depend on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from paceline.data.share import Share
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.mesh import Mesh
+from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
+from paceline.parallel.replicate import Compute
+from paceline.train.batches import count_samples
+from paceline.train.rounds import Rounds
+
+log = logging.getLogger(__name__)
+
+# A relative difference of losses that no rounding explains, by dtype.
+_TOLERANCE = {"fp64": 1e-3, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+Sums = tuple[float, float]
+_ONE_VALUE = "Expected more than 1 value per channel when training"
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A batch and the same one in two, with the numbers of their samples."""
+
+    whole: tuple[Any, Sequence[int]]
+    parts: tuple[tuple[Any, Sequence[int]], tuple[Any, Sequence[int]]]
+
+
+class Probe:
+    """Runs a model on a part of the first global batch.
+
+    Args:
+        models: that a loss may run.
+        rounds: of the model that is updated.
+        mesh: the ranks, or `None` in a world of one.
+        is_divided: whether forwards of the model talk to other ranks.
+        dtype: of the training.
+    """
+
+    def __init__(
+        self, models: list[nn.Module], rounds: Rounds, mesh: Mesh | None, *, is_divided: bool, dtype: str
+    ) -> None:
+        self._models = models
+        self._rounds = rounds
+        self._mesh = mesh
+        self._is_divided = is_divided
+        self._tolerance = _TOLERANCE[dtype]
+        self._is_main = mesh is None or (mesh.dp.rank == 0 and mesh.tp.rank == 0)
+        self._norm = next(
+            (
+                name
+                for model in models
+                for name, module in model.named_modules()
+                if isinstance(module, _BatchNorm) and module.training
+            ),
+            None,
+        )
+
+    def tell_batchnorm(self, share: Share) -> None:
+        """Logs PL413 for BatchNorm, whose statistics are those of a microbatch by design."""
+        if self._norm is not None and self._is_main:
+            log.warning("%s", _tell_batchnorm(self._norm, share))
+
+    def check_cut(
+        self,
+        compute: Compute,
+        share: Share,
+        *,
+        forward: Callable[[Any], Any] | None,
+        loss: Callable[[Any, Any], tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        """Raises PL413 where the loss of a microbatch is not that of its samples added up.
+
+        With BatchNorm only the loss on given outputs is looked at.
+
+        Args:
+            compute: from a batch on the device to (sum of losses, weight).
+            share: of the first global batch.
+            forward, loss: its two parts, where there are two: from a batch to its output, and from (output,
+                batch) to the same.
+        """
+        halves = self._cut(share)
+        if halves is None or (self._norm is not None and loss is None):
+            return
+        try:
+            with self._undone():
+                if self._norm is None:
+                    found = self._measure(compute, halves)
+                else:
+                    assert forward is not None
+                    assert loss is not None
+                    found = self._measure_loss(forward, loss, halves)
+        except Exception:  # a batch that can't be cut like that, as packed sequences
+            return
+        if self._differ(*found) and not self._rounds.draws_unsafely:
+            whole, _, cut = found
+            raise _refuse_cut(whole[0] / whole[1], cut[0] / cut[1], len(halves.whole[1]), share)
+
+    def find_buffers(self, run: Callable[[Any], Any], share: Share) -> list[ForwardBuffer]:
+        """Buffers that forward changes alike, whatever the samples; logs PL416 for others. Collective.
+
+        Args:
+            run: from a batch on the device to anything; does the forward.
+            share: of the first global batch.
+        """
+        buffers = [buffer for model in self._models for buffer in list_forward_buffers(model)]
+        if not buffers:
+            return []
+        changed, dependent = self._watch_buffers(run, share, buffers)
+        if self._mesh is not None and self._mesh.dp.size > 1:
+            owner = next(rank for rank, owned in enumerate(share.num_owned) if owned)
+            box: list[Any] = [(changed, dependent)]
+            dist.broadcast_object_list(box, group=self._mesh.dp.group, group_src=owner)
+            changed, dependent = box[0]
+        if dependent and self._is_main:
+            log.warning("%s", _tell_dependent([buffers[number].name for number in dependent]))
+        return [buffers[number] for number in changed if number not in dependent]
+
+    def _watch_buffers(
+        self, run: Callable[[Any], Any], share: Share, buffers: list[ForwardBuffer]
+    ) -> tuple[list[int], list[int]]:
+        """Numbers of the buffers that change, and of those whose change depends on the samples."""
+        if not self._may_run(share):
+            return [], []
+        batch, samples = share.microbatches[0][1], share.samples[0]
+        before = [(buffer.tensor, buffer.tensor._version) for buffer in buffers]
+        with self._undone():
+            self._rounds.try_forward(run, batch, samples, "probe")
+            after = [buffer.read() for buffer in buffers]
+            # Written to, if only with the value that it had: an iteration may have converged for now.
+            changed = [
+                number
+                for number, (buffer, (tensor, version)) in enumerate(zip(buffers, before, strict=True))
+                if buffer.tensor is not tensor or tensor._version != version
+            ]
+        if not changed:
+            return [], []
+        halves = self._cut(share)
+        if halves is None:
+            return changed, changed
+        with self._undone():
+            try:
+                self._rounds.try_forward(run, *halves.parts[1], "other")
+            except Exception:
+                return changed, changed
+            again = [buffer.read() for buffer in buffers]
+        return changed, [n for n in changed if not _same(after[n], again[n])]
+
+    def _measure(self, compute: Compute, halves: Halves) -> tuple[Sums, Sums, Sums]:
+        """(sum of losses, weight) of a batch whole, whole with other random numbers, and cut in two."""
+
+        def run(batch: Any, samples: Sequence[int], seed: str) -> Sums:
+            total, weight = self._rounds.try_forward(compute, batch, samples, seed)
+            return float(total), float(weight)
+
+        parts = [run(*part, "probe") for part in halves.parts]
+        return run(*halves.whole, "probe"), run(*halves.whole, "other"), _add(parts)
+
+    def _measure_loss(
+        self, forward: Callable[[Any], Any], loss: Callable[[Any, Any], Any], halves: Halves
+    ) -> tuple[Sums, Sums, Sums]:
+        """The same of the loss by itself: on one output, and on the rows of it."""
+        batch, samples = halves.whole
+        size, first = len(samples), len(halves.parts[0][1])
+        output, placed = self._rounds.try_forward(lambda x: (forward(x), x), batch, samples, "probe")
+
+        def run(start: int, stop: int, seed: str) -> Sums:
+            def rows(tensor: Tensor) -> Tensor:
+                return tensor[start:stop] if tensor.dim() and len(tensor) == size else tensor
+
+            cut = [tree_map_only(Tensor, rows, nest) for nest in (output, placed)]
+            total, weight = self._rounds.try_forward(lambda _: loss(*cut), batch, samples, seed)
+            return float(total), float(weight)
+
+        parts = [run(0, first, "probe"), run(first, size, "probe")]
+        return run(0, size, "probe"), run(0, size, "other"), _add(parts)
+
+    def _differ(self, whole: Sums, again: Sums, cut: Sums) -> bool:
+        if not math.isclose(whole[0], again[0], rel_tol=1e-6, abs_tol=1e-9):
+            return False  # random numbers that depend on how many were drawn before
+        if not whole[1] or not cut[1]:
+            return False
+        one, other = whole[0] / whole[1], cut[0] / cut[1]
+        return abs(one - other) > self._tolerance * max(abs(one), abs(other)) + 1e-6  # False for nan
+
+    def _may_run(self, share: Share) -> bool:
+        """Whether this rank runs forwards now: all ranks of a divided model do, or none."""
+        return bool(share.microbatches) and (not self._is_divided or min(share.num_owned) > 0)
+
+    def _cut(self, share: Share) -> Halves | None:
+        """The first microbatch and its halves; where it is one sample, the first two and each of them."""
+        if not self._may_run(share):
+            return None
+        batch, samples = share.microbatches[0][1], share.samples[0]
+        half = len(samples) // 2
+        try:
+            if half:
+                if count_samples(batch) != len(samples):
+                    return None
+                leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
+                if any(len(x) != len(samples) for x in leaves):
+                    return None
+                one = tree_map_only(Tensor, lambda t: t[:half] if t.dim() else t, batch)
+                two = tree_map_only(Tensor, lambda t: t[half:] if t.dim() else t, batch)
+                return Halves((batch, samples), ((one, samples[:half]), (two, samples[half:])))
+            if self._is_divided or len(share.microbatches) < 2:
+                return None
+            other, places = share.microbatches[1][1], share.samples[1]
+            joined = tree_map(
+                lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a, batch, other
+            )
+            return Halves((joined, [*samples, *places]), ((batch, samples), (other, places)))
+        except Exception:  # samples that can't be joined
+            return None
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Puts all buffers back."""
+        held = [
+            (module, key, buffer, buffer.detach().clone())
+            for model in self._models
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            with torch.no_grad():
+                for module, key, buffer, value in held:
+                    module._buffers[key] = buffer  # forward may have put another one there
+                    buffer.copy_(value)
+
+
+@contextmanager
+def explain_single_sample(share: Share) -> Iterator[None]:
+    """Tells BatchNorm's error about one value per channel as what it is."""
+    try:
+        yield
+    except ValueError as error:
+        if _ONE_VALUE not in str(error):
+            raise
+        sizes = sorted({len(samples) for samples in share.samples})
+        raise PacelineError(
+            "PL414",
+            saw=f"BatchNorm got one value per channel: a global batch of {share.num_samples} samples is cut "
+            f"into {share.num_microbatches} microbatches, on this rank of {', '.join(map(str, sizes))} "
+            "samples.",
+            rule="BatchNorm normalizes with the statistics of a microbatch, and one value has no variance.",
+            fix="Set microbatch_size to 2 or more, such that it leaves no single sample over, or "
+            "drop_last=True.",
+        ) from error
+
+
+def _add(parts: list[Sums]) -> Sums:
+    return sum(part[0] for part in parts), sum(part[1] for part in parts)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(
+        torch.equal(
+            one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+        )
+    )
+
+
+def _refuse_cut(whole: float, cut: float, num_samples: int, share: Share) -> PacelineError:
+    size = len(share.samples[0])
+    return PacelineError(
+        "PL413",
+        saw=f"the loss of {num_samples} samples is {whole:.5g} in one piece and {cut:.5g} in two. No "
+        f"microbatch_size was given, so each global batch of {share.num_samples} would be cut into "
+        f"{share.num_microbatches} microbatches of {size}.",
+        rule="A loss that compares samples, or a mean over targets that samples have in different numbers, "
+        "depends on that cut, so the trainer must not choose it.",
+        fix='If the loss compares samples, pass loss_over="global_batch". If it is a mean over targets, '
+        "return (sum of losses, number of targets). Or choose: microbatch_size="
+        f"{share.num_samples} computes a global batch in one piece.",
+    )
+
+
+def _tell_batchnorm(name: str, share: Share) -> Finding:
+    return Finding(
+        "PL413",
+        name,
+        f"BatchNorm normalizes each microbatch of {len(share.samples[0]) if share.samples else 0} samples by "
+        f"itself; a global batch of {share.num_samples} is cut into {share.num_microbatches}, because no "
+        "microbatch_size was given.",
+        "The size of microbatches is part of the result.",
+        f"Pass microbatch_size= to choose it; {share.num_samples} is the whole global batch.",
+    )
+
+
+def _tell_dependent(names: list[str]) -> Finding:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return Finding(
+        "PL416",
+        shown,
+        "forward changes this buffer by values that depend on the samples, and ranks run different samples.",
+        "The trainer merges the running statistics of BatchNorm over ranks; of other buffers each rank "
+        "keeps its "
+        "own, and checkpoints have rank 0's. So the result depends on the number of ranks.",
+        "Update it outside of forward, from values that all ranks have, or use BatchNorm's running "
+        "statistics.",
+    )
