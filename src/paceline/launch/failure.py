@@ -145,7 +145,8 @@ def describe_ending(rank: int, error: BaseException) -> Ending:
     """Turns what ended a rank's function into a record."""
     now = time.time()
     if isinstance(error, KeyboardInterrupt):
-        return Ending(rank, "exit", 128 + signal.SIGINT, now)
+        trace = "".join(traceback.format_exception(error))
+        return Ending(rank, "exit", 128 + signal.SIGINT, now, trace=trace)
     if isinstance(error, SystemExit):
         # A process's status has eight bits.
         code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)

@@ -84,6 +84,9 @@ def check_script(script: Script) -> None:
         saw, fix = f"{script.target} is a folder without a __main__.py.", "Name the script in it."
     elif not path.exists():
         saw, fix = f"{script.target} does not exist (seen from {Path.cwd()}).", "Check the path."
+    elif not path.is_dir() and not path.is_file():
+        # Reading a pipe would wait for a writer, on every rank.
+        saw, fix = f"{script.target} is no file: a pipe, a socket or a device.", "Name a file."
     elif not path.is_dir() and not os.access(path, os.R_OK):
         saw, fix = f"{script.target} can't be read.", "Check who may read it."
     else:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from paceline.errors import PacelineError
 from paceline.launch.failure import (
+    ASKED_TO_STOP,
     Ending,
     PumpLost,
     RankFailed,
@@ -58,6 +59,9 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
     _tell_late_settings(job)
     if error is None:
         return
+    if cause is None:
+        # Nobody asked this job to stop: the script itself raised KeyboardInterrupt, or left by such a code.
+        cause = next((ending for ending in endings if ending.code in ASKED_TO_STOP), None)
     if cause is not None:
         raise _fail(job, ranks, cause) from None
     from torch.distributed.elastic.rendezvous.api import RendezvousError
