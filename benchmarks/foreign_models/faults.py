@@ -1,6 +1,7 @@
 """Plants the faults of planted.py one by one, and prints what verify says of each.
 
-    python benchmarks/foreign_models/faults.py                   # writes faults.txt
+    python benchmarks/foreign_models/faults.py                   # writes faults.json and faults.txt
+    python benchmarks/foreign_models/faults.py --missing         # goes on where it was ended
     python benchmarks/foreign_models/faults.py --only "eps"      # prints only
 
 A cause counts as right where the finding has the code, the place and the words that planted.py wrote down.
@@ -10,6 +11,7 @@ Exit code 1 where a fault isn't found, or fewer than nine tenths of the causes a
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -72,37 +74,60 @@ def is_right(fault: Fault, finding: Finding | None) -> bool:
     return finding.code in fault.codes and fault.place in finding.where and has_words
 
 
+def try_fault(name: str, pool: Pool) -> dict[str, Any]:
+    """Return one fault's row of the table, and what was said of it."""
+    fault, began_s = FAULTS[name], time.perf_counter()
+    try:
+        finding = find(name, pool)
+    except (PacelineError, RankFailed) as error:
+        finding = Finding(getattr(error, "code", "PL330"), "verify itself", str(error), "", "")
+    return {
+        "found": "" if finding is None else finding.code,
+        "right": is_right(fault, finding),
+        "said": str(finding or ""),
+        "seconds": round(time.perf_counter() - began_s),
+    }
+
+
+def describe(rows: dict[str, dict[str, Any]]) -> str:
+    """The table, with the counts above it and what was said below."""
+    found, right = (sum(bool(row[key]) for row in rows.values()) for key in ("found", "right"))
+    models = len({FAULTS[name].model for name in rows})
+    lines = [["fault", "model", "layout", "found", "cause", "seconds"]]
+    for name, row in rows.items():
+        fault, cause = FAULTS[name], "right" if row["right"] else "WRONG"
+        lines.append([fault.what, fault.model, fault.layout, row["found"], cause, str(row["seconds"])])
+    said = [f"{FAULTS[name].what}:\n  {row['said']}" for name, row in rows.items()]
+    total = f"{len(rows)} faults in {models} models: {found} found, the cause of {right} right"
+    return "\n".join([total, "", *show_table(lines), "", *said])
+
+
 def main() -> int:
     """Carry out the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="faults whose name has this in it; writes nothing")
+    parser.add_argument("--missing", action="store_true", help="go on: leave out what faults.json has")
     options = parser.parse_args()
-    rows = [["fault", "model", "layout", "found", "cause", "seconds"]]
-    said, num_found, num_right = [], 0, 0
+    path = HERE / "faults.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if options.missing and path.exists() else {}
     pool = Pool()
-    for name, fault in FAULTS.items():
-        if (options.only or "") not in name:
+    for name in FAULTS:
+        if name in rows or (options.only or "") not in name:
             continue
-        began_s = time.perf_counter()
-        try:
-            finding = find(name, pool)
-        except (PacelineError, RankFailed) as error:
-            finding = Finding(getattr(error, "code", "PL330"), "verify itself", str(error), "", "")
-        right = is_right(fault, finding)
-        num_found, num_right = num_found + (finding is not None), num_right + right
-        code = finding.code if finding is not None else ""
-        cells = [fault.what, fault.model, fault.layout, code, "right" if right else "WRONG"]
-        rows.append([*cells, f"{time.perf_counter() - began_s:.0f}"])
-        said.append(f"{fault.what} ({fault.model}, {fault.layout}):\n  {finding}")
-        print(" | ".join(rows[-1]), "" if right else f"\n    {finding}", flush=True)
+        rows[name] = row = try_fault(name, pool)
+        print(name, "|", row["found"], "|", "right" if row["right"] else f"WRONG: {row['said']}", flush=True)
+        if not options.only:
+            rows = {each: rows[each] for each in FAULTS if each in rows}
+            path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     pool.close()
-    count = len(rows) - 1
-    total = f"{count} faults: {num_found} found, the cause of {num_right} right"
-    text = "\n".join([total, "", *show_table(rows)])
+    text = describe(rows)
     print(f"\n{text}")
     if not options.only:
-        (HERE / "faults.txt").write_text("\n".join([text, "", *said]) + "\n", encoding="utf-8")
-    return int(num_found < count or num_right < 0.9 * count)
+        (HERE / "faults.txt").write_text(text + "\n", encoding="utf-8")
+    return int(
+        not all(row["found"] for row in rows.values())
+        or sum(row["right"] for row in rows.values()) < 0.9 * len(rows)
+    )
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def test_backward_starts_at_the_end() -> None:
         ([2.0] * 4, "PL703", "summed over dp_replicate=2"),
         ([0.25] * 4, "PL703", "averaged over all ranks=4"),
         ([1.3] * 4, "PL703", "1.3 times"),
-        ([1.0, 1.0, 0.0, 0.0], "PL705", "no other rank's"),
+        ([1.0, 1.0, 0.0, 0.0], "PL705", "nothing of the microbatches of ranks 2 to 3"),
         ([0.0, 0.0, 1.0, 1.0], "PL705", "nothing of the microbatches of ranks 0 to 1"),
         ([1.0, 0.0, 1.0, 1.0], "PL704", "nothing of microbatch 1"),
         ([0.3, 0.3, 0.7, 0.7], "PL706", "a factor of its own: 0.3, 0.7"),
@@ -246,6 +246,25 @@ def test_factors_of_microbatches_tell_the_cause(factors: list[float], code: str,
     found = explain(differ("gradient", "block.up.weight"), observe(factors=factors))
     assert found[0] == code
     assert words in found[2]
+
+
+def test_a_rank_that_keeps_its_own_is_told_from_one_that_is_missing() -> None:
+    observed = observe()
+    for rank, each in enumerate(observed):
+        each.factors = [1.0, 1.0, 0.0, 0.0] if rank < 2 else [0.0, 0.0, 1.0, 1.0]
+    code, _, saw = explain(differ("gradient", "block.up.weight"), observed)
+    assert code == "PL705"
+    assert "own microbatches and no other rank's" in saw
+
+
+def test_factors_that_are_nearly_one_tell_the_cause_too() -> None:
+    for moved, code, words in (
+        ([1e-9] * 4, "PL703", "1+1e-09 times"),
+        ([0.0, 0.0, 1e-9, 1e-9], "PL706", "factor of its own: 1+0, 1+1e-09"),
+    ):
+        found = explain(differ("gradient", "block.up.weight"), observe(moved=moved))
+        assert found[0] == code
+        assert words in found[2]
 
 
 def test_a_mean_of_means_is_told_from_clipping() -> None:

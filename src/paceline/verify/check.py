@@ -37,7 +37,7 @@ class LayoutResult:
     Attributes:
         layout: as text, resolved.
         num_ranks: it was tried on.
-        status: `"ok"`, `"differs"`, `"refused"` (it can't be laid out) or `"failed"` (a rank ended).
+        status: `"ok"`, `"differs"`, `"refused"` (Paceline says why it can't be) or `"failed"` (a rank ended).
         worst: the largest difference in units of its tolerance: at most 1 is rounding.
         worst_noise: the largest difference in units of an ordinary rounding difference.
         worst_where: which tensor had the largest, as `step/kind/name`.
@@ -418,7 +418,10 @@ def _summarise(layout: Layout, ranks: list[Compared], finding: Finding | None) -
 
 
 def _tell_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) -> LayoutResult:
-    """A rank ended with an error in the middle of a step."""
+    """The ranks ended in the middle of a step: refused where Paceline says why, failed otherwise."""
+    if isinstance(error, PacelineError):
+        found = Finding(error.code, str(layout), error.saw, error.rule, error.fix)
+        return LayoutResult(str(layout), layout.num_ranks, "refused", findings=[found])
     finding = Finding(
         "PL717",
         str(layout),

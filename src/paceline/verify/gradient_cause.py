@@ -198,6 +198,11 @@ def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) 
         return None
     if any(near(factors[number], 0.0, 5.0) for number in own):
         return None
+    for observed in case.observed:  # a rank that lacks its own too has the same sum as the others
+        theirs = case.owned(observed.rank // case.layout.tp)
+        lost = [] if observed.factors is None else [near(observed.factors[n], 0.0, 5.0) for n in theirs]
+        if lost and all(lost):
+            return None
     scale = factors[min(own)]
     over_tp = case.layout.tp > 1 and near(scale, case.layout.tp)
     instead = f" Its own are summed over tp={case.layout.tp} in place of dp." if over_tp else ""

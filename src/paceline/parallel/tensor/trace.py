@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from paceline.parallel.tensor.calls import SUMMED, Site, Spot, find_site, run_in
 from paceline.parallel.tensor.hooks import change_input, change_output
 from paceline.parallel.tensor.sizes import SIZED
 
+# Where torch keeps its stand-ins for operations on tensors without numbers.
+_META_KERNELS = "torch/_meta_registrations.py"
 # Samples of an example batch; enough that their dimension doesn't vanish.
 NUM_SAMPLES = 2
 # Functions whose calls in the model's code may have to be made otherwise.
@@ -223,15 +226,7 @@ def trace_forward(
                     functions.calls,
                     drawn,
                 )
-            raise PacelineError(
-                "PL460",
-                saw=f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
-                f"{type(error).__name__}: {_first_line(error)}",
-                rule="What tensor parallelism may split is read off one forward on tensors without numbers.",
-                fix="Give an example batch that the forward accepts. Where a value of a tensor decides "
-                "what is computed (.item(), if x.any()), use dp_replicate or dp_shard, or move that out "
-                "of the forward.",
-            ) from error
+            raise _refuse_forward(model, recorder, error) from error
     outputs = next(call for call in recorder.calls if call.module == "").outputs
     return Trace(
         recorder.ops,
@@ -244,6 +239,27 @@ def trace_forward(
         functions.calls,
         drawn,
     )
+
+
+def _refuse_forward(model: nn.Module, recorder: _Recorder, error: Exception) -> PacelineError:
+    """Tell why the trial forward failed: by torch's stand-in for an operation, or by the model or batch."""
+    saw = f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
+    saw += f"{type(error).__name__}: {_first_line(error)}"
+    rule = "What tensor parallelism may split is read off one forward on tensors without numbers."
+    fix = (
+        "Give an example batch that the forward accepts. Where a value of a tensor decides what is computed "
+        "(.item(), if x.any()), use dp_replicate or dp_shard, or move that out of the forward."
+    )
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    if frames and any(code.co_filename.endswith(_META_KERNELS) for code in frames):
+        saw += " (in torch's stand-in for this operation on tensors without numbers)"
+        rule += " For this operation torch's stand-in refuses the types that its kernel may take."
+        fix = (
+            "Nothing is wrong with the model or the example. Use another implementation of the operation, "
+            "where the model has one (for mixtures of experts of transformers: "
+            'experts_implementation="eager"), or leave tp out and use dp_shard.'
+        )
+    return PacelineError("PL460", saw=saw, rule=rule, fix=fix)
 
 
 def words(text: str) -> list[str]:
