@@ -210,6 +210,17 @@ def test_what_differs_is_not_saved(ranks: Pool, tmp_path: Any) -> None:
         assert "PL418" in text
 
 
+def gone_apart(world: Any) -> tuple[str, str, int]:
+    trainer = build()
+    with trainer.without_communication():
+        trainer.step((torch.randn(4, 8) + world.rank,))
+    return end_of(trainer)
+
+
+def test_ranks_that_went_apart_on_purpose_are_none_of_ours(ranks: Pool) -> None:
+    assert ranks.run(gone_apart) == [("", "", 8)] * 2
+
+
 def doubled(world: Any, kind: str) -> tuple[str, str, int]:
     trainer, num_taken = build(), 0
     torch.manual_seed(3)

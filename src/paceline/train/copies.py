@@ -93,6 +93,10 @@ class Copies:
         ]
         self._has_copies = mesh is not None and (mesh.dp_replicate.size > 1 or mesh.tp.size > 1)
 
+    def give_up(self) -> None:
+        """Compare nothing from here on: the ranks go apart on purpose."""
+        self._has_copies = False
+
     def digest(self, step: int) -> list[int] | Tensor:
         """Digests of what this rank holds before a step, to be told to the others.
 

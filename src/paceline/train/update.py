@@ -216,6 +216,7 @@ class Update:
 
     def silenced(self) -> AbstractContextManager[None]:
         """Inside, `run` computes this rank's share and communicates nothing, see `Replica.silenced`."""
+        self._copies.give_up()
         return nullcontext() if self._reducer is None else self._reducer.silenced()
 
     def state_dict(self) -> dict[str, Any]:
