@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from paceline.codes import PAGES
 from paceline.errors import PacelineError, RecipeErrors
@@ -356,3 +357,34 @@ def test_errors_cross_processes() -> None:
     with pytest.raises(RecipeErrors) as caught:
         parse_recipe(small(train={"steps": 0, "seed": -1}))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warmup", "remarks"),
+    [
+        (["train.steps=20"], 1, 1),
+        (["train.steps=40"], 2, 1),
+        (["train.steps=5"], 1, 1),
+        (["train.steps=50"], 50, 0),
+        (["train.steps=2000"], 50, 0),
+        (["train.steps=20", "optimizer.warmup_steps=7"], 7, 0),
+        ([], 50, 0),
+    ],
+)
+def test_a_shorter_run_shortens_the_warm_up_of_the_file(
+    tmp_path: Path, settings: list[str], warmup: int, remarks: int
+) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(tomli_w.dumps(small(train={"steps": 1000}, optimizer={"warmup_steps": 50})))
+    told: list[str] = []
+    assert load_recipe(path, settings, remark=told.append).optimizer.warmup_steps == warmup
+    assert len(told) == remarks
+    assert all(f"warmup_steps={warmup} in place of 50" in text for text in told)
+
+
+def test_a_warm_up_that_does_not_fit_the_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(tomli_w.dumps(small(train={"steps": 10}, optimizer={"warmup_steps": 50})))
+    for settings in ([], ["train.steps=5"]):
+        with pytest.raises(RecipeErrors, match="PL117"):
+            load_recipe(path, settings)

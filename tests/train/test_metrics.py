@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.errors import PacelineError
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops, measure_memory, read_rows
 from paceline.train.step import Step
 from paceline.train.trainer import Trainer
@@ -227,3 +230,56 @@ def test_rank_0_writes_what_all_ranks_did(ranks: Pool, tmp_path: Path) -> None:
         assert row["flops_per_s"] == pytest.approx(per_sample * row["samples_per_s"])
         assert row["mfu"] == pytest.approx(row["flops_per_s"] / 2e9)
         assert row["skipped"] is None
+
+
+def test_lines_that_are_no_rows_are_kept_beside_the_file(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=False)
+    for number in (1, 2):
+        writer.write(row(number))
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    spoilt = path.read_bytes() + b'\xff\0\n[1]\n{"step": "x"}\n5\n' + b"[" * 5000 + b'\n{"step": 3'
+    path.write_bytes(spoilt)
+    MetricsWriter(tmp_path, last_step=2, tensorboard=False).close()
+    assert [found["step"] for found in read_rows(path)] == [1, 2]
+    assert path.read_bytes().count(b"\n") == 2
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == spoilt
+
+
+def test_a_full_disk_has_a_code_and_does_not_come_twice(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=False)
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        os.dup2(full.fileno(), writer._steps.fileno())
+    with pytest.raises(PacelineError, match="No space left") as caught:
+        writer.write(row(1))
+    assert caught.value.code == "PL523"
+    writer.close()
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_folder_that_goes_away_ends_the_run(tmp_path: Path, removes: bool) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    writer = MetricsWriter(folder, last_step=0, tensorboard=False)
+    writer.write(row(1))
+    if removes:
+        shutil.rmtree(folder)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+        folder.mkdir()
+    with pytest.raises(PacelineError, match="no longer the folder") as caught:
+        writer.flush()
+    assert caught.value.code == "PL522"
+    assert ("was removed" if removes else f"renamed to {tmp_path}/elsewhere") in str(caught.value)
+    writer.close()
+    assert removes or [found["step"] for found in read_rows(tmp_path / "elsewhere/metrics.jsonl")] == [1]
+
+
+def test_another_working_folder_is_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    writer = MetricsWriter(Path("run"), last_step=0, tensorboard=False)
+    monkeypatch.chdir("/")
+    writer.write(row(1))
+    writer.close()
+    assert len(read_rows(tmp_path / "run/metrics.jsonl")) == 1
