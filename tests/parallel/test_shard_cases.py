@@ -39,9 +39,7 @@ class Branching(Toy):
 
 def gradients_of_branches(world: Any, zero: int, exact: bool) -> Any:
     model = Branching()
-    shards, mesh = build_shards(
-        world, f"dp_shard=2 zero={zero}", model, exact=exact, find_unused_parameters=True
-    )
+    shards, mesh = build_shards(world, f"dp_shard=2 zero={zero}", model, exact=exact)
     result = []
     for step, num_owned in enumerate([(1, 1), (2, 1), (2, 2)]):
         run_step(shards, model, mesh.dp.rank, num_owned, step)
@@ -67,18 +65,20 @@ def test_ranks_may_use_different_parameters(ranks: Pool, zero: int, exact: bool)
     assert seen == {True, False}, "the ranks should differ in what they use"
 
 
-def step_without_setting(world: Any, exact: bool) -> None:
-    model = Branching()
-    shards, mesh = build_shards(world, "dp_shard=2", model, exact=exact)
-    model.even.requires_grad_(False)
-    model.odd.requires_grad_(False)
-    run_step(shards, model, mesh.dp.rank, (1, 1))
+def step_of_a_part(world: Any, exact: bool) -> None:
+    model = Toy()
+    shards, _ = build_shards(world, "dp_shard=2", model, exact=exact)
+    shards.begin((1, 1))
+    with shards.synchronising(True, world.rank):
+        loss, _ = shards.forward(lambda _: (torch.ones((), requires_grad=True), torch.ones(())), None)
+        shards.backward(loss)
+    shards.check_reduced()
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_parameter_without_a_gradient_is_named(ranks: Pool, exact: bool) -> None:
-    with pytest.raises(RankError, match="1 parameters got no gradient on rank 0: never") as caught:
-        ranks.run(step_without_setting, 2, (exact,))
+def test_a_loss_that_does_not_come_from_the_model_is_named(ranks: Pool, exact: bool) -> None:
+    with pytest.raises(RankError, match="parameters got no gradient on rank") as caught:
+        ranks.run(step_of_a_part, 2, (exact,))
     assert all(cause.code == "PL441" for cause in caught.value.causes.values())
 
 
@@ -106,22 +106,70 @@ def test_refusals_name_the_parameter(ranks: Pool) -> None:
             assert all(word in message for word in words), message
 
 
-class Skipping(Toy):
-    """Runs blocks 0 and 1 or blocks 0 and 2."""
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+class Shuffled(Toy):
+    """Runs its blocks in another order on each rank."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.blocks[0](self.embed(ids) + self.places)
-        x = self.blocks[1 + torch.distributed.get_rank()](x)
+        x = self.embed(ids) + self.places
+        for number in [(0, 2, 1), (1, 0, 2)][torch.distributed.get_rank()]:
+            x = self.blocks[number](x)
         return self.head(self.norm(x))
 
 
 def signature_of(world: Any, kind: str) -> int:
-    model = Toy() if kind == "same" else Skipping()
-    shards, _ = build_shards(world, "dp_shard=2", model, prefetch=0)
+    model = Toy() if kind == "same" else Shuffled()
+    shards, _ = build_shards(world, "dp_shard=2 zero=2", model, prefetch=0)
     shards.begin((1, 1))
     with shards.synchronising(True, world.rank):
         shards.backward(sum_losses(model, microbatch(0))[0])
     return shards.signature
+
+
+class Backwards(Toy):
+    """Runs its blocks from the last to the first; from the second call on without one of them if `drops`."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.drops = drops
+        self.num_calls = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.places
+        self.num_calls += 1
+        for number in (2, 1, 0):
+            if not (self.drops and self.num_calls > 1 and number == 2 - _rank()):
+                x = self.blocks[number](x)
+        return self.head(self.norm(x))
+
+
+def run_backwards(world: Any, drops: bool, exact: bool) -> Any:
+    model = Backwards(drops)
+    shards, mesh = build_shards(world, "dp_shard=2", model, exact=exact)
+    result = []
+    for step in range(3):
+        run_step(shards, model, mesh.dp.rank, (1, 1), step)
+        result.append((shards.signature, whole_gradients(model)))
+    return result
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("drops", [False, True])
+def test_blocks_may_be_called_in_another_order_than_they_are_defined(
+    ranks: Pool, drops: bool, exact: bool
+) -> None:
+    one, other = ranks.run(run_backwards, 2, (drops, exact))
+    for step, ((signature, gradients), (same, others)) in enumerate(zip(one, other, strict=True)):
+        assert signature == same
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, others[name])
+        if not drops:
+            expected = gradients_of_one_process(Backwards(False), 2, step)
+            for name, wanted in expected.items():
+                torch.testing.assert_close(gradients[name], wanted, rtol=1e-11, atol=1e-11, msg=name)
 
 
 def test_ranks_that_run_different_blocks_are_found(ranks: Pool) -> None:

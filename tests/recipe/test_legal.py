@@ -198,16 +198,6 @@ IMPOSSIBLE = {
         "out",
         ("ddp.bucket_cap_mb=1.0",),
     ),
-    "unused parameters of shards": Case(
-        GPT,
-        "dp_replicate=2 dp_shard=2",
-        4,
-        "PL141",
-        "ddp.find_unused_parameters=true",
-        "DistributedDataParallel",
-        "[shard] has a find_unused_parameters too",
-        ("ddp.find_unused_parameters=true",),
-    ),
     "a static graph of tp alone": Case(
         GPT, "tp=2", 2, "PL141", "dp_replicate=1 layout.tp=2", "above 1", "out", ("ddp.static_graph=true",)
     ),

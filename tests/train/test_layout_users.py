@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -53,15 +54,35 @@ class Branching(nn.Module):
         return self.model(ids) * (self.odd if int(ids[0, 0]) % 2 else self.even)
 
 
+class LayerDrop(nn.Module):
+    """Leaves blocks out at random, all of them too, and uses a parameter at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(3)
+        )
+        self.sometimes = nn.Parameter(torch.zeros(16))
+        self.never = nn.Parameter(torch.ones(64))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            if torch.rand(()) < 0.5:
+                x = x + block(x)
+        if random.random() < 0.3:
+            x = x + self.sometimes
+        return self.head(x)
+
+
 def train_all(world: Any, layouts: list[str], case: str) -> list[dict[str, Any]]:
     return [_train(world, layout, case) for layout in layouts]
 
 
 def _train(world: Any, layout: str, case: str) -> dict[str, Any]:
-    models: dict[str, Any] = {"lora": build_lora, "unused": Branching}
-    settings: dict[str, Any] = {}
-    if case == "unused":
-        settings = {"shard" if "dp_shard" in layout else "ddp": {"find_unused_parameters": True}}
+    models: dict[str, Any] = {"lora": build_lora, "unused": Branching, "layerdrop": LayerDrop}
     trainer = paceline.Trainer(
         models.get(case, build_gpt),
         forward=lambda model, batch: model(batch["ids"][:, :-1]),
@@ -75,7 +96,6 @@ def _train(world: Any, layout: str, case: str) -> dict[str, Any]:
         clip_norm=0.5,
         dtype="fp64",
         reduction="fast",
-        **settings,
     )
     found: dict[str, Any] = {"layout": layout, "losses": [], "norms": [], "start": trainer.whole_state()}
     for share in make_batches(trainer, case):
@@ -110,6 +130,11 @@ CASES = {
     "few samples": {2: ["dp_shard=2", "dp_shard=2 zero=2"], 4: ["dp_shard=4", "dp_shard=2 tp=2"]},
     "own batches": {**LAYOUTS, 4: [*LAYOUTS[4], "dp_shard=4"]},
     "unused": {2: ["dp_shard=2", "dp_shard=2 zero=1"], 4: ["dp_replicate=2 dp_shard=2"]},
+    "layerdrop": {
+        2: ["dp_replicate=2", "dp_shard=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2"],
+        3: ["dp_replicate=3", "dp_shard=3"],
+        4: ["dp_replicate=2 dp_shard=2"],
+    },
 }
 
 
@@ -124,7 +149,7 @@ def test_is_trained_as_in_one_process(ranks: Pool, case: str) -> None:
                 if found["end"]:
                     assert distance(one["start"], found["start"]) == 0, found["layout"]
                     assert distance(one["end"], found["end"]) < 1e-9, found["layout"]
-    if case == "unused":
+    if case in ("unused", "layerdrop"):
         assert torch.equal(one["end"]["never"], one["start"]["never"]), "no decay without a gradient"
     if case == "lora":
         for name, tensor in one["end"].items():

@@ -20,12 +20,13 @@ PAGES: dict[str, Page] = {
     "PL441": Page(
         title="Parameters without a gradient under dp_shard",
         why=(
-            "The gradients of a block are summed over the ranks as one vector. A rank on which some "
-            "parameter got no gradient would bring a shorter vector than the others, or none."
+            "The gradients of a block are summed over the ranks in the backward of the model's output. "
+            "Parameters that a microbatch leaves out join that sum. Here it did not take place, as the loss "
+            "does not come from a call of the model itself."
         ),
         fix=(
-            "Set shard.find_unused_parameters = true, which lets such parameters join the sum with zeros, or "
-            "requires_grad=False on those that the loss never uses."
+            "Call the model itself in forward=, and not a module inside of it, or set requires_grad=False on "
+            "what the loss leaves out."
         ),
     ),
     "PL442": Page(
@@ -40,13 +41,14 @@ PAGES: dict[str, Page] = {
     "PL443": Page(
         title="Ranks ran different blocks",
         why=(
-            "Under dp_shard a block's parameters are gathered from all ranks when it runs. Where one rank "
-            "skips a block that another one runs, each takes the other's next message for its own, and the "
-            "numbers are wrong without any error. The ranks compare what they did once per step."
+            "Under dp_shard a block's parameters are gathered from all ranks when it runs, in one order. A "
+            "rank whose microbatch leaves a block out takes part in that in the block's place. Where that is "
+            "not known, ranks would take each other's messages for their own, and the numbers would be wrong "
+            "without any error. The ranks compare what they did once per step."
         ),
         fix=(
-            "Run every block for every microbatch; multiply by zero what must not count (stochastic depth, "
-            "a tower without input). Or replicate: dp_shard=1 has no such rule."
+            "Define blocks in the order in which forward calls them, and call each at most once where some "
+            "are left out. Or replicate: dp_shard=1 has no such rule."
         ),
     ),
     "PL444": Page(

@@ -179,13 +179,11 @@ PAGES: dict[str, Page] = {
         "Set requires_grad=True on the parameters to train.",
     ),
     "PL421": Page(
-        "Parameters without a gradient",
-        "Ranks sum gradients in buckets, and a bucket is sent when all of its parameters have theirs. A "
-        "parameter "
-        "that the loss doesn't use leaves its bucket waiting, and with it every rank.",
-        "Set ddp.find_unused_parameters = true where it changes from step to step, or "
-        "requires_grad=False where the "
-        "parameter is never used.",
+        "Parameters without a gradient under static_graph",
+        "Ranks sum gradients in buckets, and a bucket is sent when all of its parameters have theirs. With "
+        "ddp.static_graph = true every step uses what the first one used. A parameter that it leaves out "
+        "keeps its bucket waiting, and with it every rank.",
+        "Leave ddp.static_graph out, or set requires_grad=False where the parameter is never used.",
     ),
     "PL422": Page(
         "sync_batchnorm on the CPU",

@@ -99,6 +99,11 @@ class ExactReduction:
             raise _refuse_sparse("a gradient is a sparse tensor.")
         self._sum.push((index, index + 1), gradients)
 
+    def is_used(self, parameter: Tensor) -> bool:
+        """Whether a microbatch that was set aside in this step has given a parameter a gradient."""
+        place = self._places[id(parameter)]
+        return any(gradients[place] is not None for _, gradients in self._sum.subtrees)
+
     def fill_missing(self) -> None:
         """Before a last microbatch that may leave parameters out: gives all a gradient that adds nothing.
 

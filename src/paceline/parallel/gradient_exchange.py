@@ -22,7 +22,7 @@ their stream). The exact exchange has a group of its own, so it never meets a pr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -195,25 +195,15 @@ class ExactChunks(ReduceScatter):
         number: of the group.
         exchange: sums the subtrees of all ranks of dp.
         shard: this rank's number in dp_shard.
-        find_unused: gives the columns of the chunks in which the microbatch has no gradient. Such a gradient
-            adds nothing, as in `parallel/exact.py`, where the zero of fully_shard would change a sign.
 
     Memory: up to log2(microbatches of the rank) + 1 flat vectors of the group between the microbatches.
     """
 
-    def __init__(
-        self,
-        rounds: Rounds,
-        number: int,
-        exchange: ChunkExchange,
-        shard: int,
-        find_unused: Callable[[], list[slice]] | None,
-    ) -> None:
+    def __init__(self, rounds: Rounds, number: int, exchange: ChunkExchange, shard: int) -> None:
         self._rounds = rounds
         self._number = number
         self._exchange = exchange
         self._shard = shard
-        self._find_unused = find_unused
         self._sum: TreeSum[Tensor] = TreeSum(0, _add)
         self._is_summed = False
 
@@ -238,9 +228,6 @@ class ExactChunks(ReduceScatter):
     ) -> None:
         rounds = self._rounds
         if rounds.index is not None:
-            if self._find_unused is not None:
-                for columns in self._find_unused():
-                    input_tensor.view(group.size(), -1)[:, columns] = -0.0
             # fully_shard forgets the vector after the call; nothing else is written into it.
             self._sum.push((rounds.index, rounds.index + 1), input_tensor)
         self._is_summed = rounds.is_last

@@ -60,11 +60,9 @@ class Settings:
     tp_plan: Mapping[str, str] | None = None
 
     @property
-    def find_unused_parameters(self) -> bool:
-        """Whether steps may leave parameters unused, some on some ranks only."""
-        if self.layout.dp_shard > 1:
-            return self.shard.find_unused_parameters
-        return self.ddp.find_unused_parameters
+    def tracks_use(self) -> bool:
+        """Whether ranks agree in every step on which parameters were used."""
+        return self.layout.dp_shard > 1 or self.ddp.find_unused_parameters
 
 
 @dataclass(frozen=True)

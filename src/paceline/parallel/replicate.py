@@ -6,6 +6,8 @@ Protocol of one optimizer step, on every rank of the group:
 2. The last one runs with synchronisation: DDP has one bucket after another summed over the ranks while
    backward is still computing earlier layers. That is the only round of gradient traffic per step. The
    fast reduction is the library's all-reduce; for the exact one see `exact.py`.
+   A microbatch may leave parameters out. After its backward they get a gradient of -0.0, which changes no
+   bit of a sum and makes their buckets complete.
 3. A rank that owns no microbatch runs `forward_nothing()`: a loss of zero that reaches every
    parameter, so that it joins the same all-reduces with zeros.
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,24 +50,30 @@ _BUFFERS_ARGUMENT = (
 
 
 class _Reach(torch.autograd.Function):
-    """Passes a number on; in backward, gives a parameter a gradient of zeros."""
+    """Passes a number on; in backward, gives a parameter a gradient of one value."""
 
     @staticmethod
-    def forward(ctx: Any, number: Tensor, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, number: Tensor, parameter: Tensor, value: float) -> Tensor:
         ctx.save_for_backward(parameter)
+        ctx.value = value
         return number.view_as(number)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, torch.zeros_like(ctx.saved_tensors[0])
+        return grad, torch.full_like(ctx.saved_tensors[0], ctx.value), None
 
 
-def _zero_loss(parameters: list[Tensor]) -> Tensor:
-    """Zero, with a gradient of zeros for every parameter; the last one gets it first, as in most models."""
+def _zero_loss(parameters: Sequence[Tensor], value: float = 0.0) -> Tensor:
+    """Zero, with a gradient of `value` for every parameter; the last one gets it first, as in most models."""
     zero = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:
-        zero = _Reach.apply(zero, parameter)  # type: ignore[no-untyped-call]
+        zero = _Reach.apply(zero, parameter, value)  # type: ignore[no-untyped-call]
     return zero
+
+
+def _read_version(parameter: Tensor) -> int:
+    """A number that changes when backward adds to a parameter's gradient."""
+    return -1 if parameter.grad is None else parameter.grad._version
 
 
 class LossModule(nn.Module):
@@ -107,6 +115,9 @@ class Replica:
         num_ranks: how many they are.
         hook_state: what the communication hook keeps between steps, if it keeps anything.
         silent: whether backwards reduce nothing at the moment, see `silenced`.
+        is_used: whether the last forward was that of a microbatch.
+        left_out: the parameters that the last reducing backward has left out and no earlier one of the step
+            has given a gradient.
 
     Communication: one all-reduce of the gradients per synchronising backward, 2(n-1)/n times their
     bytes per rank on a ring of n; for the exact reduction see `comm/exchange.py`.
@@ -130,7 +141,14 @@ class Replica:
         self.num_ranks = axis.size
         self.silent = False
         self.last_bucket_launched = False
-        self._backward_start_s = 0.0
+        self.is_used = False
+        self.left_out: list[Tensor] = []
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        # With a static graph DDP counts on every step using what the first did; with a search for unused
+        # parameters it completes buckets itself.
+        self._completes = not settings.static_graph and not settings.find_unused_parameters
+        self._is_reducing = False
+        self._before_last_bucket: Callable[[], None] | None = None
         self._last_launch_s = 0.0
         for buffer in model.buffers():
             # DDP does this for parameters; for buffers only where it also copies them in every forward.
@@ -166,23 +184,37 @@ class Replica:
 
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
         """Runs `compute(batch)` under DDP."""
+        self.is_used = True
         result: tuple[Tensor, Tensor] = self._ddp(compute, batch)
         return result
 
     def forward_nothing(self) -> Tensor:
         """In place of a microbatch: a zero that reaches every parameter."""
+        self.is_used = False
         zero: Tensor = self._ddp(None, None)[0]
         return zero
 
     @contextmanager
-    def synchronising(self, sync: bool) -> Iterator[None]:
-        """Around forward and backward of a microbatch: whether its backward reduces the gradients."""
+    def synchronising(
+        self, sync: bool, before_last_bucket: Callable[[], None] | None = None
+    ) -> Iterator[None]:
+        """Around forward and backward of a microbatch: whether its backward reduces the gradients.
+
+        Args:
+            sync: whether it does.
+            before_last_bucket: called in such a backward when all gradients of this rank are there, before
+                the last of them are sent.
+        """
         if not sync or self.silent:
             with self._ddp.no_sync():
                 yield
             return
         self.last_bucket_launched = False
-        yield
+        self._is_reducing, self._before_last_bucket = True, before_last_bucket
+        try:
+            yield
+        finally:
+            self._is_reducing, self._before_last_bucket = False, None
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -199,10 +231,22 @@ class Replica:
         Under CUDA the host doesn't wait in backward, so the figure is 0 there.
         """
         self._last_launch_s = 0.0
+        self.left_out = []
+        completes = self._is_reducing and self._completes
+        before = [_read_version(p) for p in self._trained] if completes else []
         loss.backward()  # type: ignore[no-untyped-call]
+        if completes and not self.last_bucket_launched:
+            self._complete(before)
         if not self._last_launch_s or loss.is_cuda:
             return 0.0
         return time.perf_counter() - self._last_launch_s
+
+    def _complete(self, before: list[int]) -> None:
+        """Gives what backward has left out a gradient, which DDP waits for."""
+        missing = [p for p, old in zip(self._trained, before, strict=True) if _read_version(p) == old]
+        self.left_out = [p for p in missing if p.grad is None]
+        if missing:
+            _zero_loss(missing, -0.0).backward()  # type: ignore[no-untyped-call]
 
     def check_reduced(self) -> None:
         """After a synchronising backward: raises unless every bucket was reduced.
@@ -220,8 +264,8 @@ class Replica:
             "PL421",
             saw=f"{len(unused)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",
             rule="Ranks sum gradients bucket by bucket, and a bucket waits for all of its parameters.",
-            fix="Set ddp.find_unused_parameters = true, or requires_grad=False on parameters that the "
-            "loss does not use.",
+            fix="Leave ddp.static_graph out, or set requires_grad=False on parameters that the loss does not "
+            "use.",
         )
 
     def _show_graph(self) -> None:
@@ -242,6 +286,8 @@ class Replica:
         self._last_launch_s = time.perf_counter()
         if bucket.is_last():
             self.last_bucket_launched = True
+            if self._before_last_bucket is not None:
+                self._before_last_bucket()
         if self._exact is not None:
             return self._exact.reduce_bucket(bucket)
         if self._averaging_hook is not None:

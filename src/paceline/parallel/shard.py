@@ -49,7 +49,8 @@ from paceline.parallel.gradient_exchange import (
 )
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
 from paceline.parallel.shard_disk import Disk
-from paceline.parallel.shard_setup import Unit, apply_sharding, unused_columns
+from paceline.parallel.shard_setup import Unit, apply_sharding
+from paceline.parallel.shard_skipped import Skipped
 from paceline.parallel.shard_torch import clear_gradients, forget_iteration, gathered, list_records
 from paceline.parallel.shard_whole import WholeParameters, split_groups
 from paceline.recipe.schema import ShardSection
@@ -80,8 +81,6 @@ class Shards:
         num_ranks: how many they are.
         units: what is gathered together.
         silent: whether nothing is sent at the moment, see `silenced`.
-        used: ids of the parameters that a microbatch of this step has given a gradient; kept where
-            `settings.find_unused_parameters` is set.
 
     Raises:
         PacelineError: PL434, PL440, PL442, PL446 and PL449, see `apply_sharding`.
@@ -106,9 +105,6 @@ class Shards:
         assert zero in (1, 2, 3), zero
         self.group = mesh.dp.group
         self.num_ranks = mesh.dp.size
-        self.used: set[int] = set()
-        self._used_in_round: set[int] = set()
-        self._settings = settings
         self._is_exact = exact_group is not None
         # The exact reduction must see each microbatch's gradients by themselves.
         self._sums_once = zero == 1 and not self._is_exact
@@ -122,11 +118,9 @@ class Shards:
         self._chunks = self._build_chunks(mesh, exact_group)
         exchange = None if exact_group is None else self.exchange.exchange
         self._whole = WholeParameters(model, self._rounds, self.group, exchange)
+        self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch)
         model.register_forward_hook(self._reshard_without_backward)
         self.offload()
-        if settings.find_unused_parameters:
-            for unit in self.units:
-                self._watch_use(unit)
         log.info(
             "shard: fully_shard over dp_shard=%d, zero=%d, %d blocks and the rest, %s reduction",
             mesh.dp_shard.size,
@@ -134,6 +128,11 @@ class Shards:
             len(self.units) - 1,
             "exact" if self._is_exact else "fast",
         )
+
+    @property
+    def used(self) -> set[int]:
+        """Ids of the parameters that a microbatch of this rank has used in this step."""
+        return self._skipped.used | self._whole.used
 
     @property
     def num_rounds(self) -> int:
@@ -169,7 +168,7 @@ class Shards:
             for record in list_records(unit.module):
                 clear_gradients(record)  # added up, they would be in this step
         self._rounds.begin(num_owned)
-        self.used.clear()
+        self._skipped.begin()
         for chunks in self._chunks:
             chunks.begin()
         self._whole.begin()
@@ -183,7 +182,7 @@ class Shards:
             index: number within the global batch of this rank's microbatch; `None` for an idle round.
         """
         self._rounds.index, self._rounds.is_last = index, sync
-        self._used_in_round.clear()
+        self._skipped.begin_round()
         module = self.units[-1].module
         if self._sums_once:
             module.set_requires_gradient_sync(sync)
@@ -233,7 +232,6 @@ class Shards:
             (loss * 0.0).backward()  # type: ignore[no-untyped-call]
         waited_s, self._rounds.waited_s = self._rounds.waited_s, 0.0
         self._whole.end_backward()
-        self.used |= self._used_in_round | self._whole.used
         return 0.0 if loss.is_cuda else waited_s
 
     def check_reduced(self) -> None:
@@ -248,19 +246,14 @@ class Shards:
             for name, p in unit.parameters
             if p.requires_grad and (p.grad is None or not chunks.is_complete)
         ]
-        if not self._settings.find_unused_parameters:
-            missing += self._whole.missing
         if not missing:
             return
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise PacelineError(
             "PL441",
             saw=f"{len(missing)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",
-            rule="The ranks sum the gradients of a block as one vector, so every rank must bring a gradient "
-            "for each of its parameters in every microbatch.",
-            fix="If the loss never uses them, set requires_grad=False on them. If it uses them in some "
-            "microbatches only, set shard.find_unused_parameters = true in the recipe, or pass "
-            'shard={"find_unused_parameters": True} to Trainer.',
+            rule="The ranks sum a block's gradients as one vector, in the backward of the model's output.",
+            fix="Call the model itself in forward=, or set requires_grad=False on what the loss leaves out.",
         )
 
     def reshard(self) -> None:
@@ -312,10 +305,7 @@ class Shards:
                 else MessageExchange(exact_group, torch.device("cuda", torch.cuda.current_device()))
             )
             self.exchange = ChunkExchange(whole, num_shards, shard)
-            sums = [
-                ExactChunks(rounds, number, self.exchange, shard, self._unused_finder(unit))
-                for number, unit in enumerate(self.units)
-            ]
+            sums = [ExactChunks(rounds, number, self.exchange, shard) for number in range(len(self.units))]
         for unit, chunks in zip(self.units, sums, strict=True):
             unit.module.set_custom_reduce_scatter(chunks)
         return sums
@@ -325,11 +315,6 @@ class Shards:
         come, and use it again after the optimizer's next update."""
         if not torch.is_grad_enabled():
             self.reshard()
-
-    def _unused_finder(self, unit: Unit) -> Callable[[], list[slice]] | None:
-        if not self._settings.find_unused_parameters:
-            return None
-        return lambda: unused_columns(unit.module, self._used_in_round)
 
     def _connect_hooks(self, unit: Unit) -> None:
         """Has the gathered parameters run the hooks that users have registered on the shards."""
@@ -360,26 +345,6 @@ class Shards:
 
         assert isinstance(unit.module, nn.Module)
         handle = unit.module.register_forward_pre_hook(run)  # runs after fully_shard's, which gathers
-
-    def _watch_use(self, unit: Unit) -> None:
-        """Notes which parameters backward reaches. The shards don't tell: all of them get a gradient."""
-
-        def watch() -> None:
-            for record in list_records(unit.module):
-                whole = gathered(record)
-                if record.sharded_param.requires_grad and whole is not None:
-                    whole.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        self._mark(record.sharded_param)
-                    )
-
-        self._before_first_forward(unit, watch)
-
-    def _mark(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
-            if self._rounds.index is not None:
-                self._used_in_round.add(id(parameter))
-
-        return mark
 
     def _find_uncalled(self) -> Unit | None:
         """The first block that was never called."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
-from paceline.parallel.shard_torch import check_torch, join_unused, list_records
+from paceline.parallel.shard_torch import check_torch, list_records
 from paceline.recipe.schema import ShardSection
 
 log = logging.getLogger(__name__)
@@ -92,27 +92,8 @@ def apply_sharding(
         # With a factor of one the operation is a plain sum; without force it would be "multiply, then sum".
         unit.module.set_gradient_divide_factor(1.0)
         unit.module.set_force_sum_reduction_for_comms(True)
-        if settings.find_unused_parameters:
-            join_unused(unit.module)
     _set_prefetch(units, settings.prefetch)
     return units
-
-
-def unused_columns(module: FSDPModule, used: set[int]) -> list[slice]:
-    """Where the chunks of a flat gradient `[num_shards, chunk]` hold parameters that are not in `used`.
-
-    Args:
-        module: a unit's.
-        used: the ids of sharded parameters.
-    """
-    columns, start = [], 0
-    for record in list_records(module):
-        if record.sharded_param.requires_grad:
-            stop = start + record.padded_sharded_param_size.numel()
-            if id(record.sharded_param) not in used:
-                columns.append(slice(start, stop))
-            start = stop
-    return columns
 
 
 def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Unit]:
@@ -200,6 +181,17 @@ def _set_prefetch(units: list[Unit], ahead: int) -> None:
         before = blocks[max(0, place - ahead) : place][::-1]
         # An empty list stands for torch's own choice; a block that is there already, for nothing.
         block.set_modules_to_backward_prefetch(before or [block])
+    prefetch_last(units, ahead)
+
+
+def prefetch_last(units: list[Unit], ahead: int) -> None:
+    """Have the last blocks gathered as soon as backward begins.
+
+    Args:
+        units: the blocks, and the model last.
+        ahead: how many; with 0 none.
+    """
+    *blocks, root = [unit.module for unit in units]
     root.set_modules_to_backward_prefetch(blocks[::-1][:ahead] or [root])
 
 

@@ -40,14 +40,16 @@ _ATTRIBUTES = (
 __all__ = [
     "AllGather",
     "ReduceScatter",
+    "act_before_sums",
     "check_torch",
     "clear_gradients",
     "forget_iteration",
     "gathered",
-    "join_unused",
+    "leave_block",
     "list_groups",
     "list_records",
     "move_shard",
+    "reach_block",
 ]
 
 
@@ -99,27 +101,38 @@ def move_shard(record: Any, move: Callable[[Tensor], Tensor]) -> None:
     record.sharded_param._local_tensor = flat.view(record.padded_sharded_param_size).narrow(0, 0, rows)
 
 
-def join_unused(module: FSDPModule) -> None:
-    """Have parameters without a gradient join the sum with zeros, so that all ranks bring the same vector."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
+def act_before_sums(module: FSDPModule, act: Callable[[list[Any], bool], None]) -> None:
+    """Call `act` before torch sums a module's gradients over the ranks, or sets them aside.
+
+    Args:
+        module: sharded.
+        act: gets the records, and whether torch sums.
+    """
     for group in list_groups(module):
-        group.post_backward = _fill_before(group, group.post_backward)
+        group.post_backward = _acting(group, group.post_backward, act)
 
 
-def _fill_before(group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
-    """Return torch's function, which sums the gradients that are there, with zeros put in first."""
-
-    def fill(*unused: Any) -> None:
-        for record in group.fsdp_params if group.reduce_grads else ():
-            whole = gathered(record)
-            is_missing = record.unsharded_accumulated_grad is None
-            if is_missing and whole is not None and whole.requires_grad and whole.grad is None:
-                whole.grad = torch.zeros_like(whole)
+def _acting(
+    group: Any, post_backward: Callable[..., None], act: Callable[[list[Any], bool], None]
+) -> Callable[..., None]:
+    def run(*unused: Any) -> None:
+        act(group.fsdp_params, group.reduce_grads)
         post_backward(*unused)
 
-    return fill
+    return run
+
+
+def reach_block(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Do what torch does when a block is called: gather its parameters, and sum in backward behind it."""
+    state: Any = module._get_fsdp_state()
+    inputs: tuple[Any, Any] = state._pre_forward(module, args, kwargs)
+    return inputs
+
+
+def leave_block(module: FSDPModule, args: Any, output: Any) -> Any:
+    """Do what torch does when a block returns: free its parameters, and gather them in backward before it."""
+    state: Any = module._get_fsdp_state()
+    return state._post_forward(module, args, output)
 
 
 def forget_iteration(root: FSDPModule) -> None:
@@ -145,6 +158,7 @@ def check_torch(modules: list[FSDPModule]) -> None:
         if missing:
             break
         state = module._get_fsdp_state()
+        missing += [f"FSDPState.{n}" for n in ("_pre_forward", "_post_forward") if not hasattr(state, n)]
         if not any(hasattr(state, name) for name in ("_fsdp_param_groups", "_fsdp_param_group")):
             missing.append("FSDPState._fsdp_param_groups")
             break

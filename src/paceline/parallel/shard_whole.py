@@ -44,21 +44,13 @@ class WholeParameters:
         self._trained: list[tuple[str, nn.Parameter]] = []
         self._sums: dict[torch.dtype, TreeSum[Tensor]] = {}
         self._reached: set[int] = set()
-        self._num_computed = 0
 
     def __bool__(self) -> bool:
         return self._any
 
     @property
-    def missing(self) -> list[str]:
-        """The parameters that no microbatch of this rank has given a gradient in this step, by name."""
-        if not self._num_computed:
-            return []
-        return [name for name, p in self._trained if id(p) not in self._reached]
-
-    @property
     def used(self) -> set[int]:
-        """The ids of the others."""
+        """The ids of the parameters that a microbatch of this rank has used in this step."""
         return self._reached
 
     def begin(self) -> None:
@@ -66,7 +58,7 @@ class WholeParameters:
         # Looked up anew: a model on the meta device gets other objects when it is filled.
         self._trained = self._list() if self._any else []
         check_hooks(self._trained)
-        self._reached, self._num_computed = set(), 0
+        self._reached = set()
         num_leaves = 0 if self._rounds.plan is None else self._rounds.plan.num_leaves
         self._sums = {p.dtype: TreeSum(num_leaves, _add) for _, p in self._trained}
 
@@ -91,7 +83,6 @@ class WholeParameters:
         if not self._trained:
             return
         if self._rounds.index is not None:
-            self._num_computed += 1
             self._reached |= {id(p) for _, p in self._trained if p.grad is not None}
             if self._exchange is not None:
                 self._set_aside(self._rounds.index)

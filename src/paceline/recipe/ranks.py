@@ -76,9 +76,6 @@ class ShardSection(Section):
     reduce_dtype: Literal["auto", "fp32"] = "auto"
     """Type in which gradients are summed over ranks. `"auto"`: fp32 where `param_dtype` is narrower, else
     that of the stored parameters."""
-    find_unused_parameters: bool = False
-    """Let ranks differ in which parameters a microbatch uses: those without a gradient join the sum with
-    zeros."""
     offload_folder: str | None = None
     """Where `layout.offload = "disk"` keeps its files, on a disk and not in memory. Default: a folder of its
     own under the system's temporary folder. Removed at the end of the run."""
@@ -92,8 +89,8 @@ class DdpSection(Section):
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same way; lets DDP skip searches."""
     find_unused_parameters: bool = False
-    """Search the graph of every step for parameters without a gradient; needed where some step does
-    not use all of them."""
+    """Search the graph of every step for parameters without a gradient, so that their sums start during
+    backward and not after it. Steps may leave parameters out without it too."""
     broadcast_buffers: bool = False
     """Copy rank 0's buffers to all ranks before every forward. BatchNorm's running statistics are
     merged over all microbatches in any case and don't need it."""

@@ -24,7 +24,6 @@ RESUMABLE: dict[str, str] = {
     "ddp": "speed only",
     "shard.reshard_after_forward": "memory and speed only",
     "shard.prefetch": "memory and speed only",
-    "shard.find_unused_parameters": "speed only",
     "shard.offload_folder": "where files lie",
     "loader": "speed only",
     "checkpoint": "what is kept, not what is computed",

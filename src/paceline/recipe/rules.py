@@ -221,8 +221,7 @@ def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterato
     )
     changed = list_changed(run.ddp)
     if changed:
-        similar = " [shard] has a find_unused_parameters too." if "find_unused" in changed else ""
-        yield Finding("PL141", "ddp", f"{changed} {why}", rule, f"Leave the [ddp] settings out.{similar}")
+        yield Finding("PL141", "ddp", f"{changed} {why}", rule, "Leave the [ddp] settings out.")
     if run.has_comm_hook:
         fix = "Leave the hook out, or use dp_replicate for these ranks."
         yield Finding("PL142", "comm_hook", f"comm_hook is given {why}", rule, fix)

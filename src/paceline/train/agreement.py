@@ -6,10 +6,10 @@ depend on who computed what:
 
     [ per rank: what it tells of itself (see `Told`) |
       per microbatch: loss sum, weight, running statistics of BatchNorm ... |
-      per parameter: on how many ranks a gradient was computed (only with find_unused_parameters) ]
+      per parameter: on how many ranks a gradient was computed (where that is tracked) ]
 
-It is handed over before the last backward and read after it. There are three ways, the best that all ranks
-have:
+It is handed over before the last gradients are sent, and read when they have arrived. There are three ways,
+the best that all ranks have:
 
 - **A board** in memory that ranks of one machine share (`comm/board.py`). The sum of the gradients is the
   meeting that makes it readable, so this costs no message.
@@ -35,7 +35,7 @@ from paceline.errors import PacelineError
 
 # Digests of what a rank holds. Each takes two numbers, one per half, which are exact in float64.
 NUM_COPIES = 3
-_STOP, _POSITION, _SIGNATURE, _SETTINGS, _COPIES = 0, 1, 2, 3, 5
+_STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _SETTINGS, _COPIES = 0, 1, 2, 3, 4, 6
 NUM_TOLD = _COPIES + 2 * NUM_COPIES
 _HALF = 1 << 32
 _LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
@@ -54,6 +54,7 @@ class Told:
         stop_signum: the signal that it got, or 0.
         position: a number that must be the same on all ranks, such as the step's.
         signature: another one, of what it did in the step before.
+        leaves_out: whether it has parameters that none of its microbatches has used.
         settings: a digest of what it was given, 64 bits.
         copies: `NUM_COPIES` digests of what it holds; a tensor where they are on the device.
     """
@@ -63,6 +64,7 @@ class Told:
     signature: int = 0
     settings: int = 0
     copies: Sequence[int] | Tensor = (0, 0, 0)
+    leaves_out: bool = False
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Agreed:
         statistics: float64 (microbatches, values): BatchNorm's, see `RunningStatistics`.
         stop_signum: the signal that some rank got, or 0.
         used: per parameter, whether any rank computed a gradient; `None` unless asked for.
+        all_leave_out: whether every rank has parameters that none of its microbatches has used.
         settings: per rank a row of two numbers; rows are equal where the digests are.
         copies: per rank a row, two numbers per digest.
     """
@@ -84,6 +87,7 @@ class Agreed:
     statistics: Tensor
     stop_signum: int
     used: list[bool] | None
+    all_leave_out: bool
     settings: Numbers
     copies: Numbers
 
@@ -150,7 +154,8 @@ class Agreement:
     def launch(self, told: Told) -> None:
         """Starts the collective, or writes the board."""
         self._told = told
-        row = [float(told.stop_signum), float(told.position), float(told.signature % _HALF)]
+        plain = (told.stop_signum, told.position, told.signature % _HALF, told.leaves_out)
+        row = [float(number) for number in plain]
         digests = [told.settings]
         if not isinstance(told.copies, Tensor):
             digests += told.copies
@@ -220,6 +225,7 @@ class Agreement:
             statistics=torch.from_numpy(table)[:, _NUM_FIXED:],
             stop_signum=max(signums, key=(0, signal.SIGINT, signal.SIGTERM).index),
             used=(numbers[end:] > 0).tolist() if self._num_parameters else None,
+            all_leave_out=all(row[_LEAVES_OUT] for row in plain),
             settings=told[:, _SETTINGS:_COPIES],
             copies=told[:, _COPIES:],
         )

@@ -123,7 +123,7 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
         precision=settings.precision,
         clip_norm=settings.clip_norm,
         seed=settings.seed,
-        track_used=laying_out.find_unused_parameters,
+        track_used=laying_out.tracks_use,
     )
     if update.not_updated:
         log.warning(

@@ -11,10 +11,11 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,11 +46,13 @@ class Launch:
     agreement: Agreement
     told: Told
     used: list[bool] | None
+    is_done: bool = False
 
-    def now(self) -> None:
+    def now(self, *, leaves_out: bool = False) -> None:
         if self.used is not None:
             self.agreement.put_used(self.used)
-        self.agreement.launch(self.told)
+        self.agreement.launch(replace(self.told, leaves_out=leaves_out))
+        self.is_done = True
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Rounds:
     Attributes:
         used: by trained parameter, whether a microbatch of this update has used it; `None` where that isn't
             tracked.
+        left_out: the trained parameters that no microbatch of this rank has used, where `used` isn't tracked.
         flops_per_sample: forward and backward, once they were counted.
         scaler: as given.
     """
@@ -121,6 +125,7 @@ class Rounds:
         self._precision = precision
         self.scaler = scaler
         self._seed = seed
+        self.left_out: Sequence[Tensor] = []
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.used: list[bool] | None = [False] * len(self._trained) if track_used else None
         self._watch_use()
@@ -234,18 +239,43 @@ class Rounds:
         for number in range(len(share.microbatches)):
             index, is_last = share.microbatches[number][0], number == len(share.microbatches) - 1
             counting = self._counting_flops(share) if count_flops and number == 0 else nullcontext()
-            with counting, nullcontext() if replica is None else replica.synchronising(is_last):
+            with counting, self._synchronising(replica, work.launch, is_last):
                 comm_s += self._run_microbatch(work, number, is_last=is_last)
             if self._exact is not None and (not sums or not is_last):
                 self._exact.set_aside(index)
         if not share.microbatches:
             comm_s += self._run_nothing(replica, work.launch)
+        if not work.launch.is_done:
+            work.launch.now()
         if sums and self.used is None:
             assert replica is not None
             replica.check_reduced()
         if self._exact is not None:
             self._exact.end(reduced=sums)
         return comm_s
+
+    def _synchronising(
+        self, replica: Replica | None, launch: Launch, is_last: bool
+    ) -> AbstractContextManager[None]:
+        """Around a microbatch; in the last one ranks agree when it is known what this rank has left out."""
+        if replica is None:
+            return nullcontext()
+
+        def agree() -> None:
+            self.left_out = replica.left_out if replica.is_used else self._trained
+            if self._exact is not None:
+                self.left_out = [p for p in self.left_out if not self._exact.is_used(p)]
+            launch.now(leaves_out=bool(self.left_out))
+
+        return replica.synchronising(is_last, agree if self.used is None else None)
+
+    def agree_on_used(self) -> list[bool]:
+        """By trained parameter, whether any rank has used it; collective over the world."""
+        left_out = {id(parameter) for parameter in self.left_out}
+        used = [id(parameter) not in left_out for parameter in self._trained]
+        counts = torch.tensor(used, dtype=torch.int32, device=self._precision.device)
+        dist.all_reduce(counts)
+        return [count > 0 for count in counts.tolist()]
 
     def _run_shards(self, shards: Shards, work: Work, *, count_flops: bool) -> float:
         """As many rounds on every rank, because in each forward all of them gather parameters."""
@@ -284,7 +314,7 @@ class Rounds:
             statistics = self._statistics.read_microbatch() if self._statistics.num_values else None
             if self._speaks:
                 work.launch.agreement.put_microbatch(index, loss_sum, weight, statistics)
-            if is_last and self.used is None:
+            if is_last and self.used is None and not isinstance(self._reducer, Replica):
                 work.launch.now()
             if self._exact is not None and isinstance(self._reducer, Replica) and is_last and self.used:
                 self._exact.fill_missing()
@@ -336,12 +366,10 @@ class Rounds:
         if replica is None:
             launch.now()
             return 0.0
-        with replica.synchronising(True):
+        with self._synchronising(replica, launch, True):
             # First, as on the others: DDP has collectives of its own in a forward (buffers, and the new
             # order of the buckets in the second step).
             zero = replica.forward_nothing()
-            if self.used is None:
-                launch.now()
             if self.scaler is not None:
                 zero = self.scaler.scale(zero)  # its state comes to life with the first use
             comm_s = replica.backward(zero)

@@ -307,6 +307,8 @@ class Update:
             comm_s += time.perf_counter() - started_s - compute_s
         if agreed.used is not None:
             self._drop_unused(agreed.used)
+        elif agreed.all_leave_out:
+            self._drop_unused(self.rounds.agree_on_used())
         weight = math.fsum(agreed.weights)
         loss = math.fsum(agreed.losses) / weight if weight and _all_finite(agreed.losses) else math.nan
         scale = self._unit / weight if weight else 0.0
