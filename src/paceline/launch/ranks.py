@@ -219,6 +219,7 @@ class Ranks:
         self._connection = connection
         self._process = process
         self._spared = ends_orphans_except
+        self._has_answered = False
         self._lock = threading.Lock()
         self._started: list[RankProcess] = []
         self._swept = threading.Event()
@@ -292,7 +293,8 @@ class Ranks:
                 self._process.wait()
             else:
                 os.waitpid(self.keeper_pid, 0)
-        if self.keeper_died and self._spared is not None:
+        # One that has answered has left in order, and what ranks have forked may live on after a good end.
+        if self.keeper_died and not self._has_answered and self._spared is not None:
             # What it had adopted, and its ranks' children, are this process's own now.
             end_descendants(lambda: None, self._spared)
         self._connection.close()
@@ -300,6 +302,7 @@ class Ranks:
     def _ask(self, sweep: Sweep) -> None:
         if self._reader.ident is None:
             self._reader.start()
+        self._has_answered = False
         self._swept.clear()
         self._tell(sweep)
         if not self.keeper_died and not self._swept.wait(_SWEEP_S):
@@ -330,6 +333,7 @@ class Ranks:
                             self.on_failure(rank.start.rank, message.status)
                         rank.note_ended(message.status, message.time_s)
             elif isinstance(message, Swept):
+                self._has_answered = True
                 self._swept.set()
 
     def _lose_keeper(self) -> None:
