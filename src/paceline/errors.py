@@ -7,7 +7,7 @@ class PacelineError(Exception):
     """A mistake that the user can mend, told in one message without a traceback.
 
     Every message carries what was seen (with its value), the rule that it breaks and what to do
-    next. `paceline explain CODE` prints the page behind the code (`codes.py`).
+    next. `paceline explain CODE` prints the page behind the code (`codes/`).
 
     Args:
         code: the page's code, `PLnnn`.

@@ -10,7 +10,7 @@ class Finding:
     """Something a check noticed that does not by itself stop the run.
 
     Attributes:
-        code: the page's code, `PLnnn` (see `codes.py`).
+        code: the page's code, `PLnnn` (see `codes/`).
         where: the file, key, tensor or rank that it is about.
         saw: what was found, with the value.
         rule: why it matters.

@@ -1,6 +1,6 @@
 """State on disk: committed by one rename, checked by hashes, read back without running code.
 
-Rank 0 writes and reads whole checkpoints; no function of this package calls a collective.
+Rank 0 writes and reads whole checkpoints. Only `optimizer.py` calls collectives, to gather tensors.
 """
 
 from paceline.checkpoint.export import export_model

@@ -1,4 +1,4 @@
-"""How tensors of a model lie on the ranks, and how they become whole again.
+"""`Split`: how tp divides one dimension of a tensor, and how the parts become whole again.
 
 A parameter may be divided twice: over tp by a `Split` of one of its dimensions (each rank then holds a plain
 tensor, its own part), and over dp_shard as torch's DTensor, by rows of what tp has left. Everything else is
