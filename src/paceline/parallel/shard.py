@@ -344,7 +344,10 @@ class Shards:
             act()
 
         assert isinstance(unit.module, nn.Module)
-        handle = unit.module.register_forward_pre_hook(run)  # runs after fully_shard's, which gathers
+        # Runs after fully_shard's, which gathers. Compiled along with the block, it would register hooks that
+        # do not run in the first step.
+        outside = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+        handle = unit.module.register_forward_pre_hook(outside)
 
     def _find_uncalled(self) -> Unit | None:
         """The first block that was never called."""
