@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.parallel.split import Split
 from paceline.recipe import Layout
+from paceline.train.same_settings import ranks_may_differ
 from paceline.train.trainer import Trainer
 from paceline.verify.compare import (
     EPS,
@@ -562,6 +563,7 @@ def find_part(whole: Tensor, part: Tensor, layout: Layout, rank: int) -> Tensor 
     return min(candidates, key=lambda candidate: measure_distance(candidate, part))
 
 
+@ranks_may_differ()
 def watch_layouts(subject: Subject, folder: str, cases: list[tuple[Layout, int]]) -> list[Observed]:
     """Trains each layout up to its step, which is watched, on the ranks that are there; collective.
 
