@@ -86,6 +86,7 @@ def apply_sharding(
         )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     check_torch(list(modules.values()))
+    _hide_mark(model, [block for _, block in blocks])
     move_hooks(before, model)
     units = _collect_units(model, modules)
     for unit in units:
@@ -94,6 +95,18 @@ def apply_sharding(
         unit.module.set_force_sum_reduction_for_comms(True)
     _set_prefetch(units, settings.prefetch)
     return units
+
+
+def _hide_mark(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Takes torch's mark of sharded modules off those that call the blocks.
+
+    Hugging Face's models that drop layers look for it, and then run the dropped layers all the same, so that
+    all ranks gather alike: other numbers than one process has. Here ranks gather what they leave out.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside and getattr(module, "_is_fsdp_managed_module", False):
+            module._is_fsdp_managed_module = False  # type: ignore[assignment]
 
 
 def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Unit]:
