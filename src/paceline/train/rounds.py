@@ -96,6 +96,7 @@ class Rounds:
         left_out: the trained parameters that no microbatch of this rank has used, where `used` isn't tracked.
         flops_per_sample: forward and backward, once they were counted.
         scaler: as given.
+        is_trying: whether a forward runs that is no step's (`try_forward`).
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Rounds:
         self.scaler = scaler
         self._seed = seed
         self.left_out: Sequence[Tensor] = []
+        self.is_trying = False
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.used: list[bool] | None = [False] * len(self._trained) if track_used else None
         self._watch_use()
@@ -204,10 +206,12 @@ class Rounds:
         placed = self._precision.place_batch(batch)
         self._statistics.begin()
         self._statistics.start_microbatch()
+        self.is_trying = True
         try:
             with self._masks.drawing(derive_seed(self._seed, "try"), samples), self._precision.autocast():
                 return run(placed)
         finally:
+            self.is_trying = False
             self._statistics.restore()
 
     def find_random(self, compute: Compute, share: Share) -> list[Finding]:

@@ -137,6 +137,11 @@ def wrap_functions(
     trainer._loss = lambda output, batch: loss(inner_loss, output, batch)
 
 
+def is_trial(trainer: Trainer) -> bool:
+    """Whether a forward runs that is no step's: the trainer tries out what the model does to a batch."""
+    return trainer._updates["model"].rounds.is_trying
+
+
 def place_batch(trainer: Trainer, batch: Any) -> Any:
     """The batch as the model gets it: on the device, in the training dtype."""
     return trainer._precision.place_batch(batch)

@@ -24,7 +24,7 @@ from paceline.data.share import Share
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
 from paceline.verify.compare import EPS
-from paceline.verify.observe import has_part_of_gradient, local, place_batch, wrap_functions
+from paceline.verify.observe import has_part_of_gradient, is_trial, local, place_batch, wrap_functions
 from paceline.verify.precision import Modules, Types
 from paceline.verify.settings import list_hooks, list_module_settings
 
@@ -121,7 +121,7 @@ class Watch:
         self._waiting = None
 
     def _forward(self, inner: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-        if self._waiting is None:
+        if self._waiting is None or is_trial(self._trainer):
             return inner(model, batch)
         self.microbatch = self._identify(batch)
         if self.microbatch < 0:  # a round that a rank takes for others' sake
@@ -134,7 +134,7 @@ class Watch:
 
     def _loss(self, inner: Callable[..., Any], output: Any, batch: Any) -> Any:
         result = inner(output, batch)
-        if self._waiting is not None and self.microbatch >= 0:
+        if self._waiting is not None and self.microbatch >= 0 and not is_trial(self._trainer):
             loss_sum, weight = weigh(result, batch)
             self._sink.loss(self.microbatch, float(loss_sum.detach()), float(weight.detach()))
         return result
