@@ -228,3 +228,14 @@ def test_a_print_says_nothing_of_what_is_not_known() -> None:
     made = print_call(call(operation="gather", sizes=(), peer=None))
     assert made is not None
     assert made[1:] == (0, 0, 0, 0)
+
+
+def test_one_call_each_is_compared_once_all_ranks_have_ended() -> None:
+    reports = {
+        0: make_report(0, [call(1, op="sum", age_s=9)]),
+        1: make_report(1, [call(1, op="max", age_s=3)]),
+    }
+    assert confirm(reports) is None  # these may belong to two groups of one name
+    verdict = confirm(reports, has_ended=True)
+    assert verdict is not None
+    assert verdict.code == "PL805"

@@ -60,6 +60,29 @@ def tell(calls: list[Call], *fields: str) -> list[tuple]:
     return [tuple(getattr(call, field) for field in fields) for call in calls]
 
 
+def destroy_a_group(world: World) -> tuple[set[str], Told]:
+    operations = Operations()
+    operations.install(torch)
+    told = Recorder(operations)
+    try:
+        group = dist.new_group([1, 0], group_desc="pair")
+        dist.broadcast(torch.ones(3), 1, group=group)
+        name = group.group_name
+        dist.destroy_process_group(group)
+        living, _ = told.read_calls()
+        groups, calls = told.read_calls(is_full=True, has_destroyed=True)
+        return set(living) & {name}, ({name: groups[name]}, [c for c in calls if c.group == name])
+    finally:
+        operations.remove()
+
+
+def test_destroyed_groups_are_kept_for_the_end(ranks):
+    for living, (groups, calls) in ranks.run(destroy_a_group):
+        assert not living
+        assert [(group.label, set(group.ranks)) for group in groups.values()] == [("pair", {0, 1})]
+        assert tell(calls, "operation", "peer") == [("broadcast", 1)]
+
+
 # ---- names, numbers and reduce operations
 
 

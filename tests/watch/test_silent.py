@@ -14,6 +14,7 @@ from tests.launch.nodes import Nodes, why_no_nodes
 pytestmark = pytest.mark.timeout(110)
 SCRIPT = str(Path(__file__).parent / "scripts" / "own" / "goes_on.py")
 HERE = 1 + next(n for n, line in enumerate(Path(SCRIPT).read_text().splitlines()) if line.endswith("# here"))
+ONCE = str(Path(__file__).parent / "scripts" / "faulty" / "reduce_op_once.py")
 REMAKES = str(Path(__file__).parent / "scripts" / "own" / "remakes.py")
 _END_S = 90.0
 # Much longer than it takes until calls are compared, so that the verdict ends it.
@@ -44,6 +45,15 @@ def test_a_job_that_goes_on_with_wrong_numbers_is_ended(
         assert "went on" in job.text
         assert "is done" not in job.text
         assert not job.find_left(5)
+
+
+def test_a_mismatch_that_came_once_is_reported_at_the_end(tmp_path: Path) -> None:
+    with run(tmp_path, script=ONCE) as job:
+        assert job.wait(_END_S) == 1
+        assert "'worst'" in job.text  # the script came to its end
+        assert "rank 0 gives sum" in job.text
+        assert "rank 1 gives max" in job.text
+        assert "[PL805]" in job.text
 
 
 def test_many_calls_a_second_are_compared_too(tmp_path: Path) -> None:

@@ -184,17 +184,22 @@ class Comparison:
 
 
 def confirm(
-    reports: Mapping[int, Report], read_source: Callable[[str], Sequence[str]] | None = None
+    reports: Mapping[int, Report],
+    read_source: Callable[[str], Sequence[str]] | None = None,
+    *,
+    has_ended: bool = False,
 ) -> Verdict | None:
     """What doesn't fit together in the reports of ranks that go on; `None` where that isn't certain.
 
     Args:
         reports: by rank.
         read_source: as in `explain_hang`.
+        has_ended: whether all ranks have ended. Then each has made its last group of a name, and reports
+            that group's calls only.
     """
     groups = {name: group for report in reports.values() for name, group in report.groups.items()}
     calls = {rank: _of_living_groups(report) for rank, report in reports.items()}
-    apart = _find_apart(calls)
+    apart = set() if has_ended else _find_apart(calls)
     calls = {rank: [call for call in issued if call.group not in apart] for rank, issued in calls.items()}
     verdict = find_mismatch(calls, groups, read_source, is_running=True)
     return None if verdict is None else replace(verdict, more=(*verdict.more, _WENT_ON))

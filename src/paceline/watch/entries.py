@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 import sys
@@ -213,10 +214,16 @@ def _find_window(entry: Entry, windows: Windows) -> Window | None:
 
 def _build_frames(raw: Any) -> tuple[Frame, ...]:
     return tuple(
-        build_frame(frame["filename"], int(frame["line"]), frame["name"])
+        _build_frame(frame["filename"], frame["line"], frame["name"])
         for frame in raw
         if not is_watching(frame["filename"])
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _build_frame(path: str, line: int | str, function: str) -> Frame:
+    # A thousand calls have a few dozen different frames.
+    return build_frame(path, int(line), function)
 
 
 # ---- process groups
@@ -233,6 +240,10 @@ class Groups:
 
     by_name: Mapping[str, Group]
     backends: Mapping[str, str]
+
+    def join(self, others: Groups) -> Groups:
+        """Return these groups and `others`; a name that both have means the group of `others`."""
+        return Groups({**self.by_name, **others.by_name}, {**self.backends, **others.backends})
 
     def name_sequence(self, entry: Entry) -> str:
         """What to call the sequence of calls that an entry belongs to.

@@ -18,6 +18,8 @@ class Falls:
         self._left: set[int] = set()
         self.last: dict[int, Report] = {}
         """By rank, its report with last words."""
+        self.closing: dict[int, Report] = {}
+        """By rank that came to its script's end, the report with all calls that it has recorded."""
 
     def note_beat(self, beat: Beat) -> None:
         """A sign of life has come."""
@@ -30,6 +32,8 @@ class Falls:
         """A report has come."""
         if report.last is not None:
             self.last[report.rank] = report
+        elif report.is_closing:
+            self.closing[report.rank] = report
 
     def note_status(self, rank: int, status: int) -> None:
         """A rank has ended with this exit code or signal."""

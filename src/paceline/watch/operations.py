@@ -45,8 +45,9 @@ _TRANSFERRING = {
     "recv_anysource": "recv",
     "monitored_barrier": "monitored_barrier",
 }
-# Called once where a group is made.
+# Called once where a group is made, and once where it is destroyed.
 _NAMING = "_set_group_name"
+_ENDING = "shutdown"
 # At least as many as the Flight Recorder's entries.
 _MAX_WINDOWS = 4096
 _MAX_TRANSFERS = 512
@@ -127,6 +128,8 @@ class Operations:
         self._made_ns: dict[str, int] = {}
         self._originals: dict[str, Any] = {}
         self._kind: Any = None
+        self.on_shutdown: Callable[[], None] | None = None
+        """Called before a group is destroyed."""
 
     def install(self, torch: Any) -> None:
         """Wraps the methods; does nothing where torch has no `distributed` or they are wrapped already."""
@@ -135,7 +138,7 @@ class Operations:
             return
         self._kind = c10d.ProcessGroup
         rooted = {name: name for name in _ROOTED}
-        for name, operation in (rooted | _REDUCING | _TRANSFERRING | {_NAMING: ""}).items():
+        for name, operation in (rooted | _REDUCING | _TRANSFERRING | {_NAMING: "", _ENDING: ""}).items():
             stored = vars(self._kind).get(name)
             if stored is None:  # this torch has it not, or not yet
                 continue
@@ -179,6 +182,8 @@ class Operations:
     def _wrap(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
         if original.__name__ == _NAMING:
             return self._wrap_naming(original)
+        if original.__name__ == _ENDING:
+            return self._wrap_ending(original)
         if original.__name__ in _TRANSFERRING:
             return self._wrap_transferring(original, operation)
         return self._wrap_noting(original, operation)
@@ -190,6 +195,16 @@ class Operations:
         def call(group: Any, name: str) -> Any:
             made_ns[name] = time.time_ns()
             return original(group, name)
+
+        return call
+
+    def _wrap_ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            with suppress(Exception):
+                if self.on_shutdown is not None:
+                    self.on_shutdown()
+            return original(group, *args, **kwargs)
 
         return call
 

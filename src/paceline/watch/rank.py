@@ -206,6 +206,9 @@ class Watched:
                     self._send(pack(self._make_report(is_full=message.is_full)))
         if self._is_leaving:
             self._send(pack(self._make_beat()))
+            report = self._make_closing_report()
+            if report.calls:
+                self._send(pack(report))
 
     def _send(self, data: bytes) -> None:
         if not self._sending.acquire(timeout=_REST_S):
@@ -274,6 +277,15 @@ class Watched:
             phase = self._find_phase(mark_main_thread())
             meets = find_meeting()
         return Report(self._rank, time.time(), phase, groups, calls, stacks, meets=meets)
+
+    def _make_closing_report(self) -> Report:
+        """Return all recorded calls, those of destroyed groups too, for a comparison after a good end."""
+        groups: dict[str, Group] = {}
+        calls: tuple[Call, ...] = ()
+        with self._work, suppress(Exception):
+            if not self._is_over and _C10D in sys.modules:
+                groups, calls = self._recorder.read_calls(is_full=True, has_destroyed=True)
+        return Report(self._rank, time.time(), "leaving", groups, calls, ())
 
     def _make_last_report(self, last: LastWords, frames: tuple[Frame, ...]) -> Report:
         groups: dict[str, Group] = {}

@@ -96,6 +96,8 @@ class Recorder:
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
+        operations.on_shutdown = self._keep_groups
+        self._destroyed = Groups({}, {})
         self._levels: dict[Key, _Level] = {}
         self._status: dict[Key, Status] = {}
         self._told: dict[int, int] = {}
@@ -131,13 +133,18 @@ class Recorder:
             completed[f"{group}:{_TRANSFERS}"] = number - num_open[group]
         return Progress(issued, completed, tuple(calls))
 
-    def read_calls(self, *, is_full: bool = False) -> tuple[dict[str, Group], tuple[Call, ...]]:
+    def read_calls(
+        self, *, is_full: bool = False, has_destroyed: bool = False
+    ) -> tuple[dict[str, Group], tuple[Call, ...]]:
         """The groups, and of each the latest calls and all that have not completed, in the order of issue.
 
         Args:
             is_full: whether to give all calls that are recorded still.
+            has_destroyed: whether to give groups that the script has destroyed too.
         """
         groups = read_groups()
+        if has_destroyed:
+            groups = self._destroyed.join(groups)
         entries = self._keep_current(read_entries(has_frames=True))
         windows = self._operations.windows()
         chosen = entries if is_full else _choose(entries)
@@ -147,6 +154,10 @@ class Recorder:
             calls.append(_build_transfer(transfer, number, groups, resolve(transfer.stack)))
         calls.sort(key=lambda call: call.began_s)
         return _with_sequences(groups, calls), tuple(calls)
+
+    def _keep_groups(self) -> None:
+        """Keep the groups of now, of which one is about to be destroyed; called by the script's thread."""
+        self._destroyed = self._destroyed.join(read_groups())
 
     def _find_number(self, transfer: Transfer, entries: list[Entry]) -> int:
         """A monitored barrier takes its place after the collectives that were issued before it."""

@@ -221,6 +221,11 @@ class Report:
     issued: dict[str, int] = field(default_factory=dict)
     meets: str = ""
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether a rank sent it by itself at its script's end, where no thread is left to show."""
+        return self.phase == "leaving" and self.last is None and not self.stacks
+
 
 ProcessState = Literal["running", "sleeping", "stopped", "uninterruptible", "ended", "unreachable"]
 

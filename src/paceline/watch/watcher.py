@@ -18,6 +18,7 @@ from pathlib import Path
 
 from paceline.launch.watching import SOCKET, Said, Watched, name_stacks
 from paceline.watch.clock import STALL_S, Clock, Stillness
+from paceline.watch.compare import confirm
 from paceline.watch.death import Failure, explain_failure
 from paceline.watch.falls import Falls, is_felt
 from paceline.watch.hang import explain_hang
@@ -43,6 +44,8 @@ _ANSWER_S = 2.0
 _SETTLE_S = 1.0
 # How long a failure may take to be told among nodes.
 _NODES_S = 4 * EVERY_S
+# How long the launcher reads what ranks that have ended sent before; it is there already.
+_CLOSING_S = 1.0
 
 
 class RankWatcher:
@@ -143,6 +146,8 @@ class RankWatcher:
             if not self._has_spoken and not self._failed.is_set():
                 self._judge(now_s)
         self._hear(0.0)  # the last beats
+        if not self._has_spoken and not self._failed.is_set():
+            self._compare_closing()
         self._tell_not_finite(is_last=True)
 
     def _hear(self, seconds: float) -> None:
@@ -150,7 +155,8 @@ class RankWatcher:
             if isinstance(message, Beat):
                 self._note_beat(message, time.monotonic())
             elif isinstance(message, Report):
-                self._reports[message.rank] = message
+                if not message.is_closing:
+                    self._reports[message.rank] = message
                 if message.time_s >= self._met_s:
                     self._falls.note_report(message)
 
@@ -220,6 +226,18 @@ class RankWatcher:
             verdict = explain_hang(seen, _read_source)
         if verdict is not None:
             self._speak(say(verdict))
+
+    def _compare_closing(self) -> None:
+        """Compares all recorded calls of this node's ranks once all have ended well."""
+        ranks = {watched.rank for watched in self._look() if watched.exit_code == 0}
+        if len(ranks) < 2 or len(ranks) < len(self._look()):
+            return
+        ends_s = time.monotonic() + _CLOSING_S
+        while ranks & self._listener.ranks and time.monotonic() < ends_s:
+            self._hear(0.05)
+        verdict = confirm(self._falls.closing, _read_source, has_ended=True)
+        if verdict is not None:
+            self.told = say(verdict)
 
     def _tell_not_finite(self, *, is_last: bool = False) -> None:
         verdict = self._not_finite.read(time.monotonic(), is_last=is_last)
