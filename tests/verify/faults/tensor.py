@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.parallel import norm, order
 from paceline.parallel.construct import Construction
-from paceline.parallel.dropout import Masks
+from paceline.parallel.dropout import Masks, _look_up
 from paceline.parallel.placement import Placement
 from paceline.parallel.replicate import Replica
 from paceline.parallel.tensor import apply, collectives, vocabulary
@@ -182,7 +182,8 @@ def residual_masks_differ() -> Iterator[None]:
     right = Masks.draw
 
     def draw(self: Masks, key: str, *args: Any) -> Tensor:
-        return right(self, key if key in self.splits or dist.get_rank() == 0 else f"{key}/other", *args)
+        mask = right(self, key, *args)
+        return mask if _look_up(self.splits, key, ()) or dist.get_rank() == 0 else mask.roll(1, -1)
 
     with mock.patch.object(Masks, "draw", draw):
         yield
@@ -284,7 +285,7 @@ def resumed_with_old_masks() -> Iterator[None]:
     right = rounds.derive_seed
 
     def derive(seed: int, step: Any, *parts: Any) -> int:
-        return right(seed, max(1, step - 1), *parts)
+        return right(seed, max(1, step - 1) if isinstance(step, int) else step, *parts)
 
     with mock.patch.object(rounds, "derive_seed", derive):
         yield
