@@ -181,6 +181,9 @@ _GROUPS = (
     # torch names groups by each rank's own count: ranks 0 and 1 are ahead by one. Chance decides whether the
     # others wait there too, or find addresses under the first group's name and go on.
     _hang("new_group_members_only", 4, "PL807", "new_group", (0, 1), (2, 3)),
+    _hang(
+        "new_group_by_members", 3, "PL807", "new_group", (0, 1), (2,), r"(?i)rank 2 never called new_group"
+    ),
     _hang("mesh_on_some_ranks", 4, "PL807", "new_group", (0, 1, 2), (3,), r"init_device_mesh"),
     _hang("send_without_recv", 3, "PL808 PL806", "send", (2,), (0,), r"broadcast"),
     _hang("recv_on_both", 2, "PL808 PL806", "recv", (0, 1), ()),

@@ -23,6 +23,8 @@ REPORT = Report(
     (CALL, CALL),
     (Stack("MainThread", FRAMES),),
     meets="address 127.0.0.1, port 29500, for 2 ranks",
+    num_named=3,
+    made_at={"1": FRAMES[0]},
 )
 LAST = dataclasses.replace(
     REPORT, phase="leaving", last=LastWords("error", "OSError: gone", 1, has_lost_peer=True), issued={"0": 5}

@@ -285,6 +285,13 @@ def read_groups() -> Groups:
     return Groups(groups, backends)
 
 
+def count_named() -> int:
+    """How many groups torch has named by counting on this rank, whether or not it is in them."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    number = getattr(getattr(c10d, "_world", None), "group_count", 0)
+    return number if isinstance(number, int) else 0
+
+
 def _label(group: Any, ranks: tuple[int, ...], *, is_default: bool) -> str:
     """As a person calls it; a mesh describes its groups as `mesh_AXIS`."""
     description = str(getattr(group, "group_desc", ""))

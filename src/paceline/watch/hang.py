@@ -10,16 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.watch.clues import Side, explain_joining, list_clues
+from paceline.watch.group_names import explain_building, explain_groups
 from paceline.watch.mismatch import (
     ROOT_FIX,
     ROOT_RULE,
     ROOTED,
     find_mismatch,
-    find_partial_group,
-    find_shared_names,
     find_stuck_mismatch,
 )
-from paceline.watch.report import Group, Seen, Verdict
+from paceline.watch.report import Seen, Verdict
 from paceline.watch.source import Source
 from paceline.watch.states import Kind, State, count_transfers, find_states
 from paceline.watch.verdict import (
@@ -31,7 +30,7 @@ from paceline.watch.verdict import (
     name_states,
     name_wait,
 )
-from paceline.watch.words import is_pairwise, join, name_duration, name_ranks, pick
+from paceline.watch.words import is_pairwise, name_duration, name_ranks, pick
 
 # Where several ranks are waited for: which is the cause rather than a consequence of another.
 _GRAVITY: tuple[Kind, ...] = (
@@ -64,9 +63,9 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
     if all(state.kind in ("ended", "killed") for state in states.values()):
         return None
     groups = {rank: report.groups for rank, report in seen.reports.items()}
-    shared = find_shared_names(groups)
-    if shared is not None:
-        return _tell_shared_name(*shared, states)
+    made_apart = explain_groups(states, seen)
+    if made_apart is not None:
+        return made_apart
     calls = {rank: report.calls for rank, report in seen.reports.items()}
     merged = {name: group for known in groups.values() for name, group in known.items()}
     mismatch = find_mismatch(calls, merged, read_source) or find_stuck_mismatch(calls, merged, read_source)
@@ -337,14 +336,10 @@ def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, sou
         f"all ranks have come to {name_wait(first, seen.world_size)}{name_at(first.frames)}, and it hasn't "
         f"completed for {since}"
     )
-    partial = find_partial_group({rank: report.groups for rank, report in seen.reports.items()})
-    if first.kind == "building" and partial is not None:
-        name, members = partial
-        headline += (
-            f": the ranks seem to have called it in different ways before, as {name_ranks(members)} "
-            f"{pick(members, 'has', 'have')} made group {name}, which the others may not have counted"
-        )
-        return build_verdict("PL807", headline, list_places(states.values()))
+    if first.kind == "building":
+        apart = explain_building(same, headline, states, seen)
+        if apart is not None:
+            return apart
     if first.operation not in ROOTED:
         return build_verdict("PL813", headline, list_places(states.values()))
     return build_verdict(
@@ -366,13 +361,3 @@ def _tell_still(states: Mapping[int, State], seen: Seen) -> Verdict:
     return build_verdict(
         code, headline + name_states(alike), list_places(states.values()), fix=_name_fix(code, grave, seen)
     )
-
-
-def _tell_shared_name(name: str, groups: dict[int, Group], states: Mapping[int, State]) -> Verdict:
-    """Ranks have made different groups by the same name."""
-    parts: dict[tuple[int, ...], list[int]] = {}
-    for rank, group in groups.items():
-        parts.setdefault(group.ranks, []).append(rank)
-    made = [f"a group of {name_ranks(members)} on {name_ranks(who)}" for members, who in parts.items()]
-    headline = f"the ranks have called new_group in different ways: number {name} is {join(made)}"
-    return build_verdict("PL807", headline, list_places(states.values()))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from paceline.watch.activity import is_bucket
 from paceline.watch.clues import Side, list_clues
-from paceline.watch.report import Call, Frame, Group, Place, Verdict
+from paceline.watch.report import Call, Frame, Group, Place, Report, Verdict
 from paceline.watch.source import Source
 from paceline.watch.verdict import build_verdict
 from paceline.watch.words import (
@@ -319,6 +319,32 @@ def find_shared_names(groups: Mapping[int, Mapping[str, Group]]) -> tuple[str, d
         if len({group.ranks for group in by_rank.values() if group.ranks}) > 1:
             return name, by_rank
     return None
+
+
+def find_skipped_group(
+    reports: Mapping[int, Report], building: Sequence[int]
+) -> tuple[Group, list[int], list[int]] | None:
+    """A group whose `new_group` some ranks have never called: the group, its makers, and those ranks.
+
+    torch names a group by counting on each rank. A rank that makes a group now, under a name by which others
+    have a group without it, has not called the `new_group` of theirs.
+
+    Args:
+        reports: by rank.
+        building: ranks that make a group now.
+    """
+    counts = {r: reports[r].num_named for r in building if r in reports and reports[r].num_named > 0}
+    if not counts:
+        return None
+    least = min(counts.values())
+    name = str(least - 1)  # which they make now
+    behind = [r for r, count in sorted(counts.items()) if count == least and name not in reports[r].groups]
+    known = {rank: report.groups[name] for rank, report in sorted(reports.items()) if name in report.groups}
+    makers = [rank for rank in known if counts.get(rank, least + 1) > least]
+    if not makers or not behind:
+        return None
+    group = known[makers[0]]
+    return None if set(group.ranks) & set(behind) else (group, makers, behind)
 
 
 def find_partial_group(groups: Mapping[int, Mapping[str, Group]]) -> tuple[str, list[int]] | None:

@@ -126,6 +126,7 @@ class Operations:
         self._numbers: Counter[tuple[str, str, int | None]] = Counter()
         self._records = itertools.count()
         self._made_ns: dict[str, int] = {}
+        self._made_at: dict[str, tuple[Mark, ...]] = {}
         self._originals: dict[str, Any] = {}
         self._kind: Any = None
         self.on_shutdown: Callable[[], None] | None = None
@@ -177,6 +178,10 @@ class Operations:
         """By name of a group: when it was given last, in nanoseconds since 1970."""
         return self._made_ns.copy()
 
+    def read_makers(self) -> dict[str, tuple[Mark, ...]]:
+        """By name of a group: the stack that made it last."""
+        return self._made_at.copy()
+
     # ---- wrappers
 
     def _wrap(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
@@ -189,11 +194,13 @@ class Operations:
         return self._wrap_noting(original, operation)
 
     def _wrap_naming(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        made_ns = self._made_ns
+        made_ns, made_at = self._made_ns, self._made_at
 
         @functools.wraps(original)
         def call(group: Any, name: str) -> Any:
             made_ns[name] = time.time_ns()
+            with suppress(Exception):
+                made_at[name] = mark_stack(sys._getframe(1))
             return original(group, name)
 
         return call

@@ -269,14 +269,26 @@ class Watched:
     def _make_report(self, *, is_full: bool) -> Report:
         groups: dict[str, Group] = {}
         calls: tuple[Call, ...] = ()
+        num_named, made_at = 0, dict[str, Frame]()
         with self._work:
             with suppress(Exception):
                 if not self._is_over and _has_groups():
                     groups, calls = self._recorder.read_calls(is_full=is_full)
+                    num_named, made_at = self._recorder.read_names()
             stacks = read_stacks()
             phase = self._find_phase(mark_main_thread())
             meets = find_meeting()
-        return Report(self._rank, time.time(), phase, groups, calls, stacks, meets=meets)
+        return Report(
+            self._rank,
+            time.time(),
+            phase,
+            groups,
+            calls,
+            stacks,
+            meets=meets,
+            num_named=num_named,
+            made_at=made_at,
+        )
 
     def _make_closing_report(self) -> Report:
         """Return all recorded calls, those of destroyed groups too, for a comparison after a good end."""

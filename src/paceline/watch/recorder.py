@@ -26,6 +26,7 @@ from paceline.watch.entries import (
     Key,
     Status,
     build_call,
+    count_named,
     read_entries,
     read_groups,
     read_status,
@@ -33,6 +34,7 @@ from paceline.watch.entries import (
 from paceline.watch.operations import Operations, Transfer
 from paceline.watch.report import Call, Frame, Group
 from paceline.watch.threads import resolve
+from paceline.watch.words import own_frames
 
 # A step of FSDP over 80 layers issues 240. Reading 1000 takes 12 ms where caches are warm, and they are 1 MB.
 _BUFFER_SIZE = "1000"
@@ -154,6 +156,15 @@ class Recorder:
             calls.append(_build_transfer(transfer, number, groups, resolve(transfer.stack)))
         calls.sort(key=lambda call: call.began_s)
         return _with_sequences(groups, calls), tuple(calls)
+
+    def read_names(self) -> tuple[int, dict[str, Frame]]:
+        """How many groups were named by counting, and the user's line that made each of this rank's."""
+        made_at = {}
+        for name, stack in self._operations.read_makers().items():
+            own = own_frames(resolve(stack))
+            if own:
+                made_at[name] = own[0]
+        return count_named(), made_at
 
     def _keep_groups(self) -> None:
         """Keep the groups of now, of which one is about to be destroyed; called by the script's thread."""

@@ -209,6 +209,9 @@ class Report:
         last: what ends the rank, if it is about to end.
         issued: by group, how many collectives; of a rank that has ended and whose calls nobody knows.
         meets: address, port and number of ranks with which it calls `init_process_group` now; else empty.
+        num_named: how many groups torch has named by counting, among them those that this rank is not in, and
+            one that it makes now; 0 where that isn't known.
+        made_at: by name of a group, the user's line that made it.
     """
 
     rank: int
@@ -220,6 +223,8 @@ class Report:
     last: LastWords | None = None
     issued: dict[str, int] = field(default_factory=dict)
     meets: str = ""
+    num_named: int = 0
+    made_at: dict[str, Frame] = field(default_factory=dict)
 
     @property
     def is_closing(self) -> bool:

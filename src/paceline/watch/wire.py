@@ -155,6 +155,8 @@ def _report_to_json(report: Report) -> dict[str, Any]:
         "last": asdict(report.last) if report.last is not None else None,
         "issued": report.issued,
         "meets": report.meets,
+        "num_named": report.num_named,
+        "made_at": {name: frames.add([frame])[0] for name, frame in report.made_at.items()},
         "frames": frames.to_json(),
     }
 
@@ -175,6 +177,8 @@ def _report_from_json(value: dict[str, Any]) -> Report:
         last=LastWords(**value["last"]) if value["last"] is not None else None,
         issued=value["issued"],
         meets=value["meets"],
+        num_named=value["num_named"],
+        made_at={name: frames[number] for name, number in value["made_at"].items()},
     )
 
 
