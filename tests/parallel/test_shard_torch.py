@@ -14,7 +14,7 @@ from paceline.parallel.shard_torch import check_torch, list_groups, list_records
 
 class Module:
     def __init__(self, **state: Any) -> None:
-        self._state = SimpleNamespace(**state)
+        self._state = SimpleNamespace(_pre_forward=None, _post_forward=None, **state)
 
     def _get_fsdp_state(self) -> Any:
         return self._state

@@ -24,8 +24,8 @@ PREFIX = "paceline-launch-"
 ALIVE = "alive"
 SOCKETS = "sockets"
 SOCKETS_PREFIX = "pymp-pl-"
-# Of 107 bytes that the path of a socket may have, what is left before the names of our folders and sockets.
-_LONGEST_TMP = 60
+# The path of a socket has at most 107 bytes; multiprocessing's names are the longest below this folder.
+_LONGEST_TMP = 107 - len(f"/{SOCKETS_PREFIX}12345678/listener-12345678")
 # A launcher that is just beginning has not opened its pipe yet.
 _YOUNG_S = 10.0
 

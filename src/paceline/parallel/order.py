@@ -223,7 +223,8 @@ def _compile(model: nn.Module, layout: Layout, plan: Plan | None) -> None:
     for name, module in blocks:
         if name not in kept:
             _compile_module(module)
-    log.info("compile: torch.compile over %d of %d blocks", len(blocks) - len(kept), len(blocks))
+    what = f"{len(blocks) - len(kept)} of {len(blocks)} blocks" if by_block else "the whole model"
+    log.info("compile: torch.compile over %s", what)
     if kept:
         log.warning(
             "compile: %d blocks run uncompiled, because tp changes calls in the code of %s",
