@@ -59,6 +59,12 @@ def test_a_working_folder_that_is_gone(folder: Path) -> None:
     check_told(shell(folder, script), ["working folder", "cd ~", "PL604"])
 
 
+def test_few_open_files_for_a_script(folder: Path) -> None:
+    (folder / "hello.py").write_text("print('hello')\n")
+    done = shell(folder, "ulimit -n 20; $paceline run --nproc-per-node 2 hello.py")
+    check_told(done, ["open files", "ulimit -n", "PL605"])
+
+
 @pytest.mark.parametrize("limit", [20, 40])
 def test_few_open_files(limit: int, folder: Path) -> None:
     done = shell(folder, f"ulimit -n {limit}; $paceline {' '.join(TRAIN)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -42,6 +43,7 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         RankFailed: a rank failed; the first one that did not just lose its peer.
         Interrupted: the job was asked to stop.
         PacelineError: PL344 where the ranks could not be started.
+        OSError: too few files may be open.
     """
     if stop.lost:
         raise PumpLost
@@ -64,6 +66,8 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         cause = next((ending for ending in endings if ending.code in ASKED_TO_STOP), None)
     if cause is not None:
         raise _fail(job, ranks, cause) from None
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise error  # no word of the rendezvous; the command reports the limit
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     if isinstance(error, RendezvousError | OSError | RuntimeError | ValueError):
