@@ -40,6 +40,7 @@ class Listener:
         self.socket = str(folder / "s")
         self.beats: dict[int, list[Beat]] = {}
         self.reports: dict[int, Report] = {}
+        self.closing: dict[int, Report] = {}
         self.hung_up: set[int] = set()
         self._num_ranks = num_ranks
         self._is_asked = threading.Event()
@@ -85,6 +86,8 @@ class Listener:
             for message in self._listener.hear(0.02):
                 if isinstance(message, Beat):
                     self.beats.setdefault(message.rank, []).append(message)
+                elif isinstance(message, Report) and message.is_closing:
+                    self.closing[message.rank] = message  # nobody has asked for it
                 elif isinstance(message, Report):
                     self.reports[message.rank] = message
             self.hung_up |= before - self._listener.ranks
