@@ -369,6 +369,23 @@ def test_a_patch_made_in_a_drawing_stays_and_works_after_it() -> None:
         assert torch.equal(F.scaled_dot_product_attention(x, x, x), 2 * torchs(x, x, x))
         assert len(calls) == 1
     finally:
+        patch.__exit__(None, None, None)
+        F.scaled_dot_product_attention = torchs
+
+
+def test_a_patch_of_a_drawing_that_is_undone_after_it_leaves_nothing_of_ours() -> None:
+    torchs = F.scaled_dot_product_attention
+    masks = apply_dropout(model := Attend(0.3))
+    patch = own_attention()
+    try:
+        with masks.drawing(1, range(BATCH)):
+            patch.__enter__()
+        patch.__exit__(None, None, None)
+        with masks.drawing(2, range(BATCH)):
+            model(draw_x(BATCH, 2, SEQ, 8))
+        assert masks.unsafe == []
+        assert F.scaled_dot_product_attention is torchs
+    finally:
         F.scaled_dot_product_attention = torchs
 
 

@@ -45,6 +45,8 @@ class Patches:
         # Per spot what was found, and what was made for it: compiled code depends on it being the same
         # object in every step.
         self._made: list[tuple[Any, Callable[..., Any] | None] | None] = [None] * len(spots)
+        # The same of the first time, when torch's own are usually found.
+        self._first = list(self._made)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -64,9 +66,14 @@ class Patches:
     def _apply(self) -> None:
         for number, spot in enumerate(self._spots):
             found = spot.place.__dict__.get(spot.name)
+            # A user who patched inside of this and undid it afterwards has put ours back, to stay.
+            for earlier in (self._first[number], self._made[number]):
+                if earlier is not None and found is not None and found is earlier[1]:
+                    found = earlier[0]
             made = self._made[number]
             if made is None or made[0] is not found:
                 made = self._made[number] = found, spot.make(found)
+                self._first[number] = self._first[number] or made
             ours = made[1]
             if ours is not None:
                 setattr(spot.place, spot.name, ours)
