@@ -7,7 +7,7 @@
 # make test-torch-table   all of TORCHES with all of PYTHONS; takes hours and about 6 GB of disk for each pair
 # make chaos   kills processes of real runs, a hundred times, and compares the bits: about half an hour
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
-# make hangs   72 faulty and 27 healthy scripts under the watch, each with the verdict it must get: docs/tables/hangs.md
+# make hangs   73 faulty and 27 healthy scripts under the watch, each with the verdict it must get: docs/tables/hangs.md
 # make check   format, lint, types, layers
 # make bench   the speed tables, with the peers beside us (an environment of its own)
 # make docs    the generated pages of docs/
