@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """A mistake that the user can mend, told in one message without a traceback.
+    """A mistake that the user can fix, told in one message without a traceback.
 
     Every message carries what was seen (with its value), the rule that it breaks and what to do
     next. `paceline explain CODE` prints the page behind the code (`codes/`).

@@ -274,6 +274,6 @@ def _save_failed(step: int, folder: Path, num_bytes: int, error: OSError) -> Pac
         fix = "Free some space, lower checkpoint.keep, or choose an --out on another disk."
     else:
         saw = f"Saving step {step} in {folder} failed: {error}."
-        fix = "Mend that (permissions, the disk, whatever removes files there), or choose another --out."
+        fix = "Fix that (permissions, the disk, whatever removes files there), or choose another --out."
     rule = "A checkpoint is complete or not there; the earlier ones are as they were."
     return PacelineError("PL508", saw=saw, rule=rule, fix=fix)

@@ -52,6 +52,6 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
             "PL514",
             saw=f"{folder} can't be read: {error.strerror}.",
             rule="A run's checkpoints are found by listing that folder.",
-            fix="Mend its permissions, or the disk.",
+            fix="Fix its permissions, or the disk.",
         ) from error
     return dict(sorted(found.items()))

@@ -61,7 +61,7 @@ PAGES: dict[str, Page] = {
         "Writing a checkpoint or an export failed",
         "The file system refused: full, read-only, no permission. What was half written is removed, and "
         "the earlier checkpoints are as they were.",
-        "Free space or lower checkpoint.keep, mend the permissions, or choose another --out; the same "
+        "Free space or lower checkpoint.keep, fix the permissions, or choose another --out; the same "
         "command then goes on from the last checkpoint.",
     ),
     "PL509": Page(

@@ -30,7 +30,7 @@ PAGES: dict[str, Page] = {
         why="A factory takes no arguments and gives one `nn.Module`. It is called with all tensors on the "
         "meta device, so code that needs real memory (a library in C, shared memory, pinned memory) "
         "fails there.",
-        fix="Call the factory yourself: if it fails too, mend what it says. If it works, pass the model "
+        fix="Call the factory yourself: if it fails too, fix what it says. If it works, pass the model "
         "that it builds in place of the factory.",
     ),
     "PL458": Page(

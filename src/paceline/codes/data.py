@@ -196,6 +196,6 @@ PAGES: dict[str, Page] = {
         "__getitems__ gave another number of samples",
         "A data set's __getitems__(indices) gives a list with one sample per index, in the order of the "
         "indices.",
-        "Mend it, or remove it: the loader then calls __getitem__ for each.",
+        "Fix it, or remove it: the loader then calls __getitem__ for each.",
     ),
 }

@@ -152,7 +152,7 @@ PAGES: dict[str, Page] = {
         why=(
             'The message gives line and column where reading stopped. Often quotes are missing: kind = "gpt".'
         ),
-        fix="Mend that place. The whole of TOML is on one page: https://toml.io.",
+        fix="Fix that place. The whole of TOML is on one page: https://toml.io.",
     ),
     "PL123": Page(
         title="Malformed --set",

@@ -93,7 +93,7 @@ def _map_file(path: Path) -> npt.NDArray[np.uint8]:
             "PL207",
             saw=f"{path} can't be read: {error.strerror or error}.",
             rule="All files of data.folder are used.",
-            fix="Mend its permissions (chmod +r).",
+            fix="Fix its permissions (chmod +r).",
         ) from None
     labels = records[:, 0]
     if labels.max() >= NUM_CLASSES:

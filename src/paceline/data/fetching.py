@@ -191,7 +191,7 @@ class SetFetcher(Fetcher):
                     "PL264",
                     saw=f"{self.name}.__getitems__ gave {len(samples)} samples for {len(indices)} indices.",
                     rule="It gives one sample per index, in their order.",
-                    fix="Mend __getitems__, or remove it: __getitem__ is enough.",
+                    fix="Fix __getitems__, or remove it: __getitem__ is enough.",
                 )
             return samples
         samples = []

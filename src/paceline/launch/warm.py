@@ -93,7 +93,7 @@ class Warmth:
         sys.meta_path.insert(0, _Curtain(hidden, self._settle, restart))
 
     def _settle(self, package: str, restart: Callable[[list[str]], None]) -> None:
-        """Compares the environment as a package comes back; what can't be mended starts the rank over."""
+        """Compares the environment as a package comes back; what can't be fixed starts the rank over."""
         names = self.reads.get(package, set()) | _names_read_by(package)
         late = sorted(name for name in names if os.environ.get(name) != self.environ.get(name))
         for name in late:

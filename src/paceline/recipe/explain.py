@@ -243,7 +243,7 @@ def _advise(key: str, detail: ErrorDetails) -> str:
     if detail["type"] == "list_type" and isinstance(detail["input"], str):
         return f"Write {name} = [{format_value(detail['input'])}]."
     if field is None:
-        return f"Mend {key}."
+        return f"Fix {key}."
     meaning = " ".join((field.description or "").split())
     if field.is_required():
         move = f"Give {name} such a value"

@@ -83,7 +83,7 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        reason, fix = str(error), 'Mend that place; strings need quotes: kind = "gpt".'
+        reason, fix = str(error), 'Fix that place; strings need quotes: kind = "gpt".'
     except RecursionError:
         reason, fix = "it nests too many tables or lists", f"Nest at most {_MOST_LEVELS} of them."
     except ValueError:  # Python's own limit, against numbers that take minutes to read

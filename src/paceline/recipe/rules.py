@@ -301,7 +301,7 @@ def exact_bits_depend_on_tp(_: ModelFacts, run: RunFacts, layout: Layout) -> Ite
             f'layout.tp={layout.tp} with train.reduction="exact".',
             "Weights have the same bits under any dp_replicate, dp_shard and zero, but not those of another "
             "tp: a matrix product that is split adds up in another order.",
-            "Nothing to mend; compare hashes among layouts of the same tp.",
+            "Nothing to fix; compare hashes among layouts of the same tp.",
         )
 
 
@@ -315,7 +315,7 @@ def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Ite
             "layout",
             f"{changed} on one rank.",
             "These say how ranks communicate, so they have no effect here.",
-            "Nothing to mend, if the recipe is meant for several ranks too.",
+            "Nothing to fix, if the recipe is meant for several ranks too.",
         )
 
 

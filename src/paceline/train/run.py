@@ -169,7 +169,7 @@ def train_recipe(
 
     Raises:
         Stopped: on request, with everything saved.
-        PacelineError: for what the user can mend.
+        PacelineError: for what the user can fix.
     """
 
     def claim() -> None:

@@ -210,7 +210,7 @@ class _Planner:
                     "PL462",
                     saw=f"tp_plan has {pattern!r}, which no parameter's module is called.",
                     rule="Patterns are those of the names in model.named_modules().",
-                    fix="Mend the pattern, or leave it out: the plan is found without.",
+                    fix="Fix the pattern, or leave it out: the plan is found without.",
                 )
             if style == "replicate":
                 for number in found:
