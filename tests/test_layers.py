@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 # From the ground up. A file imports from its own unit and from the rows under it, never from a
 # neighbour in its row (the words of the lowest row are one unit, so these may use each other).
 ROWS: list[tuple[str, ...]] = [
-    ("errors", "units", "finding", "reading", "codes"),
+    ("errors", "units", "finding", "reading", "codes", "seeds"),
     ("recipe",),
     ("plan", "lint"),
     ("models", "data"),
@@ -29,6 +29,10 @@ ROWS: list[tuple[str, ...]] = [
     ("verify", "profiling", "doctor", "watch", "bench"),
     ("cli",),
 ]
+# Rooms inside of a unit, from the ground up, with the same rule. Files beside the rooms may use all of them.
+ROOMS: dict[str, list[tuple[str, ...]]] = {
+    "watch": [("protocol",), ("rank", "reasoning"), ("launcher",)],
+}
 ROW = {unit: number for number, row in enumerate(ROWS) for unit in row}
 WORDS = set(ROWS[0])
 # They answer at once, and on a machine without torch.
@@ -151,6 +155,7 @@ def _check_imports(source: Source) -> Iterator[str]:
             yield f"{at}: {source.unit} imports {name}; the words use the standard library only"
         if top == "paceline":
             yield from _check_row(source, at, rest.split(".")[0])
+            yield from _check_room(source, at, rest.split("."))
 
 
 def _check_row(source: Source, at: str, unit: str) -> Iterator[str]:
@@ -168,6 +173,25 @@ def _check_row(source: Source, at: str, unit: str) -> Iterator[str]:
             yield f"{at}: {own} imports {unit}; neighbours in one layer don't know each other"
         elif ROW[own] < ROW[unit]:
             yield f"{at}: {own} imports {unit}, which stands above it"
+
+
+def _check_room(source: Source, at: str, name: list[str]) -> Iterator[str]:
+    rooms = {room: number for number, row in enumerate(ROOMS.get(source.unit, ())) for room in row}
+    if name[0] != source.unit or len(name) < 2 or len(source.parts) < 3:
+        return
+    own, other = source.parts[1], name[1]
+    if own != other and own in rooms and other in rooms and rooms[own] <= rooms[other]:
+        yield f"{at}: {source.unit}/{own} imports {source.unit}/{other}, which is not below it"
+
+
+def check_class_names(texts: dict[str, str]) -> list[str]:
+    """Classes of one name at the top of two files: a name that a reader finds is then the right one."""
+    homes: dict[str, list[str]] = {}
+    for path, text in sorted(texts.items()):
+        for node in ast.parse(text, path).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    return [f"{name} is a class in {' and '.join(at)}" for name, at in homes.items() if len(at) > 1]
 
 
 def _check_calls(source: Source) -> Iterator[str]:
@@ -227,11 +251,26 @@ def _check_cycles(sources: list[Source]) -> Iterator[str]:
             yield from visit(module)
 
 
+def _read_package() -> dict[str, str]:
+    return {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
+
+
 def test_layers_hold() -> None:
-    texts = {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
+    texts = _read_package()
     assert len(texts) > 10, f"{PACKAGE} was not found"
     found = check_sources(texts)
     assert not found, "\n" + "\n".join(f"src/paceline/{line}" for line in found)
+
+
+def test_a_class_name_is_used_once() -> None:
+    found = check_class_names(_read_package())
+    assert not found, "\n".join(found)
+    twice = {
+        "train/a.py": "class Plan: ...",
+        "data/b.py": "x = 1\nclass Plan: ...",
+        "cli/c.py": "class Job: ...",
+    }
+    assert check_class_names(twice) == ["Plan is a class in data/b.py:2 and train/a.py:1"]
 
 
 ALLOWED = {
@@ -287,6 +326,14 @@ REFUSED = {
     "by name": (
         {"recipe/load.py": "importlib.import_module('paceline.models.gpt')"},
         "recipe/load.py:1: recipe imports models",
+    ),
+    "a room above": (
+        {"watch/reasoning/hang.py": "from paceline.watch.launcher.clock import Clock"},
+        "watch/reasoning/hang.py:1: watch/reasoning imports watch/launcher, which is not below it",
+    ),
+    "a room beside": (
+        {"watch/rank/recorder.py": "import paceline.watch.reasoning.hang"},
+        "watch/rank/recorder.py:1: watch/rank imports watch/reasoning, which is not below it",
     ),
     "neighbours": (
         {"launch/local.py": "import paceline.train.run"},

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
-from paceline.place import Place, expand_hosts, is_launched, read_environment
+from paceline.place import RankPlace, expand_hosts, is_launched, read_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -44,7 +44,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_torchrun() -> None:
-    assert read_environment(TORCHRUN) == Place(
+    assert read_environment(TORCHRUN) == RankPlace(
         launcher="torchrun",
         rank=3,
         world_size=4,
@@ -117,7 +117,7 @@ def test_slurm_cores_and_gpus_per_task() -> None:
     ids=["nothing", "address only", "empty", "allocation", "batch script", "interactive step", "one task"],
 )
 def test_plain_process(env: dict[str, str]) -> None:
-    assert read_environment(env) == Place(launcher="single")
+    assert read_environment(env) == RankPlace(launcher="single")
     assert not is_launched(env)
 
 

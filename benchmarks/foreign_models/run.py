@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.parallel.dropout import apply_dropout
+from paceline.parallel.dropout.replacements import apply_dropout
 from paceline.parallel.tensor.attention import open_attention
-from paceline.parallel.tensor.plan import Plan, find_plan
+from paceline.parallel.tensor.plan import SplitPlan, find_plan
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
@@ -33,7 +33,7 @@ from benchmarks.foreign_models.models import MODELS, REALISTIC, SMALL, Foreign, 
 LAYOUTS = ("tp=2", "dp_shard=2", "dp_shard=2 tp=2")
 
 
-def plan_tp(foreign: Foreign, size: Size) -> tuple[nn.Module, Plan]:
+def plan_tp(foreign: Foreign, size: Size) -> tuple[nn.Module, SplitPlan]:
     """A model, and how tp=2 would split it."""
     torch.manual_seed(0)
     model = foreign.build(size).train()

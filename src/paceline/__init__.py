@@ -54,7 +54,7 @@ _HOMES = {
 
 def _build_watcher(hang_after_s: float) -> _watching.Watcher:
     """Watches the ranks of launches from Python, as `paceline run` watches its own."""
-    from paceline.watch.watcher import RankWatcher
+    from paceline.watch.launcher.watcher import RankWatcher
 
     log = logging.getLogger("paceline.watch")
     return RankWatcher(hang_after_s, keep_alive=False, tell=lambda said: log.warning("%s", said.text))

@@ -22,7 +22,7 @@ _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a process stands among the ranks, as its launcher told.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
     cores_per_rank: int | None = None
 
 
-def read_environment(environ: Mapping[str, str]) -> Place:
+def read_environment(environ: Mapping[str, str]) -> RankPlace:
     """Finds the launcher's variables; torchrun's come first, then srun's, then mpirun's.
 
     Empty variables count as unset. A SLURM allocation without srun, or with one task, is a plain process.
@@ -73,7 +73,7 @@ def read_environment(environ: Mapping[str, str]) -> Place:
     elif any(name in env for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         raise _half_set(env, _TORCHRUN, "torchrun")
     else:
-        place = Place(launcher="single")
+        place = RankPlace(launcher="single")
     _check(place)
     if place.launcher != "torchrun" and int(env.get("WORLD_SIZE", place.world_size)) != place.world_size:
         raise PacelineError(
@@ -139,7 +139,7 @@ def _expand_one(part: str, whole: str) -> list[str]:
 # ---- one function per launcher
 
 
-def _from_torchrun(env: Mapping[str, str]) -> Place:
+def _from_torchrun(env: Mapping[str, str]) -> RankPlace:
     world_size = _number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 0
     # A world of one needs no local numbers and no address.
     needed = ("RANK", "WORLD_SIZE") if world_size == 1 else _TORCHRUN
@@ -148,7 +148,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
     local_world_size = _number(env, "LOCAL_WORLD_SIZE", 1)
     rank = _number(env, "RANK")
     nodes = -(-world_size // max(1, local_world_size))
-    return Place(
+    return RankPlace(
         launcher="torchrun",
         rank=rank,
         world_size=world_size,
@@ -177,10 +177,10 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
     return _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
 
 
-def _from_slurm(env: Mapping[str, str]) -> Place:
+def _from_slurm(env: Mapping[str, str]) -> RankPlace:
     world_size = _slurm_tasks(env)
     if world_size == 1:
-        return Place(launcher="single")
+        return RankPlace(launcher="single")
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     if any(name not in env for name in needed):
         raise _half_set(env, needed, "srun")
@@ -191,7 +191,7 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
     names = expand_hosts(hosts) if hosts else []
     per_node = _tasks_per_node(env, world_size, len(names) or 1)
     job, step = env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0")
-    return Place(
+    return RankPlace(
         launcher="slurm",
         rank=_number(env, "SLURM_PROCID"),
         world_size=world_size,
@@ -223,13 +223,13 @@ def _tasks_per_node(env: Mapping[str, str], world_size: int, num_nodes: int) -> 
     return counts
 
 
-def _from_mpi(env: Mapping[str, str]) -> Place:
+def _from_mpi(env: Mapping[str, str]) -> RankPlace:
     needed = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
     if any(name not in env for name in needed):
         raise _half_set(env, needed, "mpirun")
     rank, world_size, local_rank, local_size = (_number(env, name) for name in needed)
     if world_size == 1:
-        return Place(launcher="single")
+        return RankPlace(launcher="single")
     all_local = local_size == world_size
     if not all_local and "MASTER_ADDR" not in env:
         raise PacelineError(
@@ -241,7 +241,7 @@ def _from_mpi(env: Mapping[str, str]) -> Place:
     # Open MPI's NODE_RANK counts within the node; which node this is follows only where nodes are alike.
     per_node = max(1, local_size)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
-    return Place(
+    return RankPlace(
         launcher="mpi",
         rank=rank,
         world_size=world_size,
@@ -290,7 +290,7 @@ def _port(env: Mapping[str, str]) -> int | None:
     return port
 
 
-def _check(place: Place) -> None:
+def _check(place: RankPlace) -> None:
     wrong = None
     if place.world_size < 1:
         wrong = f"world size {place.world_size}"

@@ -2,7 +2,7 @@
 
 Protocol of a start, in the order in which every rank does it:
 
-1. `read_environment` turns the variables of torchrun, srun or mpirun into a `Place`.
+1. `read_environment` turns the variables of torchrun, srun or mpirun into a `RankPlace`.
 2. All ranks meet at a store: rank 0 opens a port at MASTER_ADDR:MASTER_PORT (under torchrun the
    agent has opened it), the others connect. A world of one uses a store inside the process.
 3. Every rank counts itself in and waits until the count is full, so that a missing rank is named
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
-from paceline.place import Launcher, Place, read_environment, usable_cores
+from paceline.place import Launcher, RankPlace, read_environment, usable_cores
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -300,7 +300,7 @@ def _check_settings(timeout_s: float, seed: int, threads: int | str) -> None:
 # ---- device, backend, threads, seeds
 
 
-def _pick_device(device: str, place: Place) -> torch.device:
+def _pick_device(device: str, place: RankPlace) -> torch.device:
     if device not in ("auto", "cpu", "cuda"):
         raise PacelineError(
             "PL305",
@@ -350,7 +350,7 @@ def _pick_backend(backend: str | None, device: torch.device) -> str:
     return backend
 
 
-def _set_threads(threads: int | str, place: Place, undo: contextlib.ExitStack) -> None:
+def _set_threads(threads: int | str, place: RankPlace, undo: contextlib.ExitStack) -> None:
     if isinstance(threads, int):
         if FORKED and threads > 1:
             raise PacelineError(
@@ -409,14 +409,14 @@ def _make_deterministic(undo: contextlib.ExitStack) -> None:
 # ---- meeting the other ranks
 
 
-def _place_of_group() -> Place:
+def _place_of_group() -> RankPlace:
     """The place of a process whose group somebody else made: node facts only if the environment has them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with contextlib.suppress(PacelineError):
         place = read_environment(os.environ)
         if (place.rank, place.world_size) == (rank, world_size):
             return place
-    return Place(
+    return RankPlace(
         launcher="single" if world_size == 1 else "torchrun",
         rank=rank,
         world_size=world_size,
@@ -425,7 +425,7 @@ def _place_of_group() -> Place:
     )
 
 
-def _meet(place: Place, timeout_s: float, *, hosts: bool) -> Store:
+def _meet(place: RankPlace, timeout_s: float, *, hosts: bool) -> Store:
     """Returns a store that all ranks have reached."""
     if place.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
@@ -456,7 +456,7 @@ def _await_all(store: Store, prefix: str, world_size: int, seconds: float) -> No
         pause_s = min(2 * pause_s, 0.05)
 
 
-def _host_store(place: Place, timeout_s: float) -> Store:
+def _host_store(place: RankPlace, timeout_s: float) -> Store:
     assert place.master_addr is not None
     assert place.master_port is not None
     try:
@@ -485,7 +485,7 @@ def _host_store(place: Place, timeout_s: float) -> Store:
         ) from None
 
 
-def _reach_store(place: Place, timeout_s: float, deadline: float) -> Store:
+def _reach_store(place: RankPlace, timeout_s: float, deadline: float) -> Store:
     assert place.master_addr is not None
     assert place.master_port is not None
     address = f"{place.master_addr}:{place.master_port}"
@@ -525,7 +525,7 @@ def _reach_store(place: Place, timeout_s: float, deadline: float) -> Store:
         ) from None
 
 
-def _not_all_came(store: Store, place: Place, timeout_s: float) -> PacelineError:
+def _not_all_came(store: Store, place: RankPlace, timeout_s: float) -> PacelineError:
     missing = [rank for rank in range(place.world_size) if not store.check([f"{_JOINED}{rank}"])]
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return PacelineError(
@@ -537,7 +537,7 @@ def _not_all_came(store: Store, place: Place, timeout_s: float) -> PacelineError
     )
 
 
-def _init_group(store: Store, place: Place, backend: str, device: torch.device, timeout_s: float) -> None:
+def _init_group(store: Store, place: RankPlace, backend: str, device: torch.device, timeout_s: float) -> None:
     # torch names a group by how many there were, and doesn't count back when one could not be made: then
     # this rank would wait for the others under a name that they don't use.
     dist.distributed_c10d._world.group_count = 0

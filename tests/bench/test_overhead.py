@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.bench.overhead import _summarise, _Times, measure_overhead
+from paceline.bench.overhead import _OverheadTimes, _summarise, measure_overhead
 from paceline.bench.ranks import adapt_recipe
 from paceline.data import build_data
 from paceline.errors import PacelineError
@@ -89,8 +89,8 @@ def test_measures_real_ranks_and_writes_nothing(tmp_path: Path, monkeypatch: pyt
 def test_compute_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
     recipe = adapt_recipe(tiny_recipe(tmp_path), threads=1, num_steps=10)
     found = [
-        _Times([10.0, 20.0], [8.0, 16.0], [1.0, 2.0], "cpu", 5, 20),
-        _Times([10.0, 20.0], [4.0, 8.0], [5.0, 10.0], "cpu", 5, 20),
+        _OverheadTimes([10.0, 20.0], [8.0, 16.0], [1.0, 2.0], "cpu", 5, 20),
+        _OverheadTimes([10.0, 20.0], [4.0, 8.0], [5.0, 10.0], "cpu", 5, 20),
     ]
     overhead = _summarise(found, recipe, 1)
     assert (overhead.comm_share.low, overhead.comm_share.high) == pytest.approx((0.2, 0.2))

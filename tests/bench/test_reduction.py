@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.ranks import adapt_recipe
-from paceline.bench.reduction import _summarise, _Times, measure_reduction
+from paceline.bench.reduction import _ReductionTimes, _summarise, measure_reduction
 from tests.bench.recipes import tiny_recipe
 
 
@@ -31,8 +31,8 @@ def test_measures_real_ranks_and_writes_nothing(tmp_path: Path, monkeypatch: pyt
 def test_a_block_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
     recipe = adapt_recipe(tiny_recipe(tmp_path), threads=1, num_steps=10)
     found = [
-        _Times({"fast": [1.0, 2.0], "exact": [1.0, 3.0]}, "cpu", 100, 400, (2, 1, 1, 1)),
-        _Times({"fast": [0.5, 2.0], "exact": [1.5, 2.0]}, "cpu", 100, 400, (2, 1, 1, 1)),
+        _ReductionTimes({"fast": [1.0, 2.0], "exact": [1.0, 3.0]}, "cpu", 100, 400, (2, 1, 1, 1)),
+        _ReductionTimes({"fast": [0.5, 2.0], "exact": [1.5, 2.0]}, "cpu", 100, 400, (2, 1, 1, 1)),
     ] * 2
     reduction = _summarise(found, recipe, 1)
     assert (reduction.ratio.low, reduction.ratio.high) == pytest.approx((1.5, 1.5))

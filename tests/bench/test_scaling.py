@@ -8,7 +8,7 @@ import pytest
 
 from paceline.bench import scaling
 from paceline.bench.ranks import NUM_WARM_UP, adapt_recipe, choose_threads
-from paceline.bench.scaling import _check_one_device, _Run, _summarise, list_ranks, measure_scaling
+from paceline.bench.scaling import _check_one_device, _ScalingRun, _summarise, list_ranks, measure_scaling
 from paceline.errors import PacelineError
 from paceline.place import usable_cores
 from paceline.recipe.schema import LayoutSection
@@ -47,9 +47,9 @@ def test_measures_real_ranks_and_writes_nothing(tmp_path: Path, monkeypatch: pyt
 def test_weak_scaling_grows_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[int, list[int]] = {}
 
-    def launch(fn: object, nproc: int, args: tuple[object, ...], **settings: object) -> list[_Run]:
+    def launch(fn: object, nproc: int, args: tuple[object, ...], **settings: object) -> list[_ScalingRun]:
         sizes.setdefault(nproc, []).append(args[0].train.global_batch_size)  # type: ignore[attr-defined]
-        return [_Run(100.0 * nproc, None, 0.1, 0.0, "cpu", 5)] * nproc
+        return [_ScalingRun(100.0 * nproc, None, 0.1, 0.0, "cpu", 5)] * nproc
 
     monkeypatch.setattr(scaling, "launch", launch)
     found = measure_scaling(tiny_recipe(tmp_path), [1, 2, 4], steps=1, repeats=2, weak=True)
@@ -61,8 +61,10 @@ def test_weak_scaling_grows_the_batch(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_speedup_is_taken_within_a_round(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
-    first = [_Run(rate, None, 1.0, 0.0, "cpu", 5) for rate in (10.0, 1.0, 4.0)]  # the machine slows down
-    runs = [_Run(2 * run.samples_per_s, None, 1.0, 0.0, "cpu", 5) for run in first]
+    first = [
+        _ScalingRun(rate, None, 1.0, 0.0, "cpu", 5) for rate in (10.0, 1.0, 4.0)
+    ]  # the machine slows down
+    runs = [_ScalingRun(2 * run.samples_per_s, None, 1.0, 0.0, "cpu", 5) for run in first]
     point = _summarise(2, runs, 1, first, recipe, weak=False)
     assert (point.speedup.low, point.speedup.median, point.speedup.high) == (2.0, 2.0, 2.0)
     # 3 microbatches on 2 ranks: one computes 4 samples, the other 2.
@@ -91,6 +93,6 @@ def test_refuses_numbers_below_one(tmp_path: Path) -> None:
 
 
 def test_refuses_to_compare_cuda_with_cpu() -> None:
-    runs = {1: [_Run(1.0, None, 1.0, 0.0, "cuda", 5)], 2: [_Run(1.0, None, 1.0, 0.0, "cpu", 5)]}
+    runs = {1: [_ScalingRun(1.0, None, 1.0, 0.0, "cuda", 5)], 2: [_ScalingRun(1.0, None, 1.0, 0.0, "cpu", 5)]}
     with pytest.raises(PacelineError, match=r"1 ranks on cuda, 2 ranks on cpu\..*PL621"):
         _check_one_device(runs)

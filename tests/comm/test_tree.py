@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.tree import Plan, TreeSum, are_siblings, plan_reduction, split_block
+from paceline.comm.tree import ReductionPlan, TreeSum, are_siblings, plan_reduction, split_block
 from paceline.data.share import owned_microbatches
 
 
@@ -83,8 +83,8 @@ def test_even_shares_of_a_power_of_two_are_one_node_each(num_ranks: int, share: 
 
 def test_ranks_without_microbatches_bring_nothing() -> None:
     plan = plan_reduction((1, 1, 0, 0))
-    assert plan == Plan(2, (((0, 1),), ((1, 2),), (), ()), ((0, 1),))
-    assert plan_reduction((0, 0)) == Plan(0, ((), ()), ())
+    assert plan == ReductionPlan(2, (((0, 1),), ((1, 2),), (), ()), ((0, 1),))
+    assert plan_reduction((0, 0)) == ReductionPlan(0, ((), ()), ())
 
 
 def test_a_left_to_right_sum_would_show() -> None:

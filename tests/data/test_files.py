@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.files import Piece, Split, TextFile, find_text_files, split_files
+from paceline.data.files import CorpusSplit, Piece, TextFile, find_text_files, split_files
 from paceline.errors import PacelineError
 
 
@@ -135,7 +135,7 @@ def test_no_validation(tmp_path: Path) -> None:
 )
 def test_every_byte_is_in_exactly_one_part(sizes: list[int], fraction: float) -> None:
     files = [TextFile(Path(os.devnull), f"{i:02}", size, 0) for i, size in enumerate(sizes)]
-    split: Split = split_files(files, fraction)  # /dev/null: cuts find no line and stay where they are
+    split: CorpusSplit = split_files(files, fraction)  # /dev/null: cuts find no line and stay where they are
     ranges: dict[str, list[tuple[int, int]]] = {}
     for piece in (*split.train, *split.valid):
         ranges.setdefault(piece.file.name, []).append((piece.start, piece.stop))

@@ -15,10 +15,10 @@ from paceline.errors import PacelineError
 from paceline.launch import network
 from paceline.launch.flags import add_torchrun_flags
 from paceline.launch.network import choose_rendezvous, describe_place, is_own_host
-from paceline.place import Place
+from paceline.place import RankPlace
 
-SINGLE = Place("single")
-SLURM = Place("slurm", 1, 4, 0, 1, 1, 4, "node0", 23456)
+SINGLE = RankPlace("single")
+SLURM = RankPlace("slurm", 1, 4, 0, 1, 1, 4, "node0", 23456)
 
 
 def read_flags(*words: str) -> argparse.Namespace:
@@ -63,7 +63,7 @@ class Machine:
         return {name: SimpleNamespace(isup=name not in self.down) for name in self.interfaces}
 
     def choose(
-        self, flags: argparse.Namespace, place: Place = SINGLE, environ: dict[str, str] | None = None
+        self, flags: argparse.Namespace, place: RankPlace = SINGLE, environ: dict[str, str] | None = None
     ) -> dict[str, str]:
         """Gives the environment afterwards."""
         environ = {} if environ is None else environ
@@ -336,16 +336,16 @@ def test_tasks_of_slurm_are_the_nodes(machine: Machine) -> None:
 
 def test_the_first_task_hosts(machine: Machine) -> None:
     flags = read_flags("--rdzv-id=mine", "--rdzv-conf=timeout=9")
-    machine.choose(flags, Place("mpi", 0, 2, 0, 1, 0, 2, "node1", 23456), {"PMIX_NAMESPACE": "ns"})
+    machine.choose(flags, RankPlace("mpi", 0, 2, 0, 1, 0, 2, "node1", 23456), {"PMIX_NAMESPACE": "ns"})
     assert (flags.rdzv_id, flags.rdzv_conf) == ("mine", "timeout=9,is_host=true")
     flags = read_flags()
-    machine.choose(flags, Place("mpi", 0, 2, 0, 1, 0, 2, "node1", 23456), {"PMIX_NAMESPACE": "ns"})
+    machine.choose(flags, RankPlace("mpi", 0, 2, 0, 1, 0, 2, "node1", 23456), {"PMIX_NAMESPACE": "ns"})
     assert flags.rdzv_id == "ns.0"
 
 
 def test_one_task_stands_alone(machine: Machine) -> None:
     flags = read_flags()
-    assert machine.choose(flags, Place("mpi")) == {}
+    assert machine.choose(flags, RankPlace("mpi")) == {}
     assert flags.nnodes in ("1", "1:1")
 
 

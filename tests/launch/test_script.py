@@ -24,10 +24,10 @@ from paceline.launch.script import Script, check_script
 # As the console script does it, from a folder of its own.
 START = """
 import sys
-from paceline.launch.script import Place, Script, run_as_main
+from paceline.launch.script import EndReportPath, Script, run_as_main
 from paceline.launch.watching import say_nothing
 folder, is_module, target, *args = sys.argv[1:]
-place = Place(3, folder, folder + "/log") if folder else None
+place = EndReportPath(3, folder, folder + "/log") if folder else None
 sys.exit(run_as_main(Script(target, tuple(args), is_module == "-m"), place, lambda: say_nothing))
 """
 

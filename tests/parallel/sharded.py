@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.mesh import Mesh, build_mesh
-from paceline.parallel.shard import Shards
+from paceline.parallel.shard.shards import Shards
 from paceline.recipe.layout import Layout
 from paceline.recipe.schema import ShardSection
 from paceline.world import World

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.construct import Construction, construct
-from paceline.parallel.construct_replay import have_same_bits
+from paceline.parallel.construct.build import Construction, construct
+from paceline.parallel.construct.replay import have_same_bits
 
 Factory = Callable[[], nn.Module]
 
@@ -442,7 +442,7 @@ def test_an_initialised_model_trains() -> None:
 MEMORY = """
 import torch
 from torch import nn
-from paceline.parallel.construct import construct
+from paceline.parallel.construct.build import construct
 
 def megabytes(peak):
     if peak:  # of this program alone: what getrusage tells may be of the process before exec

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.models.encoder import Encoder
 from paceline.models.gpt import Gpt
 from paceline.models.resnet import Resnet
-from paceline.parallel.construct import construct
+from paceline.parallel.construct.build import construct
 from paceline.recipe.schema import EncoderModel, GptModel, ResnetModel
 from tests.parallel.test_construct import Factory, check_same_draws, check_statistics
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.errors import PacelineError
-from paceline.parallel.construct import construct
+from paceline.parallel.construct.build import construct
 
 OUTSIDE = nn.Linear(4, 4)
 

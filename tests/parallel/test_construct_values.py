@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.construct import construct
-from paceline.parallel.construct_record import Window
-from paceline.parallel.construct_values import place_values
+from paceline.parallel.construct.build import construct
+from paceline.parallel.construct.record import StorageWindow
+from paceline.parallel.construct.values import place_values
 from tests.parallel.test_construct import MODULES, Constants, Factory, build_several, build_tied, read_tensors
 
 
@@ -92,6 +92,6 @@ def test_a_cut_keeps_only_its_part() -> None:
 def test_a_window_tells_bytes_apart() -> None:
     construction = construct(Constants, 1)
     window = construction.windows["steps"]
-    assert isinstance(window, Window)
+    assert isinstance(window, StorageWindow)
     assert window != construction.windows["full"]
     assert window.num_bytes == 20

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.errors import PacelineError
 from paceline.models.encoder import Encoder
 from paceline.models.gpt import Gpt
-from paceline.parallel.dropout import Cut, Masks, _patches, apply_dropout, remove_dropout
+from paceline.parallel.dropout.replacements import Cut, Masks, _patches, apply_dropout, remove_dropout
 from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.split import Split
 from paceline.recipe.schema import EncoderModel, GptModel

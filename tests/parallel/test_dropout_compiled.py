@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.parallel.dropout import Masks, apply_dropout
-from paceline.parallel.dropout_scope import compiled
+from paceline.parallel.dropout.replacements import Masks, apply_dropout
+from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.recompute import apply_recompute
 
 # The compiler looks at the .grad of its inputs, and hides torch's warning in a way that "error" defeats.

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.parallel.dropout import apply_dropout
-from paceline.parallel.dropout_find import find_random
+from paceline.parallel.dropout.find import find_random
+from paceline.parallel.dropout.replacements import apply_dropout
 
 
 class DropPath(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.dropout import apply_dropout
-from paceline.parallel.dropout_find import find_random
+from paceline.parallel.dropout.find import find_random
+from paceline.parallel.dropout.replacements import apply_dropout
 
 BATCH, SEQ, VOCAB = 4, 12, 64
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.parallel.masks import Cut, Place, draw_mask, place_samples
+from paceline.parallel.dropout.masks import Cut, SampleDim, draw_mask, place_samples
 from paceline.parallel.split import Split
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_parts_joined_are_the_whole(size: list[int], dim: int, outer: int, num_p
             own,
             0.3,
             CPU,
-            place=Place(0, folded=True),
+            place=SampleDim(0, folded=True),
             cuts=(Cut(dim, outer, num_parts, part),),
         )
         for part in range(num_parts)
@@ -100,8 +100,8 @@ def test_two_cuts_at_once() -> None:
 
 
 def test_without_samples_the_first_one_stands_for_all() -> None:
-    assert place_samples([3, 7], 4) == Place(None)
-    assert place_samples([], 4) == Place(None)
+    assert place_samples([3, 7], 4) == SampleDim(None)
+    assert place_samples([], 4) == SampleDim(None)
     assert torch.equal(draw([3, 7], range(5, 9)), draw([3, 7], range(5, 10)))
     assert not torch.equal(draw([3, 7], range(5, 9)), draw([3, 7], range(6, 10)))
 

@@ -67,7 +67,7 @@ def offload_to_cpu(world: Any) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    logger = logging.getLogger("paceline.parallel.shard_setup")
+    logger = logging.getLogger("paceline.parallel.shard.setup")
     logger.addHandler(handler := Keep())
     logger.setLevel(logging.INFO)
     build_shards(world, "dp_shard=2", Toy(), offload="cpu")

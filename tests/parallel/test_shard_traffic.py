@@ -16,7 +16,7 @@ from torch import nn
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
 from paceline.parallel.replicate import Replica
-from paceline.parallel.shard_torch import list_groups
+from paceline.parallel.shard.torch_records import list_groups
 from paceline.recipe.layout import Layout
 from paceline.recipe.schema import DdpSection, GptModel
 from tests.dist.pool import Pool

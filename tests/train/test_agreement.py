@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.board import Board
-from paceline.train.agreement import Agreed, Agreement, Told
+from paceline.comm.board import NumberBoard
+from paceline.train.agreement import Agreed, Agreement, RankMessage
 from tests.dist.pool import Pool, RankError
 
 
@@ -20,7 +20,7 @@ def agree(
 ) -> tuple[Agreed, float]:
     """Microbatches go round the ranks; each has sums that would not add up the same in another order."""
     group = torch.distributed.group.WORLD if world.world_size > 1 else None
-    board = Board(group) if on_board and group is not None else None
+    board = NumberBoard(group) if on_board and group is not None else None
     agreement = Agreement(num_microbatches, num_statistics, 3, torch.device("cpu"), group, board)
     for index in range(world.rank, num_microbatches, world.world_size):
         statistics = (
@@ -29,7 +29,7 @@ def agree(
         loss = torch.tensor(math.nan if index == 2 else 0.1 * 3**index, dtype=torch.float64)
         agreement.put_microbatch(index, loss, torch.tensor(float(index)), statistics)
     agreement.put_used([True, world.rank == 1, False])
-    agreement.launch(Told(signums[world.rank], 7, settings=2**63 + world.rank, copies=[5, 0, 6]))
+    agreement.launch(RankMessage(signums[world.rank], 7, settings=2**63 + world.rank, copies=[5, 0, 6]))
     if board is not None:
         world.barrier()
     return agreement.wait(torch.tensor(0.5 + world.rank))
@@ -76,7 +76,7 @@ def test_a_signal_at_one_rank_is_known_to_all(ranks: Pool, signums: list[int], t
 
 def agree_at(world: Any, positions: list[int]) -> None:
     agreement = Agreement(1, 0, 0, torch.device("cpu"), torch.distributed.group.WORLD)
-    agreement.launch(Told(0, positions[world.rank]))
+    agreement.launch(RankMessage(0, positions[world.rank]))
     agreement.wait()
 
 
@@ -93,12 +93,12 @@ def agree_on_boards(world: Any, lengths: list[int]) -> list[float]:
     """Turn after turn on one board, some ranks late; the meeting is a barrier."""
     group = torch.distributed.group.WORLD
     assert group is not None
-    board, seen = Board(group), []
+    board, seen = NumberBoard(group), []
     for turn, length in enumerate(lengths):
         agreement = Agreement(length, 0, 0, torch.device("cpu"), group, board)
         for index in range(world.rank, length, world.world_size):
             agreement.put_microbatch(index, torch.tensor(turn + 0.5), torch.tensor(1.0), None)
-        agreement.launch(Told(0, turn))
+        agreement.launch(RankMessage(0, turn))
         world.barrier()
         time.sleep(0.002 * ((turn + world.rank) % 3))
         agreed, _ = agreement.wait()
@@ -115,8 +115,8 @@ def test_a_board_is_good_for_turn_after_turn(ranks: Pool) -> None:
 def agree_on_other_lengths(world: Any) -> None:
     group = torch.distributed.group.WORLD
     assert group is not None
-    agreement = Agreement(1 + world.rank, 0, 0, torch.device("cpu"), group, Board(group))
-    agreement.launch(Told(0, 1))
+    agreement = Agreement(1 + world.rank, 0, 0, torch.device("cpu"), group, NumberBoard(group))
+    agreement.launch(RankMessage(0, 1))
     world.barrier()
     agreement.wait()
 

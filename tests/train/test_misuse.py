@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.errors import PacelineError
-from paceline.train.building import refuse_sync_batchnorm
+from paceline.train.building import sync_batchnorm_error
 from paceline.train.trainer import Trainer
 from paceline.world import start
 from tests.dist.pool import Pool, RankError
@@ -352,7 +352,7 @@ def test_synchronised_batchnorm_wants_one_microbatch_per_rank(ranks: Pool) -> No
         ranks.run(synchronised, args=(8,))
     with pytest.raises(RankError, match=r"2 samples in microbatches of 2 on 2 ranks.*PL424"):
         ranks.run(synchronised, args=(4,))  # the ragged end
-    assert "drop_last" in str(refuse_sync_batchnorm(8, 2, 2))
+    assert "drop_last" in str(sync_batchnorm_error(8, 2, 2))
 
 
 # ---- a run's folder of something else

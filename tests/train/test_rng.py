@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from paceline.checkpoint import CheckpointFolder
-from paceline.train.rng import (
-    derive_seed,
-    preserved_generators,
-    read_generators,
-    seed_generators,
-    write_generators,
-)
+from paceline.seeds import derive_seed
+from paceline.train.rng import preserved_generators, read_generators, seed_generators, write_generators
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from paceline.watch import listener
-from paceline.watch.report import Beat, Report
+from paceline.watch.launcher import listener
+from paceline.watch.protocol.report import Beat, Report
 
 
 def ask_all(folder: str, seconds: float = 10.0) -> None:

@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paceline.watch.report import Call, Frame, Group, Phase, Process, Report, Seen, Stack
+from paceline.watch.protocol.report import Call, Frame, Group, Phase, Process, Report, Seen, Stack
 
 NOW_S = 1_000_000.0
 SCRIPT = "/job/train.py"

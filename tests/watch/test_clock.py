@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.watch.clock import PATIENCE, STALL_S, Clock
-from paceline.watch.report import Beat, Process
+from paceline.watch.launcher.clock import PATIENCE, STALL_S, Clock
+from paceline.watch.protocol.report import Beat, Process
 
 HANG_S = 10.0
 

@@ -15,7 +15,7 @@ from paceline.launch import cold
 from paceline.launch.cold import let_in
 from paceline.launch.leftovers import SOCKETS
 from paceline.launch.watching import SOCKET
-from paceline.watch.watcher import RankWatcher
+from paceline.watch.launcher.watcher import RankWatcher
 from tests.launch.launched import Launched, paceline_run
 from tests.launch.test_script import SCRIPTS, Runner, lay_out
 from tests.watch.listener import Listener
@@ -179,7 +179,9 @@ def test_modules_beside_the_script_come_first(
 
 
 def test_a_watch_that_can_not_be_loaded_keeps_nobody_from_running(tmp_path: Path) -> None:
-    for number, watch in enumerate(("paceline.nowhere:begin", "paceline.watch.rank:nothing", "json:loads")):
+    for number, watch in enumerate(
+        ("paceline.nowhere:begin", "paceline.watch.rank.reporter:nothing", "json:loads")
+    ):
         (tmp_path / str(number)).mkdir()
         runner = ColdRunner(tmp_path / str(number), watch)
         runner.write(LOOK + "print(len(sys.modules), open('/proc/self/cmdline').read().split(chr(0))[1:])")

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.watch.clock import Stillness
-from paceline.watch.compare import Comparison, Prints, confirm, print_call, strip
-from paceline.watch.nodes import NodeState, state_from_json, state_to_json
-from paceline.watch.report import Call, Group, Report, Seen
+from paceline.watch.launcher.clock import Stillness
+from paceline.watch.launcher.nodes import NodeState, state_from_json, state_to_json
+from paceline.watch.protocol.report import Call, Group, Report, Seen
+from paceline.watch.reasoning.compare import Comparison, Prints, confirm, print_call, strip
 from tests.watch.situations import NOW_S, call
 
 Change = dict[str, object]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.watch.death import Failure, explain_failure, rewind
-from paceline.watch.falls import Falls
-from paceline.watch.report import Beat, Call, Frame, Group, LastWords, Report, Seen
-from paceline.watch.source import Source
+from paceline.watch.launcher.ends import RankEnds
+from paceline.watch.protocol.report import Beat, Call, Frame, Group, LastWords, Report, Seen
+from paceline.watch.reasoning.death import Failure, explain_failure, rewind
+from paceline.watch.reasoning.source import Source
 from tests.watch.situations import (
     BACKWARD,
     COLLECTIVE,
@@ -163,7 +163,7 @@ def test_a_peer_that_came_to_its_end():
     ],
 )
 def test_a_peer_that_is_just_leaving_has_ended(state, status, words):
-    job, kept = Job(2), Falls()
+    job, kept = Job(2), RankEnds()
     loses_peer(job, 0, call(2, "reduce"))
     kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, (), 0, is_waiting=False))
     kept.note_report(job.reports[0])
@@ -177,7 +177,7 @@ def test_a_peer_that_is_just_leaving_has_ended(state, status, words):
 
 
 def test_a_peer_that_is_just_leaving_by_an_error_has_failed():
-    job, kept = Job(2), Falls()
+    job, kept = Job(2), RankEnds()
     loses_peer(job, 0, call(2, "reduce"))
     falls(job, 1, LastWords("error", "ValueError: no rows", 1), [user(7, "load")])
     kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, (), 0, is_waiting=False))

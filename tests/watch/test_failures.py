@@ -10,7 +10,7 @@ import pytest
 
 from paceline.launch import local
 from paceline.launch.watching import JobStuck
-from paceline.watch.watcher import RankWatcher
+from paceline.watch.launcher.watcher import RankWatcher
 from tests.launch.launched import Launched, paceline_run
 from tests.launch.nodes import Nodes, why_no_nodes
 from tests.watch.cases import FAULTY, Case

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.watch.farewell import describe_error
-from paceline.watch.report import LastWords
-from paceline.watch.words import own_frames
+from paceline.watch.protocol.report import LastWords
+from paceline.watch.protocol.words import own_frames
+from paceline.watch.rank.last_words import describe_error
 from tests.watch.listener import Listener
 from tests.watch.test_rank import TIMEOUT_S, start
 
@@ -158,7 +158,7 @@ def test_forks_say_nothing_and_have_what_was_there_before(listener):
     )
     assert code == -signal.SIGABRT
     lines = [line for line in output.splitlines() if "terminate called" not in line]
-    assert lines == ["paceline.watch.farewell", "posix", "3", "posix", "-6", "posix"]
+    assert lines == ["paceline.watch.rank.last_words", "posix", "3", "posix", "-6", "posix"]
     assert listener.reports == {}
 
 

@@ -17,9 +17,9 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.watch import gradients as watching
-from paceline.watch.gradients import Gradients
-from paceline.watch.report import NotFinite
+from paceline.watch.protocol.report import NotFinite
+from paceline.watch.rank import gradients as watching
+from paceline.watch.rank.gradients import Gradients
 from paceline.world import World
 
 TIMEOUT_S = 25.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.watch.hang import explain_hang
-from paceline.watch.report import Group, Verdict
+from paceline.watch.protocol.report import Group, Verdict
+from paceline.watch.reasoning.hang import explain_hang
 from tests.watch.situations import Job, call, library, user
 
 NEW_GROUP = library("torch/distributed/distributed_c10d.py", "new_group")

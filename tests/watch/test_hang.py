@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.watch.hang import explain_hang
-from paceline.watch.report import Frame, Group, Stack, Verdict
-from paceline.watch.words import name_ranks
+from paceline.watch.protocol.report import Frame, Group, Stack, Verdict
+from paceline.watch.protocol.words import name_ranks
+from paceline.watch.reasoning.hang import explain_hang
 from tests.watch.situations import (
     BACKWARD,
     COLLECTIVE,
@@ -624,5 +624,6 @@ def test_ranks_in_words(ranks: list[int], words: str) -> None:
 
 
 def test_the_verdict_needs_no_torch() -> None:
-    code = "import sys, paceline.watch.hang, paceline.watch.render; sys.exit('torch' in sys.modules)"
+    rooms = "paceline.watch.reasoning.hang, paceline.watch.reasoning.render"
+    code = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

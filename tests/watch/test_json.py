@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.finding import Finding
-from paceline.watch.render import render, say
-from paceline.watch.report import Frame, Place, Verdict
+from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
+from paceline.watch.reasoning.render import render, say
 from tests.launch.launched import Launched, paceline_run
 from tests.watch.test_watcher import STEPS, WAITS
 
@@ -94,7 +94,9 @@ def test_a_training_tells_it_too(tmp_path: Path) -> None:
 
 def test_text_and_table_say_the_same() -> None:
     frames = (Frame("/a/train.py", 31, "step", "dist.all_reduce(x)"),)
-    verdict = Verdict("PL800", "it hangs", (Place((0, 1), "waits", frames),), "a rule", "a fix", ("a cause",))
+    verdict = Verdict(
+        "PL800", "it hangs", (SharedPlace((0, 1), "waits", frames),), "a rule", "a fix", ("a cause",)
+    )
     said = say(verdict)
     assert said.text == render(verdict)
     table = json.loads(json.dumps(said.table))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.watch.hang import explain_hang
-from paceline.watch.mismatch import find_mismatch, find_shared_names, find_stuck_mismatch
-from paceline.watch.report import Call, Group, Verdict
+from paceline.watch.protocol.report import Call, Group, Verdict
+from paceline.watch.reasoning.hang import explain_hang
+from paceline.watch.reasoning.mismatch import find_mismatch, find_shared_names, find_stuck_mismatch
 from tests.watch.situations import BACKWARD, Job, call, line_of, reader, user
 
 WORLD = {"0": Group("0", "default_pg", (0, 1, 2, 3))}

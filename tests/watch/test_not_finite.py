@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.watch.not_finite import FirstNotFinite, explain_not_finite
-from paceline.watch.render import render
-from paceline.watch.report import Beat, NotFinite
-from paceline.watch.wire import Unpacker, pack
+from paceline.watch.protocol.report import Beat, NotFinite
+from paceline.watch.protocol.wire import Unpacker, pack
+from paceline.watch.reasoning.not_finite import FirstNotFinite, explain_not_finite
+from paceline.watch.reasoning.render import render
 from tests.launch.launched import Launched, paceline_run
 from tests.watch.situations import user
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.watch.clock import Stillness
-from paceline.watch.nodes import NodeState, state_from_json, state_to_json
-from paceline.watch.pace import PaceBook, Slow
-from paceline.watch.report import Beat, Pace, PlaceTime
+from paceline.watch.launcher.clock import Stillness
+from paceline.watch.launcher.nodes import NodeState, state_from_json, state_to_json
+from paceline.watch.protocol.report import Beat, Pace, PlaceTime
+from paceline.watch.reasoning.pace import PaceBook, Slow
 
 Share = Callable[[int, int], float]
 """Of rank and second: the share of the second that it waits."""

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.family import end_family
-from paceline.launch.watching import Watched
-from paceline.watch.clock import BUSY_BYTES_PER_S, BUSY_SHARE
-from paceline.watch.process import Eyes
+from paceline.launch.watching import WatchedRank
+from paceline.watch.launcher.clock import BUSY_BYTES_PER_S, BUSY_SHARE
+from paceline.watch.launcher.process import ProcessSampler
 
-Start = Callable[[str], Watched]
+Start = Callable[[str], WatchedRank]
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def start() -> Iterator[Start]:
     """Starts a Python process that runs some code; ended with the test."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def begin(code: str) -> Watched:
+    def begin(code: str) -> WatchedRank:
         started.append(subprocess.Popen([sys.executable, "-c", code]))
-        return Watched(0, 1, Path(), started[-1].pid, None)
+        return WatchedRank(0, 1, Path(), started[-1].pid, None)
 
     yield begin
     for process in started:
@@ -41,7 +41,7 @@ def test_who_computes_is_told_from_who_waits(start: Start) -> None:
     parent = start(
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=20)"
     )
-    eyes = Eyes("here")
+    eyes = ProcessSampler("here")
     shares = {watched.pid: 0.0 for watched in (busy, idle, parent)}
     ends_s = time.monotonic() + 15
     while min(shares[busy.pid], shares[parent.pid]) < BUSY_SHARE and time.monotonic() < ends_s:
@@ -60,7 +60,7 @@ def test_who_computes_is_told_from_who_waits(start: Start) -> None:
 
 def test_a_stopped_process_is_told(start: Start) -> None:
     watched = start("import time; time.sleep(60)")
-    eyes = Eyes("here")
+    eyes = ProcessSampler("here")
     time.sleep(0.2)
     assert eyes.look([watched])[0].state in ("sleeping", "running")
     os.kill(watched.pid, signal.SIGSTOP)
@@ -70,8 +70,8 @@ def test_a_stopped_process_is_told(start: Start) -> None:
 
 def test_an_end_has_its_exit_code(start: Start) -> None:
     watched = start("raise SystemExit(3)")
-    assert Eyes("here").look([Watched(0, 1, Path(), watched.pid, 3)])[0].exit_code == 3
-    assert Eyes("here").look([Watched(0, 1, Path(), 2**22 + 1, None)])[0].state == "ended"
+    assert ProcessSampler("here").look([WatchedRank(0, 1, Path(), watched.pid, 3)])[0].exit_code == 3
+    assert ProcessSampler("here").look([WatchedRank(0, 1, Path(), 2**22 + 1, None)])[0].state == "ended"
 
 
 def test_who_writes_is_told_from_who_waits(start: Start, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_who_writes_is_told_from_who_waits(start: Start, tmp_path: Path) -> None
     )
     writer = start(writes % str(tmp_path / "file"))
     idle = start("import time; time.sleep(60)")
-    eyes = Eyes("here")
+    eyes = ProcessSampler("here")
     ends_s, rates = time.monotonic() + 15, [0.0, 0.0]
     while rates[0] < BUSY_BYTES_PER_S and time.monotonic() < ends_s:
         rates = [eyes.look([watched])[0].io_rate for watched in (writer, idle)]

@@ -57,7 +57,7 @@ def test_a_time_that_is_none(hang_after_s: float) -> None:
 
 def test_the_front_door_brings_the_watcher() -> None:
     assert watching.build_default is not None
-    assert watching.build_default(5.0).entry == "paceline.watch.rank:begin"
+    assert watching.build_default(5.0).entry == "paceline.watch.rank.reporter:begin"
 
 
 class Stuck(nn.Module):

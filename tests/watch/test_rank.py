@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.watch.rank import Watched
-from paceline.watch.report import Call, Report
-from paceline.watch.stacks import SIGNAL, read_main_stack
-from paceline.watch.words import own_frames
+from paceline.watch.protocol.report import Call, Report
+from paceline.watch.protocol.stacks import SIGNAL, read_main_stack
+from paceline.watch.protocol.words import own_frames
+from paceline.watch.rank.reporter import WatchedProcess
 from paceline.world import World
 from tests.watch.listener import Listener, ask_all
 
@@ -43,7 +43,7 @@ def take_part(tensor: torch.Tensor) -> None:
 
 
 def wait_in_all_reduce(world: World, socket: str, folder: str) -> None:
-    watched = Watched(world.rank)
+    watched = WatchedProcess(world.rank)
     watched.begin(socket, f"{folder}/stacks-{world.rank}")
     tensor = torch.ones(3, 2, dtype=torch.float64)
     dist.broadcast(tensor, 0)
@@ -84,7 +84,7 @@ def test_report_of_a_rank_in_all_reduce(ranks, listener):
 
 
 def wait_in_backward(world: World, socket: str, folder: str) -> None:
-    watched = Watched(world.rank)
+    watched = WatchedProcess(world.rank)
     watched.begin(socket, f"{folder}/stacks-{world.rank}")
     net = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
     loss = net(torch.ones(2, 4)).sum()
@@ -108,7 +108,7 @@ def test_report_of_a_rank_in_backward(ranks, listener):
 
 
 def wait_in_receive(world: World, socket: str, folder: str) -> None:
-    watched = Watched(world.rank)
+    watched = WatchedProcess(world.rank)
     watched.begin(socket, f"{folder}/stacks-{world.rank}")
     for _ in range(2):
         if world.rank == 0:
@@ -147,7 +147,7 @@ def test_report_of_a_rank_in_a_receive(ranks, listener):
 
 SCRIPT_HEAD = """
 import ctypes, os, sys, threading, time
-from paceline.watch.rank import begin
+from paceline.watch.rank.reporter import begin
 watched = begin(0, sys.argv[1], sys.argv[2])
 assert "torch" not in sys.modules
 """
@@ -380,7 +380,7 @@ def test_a_descriptor_that_is_anothers_is_not_written_to(listener):
 WARM = """
 import os, sys, types
 from paceline.launch.warm import Warmth
-from paceline.watch.rank import begin
+from paceline.watch.rank.reporter import begin
 
 warmth = Warmth()
 warmth.load(("torch", "torch.distributed"))

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from paceline.watch import entries, recorder
-from paceline.watch.entries import Entry, Groups, Status
-from paceline.watch.operations import Operations, Windows, name_reduce_op
-from paceline.watch.recorder import Recorder
-from paceline.watch.report import Call, Group
-from paceline.watch.words import own_frames
+from paceline.watch.protocol.report import Call, Group
+from paceline.watch.protocol.words import own_frames
+from paceline.watch.rank import entries, recorder
+from paceline.watch.rank.entries import FlightEntry, Groups, Status
+from paceline.watch.rank.operations import Operations, Windows, name_reduce_op
+from paceline.watch.rank.recorder import CollectiveRecorder
 from paceline.world import World
 
 Told = tuple[dict[str, Group], list[Call]]
@@ -46,7 +46,7 @@ def record(issue):
             ends_s = time.monotonic() + 1.0
             while True:  # gloo's threads note the end after they have woken the waiting one
                 time.sleep(0.05)
-                groups, calls = Recorder(operations).read_calls()
+                groups, calls = CollectiveRecorder(operations).read_calls()
                 calls = [call for call in calls if call.began_s >= began_s]
                 if all(call.done for call in calls) or time.monotonic() > ends_s:
                     return groups, calls
@@ -63,7 +63,7 @@ def tell(calls: list[Call], *fields: str) -> list[tuple]:
 def destroy_a_group(world: World) -> tuple[set[str], Told]:
     operations = Operations()
     operations.install(torch)
-    told = Recorder(operations)
+    told = CollectiveRecorder(operations)
     try:
         group = dist.new_group([1, 0], group_desc="pair")
         dist.broadcast(torch.ones(3), 1, group=group)
@@ -319,7 +319,7 @@ def test_a_name_that_is_used_again(ranks, tmp_path):
 def run_remake_and_read(folder: str) -> list[int]:
     operations = Operations()
     operations.install(torch)
-    watched = Recorder(operations)
+    watched = CollectiveRecorder(operations)
     counts = []
 
     def count(calls: Iterable[Call]) -> int:
@@ -347,7 +347,7 @@ def test_a_new_group_has_no_calls_of_one_before_it(ranks, tmp_path):
 # ---- what a beat chooses
 
 
-def enter(numbers, group: int = 0, record: int = 0) -> list[Entry]:
+def enter(numbers, group: int = 0, record: int = 0) -> list[FlightEntry]:
     return [entry("broadcast", collective_seq_id=n, record_id=record + n, pg_id=group) for n in numbers]
 
 
@@ -384,7 +384,7 @@ def test_a_choice_has_calls_of_each_group():
 
 def test_all_ranks_read_at_the_same_seconds(monkeypatch):
     def read_times(offset: float, cost_s: float, share: float = recorder._SHARE) -> set[float]:
-        watched = recorder.Recorder(Operations())
+        watched = recorder.CollectiveRecorder(Operations())
         watched._cost_s = cost_s
         found = set()
         for second in range(64):
@@ -487,8 +487,8 @@ def test_errors_are_torchs_own(ranks):
 def test_an_overflowing_buffer():
     text = """
     import os, time, torch, torch.distributed as dist
-    from paceline.watch.operations import Operations
-    from paceline.watch.recorder import Recorder, choose_buffer_size
+    from paceline.watch.rank.operations import Operations
+    from paceline.watch.rank.recorder import CollectiveRecorder, choose_buffer_size
     operations = Operations()
     operations.install(torch)
     choose_buffer_size()  # after the import of torch: the buffer is made with the first group
@@ -496,7 +496,7 @@ def test_an_overflowing_buffer():
     os.environ["TORCH_FR_BUFFER_SIZE"] = "150"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     one, rare = torch.ones(2), dist.new_group([0])
-    recorder = Recorder(operations)
+    recorder = CollectiveRecorder(operations)
     dist.all_reduce(one, group=rare)
     recorder.read_progress()
     for _ in range(400):
@@ -531,7 +531,7 @@ def test_an_overflowing_buffer():
 # ---- pure parts
 
 
-def entry(operation: str, backend: str = "nccl", **changes) -> Entry:
+def entry(operation: str, backend: str = "nccl", **changes) -> FlightEntry:
     raw = {
         "record_id": 3,
         "pg_id": 0,
@@ -569,7 +569,7 @@ def test_a_call_that_completes_after_it_was_read_is_completed_when_it_is_pushed_
     monkeypatch.setattr(recorder, "read_entries", lambda **_: told["entries"])
     monkeypatch.setattr(recorder, "read_groups", lambda: Groups({}, {}))
     rare, often = {"pg_id": 1, "process_group": ("1", "")}, {"record_id": 9, "collective_seq_id": 2}
-    reader = Recorder(Operations())
+    reader = CollectiveRecorder(Operations())
     told["status"] = {(1, 1): Status(1, 0)}
     told["entries"] = [entry("all_reduce", collective_seq_id=1, **rare)]
     assert reader.read_progress().completed == {"1": 0}

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from paceline.codes import PAGES
-from paceline.watch.hang import explain_hang
-from paceline.watch.render import WIDTH, render
-from paceline.watch.report import Place, Verdict
-from paceline.watch.verdict import ADVICE
+from paceline.watch.protocol.report import SharedPlace, Verdict
+from paceline.watch.reasoning.hang import explain_hang
+from paceline.watch.reasoning.render import WIDTH, render
+from paceline.watch.reasoning.verdict import ADVICE
 from tests.watch.situations import LOADER, Job, call, user
 
 VERDICT = Verdict(
     "PL800",
     "rank 2 never came to all_reduce number 57 of world",
     (
-        Place(
+        SharedPlace(
             (0, 1, 3),
             "waits in all_reduce number 57 of world (float32 [128], sum)",
             tuple(user(31 + n, f"level{n}", f"call{n}(x)") for n in range(7)),
         ),
-        Place((2,), "is asleep in time.sleep", (user(88, "fetch", "time.sleep(wait)  " + "#" * 200),)),
+        SharedPlace((2,), "is asleep in time.sleep", (user(88, "fetch", "time.sleep(wait)  " + "#" * 200),)),
     ),
     "A collective completes only when every rank of its group has called it.",
     "Look at the line.",

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.watch.report import PlaceTime
-from paceline.watch.sampling import EAGER_S, EVERY_EAGER_S, EVERY_S, Sampler
-from paceline.watch.words import own_frames
+from paceline.watch.protocol.report import PlaceTime
+from paceline.watch.protocol.words import own_frames
+from paceline.watch.rank.sampling import EAGER_S, EVERY_EAGER_S, EVERY_S, Sampler
 from paceline.world import World
 
 TIMEOUT_S = 25.0

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.watch.pace import Slow
-from paceline.watch.render import render
-from paceline.watch.report import Beat, Frame, Pace, PlaceTime
-from paceline.watch.slow import SlowRanks, build_message, find_spot
-from paceline.watch.source import Source
+from paceline.watch.protocol.report import Beat, Frame, Pace, PlaceTime
+from paceline.watch.reasoning.pace import Slow
+from paceline.watch.reasoning.render import render
+from paceline.watch.reasoning.slow import SlowRanks, build_message, find_spot
+from paceline.watch.reasoning.source import Source
 from tests.launch.launched import Launched, paceline_run
 from tests.launch.nodes import Nodes, why_no_nodes
 from tests.watch.situations import BACKWARD, COLLECTIVE, library, reader, user

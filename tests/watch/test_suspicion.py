@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.watch.clock import Stillness
-from paceline.watch.nodes import NodeState, state_from_json, state_to_json
-from paceline.watch.report import Call, Group, Report, Seen, Verdict
-from paceline.watch.suspicion import Suspicion
+from paceline.watch.launcher.clock import Stillness
+from paceline.watch.launcher.nodes import NodeState, state_from_json, state_to_json
+from paceline.watch.launcher.suspicion import Suspicion
+from paceline.watch.protocol.report import Call, Group, Report, Seen, Verdict
 from tests.watch.situations import NOW_S, call
 
 _WORKS = Stillness(0.0, 0.0, has_waiting=False)

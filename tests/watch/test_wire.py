@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from paceline.watch.report import Beat, Call, Frame, Group, LastWords, Pace, PlaceTime, Report, Stack
-from paceline.watch.wire import Ask, Unpacker, pack
+from paceline.watch.protocol.report import Beat, Call, Frame, Group, LastWords, Pace, PlaceTime, Report, Stack
+from paceline.watch.protocol.wire import Ask, Unpacker, pack
 
 FRAMES = (Frame("/a/train.py", 3, "step", "loss.backward()"), Frame("/torch/\udce9.py", 0, "f"))
 CALL = Call("0", 5, "all_reduce", ((2, 3), ()), ("float32", "int64"), "sum", None, False, 1.5, FRAMES)

@@ -95,14 +95,14 @@ def measure_overhead(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats:
     threads = choose_threads(recipe, num_ranks)
     num_steps = 2 * (NUM_WARM_UP + steps * repeats)
     adapted = adapt_recipe(recipe, threads=threads, num_steps=num_steps)
-    found: list[_Times] = launch(
+    found: list[_OverheadTimes] = launch(
         _run, num_ranks, (adapted, steps, repeats), device=recipe.train.device, hang_after_s=None
     )
     return _summarise(found, adapted, steps)
 
 
 @dataclass(frozen=True)
-class _Times:
+class _OverheadTimes:
     """Seconds of a step on one rank, the mean of each block."""
 
     total_s: list[float]
@@ -113,10 +113,10 @@ class _Times:
     gradient_bytes: int
 
 
-def _run(recipe: Recipe, steps: int, repeats: int) -> _Times:
+def _run(recipe: Recipe, steps: int, repeats: int) -> _OverheadTimes:
     with open_bench(recipe) as bench:
         trained = [p for p in bench.trainer.model.parameters() if p.requires_grad]
-        times = _Times(
+        times = _OverheadTimes(
             [],
             [],
             [],
@@ -149,7 +149,7 @@ def _run_block(bench: Bench, steps: int, *, alone: bool) -> tuple[float, float]:
     return step_s, fmean(step.comm_s for step in taken)
 
 
-def _summarise(found: list[_Times], recipe: Recipe, steps: int) -> Overhead:
+def _summarise(found: list[_OverheadTimes], recipe: Recipe, steps: int) -> Overhead:
     first = found[0]
     total_s = [max(block) for block in zip(*(times.total_s for times in found), strict=True)]
     compute = list(zip(*(times.compute_s for times in found), strict=True))

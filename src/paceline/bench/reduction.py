@@ -86,14 +86,14 @@ def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats
     threads = choose_threads(recipe, num_ranks)
     num_steps = NUM_WARM_UP + steps * repeats
     adapted = adapt_recipe(recipe, threads=threads, num_steps=num_steps)
-    found: list[_Times] = launch(
+    found: list[_ReductionTimes] = launch(
         _run, num_ranks, (adapted, steps, repeats), device=recipe.train.device, hang_after_s=None
     )
     return _summarise(found, adapted, steps)
 
 
 @dataclass(frozen=True)
-class _Times:
+class _ReductionTimes:
     """Seconds of a step on one rank, the mean of each block."""
 
     block_s: dict[str, list[float]]
@@ -103,7 +103,7 @@ class _Times:
     num_owned: tuple[int, ...]
 
 
-def _run(recipe: Recipe, steps: int, repeats: int) -> _Times:
+def _run(recipe: Recipe, steps: int, repeats: int) -> _ReductionTimes:
     with open_bench(_with_reduction(recipe, "fast")) as bench:
         assert recipe.train.steps is not None
         exact = build_trainer(_with_reduction(recipe, "exact"), build_data(recipe), recipe.train.steps)
@@ -115,7 +115,7 @@ def _run(recipe: Recipe, steps: int, repeats: int) -> _Times:
             for name in trainers if number % 2 == 0 else reversed(trainers):
                 block_s[name].append(_run_block(bench, trainers[name], steps)[0])
         trained = [p for p in exact.model.parameters() if p.requires_grad]
-        return _Times(
+        return _ReductionTimes(
             block_s,
             bench.world.device.type,
             bench.num_parameters,
@@ -139,7 +139,7 @@ def _with_reduction(recipe: Recipe, name: Literal["fast", "exact"]) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"reduction": name})})
 
 
-def _summarise(found: list[_Times], recipe: Recipe, steps: int) -> Reduction:
+def _summarise(found: list[_ReductionTimes], recipe: Recipe, steps: int) -> Reduction:
     first, num_ranks = found[0], len(found)
     # A step is over when the last rank is through.
     fast_s, exact_s = (

@@ -120,13 +120,13 @@ def measure_scaling(
     check_launch(ranks[-1], recipe.train.device)
     prepare_data(recipe)
     threads = choose_threads(recipe, ranks[-1])
-    runs: dict[int, list[_Run]] = {num_ranks: [] for num_ranks in ranks}
+    runs: dict[int, list[_ScalingRun]] = {num_ranks: [] for num_ranks in ranks}
     for number in range(repeats):
         for num_ranks in ranks if number % 2 == 0 else reversed(ranks):
             adapted = adapt_recipe(
                 recipe, threads=threads, num_steps=NUM_WARM_UP + steps, grow=num_ranks if weak else 1
             )
-            found: list[_Run] = launch(
+            found: list[_ScalingRun] = launch(
                 _run, num_ranks, (adapted, steps), device=recipe.train.device, hang_after_s=None
             )
             runs[num_ranks].append(_join(found))
@@ -147,7 +147,7 @@ def measure_scaling(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ScalingRun:
     """One launch, as one rank saw it (or all of them together)."""
 
     samples_per_s: float
@@ -158,7 +158,7 @@ class _Run:
     num_parameters: int
 
 
-def _run(recipe: Recipe, steps: int) -> _Run:
+def _run(recipe: Recipe, steps: int) -> _ScalingRun:
     with open_bench(recipe) as bench:
         for _ in range(NUM_WARM_UP):
             bench.trainer.step(next(bench.shares))
@@ -167,7 +167,7 @@ def _run(recipe: Recipe, steps: int) -> _Run:
         taken = [bench.trainer.step(next(bench.shares)) for _ in range(steps)]
         bench.wait_for_device()
         total_s = time.perf_counter() - start_s
-        return _Run(
+        return _ScalingRun(
             samples_per_s=sum(step.num_samples for step in taken) / total_s,
             tokens_per_sample=bench.tokens_per_sample,
             step_s=total_s / steps,
@@ -177,13 +177,13 @@ def _run(recipe: Recipe, steps: int) -> _Run:
         )
 
 
-def _join(found: list[_Run]) -> _Run:
+def _join(found: list[_ScalingRun]) -> _ScalingRun:
     """Rank 0's clock; the share of waiting is the mean over ranks, for one waits where another is late."""
     values: dict[str, Any] = {**vars(found[0]), "comm_share": fmean(run.comm_share for run in found)}
-    return _Run(**values)
+    return _ScalingRun(**values)
 
 
-def _check_one_device(runs: dict[int, list[_Run]]) -> None:
+def _check_one_device(runs: dict[int, list[_ScalingRun]]) -> None:
     devices = {num_ranks: found[0].device for num_ranks, found in runs.items()}
     if len(set(devices.values())) > 1:
         shown = ", ".join(f"{n} ranks on {device}" for n, device in devices.items())
@@ -197,7 +197,13 @@ def _check_one_device(runs: dict[int, list[_Run]]) -> None:
 
 
 def _summarise(
-    num_ranks: int, runs: list[_Run], fewest: int, first: list[_Run], recipe: Recipe, *, weak: bool
+    num_ranks: int,
+    runs: list[_ScalingRun],
+    fewest: int,
+    first: list[_ScalingRun],
+    recipe: Recipe,
+    *,
+    weak: bool,
 ) -> ScalingPoint:
     tokens = runs[0].tokens_per_sample
     speedups = [run.samples_per_s / base.samples_per_s for run, base in zip(runs, first, strict=True)]

@@ -15,7 +15,7 @@ from paceline.finding import Finding
 
 
 @dataclass(frozen=True)
-class Summary:
+class CheckpointSummary:
     """One checkpoint at a glance. What can't be read is `None` or empty.
 
     Attributes:
@@ -46,8 +46,8 @@ class Summary:
         )
 
 
-def summarize(path: Path) -> Summary:
-    """A `Summary` of the checkpoint at `path`, broken or not."""
+def summarize(path: Path) -> CheckpointSummary:
+    """A `CheckpointSummary` of the checkpoint at `path`, broken or not."""
     step, identity = None, {}
     try:
         manifest = read_manifest(path)
@@ -58,7 +58,7 @@ def summarize(path: Path) -> Summary:
         tensors = read_infos(path / full.MODEL)
     except UnreadableTensorsError:
         tensors = {}
-    return Summary(
+    return CheckpointSummary(
         path=path,
         step=step,
         num_bytes=_count_bytes(path),

@@ -13,7 +13,7 @@ from paceline.finding import Finding
 from paceline.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.summary import Summary
+    from paceline.checkpoint.summary import CheckpointSummary
 
 # Everything that needs torch is imported where it is used, so that `paceline --help` answers at once.
 
@@ -73,7 +73,7 @@ def _show(args: argparse.Namespace) -> int:
     return int(any(summary.findings for summary in summaries))
 
 
-def _as_table(summary: Summary, with_tensors: bool) -> dict[str, Any]:
+def _as_table(summary: CheckpointSummary, with_tensors: bool) -> dict[str, Any]:
     table = {
         "path": str(summary.path),
         "step": summary.step,
@@ -92,7 +92,7 @@ def _as_table(summary: Summary, with_tensors: bool) -> dict[str, Any]:
     return table
 
 
-def _print_summaries(summaries: list[Summary]) -> None:
+def _print_summaries(summaries: list[CheckpointSummary]) -> None:
     rows = [("step", "size", "tensors", "parameters", "loss", "folder")]
     for summary in summaries:
         rows.append(
@@ -115,7 +115,7 @@ def _print_summaries(summaries: list[Summary]) -> None:
             print(f"\n{finding}")
 
 
-def _print_tensors(summary: Summary) -> None:
+def _print_tensors(summary: CheckpointSummary) -> None:
     print()
     rows = [("tensor", "type", "shape")]
     for name, info in summary.tensors.items():

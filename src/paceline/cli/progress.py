@@ -29,7 +29,7 @@ def log_to_stderr(world: World) -> None:
     logger.addHandler(handler)
 
 
-class Progress:
+class ProgressPrinter:
     """Tells a person how a run goes; a `Reporter` of `train_recipe`."""
 
     def __init__(self) -> None:

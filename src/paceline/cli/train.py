@@ -99,7 +99,7 @@ def train_on_rank(
     import tomllib
     from dataclasses import asdict
 
-    from paceline.cli.progress import Progress, log_to_stderr
+    from paceline.cli.progress import ProgressPrinter, log_to_stderr
     from paceline.recipe import parse_recipe
     from paceline.train.run import train_recipe
     from paceline.train.stopping import Stopped
@@ -115,7 +115,7 @@ def train_on_rank(
         deterministic=section.deterministic,
     ) as world:
         log_to_stderr(world)
-        progress = Progress() if shows_progress and world.is_main else None
+        progress = ProgressPrinter() if shows_progress and world.is_main else None
         try:
             summary = train_recipe(recipe, Path(folder), world, progress, launcher_pid=launcher_pid)
         except Stopped as stopped:

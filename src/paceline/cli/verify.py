@@ -140,12 +140,12 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
             layout, and whatever keeps one from working for this recipe.
     """
     if args.nproc is not None and args.nproc < 1:
-        raise _refuse_flags(f"--nproc {args.nproc}.", "The number of ranks is a whole number from 1.")
+        raise _flags_error(f"--nproc {args.nproc}.", "The number of ranks is a whole number from 1.")
     if args.all:
         if args.layouts:
-            raise _refuse_flags("--all with --layout.", "--all already has every legal layout.")
+            raise _flags_error("--all with --layout.", "--all already has every legal layout.")
         if args.nproc is None:
-            raise _refuse_flags("--all without --nproc.", "Which layouts there are depends on the ranks.")
+            raise _flags_error("--all without --nproc.", "Which layouts there are depends on the ranks.")
         return _list_all(recipe, args.nproc)
     from paceline.recipe import Layout
     from paceline.recipe.legal import refuse_layout
@@ -187,7 +187,7 @@ def list_ranks(nproc: int) -> list[int]:
     return [*double(), nproc]
 
 
-def _refuse_flags(saw: str, rule: str) -> PacelineError:
+def _flags_error(saw: str, rule: str) -> PacelineError:
     return PacelineError("PL720", saw=saw, rule=rule, fix="Write for example --all --nproc 4.")
 
 

@@ -50,7 +50,7 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
         )
     if args.no_watch:
         return None
-    from paceline.watch.watcher import RankWatcher
+    from paceline.watch.launcher.watcher import RankWatcher
 
     tell_on = partial(_tell_on, as_json=args.json)
     return RankWatcher(args.hang_after, keep_alive=args.keep_alive, tell=tell_on)

@@ -23,7 +23,7 @@ Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 _FIRST_LENGTH = 512
 
 
-class Board:
+class NumberBoard:
     """The rows of a group's ranks.
 
     Args:

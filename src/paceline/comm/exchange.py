@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.tree import Plan
+from paceline.comm.tree import ReductionPlan
 
 
 class Exchange(Protocol):
@@ -34,7 +34,7 @@ class Exchange(Protocol):
 
     sent_bytes: int
 
-    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
+    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
         """Sums the subtrees of all ranks into `total`; collective.
 
         Args:
@@ -66,7 +66,7 @@ class MessageExchange:
         # Kept from vector to vector: fresh memory costs a page fault for every 4 KiB.
         self._memory: dict[torch.dtype, Tensor] = {}
 
-    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
+    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
         chunks = cut_evenly(total.numel(), self._num_ranks)
         own = chunks[self._rank]
         own_subtrees = [subtree[0] if len(subtree) == 1 else torch.cat(subtree) for subtree in subtrees]
@@ -83,7 +83,7 @@ class MessageExchange:
         )
 
     def _place_rows(
-        self, own_rows: list[Tensor], plan: Plan, length: int, dtype: torch.dtype
+        self, own_rows: list[Tensor], plan: ReductionPlan, length: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
         """This rank's chunk of all subtrees, in the order of the plan; and those that come from peers."""
         needed = (plan.num_subtrees - len(own_rows)) * length

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from paceline.comm.exchange import Exchange, MessageExchange, cut_evenly
 from paceline.comm.segment import share_memory
-from paceline.comm.tree import Plan
+from paceline.comm.tree import ReductionPlan
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class SharedMemoryExchange:
         self._subtrees_bytes = 0
         self._otherwise: Exchange | None = None
 
-    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: Plan, total: Tensor) -> None:
+    def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
         length, size = total.numel(), total.element_size()
         place_bytes = -(-length * size // _ALIGN_BYTES) * _ALIGN_BYTES
         is_small = plan.num_subtrees * place_bytes <= _SMALL_BYTES
@@ -132,7 +132,7 @@ def _lay_end_to_end(parts: list[Tensor], target: Tensor) -> None:
     assert start == target.numel()
 
 
-def _add(rows: list[Tensor], plan: Plan, total: Tensor) -> None:
+def _add(rows: list[Tensor], plan: ReductionPlan, total: Tensor) -> None:
     """Adds rows in the order of the plan into `total`; overwrites them."""
     if not plan.additions:
         total.copy_(rows[0])
@@ -143,7 +143,7 @@ def _add(rows: list[Tensor], plan: Plan, total: Tensor) -> None:
     torch.add(rows[left], rows[right], out=total)
 
 
-def _add_kept(rows: list[Tensor], plan: Plan, total: Tensor) -> None:
+def _add_kept(rows: list[Tensor], plan: ReductionPlan, total: Tensor) -> None:
     """The same, and leaves the rows as they are."""
     if not plan.additions:
         total.copy_(rows[0])

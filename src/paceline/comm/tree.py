@@ -84,7 +84,7 @@ class TreeSum(Generic[Value]):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """How one global batch is reduced; the same on every rank.
 
     Attributes:
@@ -105,7 +105,7 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan_reduction(num_owned: tuple[int, ...]) -> Plan:
+def plan_reduction(num_owned: tuple[int, ...]) -> ReductionPlan:
     """How blocks of microbatches, numbered through from the first rank to the last, become one sum.
 
     Args:
@@ -127,4 +127,4 @@ def plan_reduction(num_owned: tuple[int, ...]) -> Plan:
     for place, subtree in enumerate(subtree for own in subtrees for subtree in own):
         tree.push(subtree, place)
     assert [subtree for subtree, _ in tree.subtrees] == ([(0, num_leaves)] if num_leaves else [])
-    return Plan(num_leaves, tuple(subtrees), tuple(additions))
+    return ReductionPlan(num_leaves, tuple(subtrees), tuple(additions))

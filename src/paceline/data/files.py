@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Split:
+class CorpusSplit:
     """The corpus in two parts, each in the order in which it is read."""
 
     train: list[Piece]
@@ -228,7 +228,7 @@ def unreadable(path: Path, error: OSError) -> PacelineError:
     )
 
 
-def split_files(files: Sequence[TextFile], valid_fraction: float) -> Split:
+def split_files(files: Sequence[TextFile], valid_fraction: float) -> CorpusSplit:
     """Holds out about `valid_fraction` of the text, by size, for validation.
 
     Files are gone through in the order of a hash of their names, so neither content nor place
@@ -261,7 +261,7 @@ def split_files(files: Sequence[TextFile], valid_fraction: float) -> Split:
             train.append(Piece(file, 0, cut))
         if cut < file.size_bytes:
             valid.append(Piece(file, cut, file.size_bytes))
-    return Split(train, valid)
+    return CorpusSplit(train, valid)
 
 
 def _hash_name(name: str) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.data.cifar10 import Cifar10Part, open_cifar10
 from paceline.data.digits import Digits, load_digits
-from paceline.data.files import Split, find_text_files, split_files
+from paceline.data.files import CorpusSplit, find_text_files, split_files
 from paceline.data.tokens import Corpus, TokenFile, build_corpus
 from paceline.errors import PacelineError
 from paceline.recipe.schema import Cifar10Data, DigitsData, MaskedTextData, Recipe, TextData
@@ -95,7 +95,9 @@ def _prepare_text(section: TextData | MaskedTextData) -> PreparedText:
     return prepared
 
 
-def _too_short(name: str, part: TokenFile, section: TextData | MaskedTextData, split: Split) -> PacelineError:
+def _too_short(
+    name: str, part: TokenFile, section: TextData | MaskedTextData, split: CorpusSplit
+) -> PacelineError:
     most = part.num_tokens - 1
     shorter = f"set data.seq_len={most} or less, or " if most > 0 else ""
     share = "a larger valid_fraction, 0 for none" if name == "validation" else "a smaller valid_fraction"

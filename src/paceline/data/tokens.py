@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.files import Piece, Split, unreadable
+from paceline.data.files import CorpusSplit, Piece, unreadable
 from paceline.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -82,7 +82,7 @@ class Corpus:
     tokenizer: Tokenizer
 
 
-def build_corpus(split: Split, tokenizer: str, vocab_size: int | None, cache_dir: Path) -> Corpus:
+def build_corpus(split: CorpusSplit, tokenizer: str, vocab_size: int | None, cache_dir: Path) -> Corpus:
     """The token files of a text, out of the cache or newly built.
 
     Any number of processes may call this at once: one builds, the others wait and read.
@@ -120,7 +120,7 @@ def build_corpus(split: Split, tokenizer: str, vocab_size: int | None, cache_dir
     return corpus
 
 
-def _key(split: Split, tokenizer: str) -> str:
+def _key(split: CorpusSplit, tokenizer: str) -> str:
     pieces = [
         [
             str(piece.file.path),
@@ -190,7 +190,7 @@ def _refused_by_disk(cache_dir: Path) -> Iterator[None]:
         ) from None
 
 
-def _build(split: Split, tokenizer_name: str, vocab_size: int | None, folder: Path) -> None:
+def _build(split: CorpusSplit, tokenizer_name: str, vocab_size: int | None, folder: Path) -> None:
     logger.info("building token files in %s", folder)
     building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
@@ -223,7 +223,7 @@ def _build(split: Split, tokenizer_name: str, vocab_size: int | None, folder: Pa
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _make_tokenizer(split: Split, name: str, vocab_size: int | None) -> Tokenizer:
+def _make_tokenizer(split: CorpusSplit, name: str, vocab_size: int | None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if name == "bpe":

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.errors import PacelineError
-from paceline.launch.ranks import Ranks, Rounds
+from paceline.launch.ranks import Attempts, Ranks
 from paceline.launch.rendezvous import build_rendezvous
 
 
@@ -44,7 +44,7 @@ def run_agent(
     args: list[str],
     build_handler: Callable[..., Any],
     ranks: Ranks,
-    rounds: Rounds,
+    rounds: Attempts,
 ) -> None:
     """Runs ranks until all have ended well.
 
@@ -113,7 +113,7 @@ def run_agent(
 
 
 class _Agent(LocalElasticAgent):
-    def __init__(self, rounds: Rounds, ranks: Ranks, min_nodes: int, **options: Any) -> None:
+    def __init__(self, rounds: Attempts, ranks: Ranks, min_nodes: int, **options: Any) -> None:
         super().__init__(**options)
         self._rounds = rounds
         self._ranks = ranks

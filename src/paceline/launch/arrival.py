@@ -32,10 +32,10 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
     if module is not None:
         then(module)
     else:
-        sys.meta_path.insert(0, _Doorbell(name, then))
+        sys.meta_path.insert(0, _ImportNotifier(name, then))
 
 
-class _Doorbell:
+class _ImportNotifier:
     """A finder that finds nothing by itself: asks the others, and listens to the loader that they name."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
@@ -71,7 +71,7 @@ class _Doorbell:
         loader.exec_module = exec_module
 
 
-def _ask_others(first: _Doorbell, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
+def _ask_others(first: _ImportNotifier, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
     for finder in list(sys.meta_path):
         if finder is first or not hasattr(finder, "find_spec"):
             continue

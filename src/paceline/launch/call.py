@@ -29,7 +29,7 @@ _CAUSE_S = 3.0
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """A function for every rank.
 
     Attributes:
@@ -55,7 +55,7 @@ def prepare_main(*, needs_main: bool) -> dict[str, Any]:
     return {name: data[name] for name in names if name in data}
 
 
-def run_call(call: Call, rank: int, folder: Path, log: str, farewell: Farewell = say_nothing) -> NoReturn:
+def run_call(call: RankCall, rank: int, folder: Path, log: str, farewell: Farewell = say_nothing) -> NoReturn:
     """Calls the user's function as one rank, and ends the process as multiprocessing ends one of its own."""
     code = 1
     try:
@@ -70,7 +70,7 @@ def run_call(call: Call, rank: int, folder: Path, log: str, farewell: Farewell =
         os._exit(code)
 
 
-def _run(call: Call, rank: int, folder: Path, is_logged: bool, farewell: Farewell) -> int:
+def _run(call: RankCall, rank: int, folder: Path, is_logged: bool, farewell: Farewell) -> int:
     (folder / f"began-{rank}").write_text(str(os.getpid()))
     _settle(call, rank, folder)
     try:
@@ -104,7 +104,7 @@ def _run(call: Call, rank: int, folder: Path, is_logged: bool, farewell: Farewel
     return 0
 
 
-def _settle(call: Call, rank: int, folder: Path) -> None:
+def _settle(call: RankCall, rank: int, folder: Path) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

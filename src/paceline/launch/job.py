@@ -11,7 +11,7 @@ from typing import Any
 from paceline.launch.cold import let_in
 from paceline.launch.keeper import Start
 from paceline.launch.memory import OomCounts, count_oom_kills
-from paceline.launch.ranks import Rounds
+from paceline.launch.ranks import Attempts
 from paceline.launch.script import Script
 from paceline.launch.streams import Pump, open_streams
 from paceline.launch.watching import Watcher
@@ -41,7 +41,7 @@ class Job:
     keeps_logs: bool
     pump: Pump
     is_warm: bool
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: Attempts = field(default_factory=Attempts)
     ooms: OomCounts = field(default_factory=count_oom_kills)
     watcher: Watcher | None = None
 

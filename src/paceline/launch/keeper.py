@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from paceline.launch.call import Call, run_call
+from paceline.launch.call import RankCall, run_call
 from paceline.launch.family import (
     adopt_orphans,
     die_with_parent,
@@ -67,7 +67,7 @@ class Start:
     rank: int
     environ: dict[str, str]
     command: tuple[str, ...]
-    entry: Script | Call | None
+    entry: Script | RankCall | None
     log: str
     folder: str
     launch_folder: str
@@ -193,7 +193,7 @@ class Keeper:
 
     def _start(self, start: Start, targets: tuple[int, int]) -> Start | None:
         self._hold(start.launch_folder)
-        if isinstance(start.entry, Call):  # a script's rank hides modules that it has not asked for
+        if isinstance(start.entry, RankCall):  # a script's rank hides modules that it has not asked for
             preload_watch(start)
         failed_read, failed_write = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
@@ -288,7 +288,7 @@ def main() -> None:
     serve_calls(connection)
 
 
-def serve_calls(connection: Connection, call: Call | None = None) -> None:
+def serve_calls(connection: Connection, call: RankCall | None = None) -> None:
     """Serves until the launcher has gone; in a rank, calls the function. It does not return.
 
     Args:
@@ -297,7 +297,7 @@ def serve_calls(connection: Connection, call: Call | None = None) -> None:
     """
     start = Keeper(connection).serve()
     entry = call or start.entry
-    assert isinstance(entry, Call)
+    assert isinstance(entry, RankCall)
     farewell = find_watch(start)()
     run_call(entry, start.rank, Path(start.folder), start.log, farewell)
 

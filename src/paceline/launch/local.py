@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launch import watching as watching_module
-from paceline.launch.call import Call, prepare_main
+from paceline.launch.call import RankCall, prepare_main
 from paceline.launch.failure import (
     ASKED_TO_STOP,
     Ending,
@@ -38,10 +38,10 @@ from paceline.launch.keeper import Start
 from paceline.launch.leftovers import launch_folder
 from paceline.launch.memory import OomCounts, count_oom_kills, describe_kill
 from paceline.launch.ranks import (
+    Attempts,
     RankHandler,
     RankProcess,
     Ranks,
-    Rounds,
     fork_keeper_for_call,
     spawn_keeper,
 )
@@ -201,13 +201,13 @@ def _check_room(nproc: int, device: str) -> None:
 # ---- how a function gets into another process
 
 
-def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> RankCall:
     """Fresh processes where the function can be found by name, forks of this one where it can't."""
     try:
         payload = pickle.dumps((fn, args))
         trouble = "it is defined in a notebook, in a shell or on standard input"
         if sys.platform == "linux" and (b"__main__" not in payload or _main_is_importable()):
-            return Call(payload, prepare_main(needs_main=b"__main__" in payload))
+            return RankCall(payload, prepare_main(needs_main=b"__main__" in payload))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         trouble = str(error)
     import torch
@@ -222,7 +222,7 @@ def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Call:
             rule="Such a function is reached by forking this process, and CUDA does not survive a fork.",
             fix="Put the function into a module and import it, or call launch() before CUDA is first used.",
         )
-    return Call((fn, args))
+    return RankCall((fn, args))
 
 
 def _main_is_importable() -> bool:
@@ -264,12 +264,12 @@ def _take_keeper() -> Ranks:
 class _Job:
     """What the launcher keeps of one launch."""
 
-    call: Call
+    call: RankCall
     folder: Path
     logs: Path | None
     pump: Pump | None
     watcher: Watcher | None
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: Attempts = field(default_factory=Attempts)
     ooms: OomCounts = field(default_factory=count_oom_kills)
 
     def may_be_stuck_s(self) -> float | None:
@@ -284,7 +284,7 @@ class _Job:
         log = "" if self.logs is None else str(self.logs / f"rank-{rank:04d}.log")
         folder = str(self.folder)
         # A forked keeper has the function already, which can't be sent.
-        entry = Call(b"") if self.call.is_forked else self.call
+        entry = RankCall(b"") if self.call.is_forked else self.call
         watch = self.watcher.entry if self.watcher is not None else ""
         start = Start(local_rank_id, rank, {**os.environ, **env}, (), entry, log, folder, folder, watch)
         return start, open_streams(self.pump, "", "", log, shows=rank == 0, persists=True)

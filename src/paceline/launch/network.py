@@ -17,7 +17,7 @@ from collections.abc import MutableMapping
 import psutil
 
 from paceline.errors import PacelineError
-from paceline.place import Place
+from paceline.place import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 _DEFAULT_PORT = 29500
 
 
-def choose_rendezvous(flags: argparse.Namespace, place: Place, environ: MutableMapping[str, str]) -> None:
+def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: MutableMapping[str, str]) -> None:
     """Completes torchrun's flags (in place): by what SLURM or MPI tell, and by the route to the other nodes.
 
     Sets `GLOO_SOCKET_IFNAME` for several nodes, where it is not set.
@@ -73,7 +73,7 @@ def is_own_host(host: str) -> bool:
     return ipaddress.ip_address(address).is_loopback or address in _own_addresses()
 
 
-def _follow_scheduler(flags: argparse.Namespace, place: Place, environ: MutableMapping[str, str]) -> None:
+def _follow_scheduler(flags: argparse.Namespace, place: RankPlace, environ: MutableMapping[str, str]) -> None:
     """One task of srun or mpirun on each node: the tasks are the nodes."""
     flags.nnodes = str(place.world_size)
     if flags.rdzv_endpoint or flags.master_port is not None:
@@ -174,7 +174,7 @@ def _is_reachable(address: str) -> bool:
     )
 
 
-def describe_place(place: Place) -> dict[str, str]:
+def describe_place(place: RankPlace) -> dict[str, str]:
     """torchrun's variables for a rank that srun or mpirun has started."""
     return {
         "RANK": str(place.rank),

@@ -20,7 +20,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.call import Call
+from paceline.launch.call import RankCall
 from paceline.launch.cold import let_in
 from paceline.launch.family import adopt_orphans, end_descendants, send_to_group
 from paceline.launch.keeper import (
@@ -35,10 +35,10 @@ from paceline.launch.keeper import (
     leave_terminal,
     serve_calls,
 )
-from paceline.launch.script import Become, Place, Script
+from paceline.launch.script import Become, EndReportPath, Script
 from paceline.launch.streams import Pump
 from paceline.launch.warm import Warmth
-from paceline.launch.watching import Farewell, Watched, find_watch
+from paceline.launch.watching import Farewell, WatchedRank, find_watch
 
 COLD = "cold-"
 """Begins the name of a file that a rank leaves which has started over, with the variables that made it."""
@@ -74,7 +74,7 @@ def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> 
         sys.excepthook(*sys.exc_info())
         os._exit(1)
     assert isinstance(start.entry, Script)
-    place = Place(start.rank, start.folder, start.log)
+    place = EndReportPath(start.rank, start.folder, start.log)
     raise Become(start.entry, place, partial(_prepare, start, warmth))
 
 
@@ -89,7 +89,7 @@ def spawn_keeper() -> Ranks:
     return Ranks(process.pid, ours, process)
 
 
-def fork_keeper_for_call(call: Call) -> Ranks:
+def fork_keeper_for_call(call: RankCall) -> Ranks:
     """Forks a keeper whose ranks have all that this process has, a notebook's functions for example."""
     ours, its = Pipe()
     pid = _fork()
@@ -235,10 +235,10 @@ class Ranks:
         """The newest process of each local rank."""
         return list({rank.start.local_rank: rank for rank in self._started}.values())
 
-    def list_watched(self) -> list[Watched]:
+    def list_watched(self) -> list[WatchedRank]:
         """The newest process of each local rank, for a watcher."""
         return [
-            Watched(
+            WatchedRank(
                 rank.start.rank,
                 int(rank.start.environ.get("WORLD_SIZE", "1")),
                 Path(rank.start.folder),
@@ -344,7 +344,7 @@ class Ranks:
         self._swept.set()
 
 
-class Rounds:
+class Attempts:
     """What the agent tells the launcher, and the launcher the agent.
 
     Attributes:

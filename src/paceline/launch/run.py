@@ -36,7 +36,7 @@ from paceline.launch.streams import Pump
 from paceline.launch.verdict import judge, tell_restart
 from paceline.launch.warm import Warmth, why_not_fork
 from paceline.launch.watching import Watcher, say_nothing, watching
-from paceline.place import Place, read_environment, usable_cores
+from paceline.place import RankPlace, read_environment, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -137,7 +137,7 @@ def _read_script(flags: argparse.Namespace) -> Script | None:
     return script
 
 
-def _join(flags: argparse.Namespace, script: Script | None, place: Place, threads: int | None) -> None:
+def _join(flags: argparse.Namespace, script: Script | None, place: RankPlace, threads: int | None) -> None:
     """Under torchrun, srun or mpirun: as one of the ranks that they started, this process becomes the script.
 
     Gives back where each of their tasks is a node's launcher instead: `--nproc-per-node` says so.

@@ -51,7 +51,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Place:
+class EndReportPath:
     """Where a rank leaves word of its end.
 
     Attributes:
@@ -68,7 +68,7 @@ class Place:
 class Become(BaseException):
     """Raised in a process that shall leave everything that it is in and run a script."""
 
-    def __init__(self, script: Script, place: Place | None, prepare: Callable[[], Farewell]) -> None:
+    def __init__(self, script: Script, place: EndReportPath | None, prepare: Callable[[], Farewell]) -> None:
         super().__init__(script)
         self.script = script
         self.place = place
@@ -95,7 +95,11 @@ def check_script(script: Script) -> None:
 
 
 def run_as_main(
-    script: Script, place: Place | None, prepare: Callable[[], Farewell], *, is_as_started: bool = False
+    script: Script,
+    place: EndReportPath | None,
+    prepare: Callable[[], Farewell],
+    *,
+    is_as_started: bool = False,
 ) -> None:
     """Runs the script as Python would have, and leaves as the script does: by its exception or its return.
 
@@ -218,7 +222,7 @@ def _is_default_hook() -> bool:
     return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
 
 
-def _leave_word(place: Place, error: BaseException) -> None:
+def _leave_word(place: EndReportPath, error: BaseException) -> None:
     ending = describe_ending(place.rank, error)
     if ending.kind == "exit" and ending.code == 0:
         return

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from paceline.errors import PacelineError
-from paceline.launch.ranks import Ranks, Rounds
+from paceline.launch.ranks import Attempts, Ranks
 from paceline.launch.streams import Pump
 from paceline.launch.watching import Watcher
 
@@ -78,7 +78,7 @@ def raise_on_signals() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def stop_by_signals(
-    names: str, patience_s: int | None, rounds: Rounds, ranks: Ranks, *, hangup: int = signal.SIGHUP
+    names: str, patience_s: int | None, rounds: Attempts, ranks: Ranks, *, hangup: int = signal.SIGHUP
 ) -> Iterator[Stop]:
     """Takes torchrun's signals while ranks run.
 
@@ -142,7 +142,7 @@ class Stop:
         lost: whether the pump was killed.
     """
 
-    def __init__(self, rounds: Rounds, ranks: Ranks, patience_s: float, hangup: int) -> None:
+    def __init__(self, rounds: Attempts, ranks: Ranks, patience_s: float, hangup: int) -> None:
         self._rounds = rounds
         self._ranks = ranks
         self._patience_s = patience_s

@@ -28,7 +28,7 @@ _FEW = 3
 
 
 @dataclass(frozen=True)
-class Frame:
+class TracebackFrame:
     """One frame: where, and the lines of text that tell it."""
 
     path: str
@@ -58,9 +58,9 @@ def _library_roots() -> list[str]:
     return [root + os.sep for root in roots] + [os.path.join(sys.prefix, "bin") + os.sep]
 
 
-def find_own_frame(trace: str) -> Frame | None:
+def find_own_frame(trace: str) -> TracebackFrame | None:
     """The innermost frame of the user's code."""
-    own = [part for part in _parse(trace) if isinstance(part, Frame) and part.is_own]
+    own = [part for part in _parse(trace) if isinstance(part, TracebackFrame) and part.is_own]
     if not own:
         return None
     # Python tells a crash the other way round: the innermost comes first.
@@ -70,7 +70,7 @@ def find_own_frame(trace: str) -> Frame | None:
 def fold(trace: str) -> str:
     """The traceback with runs of library frames told in one line each."""
     out: list[str] = []
-    run: list[Frame] = []
+    run: list[TracebackFrame] = []
 
     def flush() -> None:
         if len(run) < _FEW:
@@ -82,16 +82,16 @@ def fold(trace: str) -> str:
         run.clear()
 
     for part in _parse(trace):
-        if isinstance(part, Frame) and not part.is_own:
+        if isinstance(part, TracebackFrame) and not part.is_own:
             run.append(part)
             continue
         flush()
-        out.extend(part.text if isinstance(part, Frame) else [part])
+        out.extend(part.text if isinstance(part, TracebackFrame) else [part])
     flush()
     return "\n".join(out)
 
 
-def _short(frame: Frame) -> str:
+def _short(frame: TracebackFrame) -> str:
     """A library's path from its package on."""
     for root in _library_roots():
         if frame.path.startswith(root):
@@ -99,9 +99,9 @@ def _short(frame: Frame) -> str:
     return f"{frame.path}:{frame.line}"
 
 
-def _parse(trace: str) -> list[Frame | str]:
+def _parse(trace: str) -> list[TracebackFrame | str]:
     """Frames, and the lines between them as they are."""
-    parts: list[Frame | str] = []
+    parts: list[TracebackFrame | str] = []
     lines = trace.rstrip("\n").split("\n")
     at = 0
     while at < len(lines):
@@ -115,7 +115,7 @@ def _parse(trace: str) -> list[Frame | str]:
         while end < len(lines) and _FRAME.match(lines[end]) is None and _indent(lines[end]) > deeper:
             end += 1
         text = tuple(lines[at:end])
-        parts.append(Frame(match["path"], int(match["line"]), match["name"] or "<module>", text))
+        parts.append(TracebackFrame(match["path"], int(match["line"]), match["name"] or "<module>", text))
         at = end
     return parts
 
@@ -187,7 +187,7 @@ def tell_last_line(trace: str) -> str:
         return text.splitlines()[0]
     # After the last frame, whose lines are indented deeper than the exception's.
     parts = _parse(text)
-    after = max((n for n, part in enumerate(parts) if isinstance(part, Frame)), default=-1)
+    after = max((n for n, part in enumerate(parts) if isinstance(part, TracebackFrame)), default=-1)
     told = [part.strip(" |+-") for part in parts[after + 1 :] if isinstance(part, str)]
     told = [line for line in told if line and not line.startswith("Traceback")]
     named = [line for line in told if _EXCEPTION.match(line)]

@@ -90,7 +90,7 @@ class Warmth:
                 continue
             names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
             hidden[package] = {name: sys.modules.pop(name) for name in names}
-        sys.meta_path.insert(0, _Curtain(hidden, self._settle, restart))
+        sys.meta_path.insert(0, _HiddenPackageFinder(hidden, self._settle, restart))
 
     def _settle(self, package: str, restart: Callable[[list[str]], None]) -> None:
         """Compares the environment as a package comes back; what can't be fixed starts the rank over."""
@@ -124,7 +124,7 @@ def _names_read_by(package: str) -> set[str]:
     return names
 
 
-class _Curtain(importlib.abc.MetaPathFinder):
+class _HiddenPackageFinder(importlib.abc.MetaPathFinder):
     """Finds the hidden packages first; importing one brings all its modules back."""
 
     def __init__(
@@ -164,7 +164,7 @@ class _Curtain(importlib.abc.MetaPathFinder):
 
 
 class _Revealed(importlib.abc.Loader):
-    def __init__(self, curtain: _Curtain, module: ModuleType) -> None:
+    def __init__(self, curtain: _HiddenPackageFinder, module: ModuleType) -> None:
         self._curtain = curtain
         self._module = module
         self._spec = module.__spec__

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from paceline.launch.keeper import Start
-    from paceline.launch.ranks import Ranks, Rounds
+    from paceline.launch.ranks import Attempts, Ranks
 
 # Just before NCCL's own ten minutes, after which it would end ranks that wait, without saying for whom: so no
 # job is ended that torch's defaults would have let live. A rank that computes has ten times as long.
@@ -57,7 +57,7 @@ def say_nothing(error: BaseException) -> None:
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedRank:
     """A rank's process, as the launcher has it.
 
     Attributes:
@@ -125,7 +125,7 @@ class Watcher(Protocol):
     @property
     def told_of_others(self) -> str: ...
 
-    def begin(self, folder: Path, look: Callable[[], Sequence[Watched]]) -> None:
+    def begin(self, folder: Path, look: Callable[[], Sequence[WatchedRank]]) -> None:
         """Starts to watch.
 
         Args:
@@ -161,7 +161,7 @@ sets it, because this layer does not know `paceline.watch`."""
 
 
 @contextmanager
-def watching(watcher: Watcher | None, folder: Path, ranks: Ranks, rounds: Rounds) -> Iterator[None]:
+def watching(watcher: Watcher | None, folder: Path, ranks: Ranks, rounds: Attempts) -> Iterator[None]:
     """Inside, ranks are watched, where there is somebody who does.
 
     Args:

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from paceline.comm.exchange import Exchange, MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
-from paceline.comm.tree import Plan, Subtree, TreeSum, plan_reduction
+from paceline.comm.tree import ReductionPlan, Subtree, TreeSum, plan_reduction
 from paceline.errors import PacelineError
 
 # Per parameter, in one order; `None` where no gradient reached it.
@@ -65,17 +65,17 @@ class ExactReduction:
         self._places = {id(p): place for place, (_, p) in enumerate(named)}
         for name, module in model.named_modules():
             if getattr(module, "sparse", False) is True:
-                raise _refuse_sparse(f"{name} ({type(module).__name__}) is built with sparse=True.")
+                raise _sparse_error(f"{name} ({type(module).__name__}) is built with sparse=True.")
         self._rank = 0 if group is None else group.rank()
-        self._plan: Plan | None = None
+        self._plan: ReductionPlan | None = None
         self._last_leaf: int | None = None
         self._sum: TreeSum[Gradients] = TreeSum(0, _add_gradients)
         self.exchange: Exchange | None = None
-        self._line: _Line | None = None
+        self._line: _OrderedThread | None = None
         if group is not None:
             on_cpu = device.type == "cpu"
             self.exchange = SharedMemoryExchange(group) if on_cpu else MessageExchange(group, device)
-            self._line = _Line() if on_cpu else None
+            self._line = _OrderedThread() if on_cpu else None
             self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
@@ -96,7 +96,7 @@ class ExactReduction:
         for parameter in self._parameters:
             parameter.grad = None
         if any(g is not None and g.layout != torch.strided for g in gradients):
-            raise _refuse_sparse("a gradient is a sparse tensor.")
+            raise _sparse_error("a gradient is a sparse tensor.")
         self._sum.push((index, index + 1), gradients)
 
     def is_used(self, parameter: Tensor) -> bool:
@@ -178,7 +178,7 @@ class ExactReduction:
             return _complete(total)
 
 
-class _Line:
+class _OrderedThread:
     """A thread that does one thing after the other, in the order in which they were handed in.
 
     Attributes:
@@ -244,7 +244,7 @@ def _complete(total: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def _complete_subtrees(
-    plan: Plan,
+    plan: ReductionPlan,
     aside: list[tuple[Subtree, Gradients]],
     leaf: int | None,
     views: Sequence[Tensor],
@@ -304,7 +304,7 @@ def _nothing_like(tensor: Tensor) -> Tensor:
     return torch.full_like(tensor, -0.0)
 
 
-def _refuse_sparse(saw: str) -> PacelineError:
+def _sparse_error(saw: str) -> PacelineError:
     return PacelineError(
         "PL425",
         saw=saw,

@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.construct import Construction
-from paceline.parallel.construct_values import place_values
-from paceline.parallel.dropout import Masks, apply_dropout
-from paceline.parallel.dropout_scope import compiled
+from paceline.parallel.construct.build import Construction
+from paceline.parallel.construct.values import place_values
+from paceline.parallel.dropout.replacements import Masks, apply_dropout
+from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.replicate import CommHook, Replica
-from paceline.parallel.shard import Shards
+from paceline.parallel.shard.shards import Shards
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
-from paceline.parallel.tensor.plan import Plan, find_plan
+from paceline.parallel.tensor.plan import SplitPlan, find_plan
 from paceline.recipe import Layout
 from paceline.recipe.schema import DdpSection, ShardSection
 
@@ -82,7 +82,7 @@ class LaidOut:
     exact: ExactReduction | None
     placement: Placement
     masks: Masks
-    plan: Plan | None
+    plan: SplitPlan | None
     lent: dist.ProcessGroup | None
 
 
@@ -189,7 +189,7 @@ def _check_trains(model: nn.Module) -> None:
     )
 
 
-def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Plan:
+def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> SplitPlan:
     open_attention(model)
     plan = find_plan(
         model, settings.example, mesh.tp.size, settings.tp_plan, masks, sequence=settings.layout.sequence
@@ -208,7 +208,7 @@ def _fill(model: nn.Module, construction: Construction, placement: Placement, de
         place_values(construction, device, lambda name, whole: placement.part(name, whole, whole))
 
 
-def _compile(model: nn.Module, layout: Layout, plan: Plan | None) -> None:
+def _compile(model: nn.Module, layout: Layout, plan: SplitPlan | None) -> None:
     # What talks, and what is run again by itself, must not be in the middle of a graph.
     by_block = layout.dp_shard > 1 or layout.tp > 1 or layout.recompute != "none"
     blocks = (find_blocks(model) if by_block else []) or [("", model)]

@@ -107,7 +107,7 @@ class Layout:
         if self.dp_replicate is None and world_size % inner == 0:
             return replace(self, dp_replicate=world_size // inner)
         if self.dp_replicate is None or self.num_ranks != world_size:
-            raise _refuse_product(self, world_size)
+            raise _product_error(self, world_size)
         return self
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ def _read_choice(name: str, text: str) -> Any:
     return known[text.lower()]
 
 
-def _refuse_product(layout: Layout, world_size: int) -> PacelineError:
+def _product_error(layout: Layout, world_size: int) -> PacelineError:
     inner = layout.dp_shard * layout.tp
     given = " x ".join(
         f"{axis}={degree}"

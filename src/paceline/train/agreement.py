@@ -4,7 +4,7 @@ One float64 vector is summed over the ranks. Everything has a slot that only one
 others add zero), so the sum is exact and every rank reads the same bits, in an order that doesn't
 depend on who computed what:
 
-    [ per rank: what it tells of itself (see `Told`) |
+    [ per rank: what it tells of itself (see `RankMessage`) |
       per microbatch: loss sum, weight, running statistics of BatchNorm ... |
       per parameter: on how many ranks a gradient was computed (where that is tracked) ]
 
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.board import Board
+from paceline.comm.board import NumberBoard
 from paceline.errors import PacelineError
 
 # Digests of what a rank holds. Each takes two numbers, one per half, which are exact in float64.
@@ -47,7 +47,7 @@ Numbers = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
-class Told:
+class RankMessage:
     """What a rank tells of itself.
 
     Attributes:
@@ -114,7 +114,7 @@ class Agreement:
         num_parameters: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        board: Board | None = None,
+        board: NumberBoard | None = None,
     ) -> None:
         self._num_microbatches = num_microbatches
         self._num_parameters = num_parameters
@@ -131,7 +131,7 @@ class Agreement:
         self._board = board if board is not None and board.reserve(length) else None
         self._received: Tensor | None = None
         self._work: dist.Work | None = None
-        self._told = Told(0, 0)
+        self._told = RankMessage(0, 0)
 
     def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor, statistics: Tensor | None) -> None:
         """Fills the slot of microbatch `index`; doesn't wait for the device."""
@@ -151,7 +151,7 @@ class Agreement:
         if used:
             self._vector[-len(used) :] = torch.tensor(used, dtype=torch.float64)
 
-    def launch(self, told: Told) -> None:
+    def launch(self, told: RankMessage) -> None:
         """Starts the collective, or writes the board."""
         self._told = told
         plain = (told.stop_signum, told.position, told.signature % _HALF, told.leaves_out)
@@ -236,7 +236,7 @@ class Agreement:
         if self._board is not None:
             lengths, rows = self._board.read()
             if len(set(lengths)) > 1:
-                raise _refuse_other_lengths(lengths)
+                raise _other_lengths_error(lengths)
         elif self._received is not None:
             rows = self._received.numpy().reshape(self._num_ranks, -1)
         else:
@@ -272,7 +272,7 @@ class Agreement:
         raise error
 
 
-def _refuse_other_lengths(lengths: list[int]) -> PacelineError:
+def _other_lengths_error(lengths: list[int]) -> PacelineError:
     shown = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
     error = PacelineError(
         "PL430",

@@ -129,7 +129,7 @@ class RawBatches:
         self._earlier.update(digests)
         ranks = [rank for rank, number in self._num_equal.items() if number >= _NUM_EQUAL]
         if ranks and is_comparing():
-            raise _refuse_same_samples(ranks)
+            raise _same_samples_error(ranks)
 
 
 def _cut_into_share(batch: Any, counts: list[int], rank: int, microbatch_size: int | None) -> Share:
@@ -166,7 +166,7 @@ def _digest_batch(batch: Any) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _refuse_same_samples(ranks: list[int]) -> PacelineError:
+def _same_samples_error(ranks: list[int]) -> PacelineError:
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     error = PacelineError(
         "PL419",

@@ -16,16 +16,16 @@ from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.construct import Construction, construct
-from paceline.parallel.construct_values import place_values
+from paceline.parallel.construct.build import Construction, construct
+from paceline.parallel.construct.values import place_values
 from paceline.parallel.order import Settings, parallelize
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
+from paceline.seeds import derive_seed
 from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
-from paceline.train.rng import derive_seed
 from paceline.train.settings import BuiltOptimizer
 from paceline.train.update import Update, Updated
 
@@ -309,7 +309,7 @@ def check_numbers(**limits: tuple[float | None, int]) -> None:
             )
 
 
-def refuse_sync_batchnorm(num_samples: int, microbatch_size: int, world_size: int) -> PacelineError:
+def sync_batchnorm_error(num_samples: int, microbatch_size: int, world_size: int) -> PacelineError:
     """The error for statistics over ranks that don't run exactly one microbatch each."""
     return PacelineError(
         "PL424",

@@ -36,7 +36,7 @@ from paceline.parallel.replicate import Compute
 from paceline.parallel.tensor.vocabulary import CutTensor
 from paceline.train.batches import weigh
 from paceline.train.precision import Precision
-from paceline.train.rounds import Rounds
+from paceline.train.rounds import MicrobatchRunner
 from paceline.train.whole_batch import Whole, gather_batch, gather_whole
 
 
@@ -65,7 +65,9 @@ class GlobalLoss:
         self._dp = mesh.dp if mesh is not None and mesh.dp.size > 1 else None
         self._precision = precision
 
-    def prepare(self, rounds: Rounds, share: Share, *, step: int, phase: int) -> tuple[Compute, Share]:
+    def prepare(
+        self, rounds: MicrobatchRunner, share: Share, *, step: int, phase: int
+    ) -> tuple[Compute, Share]:
         """Runs both the first pass and the loss; collective.
 
         Args:
@@ -132,7 +134,7 @@ class GlobalLoss:
         return _Begin.apply(total, len(outputs), *outputs, *gradients), weight  # type: ignore[no-untyped-call]
 
     def _differentiate(
-        self, whole: Whole, batch: Any, num_samples: int, rounds: Rounds
+        self, whole: Whole, batch: Any, num_samples: int, rounds: MicrobatchRunner
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """The loss, its weight, and the gradient of its sum by every leaf of the output."""
         leaves = [

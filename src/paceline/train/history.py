@@ -77,11 +77,11 @@ class History:
         main = nodes[0]
         newest = max(nodes, key=lambda entry: (max(entry.step, entry.noted), entry.step))
         if max(newest.step, newest.noted) > main.step:
-            raise self._refuse_lost(main, newest)
+            raise self._lost_error(main, newest)
         for other in nodes:
             can_compare = other.step == main.step and other.digest and main.digest
             if can_compare and other.digest != main.digest:
-                raise self._refuse_two(main, other)
+                raise self._two_error(main, other)
 
     def note_commit(self, step: int) -> None:
         """Notes on this node's disk that rank 0 has committed a step, where this node can't see it."""
@@ -115,7 +115,7 @@ class History:
             noted = int((self._folder / _NOTE).read_text(encoding="utf-8"))
         return _Held(self._world.rank, socket.gethostname(), step, digest, noted)
 
-    def _refuse_lost(self, main: _Held, newest: _Held) -> PacelineError:
+    def _lost_error(self, main: _Held, newest: _Held) -> PacelineError:
         has = f"its newest checkpoint there is of step {main.step}" if main.step else "there is no checkpoint"
         if newest.step >= newest.noted:
             knows = f"on {newest.host} (rank {newest.rank}) the folder holds step {newest.step}"
@@ -132,7 +132,7 @@ class History:
             )
         )
 
-    def _refuse_two(self, main: _Held, other: _Held) -> PacelineError:
+    def _two_error(self, main: _Held, other: _Held) -> PacelineError:
         return _on_every_rank(
             PacelineError(
                 "PL319",

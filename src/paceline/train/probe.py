@@ -30,7 +30,7 @@ from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
 from paceline.parallel.replicate import Compute
 from paceline.train.batches import count_samples
-from paceline.train.rounds import Rounds
+from paceline.train.rounds import MicrobatchRunner
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,13 @@ class Probe:
     """
 
     def __init__(
-        self, models: list[nn.Module], rounds: Rounds, mesh: Mesh | None, *, is_divided: bool, dtype: str
+        self,
+        models: list[nn.Module],
+        rounds: MicrobatchRunner,
+        mesh: Mesh | None,
+        *,
+        is_divided: bool,
+        dtype: str,
     ) -> None:
         self._models = models
         self._rounds = rounds
@@ -116,7 +122,7 @@ class Probe:
             return
         if self._differ(*found) and not self._rounds.draws_unsafely:
             whole, _, cut = found
-            raise _refuse_cut(whole[0] / whole[1], cut[0] / cut[1], len(halves.whole[1]), share)
+            raise _cut_error(whole[0] / whole[1], cut[0] / cut[1], len(halves.whole[1]), share)
 
     def find_buffers(self, run: Callable[[Any], Any], share: Share) -> list[ForwardBuffer]:
         """Buffers that forward changes alike, whatever the samples; logs PL416 for others. Collective.
@@ -287,7 +293,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _refuse_cut(whole: float, cut: float, num_samples: int, share: Share) -> PacelineError:
+def _cut_error(whole: float, cut: float, num_samples: int, share: Share) -> PacelineError:
     size = len(share.samples[0])
     return PacelineError(
         "PL413",

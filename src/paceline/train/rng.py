@@ -2,13 +2,12 @@
 
 Before every microbatch all generators are seeded from (seed, step, phase, microbatch): what a forward
 draws is then the same on whichever rank it runs. Dropout uses no generator and depends on the sample
-instead of the microbatch (`parallel/dropout.py`). Outside of microbatches the generators go on with their
-own stream, which is the same on every rank and part of checkpoints.
+instead of the microbatch (`parallel/dropout/replacements.py`). Outside of microbatches the generators go on
+with their own stream, which is the same on every rank and part of checkpoints.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import mtrand
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from a path of numbers and names; any change gives an unrelated seed."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -24,14 +24,15 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
-from paceline.parallel.dropout_find import find_random
+from paceline.parallel.dropout.find import find_random
 from paceline.parallel.order import LaidOut
 from paceline.parallel.replicate import Compute, Replica
-from paceline.parallel.shard import Shards
-from paceline.train.agreement import Agreement, Told
+from paceline.parallel.shard.shards import Shards
+from paceline.seeds import derive_seed
+from paceline.train.agreement import Agreement, RankMessage
 from paceline.train.batches import count_samples, lend_batch
 from paceline.train.precision import LossScaler, Precision
-from paceline.train.rng import derive_seed, seed_generators
+from paceline.train.rng import seed_generators
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Launch:
     """Starts the agreement at the right moment of the last microbatch."""
 
     agreement: Agreement
-    told: Told
+    told: RankMessage
     used: list[bool] | None
     is_done: bool = False
 
@@ -76,7 +77,7 @@ class Work:
     launch: Launch
 
 
-class Rounds:
+class MicrobatchRunner:
     """Runs the microbatches of a model's updates; gradients are left in the parameters, summed over dp.
 
     Args:
@@ -314,7 +315,7 @@ class Rounds:
         with self._drawing(work, work.share.samples[number]):
             loss_sum, weight = self._forward(work.compute, batch)
             if not loss_sum.requires_grad:
-                raise _refuse_constant_loss(self._name, index)
+                raise _constant_loss_error(self._name, index)
             statistics = self._statistics.read_microbatch() if self._statistics.num_values else None
             if self._speaks:
                 work.launch.agreement.put_microbatch(index, loss_sum, weight, statistics)
@@ -411,7 +412,7 @@ class Rounds:
             parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
 
 
-def _refuse_constant_loss(name: str, index: int) -> PacelineError:
+def _constant_loss_error(name: str, index: int) -> PacelineError:
     return PacelineError(
         "PL412",
         saw=f"the loss of microbatch {index} does not depend on any trained parameter of {name}.",

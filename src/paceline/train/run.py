@@ -15,10 +15,11 @@ from torch.utils.data import Subset, default_collate
 from paceline.data import TaskData, build_data, measure_bigram
 from paceline.models import Gpt, build_model
 from paceline.recipe import Recipe, dump_recipe
+from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS
 from paceline.train.evaluation import Evaluation
 from paceline.train.metrics import read_rows
-from paceline.train.rng import derive_seed, preserved_generators, seed_generators
+from paceline.train.rng import preserved_generators, seed_generators
 from paceline.train.run_folder import claim_run_folder
 from paceline.train.step import Step
 from paceline.train.tasks import build_lr_schedule, build_optimizer, build_task
@@ -43,7 +44,7 @@ class Reporter(Protocol):
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """What a finished run reports; JSON-able.
 
     Attributes:
@@ -154,7 +155,7 @@ def train_recipe(
     reporter: Reporter | None,
     *,
     launcher_pid: int | None = None,
-) -> Summary | None:
+) -> RunSummary | None:
     """Trains a recipe to its end, going on from the newest checkpoint in `folder`; collective.
 
     Args:
@@ -178,13 +179,13 @@ def train_recipe(
         world.on_close(lock.close)
 
     run_on_main(world, claim)
-    run = _Run(recipe, folder, world, reporter if world.is_main else None)
+    run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None)
     run.train()
     plain = run.gather_model()
     return run.summarise(plain) if world.is_main else None
 
 
-class _Run:
+class _RecipeRun:
     """One start of a run."""
 
     def __init__(self, recipe: Recipe, folder: Path, world: World, reporter: Reporter | None) -> None:
@@ -232,7 +233,7 @@ class _Run:
         self._trainer.gather_into(plain)
         return plain
 
-    def summarise(self, model: nn.Module) -> Summary:
+    def summarise(self, model: nn.Module) -> RunSummary:
         """What this run came to; on rank 0.
 
         Args:
@@ -245,7 +246,7 @@ class _Run:
         samples_per_s = self._recipe.train.global_batch_size / step_s if step_s else None
         tokens = self._data.tokens_per_sample
         last = rows[-1] if rows else {}
-        return Summary(
+        return RunSummary(
             folder=str(self._folder),
             num_parameters=self._num_parameters,
             world_size=self._world.world_size,

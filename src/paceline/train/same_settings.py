@@ -74,7 +74,7 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup) -
         values = [each.get(name, _MISSING) for each in gathered]
         if values.count(values[0]) < len(values):
             differing.append(f"{name} is {describe_by_rank(values)}")
-    raise _refuse_different(differing)
+    raise _different_error(differing)
 
 
 class StepSettings:
@@ -231,7 +231,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_LETTERS else text[:_MAX_LETTERS] + "..."
 
 
-def _refuse_different(differing: Sequence[str]) -> PacelineError:
+def _different_error(differing: Sequence[str]) -> PacelineError:
     shown = "; ".join(differing[:_MAX_SHOWN])
     if len(differing) > _MAX_SHOWN:
         shown += f"; and {len(differing) - _MAX_SHOWN} more"

@@ -27,6 +27,7 @@ from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
 from paceline.recipe.explain import validate_section
 from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.seeds import derive_seed
 from paceline.train.batches import RawBatches, weigh
 from paceline.train.building import (
     Model,
@@ -44,7 +45,7 @@ from paceline.train.building import (
     check_several,
     complete_model,
     refuse_illegal,
-    refuse_sync_batchnorm,
+    sync_batchnorm_error,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
 from paceline.train.global_loss import GlobalLoss
@@ -52,7 +53,7 @@ from paceline.train.memory import explain_out_of_memory
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.precision import Precision
 from paceline.train.probe import Probe, explain_single_sample
-from paceline.train.rng import derive_seed, preserved_generators
+from paceline.train.rng import preserved_generators
 from paceline.train.same_settings import (
     StepSettings,
     check_same_settings,
@@ -341,7 +342,7 @@ class Trainer:
         """
         size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
         if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
-            raise refuse_sync_batchnorm(global_batch_size, size, self.world.world_size)
+            raise sync_batchnorm_error(global_batch_size, size, self.world.world_size)
         name = name or f"loader{len(self._loaders)}"
         check_data(dataset, name)
         loader = _TrainerLoader(
@@ -474,7 +475,7 @@ class Trainer:
             share = self._raw_batches.share(batch, self.world.device, self.microbatch_size)
             self._saver.has_raw_batches = True
         if self._sync_batchnorm and share.num_microbatches != self.world.world_size:
-            raise refuse_sync_batchnorm(
+            raise sync_batchnorm_error(
                 share.num_samples, self.microbatch_size or share.num_samples, self.world.world_size
             )
         self._source = share.source

@@ -54,7 +54,7 @@ def load_on_main(world: World, load: Callable[[], Any], cut: Cut | None = None) 
     def describe() -> Any:
         nonlocal tree
         tree = load()
-        return tree_map_only(Tensor, lambda tensor: _Hole(tensor.shape, tensor.dtype), tree)
+        return tree_map_only(Tensor, lambda tensor: _SentSeparately(tensor.shape, tensor.dtype), tree)
 
     skeleton = run_on_main(world, describe)
     if world.world_size == 1:
@@ -62,7 +62,7 @@ def load_on_main(world: World, load: Callable[[], Any], cut: Cut | None = None) 
     own = iter([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)])
 
     def receive(path: Any, hole: Any) -> Any:
-        if not isinstance(hole, _Hole):
+        if not isinstance(hole, _SentSeparately):
             return hole
         tensor = next(own).contiguous() if world.is_main else torch.empty(hole.shape, dtype=hole.dtype)
         if tensor.numel():
@@ -74,7 +74,7 @@ def load_on_main(world: World, load: Callable[[], Any], cut: Cut | None = None) 
     return tree_map_with_path(receive, skeleton)
 
 
-class _Hole:
+class _SentSeparately:
     """Where a tensor goes that is sent by itself."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
-from paceline.comm.board import Board
+from paceline.comm.board import NumberBoard
 from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
@@ -34,11 +34,11 @@ from paceline.parallel.norm import measure_norm
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
 from paceline.parallel.replicate import Compute, Replica
-from paceline.parallel.shard import Shards
-from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, Told
+from paceline.parallel.shard.shards import Shards
+from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.copies import Copies
 from paceline.train.precision import Precision
-from paceline.train.rounds import Launch, Rounds, Work
+from paceline.train.rounds import Launch, MicrobatchRunner, Work
 from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
 
@@ -132,7 +132,7 @@ class Update:
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._updated = [(n, p) for n, p in self._named if id(p) in mine]
-        self.rounds = Rounds(
+        self.rounds = MicrobatchRunner(
             name,
             model,
             laid_out,
@@ -200,7 +200,7 @@ class Update:
         # Of the step before: this one's is complete only after its last backward.
         signature = self._reducer.signature if isinstance(self._reducer, Shards) else 0
         copies = self._copies.digest(step) if is_talking else (0,) * NUM_COPIES
-        told = Told(stop_signum, step, signature, settings.digest, copies)
+        told = RankMessage(stop_signum, step, signature, settings.digest, copies)
         hook_memory = None if self.hook_state is None else self.hook_state.read()
         launch = Launch(agreement, told, self.rounds.used)
         work = Work(compute, share, step, phase, self._unit, launch)
@@ -278,7 +278,7 @@ class Update:
         if isinstance(self._reducer, Shards):
             self._reducer.offload_state(self.optimizer)
 
-    def _make_board(self) -> Board | None:
+    def _make_board(self) -> NumberBoard | None:
         """A board for what ranks agree on, where summing all ranks' gradients is the meeting that it needs.
 
         A hook of the user's may not wait for all ranks, and the use of parameters is known only when the
@@ -290,7 +290,7 @@ class Update:
             return None
         world = dist.group.WORLD
         assert world is not None
-        return Board(world) if self._mesh.dp_replicate.size == world.size() else None
+        return NumberBoard(world) if self._mesh.dp_replicate.size == world.size() else None
 
     def _finish(self, agreement: Agreement, settings: StepSettings, comm_s: float) -> Updated:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""

@@ -125,7 +125,7 @@ class Reference:
         return found
 
 
-class _Recorder:
+class _ReferenceRecorder:
     """Keeps everything."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class _Recorder:
 class _Spread:
     """Notes how far a rerun is from the first run."""
 
-    def __init__(self, first: _Recorder, floors: dict[str, float]) -> None:
+    def __init__(self, first: _ReferenceRecorder, floors: dict[str, float]) -> None:
         self._first, self._floors = first, floors
         self._start: dict[str, Tensor] = {}
 
@@ -156,7 +156,7 @@ class _Spread:
             return
         key = key_of(step, kind, name)
         if key not in self._first.tensors:
-            raise _refuse_random(key, math.inf)
+            raise _random_error(key, math.inf)
         there = self._first.tensors[key]
         if kind == "weight" and tensor.is_floating_point():
             moved = tensor - self._start[name]
@@ -200,7 +200,7 @@ def make_reference(subject: Subject, folder: str) -> Facts:
 class _First:
     """The first run; as in `Facts`."""
 
-    found: _Recorder
+    found: _ReferenceRecorder
     clip_norm: float
     num_microbatches: list[int]
     tied: list[list[str]]
@@ -218,7 +218,7 @@ def _train_first(opened: Opened, subject: Subject) -> _First:
         def keep(_step: int, share: Share, shares: list[Share] = shares) -> None:
             shares.append(share)
 
-        found = _Recorder()
+        found = _ReferenceRecorder()
         run_steps(trainer, opened.give_shares(trainer), subject.num_steps, found, before_step=keep)
         norms = [value for key, value in found.numbers.items() if key.split("/")[1] == "norm"]
         finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
@@ -260,7 +260,7 @@ def measure_narrow(subject: Subject, folder: str) -> dict[str, Noise]:
     Runs on one rank, after `make_reference`.
     """
     reference = Reference(Path(folder))
-    first = _Recorder()
+    first = _ReferenceRecorder()
     first.numbers = dict(reference.facts.numbers)
     first.tensors = {key: reference.tensor(key) for key in reference.keys}
     floors = {key: noise.floor for key, noise in reference.facts.noise.items()}
@@ -274,7 +274,7 @@ def measure_narrow(subject: Subject, folder: str) -> dict[str, Noise]:
 
 
 def _find_ordered(
-    first: _Recorder, in_order: dict[str, float], floors: dict[str, float], dtype: str
+    first: _ReferenceRecorder, in_order: dict[str, float], floors: dict[str, float], dtype: str
 ) -> list[str]:
     """Name the buffers that depend on the order of the microbatches, and take it out of their floors."""
     found = []
@@ -302,7 +302,7 @@ def shuffle_shares(shares: Iterator[Share], seed: int) -> Iterator[Share]:
         )
 
 
-def _measure_noise(first: _Recorder, floors: dict[str, float], dtype: str) -> dict[str, Noise]:
+def _measure_noise(first: _ReferenceRecorder, floors: dict[str, float], dtype: str) -> dict[str, Noise]:
     scales = {key: largest(tensor) for key, tensor in first.tensors.items()}
     tops: dict[str, float] = {}
     for key, scale in scales.items():
@@ -332,10 +332,10 @@ def _check_repeatable(facts: Facts, dtype: str) -> None:
     for key, value in facts.numbers.items():
         floor = facts.noise[key].floor
         if _kind_of(key).endswith(("loss", "norm")) and floor > _RANDOM[dtype] * abs(value):
-            raise _refuse_random(key, floor / abs(value) if value else math.inf)
+            raise _random_error(key, floor / abs(value) if value else math.inf)
 
 
-def _refuse_random(key: str, apart: float) -> PacelineError:
+def _random_error(key: str, apart: float) -> PacelineError:
     step, kind, _ = key.split("/", 2)
     return PacelineError(
         "PL722",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.mesh import build_mesh
-from paceline.parallel.dropout import apply_dropout
+from paceline.parallel.dropout.replacements import apply_dropout
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import find_plan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.parallel.tensor.plan import Plan, find_plan
+from paceline.parallel.tensor.plan import SplitPlan, find_plan
 
 SIZES = {
     "hidden_size": 64,
@@ -23,7 +23,7 @@ SIZES = {
 DIMS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "embedding_rowwise": 0}
 
 
-def plan_for(name: str) -> tuple[Any, Plan]:
+def plan_for(name: str) -> tuple[Any, SplitPlan]:
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**SIZES)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.models.gpt import Gpt
-from paceline.parallel.tensor.plan import Plan, find_plan
+from paceline.parallel.tensor.plan import SplitPlan, find_plan
 from paceline.recipe.schema import GptModel
 from tests.parallel.tensor.models import build
 
 
-def plan(requests: dict[str, str] | None = None, num_ranks: int = 2, **settings: Any) -> Plan:
+def plan(requests: dict[str, str] | None = None, num_ranks: int = 2, **settings: Any) -> SplitPlan:
     section = GptModel(kind="gpt", layers=2, hidden=32, **{"heads": 4, **settings})
     ids = torch.zeros(2, 8, dtype=torch.int64)
     return find_plan(Gpt(section, 96, 8), lambda model: model(ids), num_ranks, requests)

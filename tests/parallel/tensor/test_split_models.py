@@ -10,18 +10,18 @@ import torch
 from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
-from paceline.parallel.dropout import apply_dropout
+from paceline.parallel.dropout.replacements import apply_dropout
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.collectives import all_reduce
-from paceline.parallel.tensor.plan import Plan, find_plan
+from paceline.parallel.tensor.plan import SplitPlan, find_plan
 from paceline.recipe import Layout
 from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool
 from tests.parallel.tensor.models import CASES, build, compute_loss
 
 
-def split(name: str, num_ranks: int, *, sequence: bool = False) -> tuple[torch.nn.Module, Plan]:
+def split(name: str, num_ranks: int, *, sequence: bool = False) -> tuple[torch.nn.Module, SplitPlan]:
     model = build(name)
     open_attention(model)
     case = CASES[name]

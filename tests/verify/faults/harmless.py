@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.parallel import gradient_exchange
+from paceline.parallel.shard import gradient_exchange
 from paceline.parallel.tensor import collectives
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.replicate import Replica
 from paceline.train import rounds, update
-from paceline.train.rounds import Rounds
+from paceline.train.rounds import MicrobatchRunner
 from paceline.train.update import Update
 
 
@@ -98,15 +98,15 @@ def microbatch_dropped() -> Iterator[None]:
 @contextlib.contextmanager
 def gradient_overwritten() -> Iterator[None]:
     """Each microbatch's gradient takes the place of the one before: the last one is left."""
-    right = Rounds._run_microbatch
+    right = MicrobatchRunner._run_microbatch
 
-    def run(self: Rounds, *args: Any, **settings: Any) -> float:
+    def run(self: MicrobatchRunner, *args: Any, **settings: Any) -> float:
         for parameter in self._trained:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         return right(self, *args, **settings)
 
-    with mock.patch.object(Rounds, "_run_microbatch", run):
+    with mock.patch.object(MicrobatchRunner, "_run_microbatch", run):
         yield
 
 

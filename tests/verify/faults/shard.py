@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel import gradient_exchange
-from paceline.parallel.gradient_exchange import GatherChunks
-from paceline.parallel.shard import Shards
-from paceline.train.rounds import Rounds, Work
+from paceline.parallel.shard import gradient_exchange
+from paceline.parallel.shard.gradient_exchange import GatherChunks
+from paceline.parallel.shard.shards import Shards
+from paceline.train.rounds import MicrobatchRunner, Work
 
 
 def _summing(change: Callable[..., None]) -> AbstractContextManager[Any]:
@@ -119,9 +119,9 @@ def gathered_once_for_all() -> Iterator[None]:
 @contextlib.contextmanager
 def sharded_microbatch_dropped() -> Iterator[None]:
     """Under dp_shard, rank 1 leaves out its first microbatch; all ranks agree that it has one fewer."""
-    right = Rounds._run_shards
+    right = MicrobatchRunner._run_shards
 
-    def run(self: Rounds, shards: Shards, work: Work, **settings: Any) -> float:
+    def run(self: MicrobatchRunner, shards: Shards, work: Work, **settings: Any) -> float:
         share = work.share
         owned = (share.num_owned[0], share.num_owned[1] - 1, *share.num_owned[2:])
         share = replace(share, num_owned=owned)
@@ -129,7 +129,7 @@ def sharded_microbatch_dropped() -> Iterator[None]:
             share = replace(share, microbatches=share.microbatches[1:], samples=share.samples[1:])
         return right(self, shards, replace(work, share=share), **settings)
 
-    with mock.patch.object(Rounds, "_run_shards", run):
+    with mock.patch.object(MicrobatchRunner, "_run_shards", run):
         yield
 
 
@@ -161,14 +161,14 @@ def idle_round_counted() -> Iterator[None]:
 @contextlib.contextmanager
 def sharded_gradient_overwritten() -> Iterator[None]:
     """Each round's gradient takes the place of the one before."""
-    right = Rounds._run_microbatch
+    right = MicrobatchRunner._run_microbatch
 
-    def run(self: Rounds, *args: Any, **settings: Any) -> float:
+    def run(self: MicrobatchRunner, *args: Any, **settings: Any) -> float:
         for parameter in self._trained:
             parameter.grad = None
         return right(self, *args, **settings)
 
-    with mock.patch.object(Rounds, "_run_microbatch", run):
+    with mock.patch.object(MicrobatchRunner, "_run_microbatch", run):
         yield
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel import norm, order
-from paceline.parallel.construct import Construction
-from paceline.parallel.dropout import Masks, _look_up
+from paceline.parallel.construct.build import Construction
+from paceline.parallel.dropout.replacements import Masks, _look_up
 from paceline.parallel.placement import Placement
 from paceline.parallel.replicate import Replica
 from paceline.parallel.tensor import apply, collectives, vocabulary

@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
-from paceline.parallel.dropout import Cut, Masks
+from paceline.parallel.dropout.replacements import Cut, Masks
 from paceline.parallel.split import Split
+from paceline.parallel.tensor.calls import CallSite, change_calls
 from paceline.parallel.tensor.calls import Change as CallChange
-from paceline.parallel.tensor.calls import Spot, change_calls
 from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
 from paceline.parallel.tensor.gradients import show_whole_gradients
 from paceline.parallel.tensor.hooks import Change, change_input, change_output
-from paceline.parallel.tensor.plan import Plan
+from paceline.parallel.tensor.plan import SplitPlan
 from paceline.parallel.tensor.sequence import DIM, Sequence
 from paceline.parallel.tensor.sizes import divide_size
 from paceline.parallel.tensor.sums import add_up_call, add_up_lookup
@@ -28,7 +28,7 @@ from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up
 
 
-def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = None) -> None:
+def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | None = None) -> None:
     """Splits a model over the ranks of tp, in place. No collective; forwards have some afterwards.
 
     Args:
@@ -46,7 +46,7 @@ def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = N
     show_whole_gradients(before, model, plan.splits, plan.partial, axis)
     modules = dict(model.named_modules())
     along = plan.sequence or Sequence()
-    inside: dict[str, dict[Spot, CallChange]] = defaultdict(dict)
+    inside: dict[str, dict[CallSite, CallChange]] = defaultdict(dict)
     for name, sizes in plan.sizes.items():
         inside[name] = {spot: divide_size(dim, axis.size) for spot, dim in sizes.items()}
     for entry in plan.entries:
@@ -71,7 +71,7 @@ def apply_plan(model: nn.Module, plan: Plan, axis: Axis, masks: Masks | None = N
             change_output(module, change)
     for name, changes in inside.items():
         listed = {
-            site: [changes.get(Spot(site, number)) for number in range(count)]
+            site: [changes.get(CallSite(site, number)) for number in range(count)]
             for site, count in plan.sites[name].items()
         }
         change_calls(modules[name], WATCHED, listed)

@@ -49,7 +49,7 @@ SUMMED = frozenset(
 )
 
 
-class Spot(NamedTuple):
+class CallSite(NamedTuple):
     """One call in a module's forward.
 
     Attributes:

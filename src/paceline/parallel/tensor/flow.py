@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.parallel.tensor.calls import Spot
+from paceline.parallel.tensor.calls import CallSite
 from paceline.parallel.tensor.sums import is_plain_lookup
-from paceline.parallel.tensor.trace import Call, Trace, Written, words
+from paceline.parallel.tensor.trace import ModuleCall, Trace, Written, words
 
 # Operations that only look at a tensor otherwise: what holds for all uses of their result holds for them.
 _SHAPES = frozenset(
@@ -29,7 +29,7 @@ class UnreachableError(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CutBoundary:
     """A place where a whole activation meets cut tensors.
 
     Attributes:
@@ -55,7 +55,7 @@ class Exit:
 
     module: str
     kind: str
-    spot: Spot | None = None
+    spot: CallSite | None = None
 
 
 class Uses:
@@ -147,8 +147,8 @@ class Flow:
         self._memo[(tensor, number)] = entering
         return entering
 
-    def _find_entries(self) -> list[Entry]:
-        found: list[Entry] = []
+    def _find_entries(self) -> list[CutBoundary]:
+        found: list[CutBoundary] = []
         lifted = {
             output
             for number, op in enumerate(self._trace.ops)
@@ -171,10 +171,10 @@ class Flow:
         """An activation that some parameter went into."""
         return bool(self.learned.get(tensor)) and tensor in self._computed
 
-    def _place(self, tensor: int, entering: list[int]) -> list[Entry]:
+    def _place(self, tensor: int, entering: list[int]) -> list[CutBoundary]:
         """The fewest module inputs, from outside to inside, through which all these uses get the tensor."""
         missing = set(entering)
-        found: list[Entry] = []
+        found: list[CutBoundary] = []
         for call in self._trace.calls:
             keys = [key for key, number in call.inputs.items() if number == tensor]
             inside = [use for use in self._uses[tensor] if call.first <= use < call.last]
@@ -182,12 +182,12 @@ class Flow:
                 continue
             if tensor in call.outputs:  # it goes on unused, so its gradient comes from there as well
                 continue
-            found.append(Entry(call.module, tuple(keys)))
+            found.append(CutBoundary(call.module, tuple(keys)))
             missing.difference_update(inside)
         producers = [call for call in self._trace.calls if tensor in call.outputs]
         only_enters = set(entering) == set(self._uses[tensor]) and tensor not in self._trace.outputs
         if missing and producers and only_enters and not found:
-            return [Entry(producers[-1].module, ())]
+            return [CutBoundary(producers[-1].module, ())]
         for use in sorted(missing):
             if self.mixes(use):
                 where = self._trace.ops[use].module or "the model"
@@ -197,12 +197,12 @@ class Flow:
             found += [entry for n in results for entry in self._place(n, self._uses[n])]
         return found
 
-    def _check_every_call(self, entries: list[Entry]) -> None:
+    def _check_every_call(self, entries: list[CutBoundary]) -> None:
         """A module that is called several times has the same entries in each of its calls."""
         calls: dict[str, int] = defaultdict(int)
         for call in self._trace.calls:
             calls[call.module] += 1
-        placed: dict[Entry, int] = defaultdict(int)
+        placed: dict[CutBoundary, int] = defaultdict(int)
         for entry in entries:
             placed[entry] += 1
         for entry, count in placed.items():
@@ -284,7 +284,7 @@ class Flow:
             return len(call.args) == 3 and not call.kwargs
         return "out" not in call.kwargs and self._gives(number, call)
 
-    def _gives(self, number: int, call: Call | Written) -> bool:
+    def _gives(self, number: int, call: ModuleCall | Written) -> bool:
         """Whether a sum, seen otherwise at most, is what a call returns, and nothing else there uses it."""
         tensor = self._trace.ops[number].outputs[0]
         while tensor not in call.outputs:

@@ -10,7 +10,7 @@ that cut most bytes of matrices first. With them cut, every tensor is one of thr
 Where a whole activation meets cut tensors (an entry), each rank gets only a part of its gradient, so the
 gradients are added up there in backward. That is Megatron-LM's f and g (Shoeybi et al. 2019, section 3):
 one all-reduce per attention or feed-forward and pass. A whole parameter that meets cut tensors inside (a
-norm of queries) has its gradient added up once per step instead (`Plan.partial`).
+norm of queries) has its gradient added up once per step instead (`SplitPlan.partial`).
 
 A choice is made only where entry and exit are places that a hook can reach: the input or output of a module,
 or a linear layer. Then the forward is run once more with the parts of a rank, and every shape is compared
@@ -32,21 +32,21 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.dropout import Masks
+from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, leaves
-from paceline.parallel.tensor.calls import Site, Spot
-from paceline.parallel.tensor.flow import Entry, Exit, Flow, UnreachableError, Uses
+from paceline.parallel.tensor.calls import CallSite, Site
+from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow, UnreachableError, Uses
 from paceline.parallel.tensor.rules import Dims, atoms_of, read_dims
-from paceline.parallel.tensor.sequence import DIM, Sequence, plan_sequence, refuse_mismatch, rehearse
+from paceline.parallel.tensor.sequence import DIM, Sequence, mismatch_error, plan_sequence, rehearse
 from paceline.parallel.tensor.sizes import change_size
-from paceline.parallel.tensor.trace import Op, Trace, trace_forward
+from paceline.parallel.tensor.trace import Trace, TracedOp, trace_forward
 
 STYLES = ("colwise", "rowwise", "replicate")
 
 
 @dataclass
-class Plan:
+class SplitPlan:
     """How one model is split.
 
     Attributes:
@@ -70,9 +70,9 @@ class Plan:
 
     num_ranks: int
     splits: dict[str, Split] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[CutBoundary] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
-    sizes: dict[str, dict[Spot, int]] = field(default_factory=dict)
+    sizes: dict[str, dict[CallSite, int]] = field(default_factory=dict)
     sites: dict[str, dict[Site, int]] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     outputs: dict[int, Split] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def find_plan(
     masks: Masks | None = None,
     *,
     sequence: bool = False,
-) -> Plan:
+) -> SplitPlan:
     """Finds out how a model can be split over `num_ranks`. Nothing is changed.
 
     Args:
@@ -182,7 +182,7 @@ class _Planner:
         self.trace, self.dims, self.masks = trace, dims, masks
         self.modules = dict(model.named_modules())
         self.chosen: list[Atom] = []
-        self._sizes: dict[str, dict[Spot, int]] = {}
+        self._sizes: dict[str, dict[CallSite, int]] = {}
         self._flow: Flow | None = None
         self._uses = Uses(trace)
         # Final from here on: no rule is applied any more.
@@ -314,7 +314,7 @@ class _Planner:
             return tuple(shape)
 
         self._sizes = {}
-        kept: dict[tuple[str, Spot], int] = {}
+        kept: dict[tuple[str, CallSite], int] = {}
 
         def resize(number: int, func: Any, args: Any, kwargs: Any) -> Any:
             call = self.trace.written[number] if number < len(self.trace.written) else None
@@ -371,11 +371,11 @@ class _Planner:
                     return at, f"the code of {where} has a size of its own ({mine.name})"
         return None
 
-    def build(self) -> Plan:
+    def build(self) -> SplitPlan:
         splits = self.splits()
         assert self._flow is not None
         flow = self._flow
-        plan = Plan(self.num_ranks, entries=flow.entries, exits=flow.exits, partial=flow.partial)
+        plan = SplitPlan(self.num_ranks, entries=flow.entries, exits=flow.exits, partial=flow.partial)
         plan.sizes = self._sizes
         changed = {(name, spot.site) for name, sizes in plan.sizes.items() for spot in sizes}
         changed |= {(leaving.module, leaving.spot.site) for leaving in plan.exits if leaving.spot is not None}
@@ -408,7 +408,7 @@ class _Planner:
         plan = plan_sequence(self.trace, self._flow, self.modules, blocks, self.num_ranks)
         mismatch = self._first_mismatch(plan)
         if mismatch is not None:
-            raise refuse_mismatch(mismatch[1])
+            raise mismatch_error(mismatch[1])
         return plan
 
     def _reason(self, number: int) -> str:
@@ -416,7 +416,7 @@ class _Planner:
         return "; ".join(dict.fromkeys(reasons)) or "another dimension of the same tensors is split"
 
 
-def _compared(trace: Trace) -> Iterator[tuple[int, Op]]:
+def _compared(trace: Trace) -> Iterator[tuple[int, TracedOp]]:
     """The operations that parts must go through as the whole does. Copies and expansions to the same shape
     come and go with the order of elements in memory, which parts may have otherwise."""
     for number, op in enumerate(trace.ops):
@@ -425,7 +425,7 @@ def _compared(trace: Trace) -> Iterator[tuple[int, Op]]:
             yield number, op
 
 
-def _kind(op: Op) -> str:
+def _kind(op: TracedOp) -> str:
     return "view" if op.name in ("_unsafe_view", "_reshape_alias", "reshape") else op.name
 
 
@@ -453,7 +453,7 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch(module, pattern) or fnmatch(module, pattern + ".*")
 
 
-def _check_requests(plan: Plan, requests: Mapping[str, str], model: nn.Module) -> None:
+def _check_requests(plan: SplitPlan, requests: Mapping[str, str], model: nn.Module) -> None:
     for pattern, style in requests.items():
         if style == "replicate":
             continue

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.parallel.attention_ops import ATTENTION_OPS
 from paceline.parallel.tensor.atoms import Atom, Dim, divide, leaves, new_dim, pin, unify
-from paceline.parallel.tensor.trace import Op, Ref, Trace, words
+from paceline.parallel.tensor.trace import Ref, Trace, TracedOp, words
 
 
 @dataclass
@@ -59,21 +59,21 @@ def read_dims(trace: Trace) -> Dims:
     return dims
 
 
-Rule = Callable[[Dims, int, Op], None]
+Rule = Callable[[Dims, int, TracedOp], None]
 
 
-def _why(op: Op) -> str:
+def _why(op: TracedOp) -> str:
     return f"{op.name} in {op.module or 'the model'} needs all of it"
 
 
-def _pointwise(dims: Dims, number: int, op: Op) -> None:
+def _pointwise(dims: Dims, number: int, op: TracedOp) -> None:
     """Every output broadcasts all inputs."""
     for output in op.outputs:
         for tensor in op.inputs:
             _align(dims, tensor, output, op)
 
 
-def _align(dims: Dims, tensor: int, output: int, op: Op, skip: Sequence[int] = ()) -> None:
+def _align(dims: Dims, tensor: int, output: int, op: TracedOp, skip: Sequence[int] = ()) -> None:
     """Dimensions of equal size, from the last one on, are one; `skip` names places of the output."""
     mine, its = dims.shape(tensor), dims.shape(output)
     for back in range(1, min(len(mine), len(its)) + 1):
@@ -81,13 +81,13 @@ def _align(dims: Dims, tensor: int, output: int, op: Op, skip: Sequence[int] = (
             unify(dims[tensor][-back], dims[output][-back], _why(op))
 
 
-def _create(dims: Dims, number: int, op: Op) -> None:
+def _create(dims: Dims, number: int, op: TracedOp) -> None:
     """A tensor made from numbers has dimensions of its own."""
     for output in op.outputs:
         dims[output]
 
 
-def _view(dims: Dims, number: int, op: Op) -> None:
+def _view(dims: Dims, number: int, op: TracedOp) -> None:
     """The same elements in the same order, cut otherwise."""
     (source, *_), (output,) = op.inputs, op.outputs
     if math.prod(dims.shape(source)) != math.prod(dims.shape(output)):
@@ -102,53 +102,53 @@ def _show(dims: Dims, tensor: int) -> str:
     return "x".join(map(str, dims.shape(tensor)))
 
 
-def _unknown_shape(dims: Dims, op: Op) -> None:
+def _unknown_shape(dims: Dims, op: TracedOp) -> None:
     for tensor in {*op.inputs, *op.outputs}:
         for dim in dims[tensor]:
             pin(dim, _why(op))
 
 
-def _permuted(dims: Dims, op: Op, order: Sequence[int]) -> None:
+def _permuted(dims: Dims, op: TracedOp, order: Sequence[int]) -> None:
     source, output = op.inputs[0], op.outputs[0]
     rank = len(dims.shape(source))
     dims.of[output] = [dims[source][place % rank] for place in order]
 
 
-def _transpose(dims: Dims, number: int, op: Op) -> None:
+def _transpose(dims: Dims, number: int, op: TracedOp) -> None:
     order = list(range(len(dims.shape(op.inputs[0]))))
     first, second = op.args[1], op.args[2]
     order[first], order[second] = order[second], order[first]
     _permuted(dims, op, order)
 
 
-def _t(dims: Dims, number: int, op: Op) -> None:
+def _t(dims: Dims, number: int, op: TracedOp) -> None:
     _permuted(dims, op, list(reversed(range(len(dims.shape(op.inputs[0]))))))
 
 
-def _permute(dims: Dims, number: int, op: Op) -> None:
+def _permute(dims: Dims, number: int, op: TracedOp) -> None:
     _permuted(dims, op, op.args[1])
 
 
-def _squeeze(dims: Dims, number: int, op: Op) -> None:
+def _squeeze(dims: Dims, number: int, op: TracedOp) -> None:
     """squeeze, unsqueeze: only ones come and go."""
     source, output = op.inputs[0], op.outputs[0]
     kept = iter([dim for dim, size in zip(dims[source], dims.shape(source), strict=True) if size != 1])
     dims.of[output] = [() if size == 1 else next(kept) for size in dims.shape(output)]
 
 
-def _expand(dims: Dims, number: int, op: Op) -> None:
+def _expand(dims: Dims, number: int, op: TracedOp) -> None:
     """Ones become many: a dimension of its own, the same in all copies."""
     _align(dims, op.inputs[0], op.outputs[0], op)
 
 
-def _select(dims: Dims, number: int, op: Op) -> None:
+def _select(dims: Dims, number: int, op: TracedOp) -> None:
     source, output = op.inputs[0], op.outputs[0]
     place = op.args[1] % len(dims.shape(source))
     pin(dims[source][place], _why(op))
     dims.of[output] = [dim for at, dim in enumerate(dims[source]) if at != place]
 
 
-def _runs(dims: Dims, op: Op, place: int) -> None:
+def _runs(dims: Dims, op: TracedOp, place: int) -> None:
     """Each output is one of several equal runs of a dimension; otherwise it is pinned."""
     source = op.inputs[0]
     place %= len(dims.shape(source))
@@ -167,11 +167,11 @@ def _runs(dims: Dims, op: Op, place: int) -> None:
         dims.of[output] = [run if at == place else dim for at, dim in enumerate(dims[source])]
 
 
-def _split(dims: Dims, number: int, op: Op) -> None:
+def _split(dims: Dims, number: int, op: TracedOp) -> None:
     _runs(dims, op, op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 0))
 
 
-def _slice(dims: Dims, number: int, op: Op) -> None:
+def _slice(dims: Dims, number: int, op: TracedOp) -> None:
     place = op.args[1] if len(op.args) > 1 else 0
     start = op.args[2] if len(op.args) > 2 and op.args[2] is not None else 0
     size, step = dims.shape(op.outputs[0])[place], op.args[4] if len(op.args) > 4 else 1
@@ -189,7 +189,7 @@ def _slice(dims: Dims, number: int, op: Op) -> None:
     _runs(dims, op, place)
 
 
-def _cat(dims: Dims, number: int, op: Op) -> None:
+def _cat(dims: Dims, number: int, op: TracedOp) -> None:
     output = op.outputs[0]
     place = (op.args[1] if len(op.args) > 1 else 0) % len(dims.shape(output))
     tensors = [leaf.number for leaf in op.args[0] if dims.shape(leaf) != (0,)]
@@ -207,7 +207,7 @@ def _cat(dims: Dims, number: int, op: Op) -> None:
             pin(dim, _why(op))
 
 
-def _stack(dims: Dims, number: int, op: Op) -> None:
+def _stack(dims: Dims, number: int, op: TracedOp) -> None:
     output = op.outputs[0]
     place = (op.args[1] if len(op.args) > 1 else 0) % len(dims.shape(output))
     rest = [dim for at, dim in enumerate(dims[output]) if at != place]
@@ -217,7 +217,7 @@ def _stack(dims: Dims, number: int, op: Op) -> None:
     pin(dims[output][place], _why(op))
 
 
-def _along(dims: Dims, number: int, op: Op) -> None:
+def _along(dims: Dims, number: int, op: TracedOp) -> None:
     """Along the named dimensions all is needed at once (softmax, mean, sum, argmax); the others pass."""
     source = op.inputs[0]
     shape = dims.shape(source)
@@ -238,7 +238,7 @@ def _along(dims: Dims, number: int, op: Op) -> None:
             _unknown_shape(dims, op)
 
 
-def _mm(dims: Dims, number: int, op: Op) -> None:
+def _mm(dims: Dims, number: int, op: TracedOp) -> None:
     """mm, bmm, addmm, baddbmm: [.., m, k] x [.., k, n] -> [.., m, n]; sums over k."""
     left, right = op.inputs[-2:]
     output = op.outputs[0]
@@ -253,7 +253,7 @@ def _mm(dims: Dims, number: int, op: Op) -> None:
     dims.products[number] = dims[left][-1]
 
 
-def _attention(dims: Dims, number: int, op: Op) -> None:
+def _attention(dims: Dims, number: int, op: TracedOp) -> None:
     """Fused attention: queries [B, H, S, d], keys and values [B, G, T, d]; H is G or a multiple of it."""
     query, key, value = (leaf.number for leaf in op.args[:3])
     output = op.outputs[0]
@@ -279,13 +279,13 @@ def _attention(dims: Dims, number: int, op: Op) -> None:
                 unify(dims[tensor][-back], scores[-back], reason)
 
 
-def _embedding(dims: Dims, number: int, op: Op) -> None:
+def _embedding(dims: Dims, number: int, op: TracedOp) -> None:
     table, places = op.inputs[:2]
     dims.lookups[number] = dims[table][0]
     dims.of[op.outputs[0]] = [*dims[places], dims[table][1]]
 
 
-def _layer_norm(dims: Dims, number: int, op: Op) -> None:
+def _layer_norm(dims: Dims, number: int, op: TracedOp) -> None:
     """native_layer_norm, rms_norm: over the last dimensions, with weights of their shape."""
     source, *weights = op.inputs
     normed = len(op.args[1])
@@ -297,7 +297,7 @@ def _layer_norm(dims: Dims, number: int, op: Op) -> None:
         _align(dims, source, output, op)
 
 
-def _convolution(dims: Dims, number: int, op: Op) -> None:
+def _convolution(dims: Dims, number: int, op: TracedOp) -> None:
     """Channels stay whole; samples pass."""
     source, weight, *bias = op.inputs
     output = op.outputs[0]
@@ -307,7 +307,7 @@ def _convolution(dims: Dims, number: int, op: Op) -> None:
         pin([a for dim in dims[tensor] for a in dim], _why(op))
 
 
-def _batch_norm(dims: Dims, number: int, op: Op) -> None:
+def _batch_norm(dims: Dims, number: int, op: TracedOp) -> None:
     source = op.inputs[0]
     _align(dims, source, op.outputs[0], op)
     for tensor in (source, *op.inputs[1:], *op.outputs[1:]):

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline.parallel.tensor.flow import Entry, Exit, Flow
+from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow
 from paceline.parallel.tensor.rules import POINTWISE
-from paceline.parallel.tensor.trace import Call, Detour, Op, Trace, words
+from paceline.parallel.tensor.trace import Detour, ModuleCall, Trace, TracedOp, words
 
 # Along the sequence, in tensors [batch, length, ...].
 DIM = 1
@@ -31,7 +31,7 @@ _PRODUCTS = frozenset(words("mm addmm"))
 
 
 @dataclass
-class Stretch:
+class SequenceStretch:
     """Blocks that pass on a part of the sequence.
 
     Attributes:
@@ -58,8 +58,8 @@ class Sequence:
         stream: numbers of the tensors in the trace that are cut along the sequence.
     """
 
-    stretches: list[Stretch] = field(default_factory=list)
-    entries: set[Entry] = field(default_factory=set)
+    stretches: list[SequenceStretch] = field(default_factory=list)
+    entries: set[CutBoundary] = field(default_factory=set)
     exits: set[Exit] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
     draws: set[str] = field(default_factory=set)
@@ -92,9 +92,9 @@ def plan_sequence(
     return plan
 
 
-def _find_stretches(calls: list[Call]) -> Iterator[list[Call]]:
+def _find_stretches(calls: list[ModuleCall]) -> Iterator[list[ModuleCall]]:
     """Runs of blocks of which each takes what the one before gave."""
-    run: list[Call] = []
+    run: list[ModuleCall] = []
     for call in calls:
         if run and run[-1].outputs and run[-1].outputs[0] in call.inputs.values():
             run.append(call)
@@ -110,7 +110,7 @@ def _read_stretch(
     trace: Trace,
     flow: Flow,
     modules: Mapping[str, nn.Module],
-    calls: list[Call],
+    calls: list[ModuleCall],
     num_ranks: int,
     plan: Sequence,
 ) -> None:
@@ -129,11 +129,11 @@ def _read_stretch(
         walk.pass_op(number)
     if last.outputs[0] not in stream:
         raise _refuse(f"what {last.module} gives is not what went through it")
-    plan.stretches.append(Stretch(first.module, keys, last.module))
+    plan.stretches.append(SequenceStretch(first.module, keys, last.module))
     plan.draws |= {key for key, number in trace.drawn.items() if number in stream}
 
 
-def _stream_keys(calls: list[Call]) -> tuple[int | str, ...]:
+def _stream_keys(calls: list[ModuleCall]) -> tuple[int | str, ...]:
     """Under which names the second block gets what the first one gave; so does the first one."""
     if len(calls) < 2:
         return tuple(key for key in calls[0].inputs if key in (0, "hidden_states", "x", "src"))[:1]
@@ -194,7 +194,7 @@ class _Walk:
                 names = self._trace.names
                 self._plan.partial |= {names[source] for source in self._flow.learned.get(tensor, ())}
 
-    def _gathered_at(self, tensor: int, number: int) -> Entry | None:
+    def _gathered_at(self, tensor: int, number: int) -> CutBoundary | None:
         """The entry through which an operation gets a tensor, if it does."""
         for entry, call in self._entries:
             if entry.keys:
@@ -204,7 +204,7 @@ class _Walk:
                 return entry
         return None
 
-    def _leave(self, number: int, op: Op) -> None:
+    def _leave(self, number: int, op: TracedOp) -> None:
         """A sum: scattered, it is the stream again."""
         leaving = self._flow.exit_of[number]
         self.stream.update(op.outputs)
@@ -219,7 +219,7 @@ class _Walk:
             self._plan.partial.add(f"{op.module}.bias")
 
 
-def _check_op(trace: Trace, op: Op, taken: set[int], stream: set[int], shape: tuple[int, ...]) -> None:
+def _check_op(trace: Trace, op: TracedOp, taken: set[int], stream: set[int], shape: tuple[int, ...]) -> None:
     """Raises unless an operation treats every place of the sequence by itself."""
     batch, length = shape[0], shape[DIM]
     where = f"{op.name} in {op.module or 'the model'}"
@@ -260,7 +260,7 @@ def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
     ]
 
 
-def refuse_mismatch(reason: str) -> PacelineError:
+def mismatch_error(reason: str) -> PacelineError:
     """The error for code that doesn't work on a part of the sequence."""
     return _refuse(reason)
 

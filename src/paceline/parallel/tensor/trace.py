@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PacelineError
-from paceline.parallel.dropout import Masks
-from paceline.parallel.tensor.calls import SUMMED, Site, Spot, find_site, run_inside
+from paceline.parallel.dropout.replacements import Masks
+from paceline.parallel.tensor.calls import SUMMED, CallSite, Site, find_site, run_inside
 from paceline.parallel.tensor.hooks import change_input, change_output
 from paceline.parallel.tensor.sizes import SIZED
 
@@ -43,7 +43,7 @@ Reshape = Callable[[str, Tensor], tuple[int, ...]]
 
 
 @dataclass
-class Op:
+class TracedOp:
     """One operation.
 
     Attributes:
@@ -76,7 +76,7 @@ class Ref:
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module: the operations from `first` to `last` (excluded) ran inside.
 
     Attributes:
@@ -106,7 +106,7 @@ class Detour:
     module: str
     keys: tuple[int | str, ...]
     change: Callable[[Tensor], Tensor]
-    spot: Spot | None = None
+    spot: CallSite | None = None
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Written:
     """
 
     module: str
-    spot: Spot
+    spot: CallSite
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -146,11 +146,11 @@ class Trace:
         parameters: which of these are parameters.
         outputs: numbers of the tensors that the model returned, by their place among the leaves.
         written: calls of functions that were given sizes or that may leave a sum, in order.
-        drawn: by key of a dropout (`parallel/dropout.py`), the tensor that was dropped.
+        drawn: by key of a dropout (`parallel/dropout/replacements.py`), the tensor that was dropped.
     """
 
-    ops: list[Op]
-    calls: list[Call]
+    ops: list[TracedOp]
+    calls: list[ModuleCall]
     shapes: dict[int, tuple[int, ...]]
     dtypes: dict[int, torch.dtype]
     names: dict[int, str]
@@ -195,7 +195,7 @@ def trace_forward(
                 device = "cpu" if tensor.device.type == "meta" else tensor.device
                 seen[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device=device)
             fakes[name] = seen[id(tensor)]
-    recorder = _Recorder()
+    recorder = _ForwardRecorder()
     functions = _Functions(recorder, resize, detours)
     for name, fake in fakes.items():
         names.setdefault(recorder.number(fake), name)
@@ -226,7 +226,7 @@ def trace_forward(
                     functions.calls,
                     drawn,
                 )
-            raise _refuse_forward(model, recorder, error) from error
+            raise _forward_error(model, recorder, error) from error
     outputs = next(call for call in recorder.calls if call.module == "").outputs
     return Trace(
         recorder.ops,
@@ -241,7 +241,7 @@ def trace_forward(
     )
 
 
-def _refuse_forward(model: nn.Module, recorder: _Recorder, error: Exception) -> PacelineError:
+def _forward_error(model: nn.Module, recorder: _ForwardRecorder, error: Exception) -> PacelineError:
     """Tell why the trial forward failed: by torch's stand-in for an operation, or by the model or batch."""
     saw = f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
     saw += f"{type(error).__name__}: {_first_line(error)}"
@@ -273,7 +273,7 @@ def cut_batch(batch: Any) -> Any:
 
 
 @contextmanager
-def _listening(masks: Masks, recorder: _Recorder, drawn: dict[str, int]) -> Iterator[None]:
+def _listening(masks: Masks, recorder: _ForwardRecorder, drawn: dict[str, int]) -> Iterator[None]:
     before, unsafe = masks.on_draw, list(masks.unsafe)
     masks.on_draw = lambda key, dropped, _: drawn.__setitem__(key, recorder.number(dropped))
     try:
@@ -296,25 +296,25 @@ class _Caller(nn.Module):
         return self.run(self.model)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[Op] = []
-        self.calls: list[Call] = []
+        self.ops: list[TracedOp] = []
+        self.calls: list[ModuleCall] = []
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # a freed tensor's id would be given to another one
-        self._open: list[Call] = []
+        self._open: list[ModuleCall] = []
         # The modules whose own forward is running, each with what it has passed.
         self._forwards: list[tuple[str, Counter[Site]]] = []
         self._is_paused = False
 
-    def find_call(self, site: Site) -> tuple[str, Spot]:
+    def find_call(self, site: Site) -> tuple[str, CallSite]:
         """The module whose own forward is running, and which call in it comes now."""
         module, passed = self._forwards[-1]
         passed[site] += 1
-        return module, Spot(site, passed[site] - 1)
+        return module, CallSite(site, passed[site] - 1)
 
     @contextmanager
     def _running(self, name: str) -> Iterator[None]:
@@ -358,7 +358,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if outputs:  # not a question, such as for the device
             module = self._open[-1].module if self._open else ""
             is_hooked = not self._forwards or self._forwards[-1][0] != module
-            self.ops.append(Op(name, refs, ref_keywords, outputs, module, is_hooked))
+            self.ops.append(TracedOp(name, refs, ref_keywords, outputs, module, is_hooked))
         return result
 
     @contextmanager
@@ -377,7 +377,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for key, value in [*enumerate(args), *kwargs.items()]:
                     if isinstance(value, Tensor):
                         inputs[key] = self.number(value)
-                self._open.append(Call(name, len(self.ops), inputs))
+                self._open.append(ModuleCall(name, len(self.ops), inputs))
                 self.calls.append(self._open[-1])
 
             def leave(_module: nn.Module, _args: Any, result: Any) -> None:
@@ -434,7 +434,7 @@ def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, recorder: _Recorder, resize: Resize | None, detours: Sequence[Detour]) -> None:
+    def __init__(self, recorder: _ForwardRecorder, resize: Resize | None, detours: Sequence[Detour]) -> None:
         super().__init__()
         self.calls: list[Written] = []
         self._recorder = recorder

@@ -1,0 +1,1 @@
+"""Builds a model without any rank holding all of it: recorded on the meta device, replayed per tensor."""

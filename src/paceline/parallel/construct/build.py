@@ -1,0 +1,300 @@
+"""Builds a model on the meta device, and any one of its tensors for real: no rank holds the whole model.
+
+A factory's construction is recorded and replayed tensor by tensor:
+
+1. `construct` runs the factory with everything on the meta device, which costs no memory, and records what
+   it does to memory (`construct_mode.py`).
+2. Every random operation gets a seed from (seed, name of the first tensor, in named order, that depends on
+   it, its number among that tensor's). What several tensors depend on, such as the layer that
+   `nn.TransformerEncoder` copies, is thus drawn alike for all of them.
+3. `Construction.fill` does again what one tensor depends on, and nothing else (`construct_replay.py`).
+
+The value of a tensor depends on the seed, its name and how it is made; not on the layout, the rank, the
+device, on which tensors were filled before, or on what else is in the model. A factory that seeds torch's
+generator itself, or draws from a generator of its own, gets the numbers that it would get without us.
+
+What can't be replayed is refused with the name of what it is: PL455 to PL459.
+
+Not collective: every rank runs the same factory with the same seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from paceline.errors import PacelineError
+from paceline.parallel.construct.appearances import recording
+from paceline.parallel.construct.mode import BUILT, META, FactoryRecorder
+from paceline.parallel.construct.record import Kind, Record, StorageWindow
+from paceline.parallel.construct.replay import (
+    ChangedError,
+    LostError,
+    UninitialisedError,
+    read_bytes,
+    replay,
+    seeded_generators,
+)
+from paceline.parallel.out_of_memory import is_out_of_memory
+from paceline.seeds import derive_seed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Construction:
+    """A model on the meta device, and the means to make its tensors.
+
+    Attributes:
+        model: complete but for values: names, ties, dtypes, strides, hooks and attributes are those of the
+            eager model.
+        windows: by full name of every parameter and buffer, persistent or not, and under every name of a
+            shared one, the bytes that it shows. In named order, parameters first.
+        parameters: those of the names that are parameters.
+    """
+
+    model: nn.Module
+    windows: Mapping[str, StorageWindow]
+    parameters: frozenset[str]
+    _record: Record
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Full names of all parameters, then of all buffers."""
+        return tuple(self.windows)
+
+    def fill(self, name: str, device: torch.device | str = "cpu") -> Tensor:
+        """The whole initial value of one parameter or buffer, computed anew.
+
+        Any order, any subset, any number of times: the bits are the same. Computed on the CPU, also for
+        another device. Memory: that of the tensor, and of what its making holds at once. Tensors that
+        share memory in the model don't share it here.
+
+        Args:
+            name: one of `names`.
+            device: where it is wanted.
+
+        Raises:
+            PacelineError: PL456, PL458, PL459.
+        """
+        window = self.windows[name]
+        what = "parameter" if name in self.parameters else "buffer"
+        try:
+            tensor = replay(self._record, window, len(self._record.ops))
+        except UninitialisedError as error:
+            if what == "parameter":
+                raise uninitialised_error([name]) from None
+            log.warning("Nobody writes all of the buffer %s: the rest of it starts as zeros.", name)
+            tensor = error.zeroed
+        except LostError:
+            raise lost_error([name]) from None
+        except ChangedError:
+            raise PacelineError(
+                "PL458",
+                saw=f"The {what} {name} comes from a tensor of yours that was changed after the factory ran.",
+                rule="Tensors are made when they are needed, from the data as the factory saw it.",
+                fix="Copy the data in the factory (tensor.clone()), or leave it as it is.",
+            ) from None
+        except (
+            RuntimeError,
+            NotImplementedError,
+            ValueError,
+            TypeError,
+            AssertionError,
+            MemoryError,
+        ) as error:
+            if is_out_of_memory(error):
+                raise PacelineError(
+                    "PL432",
+                    saw=f"There is no memory left for the {what} {name}: {str(error)[:150].rstrip('.')}.",
+                    rule="A rank holds its part of the weights before it begins to train.",
+                    fix="Use a smaller model, or divide its weights over more ranks with dp_shard or tp.",
+                ) from error
+            raise PacelineError(
+                "PL456",
+                saw=f"The {what} {name} can't be made again: {type(error).__name__}: {error}.",
+                rule="A factory is recorded on the meta device and its operations are done again on the CPU.",
+                fix=BUILT,
+            ) from error
+        return tensor.to(device)
+
+    def fingerprint(self) -> str:
+        """A digest of names, shapes, seeds, operations and data: equal where all ranks get equal tensors."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, window in self.windows.items():
+            digest.update(f"{name} {window}\n".encode())
+        for op in self._record.ops:
+            seed = self._record.seeds.get(op.number)
+            digest.update(f"{op.kind} {op.func} {op.args} {op.kwargs} {op.writes} {seed}\n".encode())
+            held = [op.data.tensor] if op.data is not None else []
+            held += [op.draw.state] if op.draw is not None and op.draw.state is not None else []
+            for tensor in held:
+                digest.update(bytes(read_bytes(tensor).numpy().data))
+        return digest.hexdigest()
+
+
+def construct(
+    factory: Callable[[], nn.Module],
+    seed: int,
+    place: Callable[[nn.Module], object] | None = None,
+) -> Construction:
+    """Runs a factory on the meta device.
+
+    torch's, numpy's and Python's generators are seeded for the factory and left as they were. Memory: the
+    model's structure, and what data the factory brings along. Tensors that a module keeps as plain
+    attributes are made at once, on the CPU.
+
+    Args:
+        factory: builds the model; called once.
+        seed: of all random numbers.
+        place: called with the model after that, under the same record: for example a change of dtype.
+
+    Raises:
+        PacelineError: PL455 to PL459, for what can't be replayed.
+    """
+    with seeded_generators(derive_seed(seed, 0, "construction")), recording() as recorder:
+        try:
+            model = factory()
+            if recorder.refused is None and isinstance(model, nn.Module) and place is not None:
+                place(model)
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise PacelineError(
+                "PL457",
+                saw=f"The factory raised {type(error).__name__}: {str(error).rstrip('.')}.",
+                rule="A factory is called with all tensors on the meta device, without their values.",
+                fix=f"Call it yourself to see whether the mistake is its own. If not: {BUILT}",
+            ) from error
+    if recorder.refused is not None:
+        raise recorder.refused
+    recorder.check_shared()
+    if not isinstance(model, nn.Module):
+        raise PacelineError(
+            "PL457",
+            saw=f"The factory gave a {type(model).__name__}.",
+            rule="A factory takes no arguments and gives one nn.Module.",
+            fix="Return the model.",
+        )
+    return _finish(model, recorder, seed)
+
+
+def uninitialised_error(names: list[str]) -> PacelineError:
+    """The error for parameters whose memory nobody wrote."""
+    return PacelineError(
+        "PL459",
+        saw=f"Nobody writes all of {_list(names)}: what it holds after construction is left to chance.",
+        rule="Every rank must start with the same weights, so every element of a parameter needs a value.",
+        fix="Initialise it in the factory (torch.zeros, or torch.nn.init on it).",
+    )
+
+
+def lost_error(names: list[str]) -> PacelineError:
+    """The error for tensors whose values the record doesn't know."""
+    return PacelineError(
+        "PL458",
+        saw=f"The values of {_list(names)} were not made by the factory while it ran.",
+        rule="A factory makes all of its model's tensors, and not on the meta device, which keeps no values: "
+        "only then can each be made again by itself.",
+        fix=f"Build it inside of the factory, and without torch.device('meta'). {BUILT}",
+    )
+
+
+def _finish(model: nn.Module, recorder: FactoryRecorder, seed: int) -> Construction:
+    """Names the windows, seeds the random operations and refuses what can't be made."""
+    record = recorder.record
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tensors: dict[str, Tensor] = {**parameters, **buffers}
+    lost = [name for name, t in tensors.items() if is_lazy(t) or not recorder.knows(t)]
+    if lost:
+        raise lost_error(lost)
+    windows = {name: recorder.window(tensor) for name, tensor in tensors.items()}
+    attributes = list(_attributes(model, recorder, {id(tensor) for tensor in tensors.values()}))
+    named = {**windows, **{name: recorder.window(tensor) for name, _, _, tensor in attributes}}
+    _seed(record, named, seed)
+    unwritten = [
+        name
+        for name in parameters
+        if all(record.ops[number].kind is Kind.EMPTY for number in record.writers[windows[name].storage])
+        and windows[name].num_bytes
+    ]
+    if unwritten:
+        raise uninitialised_error(unwritten)
+    construction = Construction(model, windows, frozenset(parameters), record)
+    owned = {window.storage for window in windows.values()}
+    for name, holder, key, tensor in attributes:
+        _make_attribute(construction, name, holder, key, recorder.window(tensor), owned)
+    return construction
+
+
+def _seed(record: Record, windows: Mapping[str, StorageWindow], seed: int) -> None:
+    """Gives every random operation that matters its seed, by the first name that depends on it."""
+    seen: set[int] = set()
+    lost: list[str] = []
+    for name, window in windows.items():
+        numbers = record.slice([window.storage], len(record.ops), seen)
+        random = [n for n in numbers if record.ops[n].random and record.ops[n].draw is None]
+        for position, number in enumerate(random):
+            record.seeds[number] = derive_seed(seed, position, name)
+        if any(record.ops[n].kind is Kind.LOST for n in numbers):
+            lost.append(name)
+    if lost:
+        raise lost_error(lost)
+
+
+def _attributes(
+    model: nn.Module, recorder: FactoryRecorder, known: set[int]
+) -> Iterator[tuple[str, Any, Any, Tensor]]:
+    """Recorded tensors that modules hold outside of parameters and buffers: name, holder, key, tensor."""
+    for prefix, module in model.named_modules():
+        for key, value in list(vars(module).items()):
+            if key not in ("_parameters", "_buffers", "_modules"):
+                name = f"{prefix}.{key}" if prefix else key
+                yield from _held(name, vars(module), key, value, recorder, known)
+
+
+def _held(
+    name: str, holder: Any, key: Any, value: Any, recorder: FactoryRecorder, known: set[int]
+) -> Iterator[tuple[str, Any, Any, Tensor]]:
+    """The same for one attribute, and inside of lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        if value.device == META and id(value) not in known:
+            yield name, holder, key, value
+    elif isinstance(value, (list, tuple, dict)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for inner, item in list(pairs):
+            yield from _held(f"{name}[{inner!r}]", value, inner, item, recorder, known)
+
+
+def _make_attribute(
+    construction: Construction, name: str, holder: Any, key: Any, window: StorageWindow, owned: set[int]
+) -> None:
+    """Puts the real value in the place of a tensor that is a plain attribute."""
+    if window.storage in owned or isinstance(holder, tuple):
+        raise PacelineError(
+            "PL458",
+            saw=f"{name} is a tensor that "
+            + (
+                "shares its memory with a parameter or buffer."
+                if window.storage in owned
+                else "is in a tuple."
+            ),
+            rule="A tensor that is neither a parameter nor a buffer is made at once, and put in its place.",
+            fix=f"Register it with register_buffer, or keep it in a list. {BUILT}",
+        )
+    made = Construction(construction.model, {name: window}, frozenset(), construction._record)
+    holder[key] = made.fill(name)
+
+
+def _list(names: list[str]) -> str:
+    """A few of them."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

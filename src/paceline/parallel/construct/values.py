@@ -1,0 +1,93 @@
+"""Puts a construction's values into its model, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.construct.build import Construction
+from paceline.parallel.construct.record import StorageWindow
+
+# From a full name and the whole value to what this rank keeps of it.
+Cut = Callable[[str, Tensor], Tensor]
+
+
+def place_values(
+    construction: Construction, device: torch.device | str = "cpu", cut: Cut | None = None
+) -> nn.Module:
+    """Gives every parameter and buffer on the meta device its value, in place.
+
+    `Module.to_empty` would untie tied parameters. Here the tensors stay the objects that they are, so that
+    ties, lists of weights (`nn.LSTM`), attributes and hooks of parameters stay as the factory left them. Two
+    parameters of which one is all of the other's memory share it again; other overlaps (a buffer that is a
+    row of a parameter) get memory of their own, as with `Module.to`.
+
+    Not collective. Memory: one whole tensor beside what `cut` keeps of those before.
+
+    Args:
+        construction: its model may have been laid out since, as long as names stayed.
+        device: where the values go.
+        cut: what this rank keeps; all by default. Must not give a view into its argument that is smaller
+            than the argument, as that would keep the whole alive: such a view is copied.
+
+    Returns:
+        The construction's model.
+    """
+    model = construction.model
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    done: set[int] = set()
+    values: dict[StorageWindow, Tensor] = {}
+    shared = _count(construction, tensors)
+    for name, tensor in tensors.items():
+        if tensor.device.type != "meta" or id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        window = construction.windows[name]
+        value = values.get(window)
+        if value is None:
+            value = construction.fill(name, device)
+            if cut is not None:
+                value = _keep_alone(cut(name, value))
+        if shared[window] > 1:
+            values[window] = value
+        _give(model, tensor, value)
+    return model
+
+
+def _count(construction: Construction, tensors: dict[str, Tensor]) -> dict[StorageWindow, int]:
+    """How many different tensors show the same bytes."""
+    owners: dict[StorageWindow, set[int]] = {}
+    for name, tensor in tensors.items():
+        owners.setdefault(construction.windows[name], set()).add(id(tensor))
+    return {window: len(ids) for window, ids in owners.items()}
+
+
+def _keep_alone(value: Tensor) -> Tensor:
+    """The same without memory that it doesn't show."""
+    too_much = value.untyped_storage().nbytes() > value.numel() * value.element_size()
+    return value.clone() if too_much else value
+
+
+def _give(model: nn.Module, tensor: Tensor, value: Tensor) -> None:
+    """Makes a tensor on the meta device be the one with the value."""
+    if isinstance(tensor, nn.Parameter):
+        real: Tensor = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    else:
+        real = value.detach().requires_grad_(tensor.requires_grad)
+    # The dictionary itself, so that handles still remove hooks, and later ones are kept as the layout needs.
+    real._backward_hooks = tensor._backward_hooks
+    for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+        real.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    real.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        # Someone holds a weak reference to it, as nn.LSTM does: then the modules get another object, by
+        # setattr, from which an LSTM keeps its list of weights up to date.
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for key in [key for key, item in held.items() if item is tensor]:
+                    setattr(module, key, real)

@@ -1,0 +1,443 @@
+"""Dropout whose masks depend on the seed, the sample, the module and the position, and on nothing else.
+
+Not on the rank, the microbatch's size, the degree of tensor parallelism, the part of the sequence, nor on
+what else drew random numbers, or whether a block is run a second time in backward. The masks themselves are
+in `masks.py`, names of draws in `dropout_scope.py`.
+
+torch's functions are replaced while `Masks.drawing` is on, and only then, in the places that modules call:
+`torch.nn.functional`, and below it `torch._VF`, which also serves those who imported `dropout` by name. So
+nn.Dropout and its kin, functional dropout, `scaled_dot_product_attention` and the dropouts within
+`multi_head_attention_forward` are all reached, and the model's modules stay what they are. A function that
+the user has put in the place of torch's is called as before (`dropout_patch.py`).
+
+What is not reached is named: at once in `Masks.unsafe` where the model's modules show it, and by
+`find_random` (`dropout_find.py`), which watches a forward.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import _disable_current_modes
+
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.parallel.dropout.masks import Cut, SampleDim, draw_mask, place_samples
+from paceline.parallel.dropout.patch import PatchedFunction, Patches
+from paceline.parallel.dropout.scope import (
+    Enter,
+    Leave,
+    ScopeFrame,
+    bases,
+    find_base,
+    remember_in_checkpoints,
+    scope,
+    standing_at,
+)
+from paceline.parallel.dropout.values import apply_alpha_mask, apply_mask, repeat_heads, weigh
+
+__all__ = ["Cut", "Masks", "apply_dropout"]
+
+Value = TypeVar("Value")
+Default = TypeVar("Default")
+OnDraw = Callable[[str, Tensor, Tensor], None]
+# By token (see `Enter`); a copy of a laid-out model has the same one.
+_laid_out: weakref.WeakValueDictionary[str, Masks] = weakref.WeakValueDictionary()
+_CALL_NUMBER = re.compile(r"~\d+")
+# Of a module that is called above the one that drops.
+_CALL_ABOVE = re.compile(r"~\d+(?=[.>])")
+# The hooks' keys. torch numbers hooks through, and numbers that differ between blocks would be conditions
+# for compiled code.
+_ENTER, _LEAVE = "paceline_enter", "paceline_leave"
+
+
+class Masks:
+    """The random draws of one model.
+
+    Attributes:
+        splits: by key (see `on_draw`): what part of the tensor that is dropped this rank has, empty for all
+            of it. Tensor parallelism fills it, with a key for every call (`layers.0~1/dropout#0` is a
+            module's second). A call without a key is as those of the same module that have one.
+        sample_dims: by key: the dimension of the samples, where sizes don't tell (a sequence as long as
+            there are samples, with the sequence first).
+        unsafe: draws that depend on the layout, once each.
+        on_draw: called with the key, the tensor that is dropped and the result. In attention that tensor is
+            the weights [batch, heads, queries, keys]. Not called in compiled code.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.splits: dict[str, list[Cut]] = {}
+        self.sample_dims: dict[str, int] = {}
+        self.unsafe: list[Finding] = []
+        self.on_draw: OnDraw | None = None
+        self.token = token
+        self._active: list[tuple[int, Sequence[int]]] = []
+
+    @contextmanager
+    def drawing(self, seed: int, samples: Sequence[int]) -> Iterator[None]:
+        """Around forward and backward of a microbatch, as recompute draws again in backward.
+
+        The model may be called several times; each call draws anew. Outside of it, the model draws as torch
+        does.
+
+        Args:
+            seed: of the run, the step and its phase.
+            samples: numbers in the global batch of the microbatch's samples.
+        """
+        self._active.append((seed, samples))
+        first = scope.top is None
+        bottom = ScopeFrame(None, None, 0) if first else scope.top
+        base = find_base(self.token, "") if first else scope.base
+        try:
+            with _patches.applied(), standing_at(bottom, base):
+                yield
+        finally:
+            self._active.pop()
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether this is inside of `drawing`."""
+        return bool(self._active)
+
+    def draw(self, key: str, size: Sequence[int], p: float, device: torch.device) -> Tensor:
+        """What is kept of a tensor: bool of `size`, on `device`. Inside of `drawing`."""
+        seed, samples = self._active[-1]
+        cuts = _look_up(self.splits, key, ())
+        dim = _look_up(self.sample_dims, key, None)
+        place = place_samples(size, len(samples), cuts) if dim is None else SampleDim(dim)
+        if place.dim is None:
+            self._tell(_no_samples(key, size, len(samples)))
+        return draw_mask(seed, key, samples, size, p, device, place=place, cuts=cuts)
+
+    def _tell(self, finding: Finding) -> None:
+        if finding not in self.unsafe:
+            self.unsafe.append(finding)
+
+
+def _look_up(values: Mapping[str, Value], key: str, default: Default) -> Value | Default:
+    """What is known of a draw; of a call that nothing is known of, what all other calls have in common.
+
+    Raises:
+        PacelineError: PL429 where they have nothing in common.
+    """
+    if not values or key in values:
+        return values.get(key, default)
+    # A later call of the model, or of a block, is as its other calls; else one of the module that drops.
+    for simplify in (_forget_calls_above, _forget_calls):
+        name = simplify(key)
+        found = [value for other, value in values.items() if simplify(other) == name]
+        if any(value != found[0] for value in found[1:]):
+            raise _unknown_call_error(key, name)
+        if found:
+            return found[0]
+    return default
+
+
+@lru_cache(maxsize=4096)
+def _forget_calls_above(key: str) -> str:
+    return _CALL_ABOVE.sub("", key).lstrip(".")
+
+
+@lru_cache(maxsize=4096)
+def _forget_calls(key: str) -> str:
+    return _CALL_NUMBER.sub("", key).lstrip(".")
+
+
+def apply_dropout(model: nn.Module) -> Masks:
+    """Makes a model's dropout independent of the layout; what it returns must live as long as that.
+
+    Puts hooks on modules that may draw: those with modules below them, those that aren't torch's own, and
+    torch's dropouts. They are pickled and copied with the model; parameters, buffers and names stay.
+    """
+    remember_in_checkpoints()
+    masks = Masks(uuid.uuid4().hex)
+    _laid_out[masks.token] = masks
+    hooked: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            masks._tell(_inside_kernel(name, module))
+        if not _may_draw(module):
+            continue
+        enter = Enter(masks.token, name, _find_above(name, hooked))
+        hooked.add(name)
+        before, after, always = _list_hooks(module)
+        before[_ENTER], after[_LEAVE], always[_LEAVE] = enter, Leave(enter), True
+    return masks
+
+
+def remove_dropout(model: nn.Module) -> None:
+    """Takes the hooks of `apply_dropout` off again."""
+    for module in model.modules():
+        before, after, always = _list_hooks(module)
+        before.pop(_ENTER, None)
+        after.pop(_LEAVE, None)
+        always.pop(_LEAVE, None)
+
+
+def _list_hooks(module: nn.Module) -> tuple[Any, Any, Any]:
+    """The dicts of hooks before and after the forward, and of those that are called whatever is raised."""
+    return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
+
+
+def _find_above(name: str, hooked: set[str]) -> str | None:
+    """The nearest of the names that `name` stands below; all modules above were seen before it."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in hooked:
+            return name
+    return None
+
+
+def _may_draw(module: nn.Module) -> bool:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False  # never called
+    if isinstance(module, _DropoutNd) or next(module.children(), None) is not None:
+        return True
+    return not type(module).__module__.startswith("torch.nn.modules.")
+
+
+# --- what takes the place of torch's functions ----------------------------------------------------------
+
+
+def _find_masks() -> Masks | None:
+    """Whose draw it is; `None` where it is nobody's that is drawing."""
+    top = scope.top
+    if top is None:
+        return None
+    masks = _laid_out.get(scope.base.token if top.hook is None else top.hook.token)
+    return masks if masks is not None and masks.is_drawing else None
+
+
+def _keep(masks: Masks, key: str, size: Sequence[int], p: float, like: Tensor) -> Tensor:
+    """A mask, made out of sight of dispatch modes: for who records a forward it comes from nowhere."""
+    if like.is_meta or isinstance(like, FakeTensor):
+        return torch.empty(list(size), dtype=torch.bool, device=like.device)
+    if torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():
+            return masks.draw(key, size, p, like.device)
+    return masks.draw(key, size, p, like.device)
+
+
+@torch.library.custom_op("paceline::keep", mutates_args=())
+def _keep_compiled(base: Tensor, name: str, size: list[int], p: float, like: Tensor) -> Tensor:
+    """A mask in compiled code; who draws is looked up when it runs.
+
+    For the compiler it isn't random: run again in backward, it gives the same.
+    """
+    found = bases[int(base)]
+    masks = _laid_out.get(found.token)
+    assert masks is not None, "compiled code that draws runs inside of Masks.drawing only"
+    assert masks.is_drawing, "compiled code that draws runs inside of Masks.drawing only"
+    return masks.draw(found.join(name), size, p, like.device)
+
+
+@_keep_compiled.register_fake
+def _(base: Tensor, name: str, size: list[int], p: float, like: Tensor) -> Tensor:
+    return torch.empty(size, dtype=torch.bool, device=like.device)
+
+
+def _mask(kind: str, size: Sequence[int], p: float, like: Tensor) -> tuple[Tensor, Masks | None, str]:
+    """The mask of the next draw, and who may want to hear of it; inside of `drawing` only."""
+    assert scope.top is not None
+    name = scope.top.name_draw(kind)
+    if torch.compiler.is_compiling():
+        return _keep_compiled(scope.base.number, name, list(size), p, like), None, name
+    masks = _find_masks()
+    assert masks is not None
+    key = scope.base.join(name)
+    return _keep(masks, key, size, p, like), masks, key
+
+
+def _is_drawn(x: Tensor) -> bool:
+    """Whether a draw is to be made by us."""
+    if torch.compiler.is_compiling():
+        return scope.top is not None
+    return _find_masks() is not None
+
+
+def _drop(x: Tensor, p: float, inplace: bool, kind: str = "dropout") -> Tensor:
+    keep, masks, key = _mask(kind, x.shape, p, x)
+    y = apply_mask(x, keep, p, inplace)
+    if masks is not None and masks.on_draw is not None:
+        masks.on_draw(key, x, y)
+    return y
+
+
+def _replace_dropout(found: Any) -> Callable[..., Tensor] | None:
+    """In place of F.dropout."""
+    if not _is_of_functional(found):
+        return None  # a user's; what of torch's it calls is below
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not 0 < p <= 1 or not _is_drawn(input):
+            result: Tensor = found(input, p, training, inplace)
+            return result
+        return _drop(input, p, inplace)
+
+    return dropout
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """In place of F.scaled_dot_product_attention: torch's own math path, which takes a mask."""
+    if not dropout_p or dropout_p > 1 or not _is_drawn(query):
+        return _TORCHS_ATTENTION(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    device, dtype = query.device.type, query.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask.to(dtype)
+    with torch.autocast(device, enabled=False):
+        weights = weigh(query, key, attn_mask, is_causal, scale, enable_gqa)
+        weights = _drop(weights, dropout_p, inplace=False, kind="sdpa")
+        value = value.to(weights.dtype)
+        return (weights @ repeat_heads(value, query, enable_gqa)).to(dtype)
+
+
+# The position of `dropout_p` in its arguments.
+_DROPOUT_P = 4
+_TORCHS_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+
+
+def _replace_attention(found: Any) -> Callable[..., Tensor]:
+    """In place of F.scaled_dot_product_attention; of a user's one the same, with a finding where it drops."""
+    if found is _TORCHS_ATTENTION:
+        return _attention
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        p = args[_DROPOUT_P] if len(args) > _DROPOUT_P else kwargs.get("dropout_p", 0.0)
+        masks = _find_masks() if p and not torch.compiler.is_compiling() else None
+        if masks is not None and scope.top is not None:
+            masks._tell(_inside_attention(scope.base.join(scope.top.find_path()), found, p))
+        result: Tensor = found(*args, **kwargs)
+        return result
+
+    return attention
+
+
+def _replace_low(name: str) -> Callable[[Any], Callable[..., Tensor] | None]:
+    """In place of a function (input, p, training) of torch._VF."""
+    original: Callable[[Tensor, float, bool], Tensor] = getattr(torch._C._VariableFunctions, name)
+    is_feature, is_alpha, inplace = "feature" in name, "alpha" in name, name.endswith("_")
+    kind = name.rstrip("_")
+
+    def run(input: Tensor, p: float, train: bool) -> Tensor:
+        # Inside of a compiler's tracing (of a function that was imported by name) the draw has no name.
+        traced = torch.compiler.is_compiling() or isinstance(input, FakeTensor)
+        masks = None if traced else _find_masks()
+        if masks is None or not train or not 0 < p <= 1 or not input.numel():
+            return original(input, p, train)
+        if not is_feature and not is_alpha:
+            return _drop(input, p, inplace)
+        size = input.shape[:2] if is_feature else input.shape
+        keep, _, key = _mask(kind, size, p, input)
+        if is_feature:
+            keep = keep.view(*size, *[1] * (input.dim() - 2))
+        y = apply_alpha_mask(input, keep, p, inplace) if is_alpha else apply_mask(input, keep, p, inplace)
+        if masks.on_draw is not None:
+            masks.on_draw(key, input, y)
+        return y
+
+    return lambda found: run if found is None or found is original else None
+
+
+def _with_break(found: Any) -> Callable[..., Tensor] | None:
+    """In place of F.dropout2d and the like: the original, which compiled code leaves for (a graph break)."""
+    if not _is_of_functional(found):
+        return None
+    run: Callable[..., Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        lambda *args, **kwargs: found(*args, **kwargs)
+    )
+    return run
+
+
+def _is_of_functional(function: Any) -> bool:
+    """Whether `torch.nn.functional` itself defines this function."""
+    return getattr(function, "__globals__", None) is F.__dict__
+
+
+_FEATURE = ("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_LOW = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+
+
+def _list_spots() -> list[PatchedFunction]:
+    """All that is replaced. (In `torch`, functions of these names are those of torch._VF.)"""
+    low = {name: _replace_low(name) for n in _LOW for name in (n, f"{n}_")}
+    return [
+        PatchedFunction(F, "dropout", _replace_dropout),
+        PatchedFunction(F, "scaled_dot_product_attention", _replace_attention),
+        *[PatchedFunction(F, name, _with_break) for name in _FEATURE],
+        *[PatchedFunction(torch._VF, name, make) for name, make in low.items()],
+        *[PatchedFunction(torch, name, make) for name, make in low.items()],
+    ]
+
+
+_patches = Patches(_list_spots())
+
+
+# --- findings -------------------------------------------------------------------------------------------
+
+
+def _no_samples(key: str, size: Sequence[int], num_samples: int) -> Finding:
+    return Finding(
+        "PL451",
+        where=key,
+        saw=f"a tensor {list(size)} is dropped in a microbatch of {num_samples} samples.",
+        rule="Which elements belong to which sample is not to be seen, so all share a mask that depends on "
+        "the microbatch: with another microbatch_size it is another one.",
+        fix="Give the tensor a dimension of samples, first or second, before it is dropped; or set the "
+        "dropout to 0.",
+    )
+
+
+def _inside_kernel(name: str, module: nn.RNNBase) -> Finding:
+    return Finding(
+        "PL452",
+        where=name or type(module).__name__,
+        saw=f"{type(module).__name__} with dropout={module.dropout:g} between {module.num_layers} layers.",
+        rule="It draws inside of one kernel, from the rank's generator: masks depend on the microbatch.",
+        fix="Stack single layers with nn.Dropout between them, or set dropout=0.",
+    )
+
+
+def _inside_attention(name: str, function: Any, p: float) -> Finding:
+    shown = getattr(function, "__qualname__", type(function).__name__)
+    return Finding(
+        "PL454",
+        where=name or "the model",
+        saw=f"{shown}, in the place of F.scaled_dot_product_attention, is called with dropout_p={p:g}.",
+        rule="It draws by itself, from the rank's generator: masks depend on the microbatch.",
+        fix="Call it with dropout_p=0, or drop its output with nn.Dropout.",
+    )
+
+
+def _unknown_call_error(key: str, name: str) -> PacelineError:
+    return PacelineError(
+        "PL429",
+        saw=f"a dropout is called more often than in the trial forward: {key}.",
+        rule=f"The calls of {name} that the trial forward made drop different parts of their tensors on the "
+        "ranks of tp, so what this one drops is not known.",
+        fix="Give each place that drops its own nn.Dropout, or let forward= call the model as the loss does.",
+    )

@@ -1,0 +1,1 @@
+"""Divides parameters, gradients and optimizer state over the ranks of `dp_shard`."""

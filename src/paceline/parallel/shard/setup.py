@@ -1,0 +1,227 @@
+"""Applies `fully_shard` to a model's blocks and then to the model: what is refused, and how it is set."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paceline.errors import PacelineError
+from paceline.parallel.blocks import separable_blocks
+from paceline.parallel.parameter_hooks import check_hooks, move_hooks
+from paceline.parallel.shard.torch_records import check_torch, list_records
+from paceline.recipe.schema import ShardSection
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Unit:
+    """What is gathered, freed and reduced together: a block, or all parameters outside of the blocks.
+
+    Attributes:
+        name: of the module; "" for the model itself.
+        module: sharded.
+        parameters: its own by full name, those of other units left out; the shards.
+    """
+
+    name: str
+    module: FSDPModule
+    parameters: list[tuple[str, nn.Parameter]]
+
+
+def apply_sharding(
+    model: nn.Module, mesh: DeviceMesh, settings: ShardSection, *, zero: int, offload: str
+) -> list[Unit]:
+    """Shards a model in place; its parameters are DTensors afterwards, cut along their first dimension.
+
+    Parameters without a dimension stay as they are, whole on every rank.
+
+    Args:
+        model: on its device, or on the meta device.
+        mesh: one-dimensional, over the ranks that share one copy.
+        settings: the recipe's.
+        zero: what they share: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        offload: "none", "cpu" or "disk".
+
+    Returns:
+        The blocks in the order of the definition, and the model last.
+
+    Raises:
+        PacelineError: PL434 for hooks that would see other numbers, PL440 for parameters that can't be cut,
+            PL442 for a mix of types, PL446 for settings that contradict `zero`, PL449 for a torch that lacks
+            something.
+    """
+    keeps = _keeps_parameters(settings, zero)
+    blocks = separable_blocks(model)
+    _check_parameters(model, blocks)
+    before = dict(model.named_parameters())
+    check_hooks(before.items())
+    arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, offload)}
+    # Kept whole on every rank, see `shard_whole.py`.
+    arguments["ignored_params"] = {parameter for parameter in before.values() if not parameter.dim()}
+    for name, block in [*blocks, ("", model)]:
+        # Before fully_shard adds its own hook, which must see what this one gives.
+        block.register_forward_hook(_copy_views)
+        fully_shard(
+            block,
+            # The root's parameters are needed again as soon as backward begins.
+            reshard_after_forward=bool(name) and not keeps,
+            mp_policy=_precision_policy(settings, is_root=not name),
+            **arguments,
+        )
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    check_torch(list(modules.values()))
+    _hide_mark(model, [block for _, block in blocks])
+    move_hooks(before, model)
+    units = _collect_units(model, modules)
+    for unit in units:
+        # With a factor of one the operation is a plain sum; without force it would be "multiply, then sum".
+        unit.module.set_gradient_divide_factor(1.0)
+        unit.module.set_force_sum_reduction_for_comms(True)
+    _set_prefetch(units, settings.prefetch)
+    return units
+
+
+def _hide_mark(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Takes torch's mark of sharded modules off those that call the blocks.
+
+    Hugging Face's models that drop layers look for it, and then run the dropped layers all the same, so that
+    all ranks gather alike: other numbers than one process has. Here ranks gather what they leave out.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside and getattr(module, "_is_fsdp_managed_module", False):
+            module._is_fsdp_managed_module = False  # type: ignore[assignment]
+
+
+def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Unit]:
+    units = [Unit(name, module, []) for name, module in modules.items() if name]
+    units.append(Unit("", modules[""], []))
+    homes = {id(record.sharded_param): unit for unit in units for record in list_records(unit.module)}
+    for name, parameter in model.named_parameters():
+        if parameter.dim():
+            homes[id(parameter)].parameters.append((name, parameter))
+    return units
+
+
+def _keeps_parameters(settings: ShardSection, zero: int) -> bool:
+    """Whether gathered parameters stay after a forward."""
+    if zero < 3 and settings.reshard_after_forward is True:
+        raise PacelineError(
+            "PL446",
+            saw=f"shard.reshard_after_forward=true with zero={zero}.",
+            rule="With zero = 1 and 2 every rank keeps the parameters for the whole step; only 3 frees "
+            "them between uses.",
+            fix='Use zero=3, or leave shard.reshard_after_forward at "auto".',
+        )
+    return zero < 3 or settings.reshard_after_forward is False
+
+
+def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
+    named = list(model.named_parameters())
+    strided = [name for name, p in named if not p.is_contiguous()]
+    if strided:
+        raise PacelineError(
+            "PL440",
+            saw=f"parameters that don't lie in memory in the order of their dimensions: {_shorten(strided)}.",
+            rule="Sharding cuts every parameter along its first dimension into pieces of memory (a model in "
+            "channels_last has others).",
+            fix="Call model.to(memory_format=torch.contiguous_format) before handing it over, or use "
+            "dp_shard=1.",
+        )
+    inside = {id(p) for _, block in blocks for p in block.parameters()}
+    outside = [(name, p) for name, p in named if id(p) not in inside]
+    groups = [("the model outside of its blocks", outside)]
+    groups += [(name, list(block.named_parameters(name))) for name, block in blocks]
+    for where, parameters in groups:
+        dtypes: dict[torch.dtype, str] = {}
+        for name, parameter in parameters:
+            if parameter.requires_grad and parameter.dim():
+                dtypes.setdefault(parameter.dtype, name)
+        if len(dtypes) > 1:
+            shown = ", ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in dtypes.items())
+            raise PacelineError(
+                "PL442",
+                saw=f"trained parameters of {where} have several types: {shown}.",
+                rule="Gradients of a block are summed over ranks as one vector, of one type.",
+                fix="Convert the model to one type (trained parameters; frozen ones may have their own), or "
+                "use dp_shard=1.",
+            )
+
+
+def _precision_policy(settings: ShardSection, *, is_root: bool) -> MixedPrecisionPolicy:
+    param_dtype = _DTYPES[settings.param_dtype]
+    wants_fp32 = settings.reduce_dtype == "fp32" or param_dtype is not None
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=torch.float32 if wants_fp32 else None,
+        # What the loss is computed from; between blocks activations stay narrow.
+        output_dtype=torch.float32 if is_root and param_dtype is not None else None,
+        cast_forward_inputs=True,
+    )
+
+
+def _offload_policy(mesh: DeviceMesh, offload: str) -> OffloadPolicy:
+    if offload != "cpu":
+        return OffloadPolicy()
+    if mesh.device_type == "cpu":
+        log.info("shard: offload=cpu changes nothing for a model that is on the CPU")
+        return OffloadPolicy()
+    return CPUOffloadPolicy()
+
+
+def _set_prefetch(units: list[Unit], ahead: int) -> None:
+    """Says what is gathered early: in forward the next blocks, in backward the ones before."""
+    *blocks, root = [unit.module for unit in units]
+    root.set_modules_to_forward_prefetch(blocks[:ahead])
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])
+        before = blocks[max(0, place - ahead) : place][::-1]
+        # An empty list stands for torch's own choice; a block that is there already, for nothing.
+        block.set_modules_to_backward_prefetch(before or [block])
+    prefetch_last(units, ahead)
+
+
+def prefetch_last(units: list[Unit], ahead: int) -> None:
+    """Have the last blocks gathered as soon as backward begins.
+
+    Args:
+        units: the blocks, and the model last.
+        ahead: how many; with 0 none.
+    """
+    *blocks, root = [unit.module for unit in units]
+    root.set_modules_to_backward_prefetch(blocks[::-1][:ahead] or [root])
+
+
+def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """A module's output as tensors of their own.
+
+    fully_shard hangs its gathering for backward on the output. Changed in place (`x += y`) a view would drop
+    that without a word, and backward would see freed parameters.
+    """
+    if not torch.is_grad_enabled() or not any(map(_is_view, tree_leaves(output))):
+        return None
+    return tree_map_only(Tensor, lambda tensor: tensor.clone() if _is_view(tensor) else tensor, output)
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value._base is not None
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,374 @@
+"""Sharding: the ranks of dp_shard hold one copy of the model among them, with gradients and optimizer state.
+
+Protocol of one optimizer step of k rounds, on every rank of dp:
+
+1. `begin`, with how many microbatches each rank owns. The one with the most has a round for each; a rank with
+   fewer runs idle rounds: any microbatch, whose gradients don't count. For in every forward all ranks gather.
+2. Per round a forward, in which each block's parameters are gathered before they are used, and a backward,
+   in which gradients are summed over ranks and cut up. What is kept between them is a matter of `zero`:
+
+   | zero | parameters gathered | gradients summed | a rank keeps between rounds |
+   |---|---|---|---|
+   | 3 | twice per round, block by block | every round | its shards |
+   | 2 | once per step | every round | all parameters, its shards of the gradients |
+   | 1 | once per step | once per step | all parameters and all gradients |
+
+   The optimizer's state is sharded with all three. The exact reduction sets every microbatch's gradients
+   aside and sums them in the last round, whatever `zero` says.
+3. `check_reduced`. Then parameters and gradients are DTensors on the mesh of dp_shard, and the optimizer
+   updates this rank's shards.
+
+With dp_replicate > 1 every replica is sharded alike, and the replicas' chunks of the gradient are summed once
+per step. Gradients are *summed*, not averaged. How they travel: `gradient_exchange.py`.
+
+Built on `torch.distributed.fsdp.fully_shard` (Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277;
+the levels are those of Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.comm.exchange import MessageExchange
+from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.errors import PacelineError
+from paceline.mesh import Mesh
+from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
+from paceline.parallel.shard.disk import Disk
+from paceline.parallel.shard.gradient_exchange import (
+    ChunkExchange,
+    ExactChunks,
+    GatherChunks,
+    StepProgress,
+    SumChunks,
+)
+from paceline.parallel.shard.setup import Unit, apply_sharding
+from paceline.parallel.shard.skipped import Skipped
+from paceline.parallel.shard.torch_records import clear_gradients, forget_iteration, gathered, list_records
+from paceline.parallel.shard.whole import WholeParameters, split_groups
+from paceline.recipe.schema import ShardSection
+
+log = logging.getLogger(__name__)
+
+# Part of torch's message where an operation meets a shard and a plain tensor.
+_MIXED = "mixed torch.Tensor and DTensor"
+Compute = Callable[[Any], tuple[Tensor, Tensor]]
+
+
+class Shards:
+    """A model that the ranks of dp_shard share, and whose gradients are summed over all ranks of dp.
+
+    Collective: every rank of dp must construct it with equal models, and run the same rounds.
+
+    Args:
+        model: on its device, in its final dtype, equal on all ranks; or on the meta device, to be filled
+            before the first forward (each parameter's `to_local()` is this rank's shard).
+        mesh: the ranks.
+        settings: the recipe's `[shard]`.
+        zero: what is shared: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        offload: "none", "cpu", or "disk"; where the shards and the optimizer's state are between uses.
+        exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.
+
+    Attributes:
+        group: the ranks over which gradients are summed.
+        num_ranks: how many they are.
+        units: what is gathered together.
+        silent: whether nothing is sent at the moment, see `silenced`.
+
+    Raises:
+        PacelineError: PL434, PL440, PL442, PL446 and PL449, see `apply_sharding`.
+
+    Communication: per gather (n-1)/n of the parameters' bytes received, per reduction (n-1)/n of the
+    gradients' sent, for n = dp_shard; over dp_replicate an all-reduce of 1/n of the gradients per step.
+    """
+
+    gradient_scale = 1.0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        settings: ShardSection,
+        *,
+        zero: int,
+        offload: str = "none",
+        exact_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        assert mesh.dp_shard.size > 1, "one rank has nothing to share"
+        assert zero in (1, 2, 3), zero
+        self.group = mesh.dp.group
+        self.num_ranks = mesh.dp.size
+        self._is_exact = exact_group is not None
+        # The exact reduction must see each microbatch's gradients by themselves.
+        self._sums_once = zero == 1 and not self._is_exact
+        self._keeps_parameters = zero < 3
+        self._model = model
+        self._rounds = StepProgress()
+        self._is_in_round = False
+        self._hooked: set[int] = set()  # ids of torch's records
+        self._disk = Disk(settings.offload_folder) if offload == "disk" else None
+        self.units = apply_sharding(model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload)
+        self._chunks = self._build_chunks(mesh, exact_group)
+        exchange = None if exact_group is None else self.exchange.exchange
+        self._whole = WholeParameters(model, self._rounds, self.group, exchange)
+        self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch)
+        model.register_forward_hook(self._reshard_without_backward)
+        self.offload()
+        log.info(
+            "shard: fully_shard over dp_shard=%d, zero=%d, %d blocks and the rest, %s reduction",
+            mesh.dp_shard.size,
+            zero,
+            len(self.units) - 1,
+            "exact" if self._is_exact else "fast",
+        )
+
+    @property
+    def used(self) -> set[int]:
+        """Ids of the parameters that a microbatch of this rank has used in this step."""
+        return self._skipped.used | self._whole.used
+
+    @property
+    def num_rounds(self) -> int:
+        """How many rounds this step has: the most microbatches that a rank owns."""
+        return self._rounds.num_rounds
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is sent at the moment."""
+        return self._rounds.silent
+
+    @property
+    def signature(self) -> int:
+        """A number of 63 bits made from the groups that were gathered and reduced since `begin`, in order.
+
+        Equal on all ranks unless they ran different modules, and so took one another's data: the sums are
+        wrong then, though nothing failed. Whoever agrees on things per step compares it.
+        """
+        return self._rounds.signature
+
+    def begin(self, num_owned: tuple[int, ...]) -> None:
+        """Starts a global batch.
+
+        Args:
+            num_owned: per rank of dp, how many microbatches it computes; numbered through.
+        """
+        if self._is_in_round:
+            self._abandon_round()
+        self.reshard()
+        for unit in self.units:
+            check_hooks(unit.parameters)
+            self._connect_hooks(unit)
+            for record in list_records(unit.module):
+                clear_gradients(record)  # added up, they would be in this step
+        self._rounds.begin(num_owned)
+        self._skipped.begin()
+        for chunks in self._chunks:
+            chunks.begin()
+        self._whole.begin()
+
+    @contextmanager
+    def synchronising(self, sync: bool, index: int | None) -> Iterator[None]:
+        """Around forward and backward of one round.
+
+        Args:
+            sync: whether it is the step's last round.
+            index: number within the global batch of this rank's microbatch; `None` for an idle round.
+        """
+        self._rounds.index, self._rounds.is_last = index, sync
+        self._skipped.begin_round()
+        module = self.units[-1].module
+        if self._sums_once:
+            module.set_requires_gradient_sync(sync)
+        if self._keeps_parameters:
+            module.set_reshard_after_backward(sync)
+        self._is_in_round = True
+        with self._whole.round():
+            yield
+        self._is_in_round = False
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Inside, nothing is sent: for timing compute alone. The numbers mean nothing.
+
+        Where a gather would bring the other ranks' shards, this rank's own stand in for them, copied as often
+        as the others' would be; a sum over ranks is this rank's own gradient. Set it between steps only.
+        """
+        self._rounds.silent = True
+        try:
+            yield
+        finally:
+            self._rounds.silent = False
+
+    def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
+        """Runs `compute(batch)`, which must call the model itself and not modules inside of it.
+
+        Raises:
+            PacelineError: PL435 where a block's parameters are used and the block is not called.
+        """
+        try:
+            return compute(batch)
+        except RuntimeError as error:
+            unit = self._find_uncalled() if _MIXED in str(error) else None
+            if unit is None:
+                raise
+            raise _uncalled_error(unit) from error
+
+    def backward(self, loss: Tensor) -> float:
+        """Runs backward; in an idle round of zero times the loss.
+
+        Gives the seconds that this round's forward and backward waited for communication; 0 under CUDA,
+        where the host doesn't wait.
+        """
+        if self._rounds.index is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        elif loss.requires_grad:
+            (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+        waited_s, self._rounds.waited_s = self._rounds.waited_s, 0.0
+        self._whole.end_backward()
+        return 0.0 if loss.is_cuda else waited_s
+
+    def check_reduced(self) -> None:
+        """After the last round: raises unless every gradient was summed.
+
+        Raises:
+            PacelineError: PL441, naming the parameters that got no gradient on this rank.
+        """
+        missing = [
+            name
+            for unit, chunks in zip(self.units, self._chunks, strict=True)
+            for name, p in unit.parameters
+            if p.requires_grad and (p.grad is None or not chunks.is_complete)
+        ]
+        if not missing:
+            return
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise PacelineError(
+            "PL441",
+            saw=f"{len(missing)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",
+            rule="The ranks sum a block's gradients as one vector, in the backward of the model's output.",
+            fix="Call the model itself in forward=, or set requires_grad=False on what the loss leaves out.",
+        )
+
+    def reshard(self) -> None:
+        """Puts the shards back into the model wherever gathered parameters stand in for them.
+
+        Between the rounds of a step they do, with `zero` 1 and 2. Costs nothing where there are none.
+        """
+        for unit in self.units:
+            unit.module.reshard()
+
+    def offload(self) -> None:
+        """Moves the shards to disk where `offload` says so; call it again once a model on meta is filled."""
+        if self._disk is not None and not any(p.is_meta for p in self._model.parameters()):
+            self._disk.move_parameters(self.units)
+
+    def offload_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Moves an optimizer's state to disk where `offload` says so; after loading a checkpoint."""
+        if self._disk is not None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._disk.move_state(optimizer, parameter)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step: with offload to disk one parameter at a time, so that its state needs no room
+        in memory. Optimizers that look at all parameters at once (LBFGS) are not for that."""
+        if self._disk is not None:
+            self._disk.step(optimizer)
+        elif self._whole:
+            with split_groups(optimizer):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+    def _build_chunks(
+        self, mesh: Mesh, exact_group: dist.ProcessGroup | None
+    ) -> list[SumChunks | ExactChunks]:
+        on_cpu = mesh.device_mesh.device_type == "cpu"
+        rounds, num_shards, shard = self._rounds, mesh.dp_shard.size, mesh.dp_shard.rank
+        for number, unit in enumerate(self.units):
+            unit.module.set_custom_all_gather(GatherChunks(rounds, number, on_cpu))
+        sums: list[SumChunks | ExactChunks]
+        if exact_group is None:
+            replicas = mesh.dp_replicate.group if mesh.dp_replicate.size > 1 else None
+            sums = [SumChunks(rounds, number, replicas) for number in range(len(self.units))]
+        else:
+            whole = (
+                SharedMemoryExchange(exact_group)
+                if on_cpu
+                else MessageExchange(exact_group, torch.device("cuda", torch.cuda.current_device()))
+            )
+            self.exchange = ChunkExchange(whole, num_shards, shard)
+            sums = [ExactChunks(rounds, number, self.exchange, shard) for number in range(len(self.units))]
+        for unit, chunks in zip(self.units, sums, strict=True):
+            unit.module.set_custom_reduce_scatter(chunks)
+        return sums
+
+    def _reshard_without_backward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After an evaluation's forward: fully_shard would keep all of it, for a backward that doesn't
+        come, and use it again after the optimizer's next update."""
+        if not torch.is_grad_enabled():
+            self.reshard()
+
+    def _connect_hooks(self, unit: Unit) -> None:
+        """Has the gathered parameters run the hooks that users have registered on the shards."""
+        for record in list_records(unit.module):
+            if id(record) in self._hooked or not has_hooks(record.sharded_param):
+                continue
+            whole = gathered(record)
+            if whole is not None:
+                self._hooked.add(id(record))
+                whole.register_hook(self._run_hooks_of(record))  # type: ignore[no-untyped-call]
+            elif id(unit) not in self._hooked:
+                self._hooked.add(id(unit))
+                self._before_first_forward(unit, lambda: self._connect_hooks(unit))
+
+    def _run_hooks_of(self, record: Any) -> Callable[[Tensor], Tensor | None]:
+        def run(gradient: Tensor) -> Tensor | None:
+            # In an idle round the gradient is zero times that of another rank's microbatch.
+            return None if self._rounds.index is None else run_hooks(record.sharded_param, gradient)
+
+        return run
+
+    def _before_first_forward(self, unit: Unit, act: Callable[[], None]) -> None:
+        """Runs a function once, when torch has made the gathered parameters."""
+
+        def run(module: nn.Module, args: Any) -> None:
+            handle.remove()
+            act()
+
+        assert isinstance(unit.module, nn.Module)
+        # Runs after fully_shard's, which gathers. Compiled along with the block, it would register hooks that
+        # do not run in the first step.
+        outside = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+        handle = unit.module.register_forward_pre_hook(outside)
+
+    def _find_uncalled(self) -> Unit | None:
+        """The first block that was never called."""
+        for unit in self.units[:-1]:
+            records = list_records(unit.module)
+            if records and all(gathered(record) is None for record in records):
+                return unit
+        return None
+
+    def _abandon_round(self) -> None:
+        """After a forward or backward that raised: lets torch forget what it had under way."""
+        self._is_in_round = False
+        forget_iteration(self.units[-1].module)
+
+
+def _uncalled_error(unit: Unit) -> PacelineError:
+    kind = type(unit.module).__mro__[2].__name__  # below the two classes that fully_shard puts in front
+    return PacelineError(
+        "PL435",
+        saw=f"the forward uses parameters of {unit.name} ({kind}) but does not call {unit.name}.",
+        rule="Under dp_shard the parameters of a block are gathered when the block is called as a module.",
+        fix=f"Have the model call {kind} itself, and do the work in {kind}.forward; or hold the parts of the "
+        "block in an nn.ModuleDict; or use dp_shard=1.",
+    )

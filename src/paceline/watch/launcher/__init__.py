@@ -1,0 +1,1 @@
+"""Runs beside the ranks: listens to their reports and decides when a verdict is due."""

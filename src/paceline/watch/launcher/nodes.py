@@ -1,0 +1,237 @@
+"""How the launchers of several nodes tell each other what they see: through the store that the ranks meet at.
+
+Each launcher writes its state under a key of its own every two seconds, and reads the others'. No port is
+opened for it. A node whose state doesn't change any more can't be reached, or its launcher has gone. The
+store itself may be on that node; then nothing can be read at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from paceline.launch.watching import Said
+from paceline.watch.launcher.clock import Stillness
+from paceline.watch.protocol.report import Frame, Process, Report, Seen
+from paceline.watch.protocol.wire import Unpacker, pack
+from paceline.watch.reasoning.compare import Prints
+from paceline.watch.reasoning.pace import BeatInterval, RankPace
+
+EVERY_S = 2.0
+_TIMEOUT = timedelta(seconds=5)
+# Nodes that have told nothing new for so long are taken for lost.
+LOST_S = 10.0
+_WORKS = Stillness(0.0, 0.0, has_waiting=False)
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What a launcher tells of its ranks.
+
+    Attributes:
+        name: of its machine.
+        ranks: that it has.
+        stillness: for how long they have stood still.
+        seen: what they do, once the job stands still; `None` while it works.
+        told: its verdict, once it has one.
+        prints: of its ranks' latest calls, for comparison.
+        asks_at_s: when all nodes ask their ranks what they have called, as calls don't seem to fit together;
+            in seconds since 1970, 0 where they do.
+        suspected: what its ranks have answered then.
+        paces: how much its ranks have waited lately; the board puts them in.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    stillness: Stillness
+    seen: Seen | None = None
+    told: Said | None = None
+    prints: Prints = field(default_factory=dict)
+    asks_at_s: float = 0.0
+    suspected: Seen | None = None
+    paces: tuple[RankPace, ...] = ()
+
+
+class NodeBoard:
+    """This node's place on the board, and what the others have written there.
+
+    Args:
+        node: number of this node in the job.
+        num_nodes: how many there are.
+        host, port: of the ranks' store.
+        name: of this attempt; the same on all nodes.
+    """
+
+    def __init__(self, node: int, num_nodes: int, host: str, port: int, name: str) -> None:
+        self._node = node
+        self._where = host, port
+        self._name = name
+        self._own = NodeState("", (), _WORKS)
+        self._paces: tuple[RankPace, ...] = ()
+        self._lock = threading.Lock()
+        now_s = time.monotonic()
+        self._heard: dict[int, tuple[str, NodeState | None, float]] = {
+            other: ("", None, now_s) for other in range(num_nodes) if other != node
+        }
+        self._ends = threading.Event()
+        # A thread of its own: where the store is out of reach, reading it may take for ever.
+        threading.Thread(target=self._run, name="paceline-nodes", daemon=True).start()
+
+    def publish(self, state: NodeState) -> None:
+        """Puts this node's state on the board, with the next round."""
+        with self._lock:
+            self._own = state
+
+    def publish_paces(self, paces: tuple[RankPace, ...]) -> None:
+        """The same for how much its ranks wait, which changes all the time."""
+        with self._lock:
+            self._paces = paces
+
+    def read(self) -> dict[int, tuple[NodeState | None, float]]:
+        """Of every other node: its latest state, and for how many seconds there was no newer one."""
+        now_s = time.monotonic()
+        with self._lock:
+            return {node: (state, now_s - heard_s) for node, (_, state, heard_s) in self._heard.items()}
+
+    def close(self) -> None:
+        """Ends the thread, when it next has the store's answer."""
+        self._ends.set()
+
+    def _run(self) -> None:
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        store: Any = None
+        number = 0
+        while not self._ends.wait(EVERY_S if number else 0.0):
+            number += 1
+            with suppress(Exception):  # the store is gone: what is known gets older
+                if store is None:
+                    host, port = self._where
+                    client = TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
+                    store = PrefixStore(f"paceline/watch/{self._name}", client)
+                with self._lock:
+                    own = replace(self._own, paces=self._paces)
+                store.set(str(self._node), json.dumps([number, state_to_json(own)]))
+                self._read(store)
+
+    def _read(self, store: Any) -> None:
+        for node in list(self._heard):
+            if not store.check([str(node)]):
+                continue
+            text = store.get(str(node)).decode()
+            with self._lock:
+                if text != self._heard[node][0]:
+                    _, state = json.loads(text)
+                    self._heard[node] = text, state_from_json(state), time.monotonic()
+
+
+Others = Mapping[int, tuple[NodeState | None, float]]
+"""What `NodeBoard.read` gives."""
+
+
+def join_stillness(own: Stillness, others: Others) -> Stillness:
+    """That of the whole job; nodes that are out of reach don't count."""
+    for state, age_s in others.values():
+        if age_s <= LOST_S:
+            own = own.join(state.stillness if state is not None else _WORKS)
+    return own
+
+
+def merge(own: Seen, others: Others) -> tuple[Seen, bool]:
+    """One job, from what its nodes have seen; and whether every node that can be reached has told."""
+    processes, reports, is_complete = dict(own.processes), dict(own.reports), True
+    for state, age_s in others.values():
+        if age_s > LOST_S:
+            if state is not None:
+                processes |= {rank: Process(rank, state.name, 0, "unreachable") for rank in state.ranks}
+        elif state is None or state.seen is None:
+            is_complete = False
+        else:
+            processes |= state.seen.processes
+            reports |= state.seen.reports
+    if any(age_s > LOST_S and (state is None or not state.ranks) for state, age_s in others.values()):
+        # It was lost before it could tell which ranks it has.
+        unknown = set(range(own.world_size)) - processes.keys()
+        processes |= {rank: Process(rank, "another node", 0, "unreachable") for rank in unknown}
+    return Seen(own.world_size, processes, reports, own.quiet_s), is_complete
+
+
+def state_to_json(state: NodeState) -> dict[str, Any]:
+    """As text can hold it."""
+    return {
+        "name": state.name,
+        "ranks": state.ranks,
+        "stillness": asdict(state.stillness),
+        "seen": _seen_to_json(state.seen),
+        "told": None if state.told is None else asdict(state.told),
+        "prints": state.prints,
+        "asks_at_s": state.asks_at_s,
+        "suspected": _seen_to_json(state.suspected),
+        "paces": [
+            [pace.rank, pace.groups, [list(vars(stretch).values()) for stretch in pace.stretches]]
+            for pace in state.paces
+        ],
+    }
+
+
+def _seen_to_json(seen: Seen | None) -> dict[str, Any] | None:
+    if seen is None:
+        return None
+    return {
+        "world_size": seen.world_size,
+        "quiet_s": seen.quiet_s,
+        "processes": [asdict(process) for process in seen.processes.values()],
+        "reports": [base64.b64encode(pack(report)).decode() for report in seen.reports.values()],
+    }
+
+
+def state_from_json(value: dict[str, Any]) -> NodeState:
+    """What `state_to_json` gave.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is something else.
+    """
+    return NodeState(
+        value["name"],
+        tuple(value["ranks"]),
+        Stillness(**value["stillness"]),
+        _seen_from_json(value["seen"]),
+        None if value["told"] is None else Said(**value["told"]),
+        value["prints"],
+        value["asks_at_s"],
+        _seen_from_json(value["suspected"]),
+        tuple(_pace_from_json(*pace) for pace in value["paces"]),
+    )
+
+
+def _pace_from_json(rank: int, groups: list[str], stretches: list[list[Any]]) -> RankPace:
+    told = [BeatInterval(*stretch) for stretch in stretches]
+    return RankPace(rank, tuple(groups), tuple(replace(each, groups=tuple(each.groups)) for each in told))
+
+
+def _seen_from_json(value: dict[str, Any] | None) -> Seen | None:
+    if value is None:
+        return None
+    processes = [
+        Process(**{**each, "native": tuple(Frame(**frame) for frame in each["native"])})
+        for each in value["processes"]
+    ]
+    reports = [
+        message
+        for text in value["reports"]
+        for message in Unpacker().feed(base64.b64decode(text))
+        if isinstance(message, Report)
+    ]
+    return Seen(
+        value["world_size"],
+        {process.rank: process for process in processes},
+        {report.rank: report for report in reports},
+        value["quiet_s"],
+    )

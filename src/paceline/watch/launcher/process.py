@@ -1,0 +1,99 @@
+"""What can be seen of ranks from outside: whether they run, wait or are stopped, and what they compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import psutil
+
+from paceline.launch.watching import WatchedRank
+from paceline.watch.protocol.report import Process, ProcessState
+
+_STATES: dict[str, ProcessState] = {
+    psutil.STATUS_RUNNING: "running",
+    psutil.STATUS_STOPPED: "stopped",
+    psutil.STATUS_TRACING_STOP: "stopped",
+    psutil.STATUS_DISK_SLEEP: "uninterruptible",
+    psutil.STATUS_ZOMBIE: "ended",
+    psutil.STATUS_DEAD: "ended",
+}
+
+
+# The system counts CPU time in hundredths of a second: shares of less time than this say nothing.
+_LEAST_S = 0.5
+
+
+@dataclass
+class _Look:
+    """What a rank and its descendants had used at an instant, by process, and how fast since the look before.
+
+    Attributes:
+        time_s: when.
+        cpu_s: seconds of CPU.
+        io_bytes: read and written.
+        share: of a core.
+        rate: bytes per second.
+    """
+
+    time_s: float
+    cpu_s: dict[int, float] = field(default_factory=dict)
+    io_bytes: dict[int, float] = field(default_factory=dict)
+    share: float = 0.0
+    rate: float = 0.0
+
+
+class ProcessSampler:
+    """Looks at the ranks' processes on this node; each look tells what they did since the one before.
+
+    Args:
+        node: name of this machine.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._before: dict[int, _Look] = {}
+
+    def look(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
+        """What is seen of each rank, by rank."""
+        return {watched.rank: self._look_at(watched, is_kept=True) for watched in ranks}
+
+    def peek(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
+        """A look between two others: the next one tells nevertheless all that came since the last one."""
+        return {watched.rank: self._look_at(watched, is_kept=False) for watched in ranks}
+
+    def _look_at(self, watched: WatchedRank, *, is_kept: bool) -> Process:
+        if watched.exit_code is not None or watched.pid == 0:
+            state: ProcessState = "ended" if watched.exit_code is not None else "sleeping"
+            return Process(watched.rank, self._node, watched.pid, state, exit_code=watched.exit_code)
+        before, now = self._before.get(watched.pid), _Look(time.monotonic())
+        state = "ended"
+        try:
+            process = psutil.Process(watched.pid)
+            state = _STATES.get(process.status(), "sleeping")
+            family = [process, *process.children(recursive=True)]
+        except psutil.Error:
+            family = []
+        for member in family:
+            with suppress(psutil.Error):
+                times = member.cpu_times()
+                now.cpu_s[member.pid] = times.user + times.system
+                moved = member.io_counters()
+                now.io_bytes[member.pid] = moved.read_chars + moved.write_chars
+        if before is None or now.time_s - before.time_s >= _LEAST_S:
+            if before is not None:
+                seconds = now.time_s - before.time_s
+                now.share = _add_up(before.cpu_s, now.cpu_s) / seconds
+                now.rate = _add_up(before.io_bytes, now.io_bytes) / seconds
+            if is_kept:
+                self._before[watched.pid] = now
+        else:
+            now.share, now.rate = before.share, before.rate
+        return Process(watched.rank, self._node, watched.pid, state, cpu_share=now.share, io_rate=now.rate)
+
+
+def _add_up(before: Mapping[int, float], now: Mapping[int, float]) -> float:
+    """What was used between two looks; a process that has come since counts from its start."""
+    return max(0.0, sum(value - before.get(pid, 0.0) for pid, value in now.items()))

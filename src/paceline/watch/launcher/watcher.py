@@ -1,0 +1,352 @@
+"""The launcher's side: hears the ranks, decides when they are stuck, and says why.
+
+A thread of the launcher. Each rank connects to a Unix socket in the launch's folder, sends a `Beat` every
+second and a `Report` when asked. Where a rank can't answer, because its main thread holds Python's lock in
+compiled code, a signal has its interpreter write its stacks into a file.
+"""
+
+from __future__ import annotations
+
+import linecache
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from paceline.launch.watching import SOCKET, Said, WatchedRank, name_stacks
+from paceline.watch.launcher.clock import STALL_S, Clock, Stillness
+from paceline.watch.launcher.ends import RankEnds, is_felt
+from paceline.watch.launcher.listener import Listener
+from paceline.watch.launcher.nodes import EVERY_S, LOST_S, NodeBoard, NodeState, Others, join_stillness, merge
+from paceline.watch.launcher.process import ProcessSampler
+from paceline.watch.launcher.suspicion import Suspicion
+from paceline.watch.protocol.report import Beat, Frame, Process, Report, Seen, Verdict
+from paceline.watch.protocol.stacks import read_main_stack
+from paceline.watch.reasoning.compare import confirm
+from paceline.watch.reasoning.death import Failure, explain_failure
+from paceline.watch.reasoning.hang import explain_hang
+from paceline.watch.reasoning.mismatch import find_mismatch
+from paceline.watch.reasoning.not_finite import FirstNotFinite
+from paceline.watch.reasoning.render import render_place, say
+from paceline.watch.reasoning.slow import SlowRanks
+
+# How often the ranks' processes are looked at, and while collectives come, as they are at work then anyway:
+# not where a verdict may be due before two looks have come after the last collective.
+_LOOK_S = 1.0
+_LOOK_CALM_S = 5.0
+_LEAST_FOR_CALM_S = 10.0
+# How long a rank has to answer; its thread may wait for Python's lock.
+_ANSWER_S = 2.0
+# How long ranks that lose their peer may take until the exception has ended their scripts.
+_SETTLE_S = 1.0
+# How long a failure may take to be told among nodes.
+_NODES_S = 4 * EVERY_S
+# How long the launcher reads what ranks that have ended sent before; it is there already.
+_CLOSING_S = 1.0
+
+
+class RankWatcher:
+    """Watches this node's ranks; see `launch.watching.Watcher`.
+
+    Args:
+        hang_after_s: how long all ranks must stand still until they are taken for stuck.
+        keep_alive: whether a stuck job is left as it is, for a debugger; the verdict is told by `tell`.
+        tell: prints a verdict that doesn't end the job.
+    """
+
+    entry = "paceline.watch.rank.reporter:begin"
+
+    def __init__(self, hang_after_s: float, *, keep_alive: bool, tell: Callable[[Said], None]) -> None:
+        self.told: Said | None = None
+        self.told_of_others = ""
+        self._met_s = time.time()
+        self._falls, self._failure = RankEnds(), Failure(None)
+        self._hang_after_s = hang_after_s
+        self._keep_alive = keep_alive
+        self._tell = tell
+        self._look: Callable[[], Sequence[WatchedRank]] = tuple
+        self._node_name = socket.gethostname()
+        self._eyes = ProcessSampler(self._node_name)
+        self._clock = Clock(time.monotonic())
+        self._processes: dict[int, Process] = {}
+        self._reports: dict[int, Report] = {}
+        self._asked_at_s = 0.0
+        self._was_stuck = False
+        self._suspicion = Suspicion()
+        self._not_finite = FirstNotFinite()
+        self._slow = SlowRanks(_read_source)
+        self._board: NodeBoard | None = None
+        self._has_spoken = False
+        self._ends = threading.Event()
+        self._failed = threading.Event()
+        self._looked_back = threading.Event()
+        self._listener: Listener
+        self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
+
+    def begin(self, folder: Path, look: Callable[[], Sequence[WatchedRank]]) -> None:
+        """Starts the thread; ranks that start from now on find the socket."""
+        self._look = look
+        self._listener = Listener(folder / SOCKET)  # here, so that no rank inherits it
+        self._thread.start()
+
+    def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
+        """Ranks start, on so many nodes; what was known of those before is of no use."""
+        self._clock = Clock(time.monotonic())
+        self._suspicion = Suspicion()
+        self._failed.clear()
+        self._looked_back.clear()
+        self._not_finite = FirstNotFinite()
+        self._slow = SlowRanks(_read_source)
+        self._met_s = time.time()
+        self._falls, self._failure, self.told_of_others = RankEnds(), Failure(None), ""
+        if self._board is not None:
+            self._board.close()
+        self._board = NodeBoard(node, num_nodes, host, port, str(attempt)) if num_nodes > 1 else None
+
+    def note_failure(self, rank: int, status: int) -> None:
+        """Asks the ranks that are left where they are; once, as the others fail because of the first."""
+        self._falls.note_status(rank, status)
+        if not self._failed.is_set() and self._thread.is_alive():
+            self._failed.set()
+            self._looked_back.wait(_ANSWER_S + _SETTLE_S + 1.0 + (_NODES_S if self._board is not None else 0))
+
+    def explain_failure(self, died: str = "") -> Said | None:
+        """Why ranks failed, where that is known of collectives that don't match or a peer that ended."""
+        verdict = self._failure.verdict
+        told = [died] if died else []
+        return None if verdict is None else say(replace(verdict, more=(*verdict.more, *told)))
+
+    def end(self) -> None:
+        """Stops the thread and closes the sockets."""
+        self._ends.set()
+        if self._board is not None:
+            self._board.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._listener.close()
+
+    # ---- hearing
+
+    def _run(self) -> None:
+        looked_s = 0.0  # the first time at once: other nodes want to know which ranks are here
+        calm_s = _LOOK_CALM_S if self._hang_after_s >= _LEAST_FOR_CALM_S else _LOOK_S
+        while not self._ends.is_set():
+            self._hear(0.25)
+            now_s = time.monotonic()
+            if self._failed.is_set() and not self._looked_back.is_set():
+                self._look_back()
+            is_calm = self._clock.read(now_s).uncollected_s < STALL_S
+            if now_s - looked_s >= (calm_s if is_calm else _LOOK_S):
+                self._look_around(looked_s, now_s)
+                looked_s = now_s
+            self._tell_not_finite()
+            if not self._has_spoken and not self._failed.is_set():
+                self._judge(now_s)
+        self._hear(0.0)  # the last beats
+        if not self._has_spoken and not self._failed.is_set():
+            self._compare_closing()
+        self._tell_not_finite(is_last=True)
+
+    def _hear(self, seconds: float) -> None:
+        for message in self._listener.hear(seconds):
+            if isinstance(message, Beat):
+                self._note_beat(message, time.monotonic())
+            elif isinstance(message, Report):
+                if not message.is_closing:
+                    self._reports[message.rank] = message
+                if message.time_s >= self._met_s:
+                    self._falls.note_report(message)
+
+    def _note_beat(self, beat: Beat, now_s: float) -> None:
+        self._clock.note_beat(beat, now_s)
+        if beat.time_s < self._met_s:  # late, of a rank of the attempt before
+            return
+        self._slow.book.note_beat(beat, now_s)
+        self._falls.note_beat(beat)
+        self._suspicion.note_calls(beat.rank, beat.calls)
+        if beat.not_finite is not None and beat.not_finite.time_s >= self._met_s:
+            self._not_finite.note(beat.rank, beat.not_finite, now_s)
+
+    def _look_around(self, since_s: float, now_s: float) -> None:
+        before = self._processes
+        self._processes = self._eyes.look(self._look())
+        if _describe(before) != _describe(self._processes):
+            self._clock.note_change(now_s)
+        self._clock.note_processes(self._processes, since_s, now_s)
+
+    def _look_back(self) -> None:
+        try:
+            seen = self._collect_failure()
+            self._failure = explain_failure(self._ask_nodes(seen), seen.processes, _read_source)
+            told = [render_place(place) for place in self._failure.failed]
+            if self._failure.others:
+                told += ["Meanwhile:", *map(render_place, self._failure.others)]
+            self.told_of_others = "\n".join(told)
+            self._tell_not_finite(is_last=True)
+        finally:
+            self._looked_back.set()
+
+    # ---- judging
+
+    def _judge(self, now_s: float) -> None:
+        others = self._board.read() if self._board is not None else {}
+        if self._answer_nodes(others, now_s):
+            return
+        if not self._processes or all(p.state == "ended" for p in self._processes.values()):
+            return
+        own = self._clock.read(now_s)
+        for state, _ in others.values():
+            if state is not None and state.told is not None:
+                self._speak(state.told, is_heard=True)
+                return
+        self._tell_slow(others, now_s)
+        stillness = join_stillness(own, others)
+        is_stuck = stillness.is_stuck(self._hang_after_s)
+        if not is_stuck and not stillness.is_stalled:
+            self._asked_at_s = 0.0
+            ask = partial(self._collect, is_full=True)
+            mismatch = self._suspicion.judge(others, time.time(), ask, _read_source)
+            if mismatch is not None:
+                self._speak(say(mismatch))
+            else:
+                self._publish(own, None)
+            return
+        every_s = STALL_S if is_stuck else 5 * STALL_S
+        if now_s - self._asked_at_s < every_s and is_stuck == self._was_stuck:
+            return
+        self._asked_at_s, self._was_stuck = now_s, is_stuck
+        seen = replace(self._collect(), quiet_s=stillness.still_s)
+        self._publish(own, seen)
+        seen, is_complete = merge(seen, others)
+        verdict = self._find_mismatch(seen)
+        if verdict is None and is_stuck and is_complete:
+            verdict = explain_hang(seen, _read_source)
+        if verdict is not None:
+            self._speak(say(verdict))
+
+    def _compare_closing(self) -> None:
+        """Compares all recorded calls of this node's ranks once all have ended well."""
+        ranks = {watched.rank for watched in self._look() if watched.exit_code == 0}
+        if len(ranks) < 2 or len(ranks) < len(self._look()):
+            return
+        ends_s = time.monotonic() + _CLOSING_S
+        while ranks & self._listener.ranks and time.monotonic() < ends_s:
+            self._hear(0.05)
+        verdict = confirm(self._falls.closing, _read_source, has_ended=True)
+        if verdict is not None:
+            self.told = say(verdict)
+
+    def _tell_not_finite(self, *, is_last: bool = False) -> None:
+        verdict = self._not_finite.read(time.monotonic(), is_last=is_last)
+        if verdict is not None:
+            self._tell(say(verdict))
+
+    def _tell_slow(self, others: Others, now_s: float) -> None:
+        if self._board is not None:
+            self._board.publish_paces(self._slow.book.tell(now_s))
+        for state, age_s in others.values():
+            if state is not None:
+                self._slow.book.note_others(state.paces, now_s, age_s)
+        # What other nodes write and read in turns is late.
+        verdict = self._slow.read(now_s, 2 * EVERY_S if others else 0.0)
+        if verdict is not None:
+            self._tell(say(verdict))
+
+    def _publish(self, own: Stillness, seen: Seen | None, told: Said | None = None) -> None:
+        if self._board is not None:
+            state = NodeState(self._node_name, tuple(self._processes), own, seen, told, *self._suspicion.told)
+            self._board.publish(state)
+
+    def _find_mismatch(self, seen: Seen) -> Verdict | None:
+        groups = {name: group for report in seen.reports.values() for name, group in report.groups.items()}
+        calls = {rank: report.calls for rank, report in seen.reports.items()}
+        return find_mismatch(calls, groups, _read_source)
+
+    def _speak(self, said: Said, *, is_heard: bool = False) -> None:
+        """Says a verdict of its own, or one that it has heard from another node.
+
+        The other nodes are given time to hear it, before this one's ranks end and theirs lose them.
+        """
+        self._has_spoken = True
+        if self._board is not None and not is_heard:
+            self._publish(self._clock.read(time.monotonic()), None, said)
+            if any(age_s <= LOST_S for _, age_s in self._board.read().values()):
+                self._ends.wait(3 * EVERY_S)
+        if self._keep_alive:
+            self._tell(said)
+        else:
+            self.told = said
+
+    def _collect(self, *, is_full: bool = False) -> Seen:
+        """Asks all ranks for reports, and gives what came."""
+        self._reports = {}
+        self._listener.ask(is_full=is_full)
+        ends_s = time.monotonic() + _ANSWER_S
+        self._processes = self._eyes.peek(self._look())
+        living = {r for r, process in self._processes.items() if process.state not in ("stopped", "ended")}
+        expected = living & self._listener.ranks
+        while self._lacks_word(expected) and time.monotonic() < ends_s:
+            self._hear(0.05)
+        self._processes = self._eyes.peek(self._look())
+        silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
+        processes = self._processes | {p.rank: replace(p, native=self._read_stack(p)) for p in silent}
+        world_size = max((watched.world_size for watched in self._look()), default=0)
+        return Seen(world_size, processes, self._reports | self._falls.last)
+
+    def _lacks_word(self, ranks: set[int]) -> bool:
+        """Whether any of these ranks has a connection still, and neither answered nor said its last."""
+        return bool((ranks & self._listener.ranks) - self._reports.keys() - self._falls.last.keys())
+
+    def _collect_failure(self) -> Seen:
+        """Where all ranks are once one has failed; those that lose their peer by it have time to say so."""
+        seen = self._collect()
+        ends_s = time.monotonic() + _SETTLE_S
+        while time.monotonic() < ends_s and any(
+            self._falls.may_fall(report)
+            for rank, report in seen.reports.items()
+            if rank in self._listener.ranks
+        ):
+            self._hear(0.05)
+        self._processes = self._eyes.peek(self._look())
+        return self._falls.add_to(seen, self._processes)
+
+    def _ask_nodes(self, seen: Seen) -> Seen:
+        """Tells the other nodes of a failure; with what they tell, where it may come from one of them."""
+        if self._board is None:
+            return seen
+        self._publish(self._clock.read(time.monotonic()), seen)
+        ends_s = time.monotonic() + _NODES_S - EVERY_S
+        joined, is_complete = seen, not is_felt(seen)
+        while not is_complete and time.monotonic() < ends_s:
+            self._hear(0.25)
+            joined, is_complete = merge(seen, self._board.read())
+        # The store may go with this node, so the others are given time to read; or with theirs.
+        self._ends.wait(EVERY_S)
+        self._board.close()
+        return joined
+
+    def _answer_nodes(self, others: Others, now_s: float) -> bool:
+        """Once a rank of another node has failed of what may have happened here: tells what is known here."""
+        if not any(s is not None and s.seen is not None and is_felt(s.seen) for s, _ in others.values()):
+            return False
+        if now_s - self._asked_at_s >= EVERY_S:
+            self._asked_at_s = now_s
+            seen = self._collect()
+            self._publish(self._clock.read(now_s), self._falls.add_to(seen, self._processes))
+        return True
+
+    def _read_stack(self, process: Process) -> tuple[Frame, ...]:
+        watched = next(w for w in self._look() if w.rank == process.rank)
+        return read_main_stack(process.pid, name_stacks(watched.folder, process.rank))
+
+
+def _describe(processes: Mapping[int, Process]) -> dict[int, tuple[int, bool]]:
+    """By rank: its process, and whether that has ended."""
+    return {rank: (process.pid, process.state == "ended") for rank, process in processes.items()}
+
+
+def _read_source(path: str) -> Sequence[str]:
+    return [line.rstrip("\n") for line in linecache.getlines(path)]

@@ -1,0 +1,31 @@
+"""Builds frames of a stack, and tells the user's files from libraries' and from the watch's own."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from paceline.launch import trace
+from paceline.watch.protocol.report import Frame
+
+_WATCH = str(Path(__file__).resolve().parent.parent) + os.sep
+
+
+@lru_cache(maxsize=4096)
+def is_own(path: str) -> bool:
+    """Whether a file is the user's: outside of Python's and its packages' folders."""
+    return trace.TracebackFrame(path, 0, "", ()).is_own
+
+
+def build_frame(path: str, line: int, function: str) -> Frame:
+    """A frame, with its line's source where the file is the user's."""
+    # The sources of libraries are not shown to anybody, and reading them takes time.
+    text = linecache.getline(path, line).strip() if line and is_own(path) else ""
+    return Frame(path, line, function, text)
+
+
+def is_watching(path: str) -> bool:
+    """Whether a file is of this package, whose frames are of no interest."""
+    return path.startswith(_WATCH)

@@ -1,0 +1,321 @@
+"""What a rank tells of itself while it runs: the words between the thread in a rank and the launcher.
+
+JSON-able. A rank sends a `Beat` every second and a `Report` when it is asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack.
+
+    Attributes:
+        file: its path.
+        line: from 1; 0 where it isn't known.
+        function: its name.
+        text: the line's source, without indentation; may be empty.
+    """
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as one of its members knows it.
+
+    Attributes:
+        name: torch's, the same on all members; `"0"` is the default group.
+        label: what a person calls it: the axis of a mesh, the description given to `new_group`, or `"world"`.
+        ranks: its members' global ranks, in the group's order.
+    """
+
+    name: str
+    label: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective, or a send or receive, as one rank issued it.
+
+    Attributes:
+        group: name of the group.
+        number: place in the group's sequence of collectives, from 1; sends and receives are numbered by
+            themselves, per group and peer.
+        operation: `all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`, `barrier`, `send` ...
+        sizes: shapes of its inputs.
+        dtypes: of its inputs, as `float32`.
+        reduce_op: `sum`, `max` ...; `None` where there is none or it isn't known.
+        peer: global rank that it is from or to (send, recv), or its root (broadcast, reduce ...), where that
+            is known; else `None`.
+        done: whether it has completed on this rank.
+        began_s: seconds since 1970.
+        frames: who called it, innermost first.
+    """
+
+    group: str
+    number: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    reduce_op: str | None
+    peer: int | None
+    done: bool
+    began_s: float
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a thread was doing.
+
+    Attributes:
+        thread: its name; `MainThread` is the script's.
+        frames: innermost first.
+    """
+
+    thread: str
+    frames: tuple[Frame, ...]
+
+
+Phase = Literal["starting", "joining", "running", "leaving"]
+
+
+Effect = Literal["applied", "skipped", "raised", "inherited"]
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """The first gradient of a rank that is not finite: infinite or no number.
+
+    Attributes:
+        number: of the backward pass, from 1; passes of this process through the parameters of its optimizers.
+        time_s: seconds since 1970.
+        effect: `"applied"` where the weights have become so by it, `"skipped"` where a GradScaler or the
+            script skips such steps again and again, `"raised"` where an exception has ended the script in
+            such a step, `"inherited"` where weights were so before.
+        parameter: where it began: the last one in the model whose gradient (for `"inherited"`: which itself)
+            is not finite; empty where that isn't known.
+        kind: the class of its module.
+        is_at_end: whether no parameter comes after it.
+        frames: the user's line that called backward, innermost first.
+    """
+
+    number: int
+    time_s: float
+    effect: Effect
+    parameter: str
+    kind: str
+    is_at_end: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class PlaceTime:
+    """How long a rank's main thread was at a place.
+
+    Attributes:
+        seconds: so long, as far as samples tell.
+        is_waiting: whether it waited for other ranks there.
+        frames: its stack, innermost first, shortened: the user's own and some of the libraries'.
+    """
+
+    seconds: float
+    is_waiting: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Where a rank's main thread was, by looking at it now and then.
+
+    Attributes:
+        samples: how often it was looked at.
+        places: where it was then; together the time that the samples stand for.
+    """
+
+    samples: int
+    places: tuple[PlaceTime, ...]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life.
+
+    Attributes:
+        rank: global.
+        time_s: seconds since 1970.
+        phase: `"starting"` before the script's first line, `"joining"` while it waits for the other ranks in
+            `init_process_group`, then `"running"`, and `"leaving"` once the script has ended and the
+            interpreter hasn't.
+        issued: by group, how many collectives.
+        completed: by group, how many of these; `0:transfers` has the sends and receives of group `0`.
+        calls: issued since the beat before, without frames.
+        place: a number that changes with where the main thread is (a hash of its stack).
+        is_waiting: whether the main thread is in a function of torch.distributed, for new groups too.
+        not_finite: its first gradient that wasn't finite, once it is certain; told again and again.
+        pace: where it was since the beat before; `None` while it has no process group.
+    """
+
+    rank: int
+    time_s: float
+    phase: Phase
+    issued: dict[str, int]
+    completed: dict[str, int]
+    calls: tuple[Call, ...]
+    place: int
+    is_waiting: bool
+    not_finite: NotFinite | None = None
+    pace: Pace | None = None
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What brings a rank to its end, told by itself just before.
+
+    Attributes:
+        kind: `"error"` for an exception that ends the script, `"exit"` for `sys.exit` and `os._exit`,
+            `"abort"` for an exception of C++ that nobody catches.
+        words: `ValueError: ...`, `sys.exit(0)`, `std::terminate`.
+        exit_code: as the process will end, negative for a signal.
+        has_lost_peer: whether the exception says that another rank has gone.
+    """
+
+    kind: Literal["error", "exit", "abort"]
+    words: str
+    exit_code: int
+    has_lost_peer: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a rank knows of itself.
+
+    Attributes:
+        rank: global.
+        time_s: seconds since 1970.
+        phase: as in `Beat`.
+        groups: by name.
+        calls: the latest of each group, and all that haven't completed, in the order of issue.
+        stacks: of all Python threads but the watching one, the main thread's first. Where an exception ends
+            the script: the place where it was raised.
+        last: what ends the rank, if it is about to end.
+        issued: by group, how many collectives; of a rank that has ended and whose calls nobody knows.
+        meets: address, port and number of ranks with which it calls `init_process_group` now; else empty.
+        num_named: how many groups torch has named by counting, among them those that this rank is not in, and
+            one that it makes now; 0 where that isn't known.
+        made_at: by name of a group, the user's line that made it.
+    """
+
+    rank: int
+    time_s: float
+    phase: Phase
+    groups: dict[str, Group]
+    calls: tuple[Call, ...]
+    stacks: tuple[Stack, ...]
+    last: LastWords | None = None
+    issued: dict[str, int] = field(default_factory=dict)
+    meets: str = ""
+    num_named: int = 0
+    made_at: dict[str, Frame] = field(default_factory=dict)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether a rank sent it by itself at its script's end, where no thread is left to show."""
+        return self.phase == "leaving" and self.last is None and not self.stacks
+
+
+ProcessState = Literal["running", "sleeping", "stopped", "uninterruptible", "ended", "unreachable"]
+
+
+# A rank that uses this share of a core works: little, as it may share the core with others. Waiting in gloo,
+# whose threads wake up a hundred times a second, takes about a hundredth.
+BUSY_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Process:
+    """What the launcher sees of a rank from outside.
+
+    Attributes:
+        rank: global.
+        node: name of its machine.
+        pid: there; 0 where it never started.
+        state: from /proc; `"ended"` for one that has, `"unreachable"` for one of a node that doesn't answer.
+        exit_code: of one that has ended (negative: the signal); `None` for the others.
+        is_out_of_memory: whether the kernel killed it for memory.
+        cpu_share: of one core, by it and its children, over the last seconds.
+        io_rate: bytes per second that they read and wrote meanwhile, in files and pipes.
+        native: stacks that the interpreter wrote from its signal handler, where the rank's thread couldn't
+            answer; innermost first.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    state: ProcessState
+    exit_code: int | None = None
+    is_out_of_memory: bool = False
+    cpu_share: float = 0.0
+    io_rate: float = 0.0
+    native: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A job at one instant, as the launcher has collected it.
+
+    Attributes:
+        world_size: ranks that there should be.
+        processes: by rank, of all ranks.
+        reports: by rank, of those that answered.
+        quiet_s: for how long no rank has moved.
+    """
+
+    world_size: int
+    processes: dict[int, Process]
+    reports: dict[int, Report]
+    quiet_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    """Ranks that are at the same place, for a verdict.
+
+    Attributes:
+        ranks: which ones.
+        what: `waits in all_reduce number 5 of world (float32 [128], sum)`, `ended with code 0` ...
+        frames: the user's own, innermost first; empty where there are none.
+    """
+
+    ranks: tuple[int, ...]
+    what: str
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a job doesn't go on, once, for people and machines.
+
+    Attributes:
+        code: of the page, `PL8nn`.
+        headline: one sentence: what is wrong.
+        places: where all ranks are, those that wait first.
+        rule: which rule was broken.
+        fix: the next move.
+        more: likely causes, and other ranks that are waited for.
+    """
+
+    code: str
+    headline: str
+    places: tuple[SharedPlace, ...]
+    rule: str
+    fix: str
+    more: tuple[str, ...] = field(default=())

@@ -1,0 +1,61 @@
+"""The stack of a rank that can't answer: a signal has its interpreter write it into a file.
+
+The handler is `faulthandler`'s. It runs without Python's lock, so it answers also where the main thread holds
+that lock in compiled code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from paceline.watch.protocol.report import Frame
+
+SIGNAL = signal.SIGRTMAX - 3
+# How long the handler has to write.
+_WRITTEN_S = 1.0
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+
+
+def read_main_stack(pid: int, path: Path) -> tuple[Frame, ...]:
+    """The main thread's stack of a process, innermost first; empty where it doesn't answer."""
+    try:
+        size = path.stat().st_size
+        if not _catches(pid):
+            return ()
+        os.kill(pid, SIGNAL)
+    except OSError:
+        return ()
+    ends_s = time.monotonic() + _WRITTEN_S
+    text = ""
+    while time.monotonic() < ends_s:
+        time.sleep(0.05)
+        with path.open(encoding="utf-8", errors="surrogateescape") as file:
+            file.seek(size)
+            before, text = text, file.read()
+        if text and text == before:
+            break
+    return parse_main_stack(text)
+
+
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for the signal; without one it would end."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (SIGNAL - 1) & 1)
+
+
+def parse_main_stack(text: str) -> tuple[Frame, ...]:
+    """The main thread's frames from what `faulthandler` wrote: it writes the main thread last."""
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            frames = []
+        elif match := _FRAME.match(line):
+            number = int(match["line"]) if match["line"].isdigit() else 0
+            frames.append(Frame(match["file"], number, match["function"]))
+    return tuple(frames)

@@ -1,0 +1,187 @@
+"""How ranks, calls, groups and places in the user's code are worded."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from paceline.watch.protocol.frames import is_own
+from paceline.watch.protocol.report import Call, Frame, Group
+
+# More pieces than this, and a list of ranks is cut.
+_MANY_PIECES = 6
+_MANY_TENSORS = 3
+# Shorter runs are listed: "ranks 0 and 1", not "ranks 0-1".
+_SHORT_RUN = 3
+_LABELS = {"", "undefined", "default_pg", "world"}
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`, `ranks 0-31`, `ranks 0, 8 ... 56 (8 of them)`."""
+    ordered = sorted(set(ranks))
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    pieces = _list_runs(ordered)
+    step = ordered[1] - ordered[0] if len(ordered) > 1 else 0
+    if len(pieces) > _MANY_PIECES:
+        if all(b - a == step for a, b in itertools.pairwise(ordered)):
+            return f"ranks {ordered[0]}, {ordered[1]} ... {ordered[-1]} ({len(ordered)} of them)"
+        shown = pieces[: _MANY_PIECES - 1]
+        num_shown = sum(len(piece) for piece in shown)
+        return f"ranks {', '.join(map(_name_run, shown))} and {len(ordered) - num_shown} others"
+    return f"ranks {join([_name_run(piece) for piece in pieces])}"
+
+
+def _list_runs(ordered: Sequence[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return [part for run in runs for part in ([run] if len(run) >= _SHORT_RUN else [[rank] for rank in run])]
+
+
+def _name_run(run: Sequence[int]) -> str:
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+
+def join(pieces: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return pieces[0] if len(pieces) == 1 else f"{', '.join(pieces[:-1])} and {pieces[-1]}"
+
+
+def pick(ranks: Sequence[int] | frozenset[int], one: str, several: str) -> str:
+    """The form of a verb or a noun that goes with so many ranks."""
+    return one if len(ranks) == 1 else several
+
+
+_PLURALS = {
+    "is": "are",
+    "was": "were",
+    "has": "have",
+    "hasn't": "haven't",
+    "waits": "wait",
+    "computes": "compute",
+    "stands": "stand",
+    "compiles": "compile",
+    "lives": "live",
+    "calls": "call",
+    "gives": "give",
+    "sends": "send",
+    "receives": "receive",
+}
+
+
+def to_plural(words: str) -> str:
+    """`waits in all_reduce` gives `wait in all_reduce`: what is said of one rank, of several."""
+    verb, _, rest = words.partition(" ")
+    plural = f"{_PLURALS.get(verb, verb)} {rest}"
+    return plural.replace("its script", "their scripts").replace("and doesn't", "and don't")
+
+
+def name_group(group: Group | None, name: str, world_size: int = 0) -> str:
+    """`world`, `tp (ranks 8-15)`, `group 3 (ranks 0 and 2)`.
+
+    Args:
+        group: as a member knows it; `None` where nobody has told.
+        name: torch's.
+        world_size: 0 where it isn't known.
+    """
+    label = "" if group is None or group.label in _LABELS else group.label
+    if name == "0" or (not label and group is not None and len(group.ranks) == world_size):
+        return label or "world"
+    label = label or f"group {name}"
+    return label if group is None else f"{label} ({name_ranks(group.ranks)})"
+
+
+def name_label(group: Group | None, name: str) -> str:
+    """A group's name without its ranks, the same for all groups along one axis of a mesh."""
+    if group is not None and group.label not in _LABELS:
+        return group.label
+    return "world" if name == "0" else f"group {name}"
+
+
+def is_pairwise(call: Call) -> bool:
+    """Whether it is a send or a receive."""
+    return call.operation.startswith(("send", "recv"))
+
+
+def sequence_of(call: Call) -> str:
+    """What a call is numbered in, within its group: most together, a few operations each by itself."""
+    return call.operation if call.operation == "monitored_barrier" or is_pairwise(call) else ""
+
+
+def name_call(call: Call, group: str) -> str:
+    """`all_reduce number 57 of world`, `recv number 3 from rank 1`."""
+    if is_pairwise(call):
+        way = "to" if call.operation.startswith("send") else "from"
+        peer = "any rank" if call.peer is None else f"rank {call.peer}"
+        return f"{call.operation} number {call.number} {way} {peer}"
+    return f"{call.operation} number {call.number} of {group}"
+
+
+def describe_tensors(call: Call) -> str:
+    """`float32 [128], sum`, `3 x float32 [128]`, `float32 [4], int64 [2]`; empty where nothing is known."""
+    dtypes = call.dtypes or ("",)
+    kinds = [f"{dtypes[min(n, len(dtypes) - 1)]} {list(size)}".strip() for n, size in enumerate(call.sizes)]
+    if len(kinds) > 1 and len(set(kinds)) == 1:
+        kinds = [f"{len(kinds)} x {kinds[0]}"]
+    if len(kinds) > _MANY_TENSORS:
+        kinds = [*kinds[:_MANY_TENSORS], f"{len(kinds) - _MANY_TENSORS} more"]
+    return ", ".join([*kinds, *([call.reduce_op] if call.reduce_op else [])])
+
+
+def own_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """The user's own, innermost first; where there are none, those of Paceline's training."""
+    own = tuple(frame for frame in frames if is_own(frame.file))
+    if own:
+        return own
+    ours = tuple(frame for frame in frames if frame.file.startswith(_PACKAGE + os.sep))
+    return tuple(f for f in ours if os.path.relpath(f.file, _PACKAGE).split(os.sep)[0] not in _STARTERS)
+
+
+# They run the script; no rank is ever stuck there by itself.
+_STARTERS = {"watch", "launch", "cli"}
+
+
+def name_line(frame: Frame) -> str:
+    """`train.py:31`."""
+    path = os.path.relpath(frame.file)
+    path = frame.file if path.startswith("..") else path
+    return f"{path}:{frame.line}" if frame.line else path
+
+
+def name_place(frame: Frame) -> str:
+    """`train.py:31 in evaluate`, or `train.py:31` outside of functions."""
+    where = name_line(frame)
+    return where if frame.function in ("", "<module>") else f"{where} in {frame.function}"
+
+
+def name_exit(exit_code: int | None, is_out_of_memory: bool) -> str:
+    """How a process ended, after "it": `has ended (exit code 0)`, `was killed by SIGKILL`."""
+    if is_out_of_memory:
+        return "was killed by the kernel, which had run out of memory"
+    if exit_code is None:
+        return "has ended"
+    if exit_code >= 0:
+        return f"has ended (exit code {exit_code})"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+
+
+def name_duration(seconds: float) -> str:
+    """`62 s`, `4 min 10 s`; whole seconds, as nobody waits in milliseconds here."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,314 @@
+"""Notices the first gradient that is not finite, before the ranks' gradients are summed.
+
+After the reduction every rank has the same NaN, and nobody can tell where it came from. Looking at all
+gradients takes too long. But what is not finite spreads in backward to everything that is computed later, so
+a few small parameters of each optimizer are enough: a hook on these (`Tensor.register_hook`) sees the rank's
+own gradient before it is accumulated, for about 10 us each (3 us where caches are warm). When one is not
+finite, the whole model is looked at once, at the end of this backward pass and still before DDP puts the sums
+in place.
+
+It counts only once it has reached the weights: a GradScaler that skips a step, or a script that does, has
+nothing to be told of, unless it goes on and on, or an exception follows. On a GPU nothing waits for the
+device: sums are copied into pinned memory, and read later, so the module is known only if the weights still
+tell it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from paceline.watch.protocol.report import Effect, NotFinite
+from paceline.watch.protocol.words import own_frames
+from paceline.watch.rank.compiler import hide_from_compiler
+from paceline.watch.rank.modules import Named, find_siblings, has_finite_gradient, is_finite
+from paceline.watch.rank.threads import mark_main_thread, resolve
+
+# Summing more numbers than this takes several threads (torch's grain size), and some microseconds more.
+_MAX_NUMBERS = 32768
+_PER_GROUP = 4
+_IN_ALL = 8
+# So many backward passes in a row without effect on the weights are told, too. A GradScaler begins with a
+# scale of 2**16 and halves it each time: after these the scale is no reason any more.
+_MANY = 20
+_MAX_FRAMES = 4
+# Of passes on a GPU: as many as there may be between two beats.
+_LATE = 1024
+
+
+class Gradients:
+    """What the gradients of this process's optimizers have shown.
+
+    Attributes:
+        found: the first that wasn't finite, once it is certain; nothing is looked at from then on.
+        passes: how many backward passes there have been through the watched parameters.
+    """
+
+    def __init__(self) -> None:
+        self.found: NotFinite | None = None
+        self.passes = 0
+        self._torch: Any = None
+        self._original: Any = None
+        self._wrapper: Any = None
+        self._is_over = False
+        self._sentinels: list[_Sentinel] = []
+        self._task = -1
+        self._looks_in = -1
+        self._fired: _Sentinel | None = None
+        # What hasn't reached the weights yet, where, and the weights' version then.
+        self._pending: tuple[NotFinite, _Sentinel, int] | None = None
+        self._row = (0, 0)
+        self._after_step: Any = None
+
+    def install(self, torch: Any) -> None:
+        """Has each optimizer that is made from now on choose its parameters; once."""
+        hide_from_compiler(torch, _Sentinel.__call__, Gradients._look, Gradients._note_step)
+        kind = torch.optim.Optimizer
+        original = self._original = kind.add_param_group
+        self._torch = torch
+
+        @functools.wraps(original)
+        def add_param_group(optimizer: Any, param_group: Any) -> Any:
+            original(optimizer, param_group)
+            with suppress(Exception):
+                if not self._is_over:
+                    self._watch(optimizer)
+
+        self._wrapper = kind.add_param_group = add_param_group
+
+    def remove(self) -> None:
+        """Takes the hooks away, and puts torch's method back."""
+        self._is_over = True
+        if self._wrapper is not None and self._wrapper is self._torch.optim.Optimizer.add_param_group:
+            self._torch.optim.Optimizer.add_param_group = self._original
+        if self._after_step is not None:
+            self._after_step.remove()
+            self._after_step = None
+        for sentinel in self._sentinels:
+            sentinel.remove()
+        self._sentinels.clear()
+
+    def settle(self) -> None:
+        """Looks whether what was noticed has reached the weights; for any thread, at any time."""
+        if self.found is not None:
+            return
+        for sentinel in self._sentinels:
+            sentinel.read_late()
+        pending = self._pending  # once: this may be another thread
+        if pending is None:
+            return
+        finding, sentinel, version = pending
+        parameter = sentinel.find()
+        if parameter is None:
+            self._pending = None
+        elif not is_finite(parameter):
+            self.found = finding
+        elif parameter._version != version:  # the step went by without it
+            self._pending = None
+
+    def note_error(self) -> bool:
+        """An exception ends the script; whether there is something to be told now."""
+        was_found = self.found is not None
+        self.settle()
+        pending = self._pending
+        if self.found is None and pending is not None and pending[0].number == self.passes:
+            self.found = replace(pending[0], effect="raised")
+        return self.found is not None and not was_found
+
+    def _watch(self, optimizer: Any) -> None:
+        """Chooses parameters of the optimizer's newest group."""
+        for gone in [sentinel for sentinel in self._sentinels if sentinel.find() is None]:
+            gone.remove()
+            self._sentinels.remove(gone)
+        known = {id(sentinel.find()): sentinel for sentinel in self._sentinels}
+        small = []
+        for n, parameter in enumerate(optimizer.param_groups[-1]["params"]):
+            if id(parameter) in known:  # the older optimizer may be about to go
+                known[id(parameter)].belong_to(optimizer, n)
+            elif self._can_be_watched(parameter):
+                small.append(n)
+        # The first in the model sees most; others for models of several towers.
+        count = min(_PER_GROUP, _IN_ALL - len(self._sentinels), len(small))
+        for n in range(count):
+            self._sentinels.append(_Sentinel(self, self._torch, optimizer, small[n * len(small) // count]))
+
+    def _can_be_watched(self, parameter: Any) -> bool:
+        return (
+            type(parameter) in (self._torch.nn.Parameter, self._torch.Tensor)  # no DTensor
+            and parameter.requires_grad
+            and parameter.is_leaf
+            and parameter.is_floating_point()
+            and 0 < parameter.numel() <= _MAX_NUMBERS
+        )
+
+    # ---- within backward
+
+    def count(self, task: int) -> None:
+        """A sentinel is in a backward pass, known to autograd by a number."""
+        if task != self._task:
+            self._task = task
+            self.passes += 1
+
+    def look_after(self, task: int, sentinel: _Sentinel) -> None:
+        """Has the model looked at when this backward pass is through."""
+        if task != self._looks_in:
+            self._looks_in, self._fired = task, sentinel
+            self._torch.autograd.Variable._execution_engine.queue_callback(self._look)
+
+    def _look(self) -> None:
+        try:
+            assert self._fired is not None
+            self._look_from(self._fired)
+            if self.found is not None:
+                self.remove()
+        except Exception:  # the script's backward goes on, without us
+            self.remove()
+
+    def _look_from(self, sentinel: _Sentinel) -> None:
+        self.settle()
+        parameter = sentinel.find()
+        if self.found is not None or parameter is None:
+            return
+        if sentinel.siblings is None:
+            sentinel.siblings = find_siblings(self._torch, parameter)
+        named = [one for one in sentinel.siblings if one.find() is not None]
+        spoilt = [one for one in named if not is_finite(one.find())]
+        is_spoilt = bool(spoilt) or not is_finite(parameter)
+        if late := [other.late for other in self._sentinels if other.late]:
+            for other in self._sentinels:
+                other.late = 0
+            if is_spoilt:
+                # With all of them not finite, where it began can't be seen any more.
+                began = spoilt[-1] if 0 < len(spoilt) < len(named) else None
+                self.found = _describe(min(late), began, named, "applied")
+            return
+        if not is_spoilt:
+            self._note(sentinel, parameter, named)
+        elif self._pending is not None:
+            self.found = self._pending[0]
+        else:
+            self.found = _describe(self.passes, spoilt[-1] if spoilt else None, named, "inherited")
+
+    def _note(self, sentinel: _Sentinel, parameter: Any, named: Sequence[Named]) -> None:
+        last, length = self._row
+        self._row = self.passes, length + 1 if last == self.passes - 1 else 1
+        if self._pending is None:
+            broken = [one for one in named if not has_finite_gradient(one.find())]
+            finding = _describe(self.passes, broken[-1] if broken else None, named, "applied")
+            self._pending = finding, sentinel, parameter._version
+            if self._after_step is None:
+                # Only now, because optimizers are the faster for having no hooks.
+                module = sys.modules[self._torch.optim.Optimizer.__module__]
+                self._after_step = module.register_optimizer_step_post_hook(self._note_step)
+        elif self._row[1] >= _MANY:
+            self.found = replace(self._pending[0], effect="skipped")
+
+    def _note_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """An optimizer has taken a step; a script may end after it, and let the model go."""
+        if not self._torch.compiler.is_compiling():
+            with suppress(Exception):
+                self.settle()
+
+
+class _Sentinel:
+    """The hook on one parameter.
+
+    Attributes:
+        late: the backward pass whose gradient wasn't finite, where that is known only now; else 0.
+        siblings: the parameters of its model, once they were looked for.
+    """
+
+    # Models are pickled without their hooks, and nobody has to be warned of it.
+    __torch_unserializable__ = True
+
+    def __init__(self, gradients: Gradients, torch: Any, optimizer: Any, number: int) -> None:
+        self.late = 0
+        self.siblings: tuple[Named, ...] | None = None
+        self.belong_to(optimizer, number)
+        self._gradients = gradients
+        self._torch = torch
+        self._is_compiling = torch.compiler.is_compiling
+        self._find_task = torch._C._current_graph_task_id
+        self._sums: Any = None
+        self._handle = optimizer.param_groups[-1]["params"][number].register_hook(self)
+
+    def belong_to(self, optimizer: Any, number: int) -> None:
+        """The parameter is the one with this number in the optimizer's newest group."""
+        # No reference to itself: one with a weak reference can't be swapped (`torch.utils.swap_tensors`).
+        self._optimizer = weakref.ref(optimizer)
+        self._place = len(optimizer.param_groups) - 1, number
+
+    def find(self) -> Any | None:
+        """The parameter; None where the optimizer has gone."""
+        optimizer = self._optimizer()
+        group, number = self._place
+        with suppress(IndexError):
+            return None if optimizer is None else optimizer.param_groups[group]["params"][number]
+        return None
+
+    def __call__(self, gradient: Any) -> None:
+        if self._is_compiling():  # of compiled autograd: a look would break its graph
+            return
+        try:
+            task = self._find_task()
+            self._gradients.count(task)
+            if gradient.requires_grad:  # of create_graph=True
+                gradient = gradient.detach()
+            if not _is_here(gradient):
+                self._note_late(gradient, task)
+            elif not math.isfinite(gradient.sum().item()) and not is_finite(gradient):
+                self._gradients.look_after(task, self)
+        except Exception:  # a gradient of another kind
+            self.remove()
+
+    def _note_late(self, gradient: Any, task: int) -> None:
+        if self._torch.cuda.is_current_stream_capturing():
+            return
+        if self.late:
+            self._gradients.look_after(task, self)
+        if self._sums is None:
+            self._sums = _make_sums(self._torch)
+        total = gradient.sum(dtype=self._torch.float32)
+        self._sums[self._gradients.passes % _LATE].copy_(total, non_blocking=True)
+
+    def read_late(self) -> None:
+        """Looks at the sums that have come from the device."""
+        if self._sums is None or self.late or is_finite(self._sums):
+            return
+        passes = self._gradients.passes
+        bad = [n for n, value in enumerate(self._sums.tolist()) if not math.isfinite(value)]
+        self.late = min(passes - (passes - n) % _LATE for n in bad)
+        self._sums.nan_to_num_(0.0, 0.0, 0.0)
+
+    def remove(self) -> None:
+        """Takes the hook away; also from within it."""
+        self._handle.remove()
+
+
+def _is_here(gradient: Any) -> bool:
+    return bool(gradient.is_cpu)
+
+
+def _make_sums(torch: Any) -> Any:
+    """Where a device writes sums by itself."""
+    return torch.zeros(_LATE, dtype=torch.float32, pin_memory=True)
+
+
+def _describe(number: int, began: Named | None, named: Sequence[Named], effect: Effect) -> NotFinite:
+    frames = own_frames(resolve(mark_main_thread()))[:_MAX_FRAMES]
+    return NotFinite(
+        number=number,
+        time_s=time.time(),
+        effect=effect,
+        parameter=began.name if began is not None else "",
+        kind=began.kind if began is not None else "",
+        is_at_end=began is not None and began is named[-1],
+        frames=frames,
+    )

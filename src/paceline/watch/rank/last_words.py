@@ -1,0 +1,118 @@
+"""What ends a process, noticed just before: an exception that ends the script, `os._exit`, `std::terminate`.
+
+Gloo meets data of another size with an exception in a thread of its own, which nobody catches. C++ then calls
+its terminate handler, in that thread and outside of any signal handler, so that Python may run there; the
+handler that was set before is called afterwards, writes the exception's text and aborts. Ours has to wait for
+Python's lock: a thread that holds it and computes in compiled code delays the end for so long. Nothing here
+costs anything until a process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from paceline.launch.failure import has_lost_peer
+from paceline.watch.protocol.frames import is_own
+from paceline.watch.protocol.report import Frame, LastWords
+from paceline.watch.rank.threads import mark_main_thread, mark_stack, mark_traceback, resolve
+
+Say = Callable[[LastWords, tuple[Frame, ...]], None]
+"""Takes what ends the process, and where its main thread is or the exception was raised."""
+
+_LIBRARY = "libstdc++.so.6"
+_SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate(void (*)())
+_MANY_CAUSES = 10
+_MANY_LETTERS = 500
+
+
+def describe_error(error: BaseException) -> LastWords:
+    """The last words of a script that an exception ends."""
+    if isinstance(error, SystemExit):
+        # A process's status has eight bits.
+        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        return LastWords("exit", f"sys.exit({'' if error.code is None else repr(error.code)[:80]})", code)
+    text = ""
+    with suppress(Exception):  # a __str__ that raises
+        text = str(error).strip().partition("\n")[0][:_MANY_LETTERS]
+    name = type(error).__name__
+    return LastWords("error", f"{name}: {text}" if text else name, 1, _has_lost_peer(error))
+
+
+def _has_lost_peer(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that another rank has gone."""
+    met: BaseException | None = error
+    for _ in range(_MANY_CAUSES):
+        if met is None:
+            break
+        with suppress(Exception):
+            if has_lost_peer(str(met)):
+                return True
+        met = met.__cause__ or (None if met.__suppress_context__ else met.__context__)
+    return False
+
+
+def say_error(say: Say, error: BaseException) -> None:
+    """Says the last words of a script that an exception ends."""
+    say(describe_error(error), resolve(mark_traceback(error.__traceback__)))
+
+
+class Exits:
+    """Ways out of a process that Python's exit handlers don't see.
+
+    Args:
+        say: called before the process ends, in whichever thread ends it.
+    """
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._exits: tuple[Any, Any] | None = None
+        self._set_terminate: Any = None
+        self._terminate: int | None = None
+        # Kept for good, as C++ has its address and may be in it.
+        self._callback = ctypes.CFUNCTYPE(None)(self._on_terminate)
+
+    def watch_exit(self) -> None:
+        """From now on `os._exit` says so, where the user's code has led to it."""
+        original = os._exit
+
+        def _exit(status: int) -> NoReturn:
+            with suppress(Exception):
+                frames = resolve(mark_stack(sys._getframe(1)))
+                if any(is_own(frame.file) for frame in frames):
+                    self._say(LastWords("exit", f"os._exit({status})", status & 0xFF), frames)
+            original(status)
+
+        self._exits = original, _exit
+        os._exit = _exit
+
+    def watch_terminate(self) -> None:
+        """From now on `std::terminate` says so, where torch uses GCC's library."""
+        try:
+            set_terminate = getattr(ctypes.CDLL(_LIBRARY), _SET_TERMINATE)
+        except (OSError, AttributeError):
+            return
+        set_terminate.restype = ctypes.c_void_p
+        set_terminate.argtypes = [ctypes.c_void_p]
+        self._terminate = set_terminate(ctypes.cast(self._callback, ctypes.c_void_p))
+        self._set_terminate = set_terminate
+
+    def forget(self) -> None:
+        """Puts back what was there before; to be called while Python still runs, and in forks."""
+        if self._exits is not None and os._exit is self._exits[1]:
+            os._exit = self._exits[0]
+        if self._set_terminate is not None:
+            self._set_terminate(self._terminate)
+            self._set_terminate = None
+
+    def _on_terminate(self) -> None:
+        with suppress(Exception):
+            self._say(LastWords("abort", "std::terminate", -signal.SIGABRT), resolve(mark_main_thread()))
+        if self._terminate:
+            ctypes.CFUNCTYPE(None)(self._terminate)()
+        os.abort()

@@ -1,0 +1,330 @@
+"""What torch's Flight Recorder leaves out: reduce operations, roots, sends and receives.
+
+The methods of `torch.distributed.ProcessGroup` that take a reduce operation or a root, send or receive are
+wrapped on the class. For the former two a wrapper notes when it was in which thread, so that an entry of the
+Flight Recorder is recognised by the instant at which it was made; what C++ issues by itself (DDP's buckets,
+functional collectives) doesn't pass here. When a group gets its name is noted too, as names are used again:
+what was recorded under one before belongs to another group. A wrapper costs about two microseconds, and
+raises nothing of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.watch.rank.compiler import hide_from_compiler
+from paceline.watch.rank.threads import Mark, mark_stack
+
+# The operation's name as users say it: gloo makes all-reduces of a reduce-scatter.
+_REDUCING = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+}
+# Where the options, or the root itself, stand among the arguments.
+_ROOTED = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}
+_TRANSFERRING = {
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+    "monitored_barrier": "monitored_barrier",
+}
+# Called once where a group is made, and once where it is destroyed.
+_NAMING = "_set_group_name"
+_ENDING = "shutdown"
+# At least as many as the Flight Recorder's entries.
+_MAX_WINDOWS = 4096
+_MAX_TRANSFERS = 512
+
+
+class CallWindow:
+    """When a thread was in a method that takes a reduce operation or a root.
+
+    Attributes:
+        thread: its ident.
+        group: the group's name.
+        operation: as `reduce_scatter`.
+        op: torch's reduce operation; None where there is none or it isn't known.
+        root: its rank in the group; None where there is none or it isn't known.
+        began_ns: since 1970.
+        ended_ns: since 1970; 0 before.
+    """
+
+    __slots__ = ("began_ns", "ended_ns", "group", "op", "operation", "root", "thread")
+
+    def __init__(self, thread: int, group: str, operation: str, op: Any, root: int | None) -> None:
+        self.thread = thread
+        self.group = group
+        self.operation = operation
+        self.op = op
+        self.root = root
+        self.ended_ns = 0
+        self.began_ns = time.time_ns()
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """A send, a receive or a monitored barrier, none of which gloo's Flight Recorder has.
+
+    Attributes:
+        record: counts all transfers of this process, from 0.
+        group: the group's name.
+        operation: `send`, `recv` or `monitored_barrier`.
+        number: from 1, per group, operation and peer.
+        peer: its rank in the group; None for any, and for a barrier.
+        sizes: shapes of its tensors.
+        dtypes: of its tensors.
+        began_ns: since 1970.
+        stack: who called it.
+        work: torch's handle, as long as somebody has it.
+        is_inside: whether the call has not returned yet.
+    """
+
+    record: int
+    group: str
+    operation: str
+    number: int
+    peer: int | None
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    began_ns: int
+    stack: tuple[Mark, ...]
+    work: weakref.ref[Any] | None = None
+    is_inside: bool = True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has completed; a handle that was let go counts as completed."""
+        if self.is_inside:
+            return False
+        work = self.work() if self.work is not None else None
+        return work is None or bool(work.is_completed())
+
+
+class Operations:
+    """The wrapped methods, and what went through them lately."""
+
+    def __init__(self) -> None:
+        self._windows: deque[CallWindow] = deque(maxlen=_MAX_WINDOWS)
+        self._transfers: deque[Transfer] = deque(maxlen=_MAX_TRANSFERS)
+        self._numbers: Counter[tuple[str, str, int | None]] = Counter()
+        self._records = itertools.count()
+        self._made_ns: dict[str, int] = {}
+        self._made_at: dict[str, tuple[Mark, ...]] = {}
+        self._originals: dict[str, Any] = {}
+        self._kind: Any = None
+        self.on_shutdown: Callable[[], None] | None = None
+        """Called before a group is destroyed."""
+
+    def install(self, torch: Any) -> None:
+        """Wraps the methods; does nothing where torch has no `distributed` or they are wrapped already."""
+        c10d = sys.modules.get("torch._C._distributed_c10d")
+        if c10d is None or self._originals:
+            return
+        self._kind = c10d.ProcessGroup
+        rooted = {name: name for name in _ROOTED}
+        for name, operation in (rooted | _REDUCING | _TRANSFERRING | {_NAMING: "", _ENDING: ""}).items():
+            stored = vars(self._kind).get(name)
+            if stored is None:  # this torch has it not, or not yet
+                continue
+            wrapper = self._wrap(getattr(self._kind, name), operation)
+            hide_from_compiler(torch, wrapper)
+            # Not what `getattr` gives: that is the function without the binding to an instance.
+            self._originals[name] = stored
+            setattr(self._kind, name, wrapper)
+
+    def remove(self) -> None:
+        """Puts torch's own methods back."""
+        for name, original in self._originals.items():
+            setattr(self._kind, name, original)
+        self._originals.clear()
+
+    def transfers(self, since: int = 0) -> list[Transfer]:
+        """The latest sends and receives, from a record on."""
+        return [transfer for transfer in self._transfers.copy() if transfer.record >= since]
+
+    def count_transfers(self) -> Counter[str]:
+        """By group, how many sends, receives and monitored barriers there have been."""
+        counts: Counter[str] = Counter()
+        for (group, _, _), number in self._numbers.copy().items():
+            counts[group] += number
+        return counts
+
+    def count_open(self) -> Counter[str]:
+        """By group, how many of these have not completed."""
+        return Counter(transfer.group for transfer in self._transfers.copy() if not transfer.is_done)
+
+    def windows(self) -> Windows:
+        """The latest calls with a reduce operation or a root."""
+        return Windows(self._windows.copy())
+
+    def read_names(self) -> dict[str, int]:
+        """By name of a group: when it was given last, in nanoseconds since 1970."""
+        return self._made_ns.copy()
+
+    def read_makers(self) -> dict[str, tuple[Mark, ...]]:
+        """By name of a group: the stack that made it last."""
+        return self._made_at.copy()
+
+    # ---- wrappers
+
+    def _wrap(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        if original.__name__ == _NAMING:
+            return self._wrap_naming(original)
+        if original.__name__ == _ENDING:
+            return self._wrap_ending(original)
+        if original.__name__ in _TRANSFERRING:
+            return self._wrap_transferring(original, operation)
+        return self._wrap_noting(original, operation)
+
+    def _wrap_naming(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        made_ns, made_at = self._made_ns, self._made_at
+
+        @functools.wraps(original)
+        def call(group: Any, name: str) -> Any:
+            made_ns[name] = time.time_ns()
+            with suppress(Exception):
+                made_at[name] = mark_stack(sys._getframe(1))
+            return original(group, name)
+
+        return call
+
+    def _wrap_ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            with suppress(Exception):
+                if self.on_shutdown is not None:
+                    self.on_shutdown()
+            return original(group, *args, **kwargs)
+
+        return call
+
+    def _wrap_noting(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        windows, thread_ident = self._windows, threading.get_ident
+        reduces, root_at = original.__name__ in _REDUCING, _ROOTED.get(original.__name__)
+
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            window = None
+            with suppress(Exception):
+                op = _find_reduce_op(args, kwargs) if reduces else None
+                root = _find_root(args, kwargs, root_at) if root_at is not None else None
+                window = CallWindow(thread_ident(), group.group_name, operation, op, root)
+                windows.append(window)
+            try:
+                return original(group, *args, **kwargs)
+            finally:
+                if window is not None:
+                    window.ended_ns = time.time_ns()
+
+        return call
+
+    def _wrap_transferring(self, original: Callable[..., Any], operation: str) -> Callable[..., Any]:
+        has_peer = operation != "monitored_barrier" and original.__name__ != "recv_anysource"
+
+        @functools.wraps(original)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            transfer = None
+            with suppress(Exception):
+                transfer = self._begin(group, operation, args, kwargs, has_peer)
+            try:
+                work = original(group, *args, **kwargs)
+            except BaseException:
+                if transfer is not None:
+                    self._take_back(transfer)
+                raise
+            if transfer is not None:
+                with suppress(TypeError):  # None, from a barrier
+                    transfer.work = weakref.ref(work)
+                transfer.is_inside = False
+            return work
+
+        return call
+
+    def _begin(
+        self, group: Any, operation: str, args: Sequence[Any], kwargs: dict[str, Any], has_peer: bool
+    ) -> Transfer:
+        peer: int | None = None
+        tensors: Sequence[Any] = ()
+        if operation != "monitored_barrier":
+            tensors = args[0] if args else kwargs["tensors"]
+        if has_peer:
+            peer = int(args[1] if len(args) > 1 else kwargs["dstRank" if operation == "send" else "srcRank"])
+        name = group.group_name
+        self._numbers[name, operation, peer] += 1
+        transfer = Transfer(
+            record=next(self._records),
+            group=name,
+            operation=operation,
+            number=self._numbers[name, operation, peer],
+            peer=peer,
+            sizes=tuple(tuple(tensor.shape) for tensor in tensors),
+            dtypes=tuple(tensor.dtype for tensor in tensors),
+            began_ns=time.time_ns(),
+            stack=mark_stack(sys._getframe(2)),
+        )
+        self._transfers.append(transfer)
+        return transfer
+
+    def _take_back(self, transfer: Transfer) -> None:
+        """For a call that raised: it has sent nothing, and takes no number."""
+        with suppress(ValueError):  # fallen out meanwhile
+            self._transfers.remove(transfer)
+        self._numbers[transfer.group, transfer.operation, transfer.peer] -= 1
+
+
+class Windows:
+    """Windows, to be found by an instant in them."""
+
+    def __init__(self, windows: Sequence[CallWindow]) -> None:
+        self._by_place: dict[tuple[int, str], list[CallWindow]] = {}
+        for window in windows:
+            self._by_place.setdefault((window.thread, window.group), []).append(window)
+
+    def find(self, thread: int, group: str, time_ns: int) -> CallWindow | None:
+        """The window that a thread was in at an instant."""
+        windows = self._by_place.get((thread, group), [])
+        at = bisect_right(windows, time_ns, key=lambda window: window.began_ns) - 1
+        if at < 0 or 0 < windows[at].ended_ns < time_ns:
+            return None
+        return windows[at]
+
+
+def _find_reduce_op(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """From `(..., options)` or `(..., op)`; these come last."""
+    for value in (*kwargs.values(), *reversed(args)):
+        op = getattr(value, "reduceOp", None)
+        if op is not None:
+            return op
+        if type(value).__name__ in ("ReduceOp", "RedOpType"):
+            return value
+    return None
+
+
+def _find_root(args: Sequence[Any], kwargs: dict[str, Any], at: int) -> int:
+    """From `(..., options)` or `(..., root)`; without both it is the first rank."""
+    value = args[at] if len(args) > at else kwargs.get("opts", kwargs.get("root", 0))
+    return int(getattr(value, "rootRank", value))
+
+
+def name_reduce_op(op: Any) -> str | None:
+    """Such as `sum`, of torch's object."""
+    kind = getattr(op, "op", op)  # a ReduceOp has a RedOpType
+    name = getattr(kind, "name", None)
+    return name.lower() if isinstance(name, str) else None

@@ -1,0 +1,329 @@
+"""What this rank has issued: torch's Flight Recorder and our wrappers, brought together.
+
+A beat asks the Flight Recorder for two numbers per group. The entries themselves take 15 us each, up to 25 ms
+in all, so a beat has them only where that stays below `_SHARE` of the time: `_SHARE_EAGER` at first, as most
+mismatches are there from the start, and `_SHARE_STILL` once the rank stands still. A new group is looked up
+at once. A report always has them, with frames.
+
+The launcher compares what the beats of different ranks tell. So that they tell of the same calls, all ranks
+read at the same multiples of a power of two of seconds, and where there are more calls than a beat takes they
+choose by the calls' numbers: a rank that has to choose more strictly chooses among what the others have.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.watch.protocol.report import Call, Frame, Group
+from paceline.watch.protocol.words import own_frames
+from paceline.watch.rank.entries import (
+    FlightEntry,
+    Groups,
+    Key,
+    Status,
+    build_call,
+    count_named,
+    read_entries,
+    read_groups,
+    read_status,
+)
+from paceline.watch.rank.operations import Operations, Transfer
+from paceline.watch.rank.threads import resolve
+
+# A step of FSDP over 80 layers issues 240. Reading 1000 takes 12 ms where caches are warm, and they are 1 MB.
+_BUFFER_SIZE = "1000"
+_BUFFER_SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+# Of the time, for reading entries: while collectives come, for the first while and later, and once they have
+# stopped.
+_SHARE_EAGER = 0.002
+_SHARE = 0.001
+_SHARE_STILL = 0.02
+_MAX_CALLS_PER_BEAT = 256
+# At least so many of a group, however many groups there are.
+_LEAST_CALLS_PER_BEAT = 8
+_MAX_CALLS_PER_GROUP = 100
+_MONITORED = "monitored_barrier"
+_TRANSFERS = "transfers"
+
+
+def choose_buffer_size() -> None:
+    """Turns the Flight Recorder on, unless the user has said how large it shall be.
+
+    To be called before the first process group is made; torch reads it then.
+    """
+    if not any(name in os.environ for name in _BUFFER_SIZE_NAMES):
+        os.environ[_BUFFER_SIZE_NAMES[0]] = _BUFFER_SIZE
+
+
+@dataclass(frozen=True)
+class CollectiveProgress:
+    """What a beat tells of collectives.
+
+    Attributes:
+        issued: by group, the number of the latest; sends and receives, which aren't numbered together, are
+            counted as `GROUP:transfers`.
+        completed: by group, how many of these have completed.
+        calls: since the last time, without frames; a choice where there are many.
+    """
+
+    issued: dict[str, int]
+    completed: dict[str, int]
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """How far a sequence was when entries were read: what its status counts, and what that means."""
+
+    name: str
+    group: str
+    status: Status
+    issued: int
+    completed: int
+    num_transfers: int
+
+
+class CollectiveRecorder:
+    """Reads the Flight Recorder; every method may be called by the watching thread alone.
+
+    Args:
+        operations: the wrappers.
+    """
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+        operations.on_shutdown = self._keep_groups
+        self._destroyed = Groups({}, {})
+        self._levels: dict[Key, _Level] = {}
+        self._status: dict[Key, Status] = {}
+        self._told: dict[int, int] = {}
+        self._told_transfers = 0
+        self._read_s = self._read_at_s = 0.0
+        self._cost_s = 0.0
+
+    def read_progress(self, *, is_eager: bool = False) -> CollectiveProgress:
+        """What has happened since the last time.
+
+        Args:
+            is_eager: whether entries may take more of the time.
+        """
+        status = read_status()
+        transfers = self._operations.transfers(self._told_transfers)
+        if transfers:
+            self._told_transfers = transfers[-1].record + 1
+        calls: list[Call] = []
+        if self._is_due(status, _SHARE_EAGER if is_eager else _SHARE):
+            calls = self._read_new(status)
+        self._status = status
+        # A monitored barrier's number can't be told without the entries around it.
+        transfers = [transfer for transfer in transfers if transfer.operation != _MONITORED]
+        if transfers:
+            groups = read_groups()
+            latest = transfers[max(0, len(transfers) + len(calls) - _MAX_CALLS_PER_BEAT) :]
+            calls += [_build_transfer(transfer, transfer.number, groups, ()) for transfer in latest]
+            calls.sort(key=lambda call: call.began_s)
+        issued, completed = self._count(status)
+        num_open = self._operations.count_open()
+        for group, number in self._operations.count_transfers().items():
+            issued[f"{group}:{_TRANSFERS}"] = number
+            completed[f"{group}:{_TRANSFERS}"] = number - num_open[group]
+        return CollectiveProgress(issued, completed, tuple(calls))
+
+    def read_calls(
+        self, *, is_full: bool = False, has_destroyed: bool = False
+    ) -> tuple[dict[str, Group], tuple[Call, ...]]:
+        """The groups, and of each the latest calls and all that have not completed, in the order of issue.
+
+        Args:
+            is_full: whether to give all calls that are recorded still.
+            has_destroyed: whether to give groups that the script has destroyed too.
+        """
+        groups = read_groups()
+        if has_destroyed:
+            groups = self._destroyed.join(groups)
+        entries = self._keep_current(read_entries(has_frames=True))
+        windows = self._operations.windows()
+        chosen = entries if is_full else _choose(entries)
+        calls = [build_call(entry, groups, windows) for entry in chosen]
+        for transfer in self._operations.transfers():
+            number = self._find_number(transfer, entries)
+            calls.append(_build_transfer(transfer, number, groups, resolve(transfer.stack)))
+        calls.sort(key=lambda call: call.began_s)
+        return _with_sequences(groups, calls), tuple(calls)
+
+    def read_names(self) -> tuple[int, dict[str, Frame]]:
+        """How many groups were named by counting, and the user's line that made each of this rank's."""
+        made_at = {}
+        for name, stack in self._operations.read_makers().items():
+            own = own_frames(resolve(stack))
+            if own:
+                made_at[name] = own[0]
+        return count_named(), made_at
+
+    def _keep_groups(self) -> None:
+        """Keep the groups of now, of which one is about to be destroyed; called by the script's thread."""
+        self._destroyed = self._destroyed.join(read_groups())
+
+    def _find_number(self, transfer: Transfer, entries: list[FlightEntry]) -> int:
+        """A monitored barrier takes its place after the collectives that were issued before it."""
+        if transfer.operation != _MONITORED:
+            return transfer.number
+        same = [entry for entry in entries if entry.group == transfer.group]
+        before = [entry.number for entry in same if entry.created_ns < transfer.began_ns]
+        if not same:  # pushed out of the buffer by other groups
+            before = [level.issued for level in self._levels.values() if level.group == transfer.group]
+        return max(before, default=0) + 1
+
+    # ---- a beat
+
+    def _is_due(self, status: dict[Key, Status], share: float) -> bool:
+        if status == {key: level.status for key, level in self._levels.items() if key in status}:
+            return False
+        if status.keys() - self._levels.keys():
+            return True
+        if status == self._status:
+            return time.monotonic() - self._read_s >= self._cost_s / _SHARE_STILL
+        every_s = 2.0 ** math.ceil(math.log2(max(1.0, self._cost_s / share)))
+        return time.time() // every_s != self._read_at_s // every_s
+
+    def _read_new(self, status: dict[Key, Status]) -> list[Call]:
+        """The calls that were not told yet; notes how far each sequence is."""
+        # Of this thread alone: waiting for Python's lock takes nothing from the script.
+        began_s = time.thread_time()
+        groups, windows = read_groups(), self._operations.windows()
+        entries = read_entries(has_frames=False)
+        self._note_levels(status, entries, groups)
+        fresh = [entry for entry in entries if entry.record > self._told.get(entry.key[0], -1)]
+        # Of all entries: torch counts from 0 again where a group was aborted.
+        self._told.update({entry.key[0]: entry.record for entry in entries})
+        fresh = _sample(self._keep_current(fresh))
+        calls = [build_call(entry, groups, windows) for entry in fresh]
+        self._cost_s = time.thread_time() - began_s
+        self._read_s, self._read_at_s = time.monotonic(), time.time()
+        return calls
+
+    def _keep_current(self, entries: list[FlightEntry]) -> list[FlightEntry]:
+        """Without those of groups that are gone and whose name another has now."""
+        made_ns = self._operations.read_names()
+        return _latest_of_names([e for e in entries if e.created_ns >= made_ns.get(e.group, 0)])
+
+    def _note_levels(self, status: dict[Key, Status], entries: list[FlightEntry], groups: Groups) -> None:
+        num_transfers = self._operations.count_transfers()
+        latest = {entry.key: entry for entry in entries}
+        num_open = Counter(entry.key for entry in entries if not entry.is_done)
+        for key, now in status.items():
+            if key in latest:
+                last = latest[key]
+                self._levels[key] = _Level(
+                    groups.name_sequence(last),
+                    last.group,
+                    now,
+                    last.number,
+                    last.number - num_open[key],
+                    num_transfers[last.group],
+                )
+            elif key in self._levels:  # pushed out of the buffer by other groups since
+                level = self._levels[key]
+                num = num_transfers[level.group]
+                issued, completed = _count_level(level, now, num)
+                self._levels[key] = replace(
+                    level, status=now, issued=issued, completed=completed, num_transfers=num
+                )
+
+    def _count(self, status: dict[Key, Status]) -> tuple[dict[str, int], dict[str, int]]:
+        """How far each sequence is: what was read, and from the status what has come since."""
+        num_transfers = self._operations.count_transfers()
+        issued: dict[str, int] = {}
+        completed: dict[str, int] = {}
+        # A name that is used again has a higher key, which comes later.
+        for key, level in sorted(self._levels.items()):
+            now = status.get(key, level.status)
+            issued[level.name], completed[level.name] = _count_level(level, now, num_transfers[level.group])
+        return issued, completed
+
+
+def _count_level(level: _Level, now: Status, num_transfers: int) -> tuple[int, int]:
+    """How many collectives of a sequence were issued and have completed, by its group's status of now."""
+    if now == level.status:
+        return level.issued, level.completed
+    num_new = max(0, now.issued - level.status.issued - (num_transfers - level.num_transfers))
+    issued = level.issued + num_new
+    return issued, max(level.completed, issued - max(0, now.issued - now.completed))
+
+
+def _latest_of_names(entries: list[FlightEntry]) -> list[FlightEntry]:
+    """Of groups of one name those of the latest that has any."""
+    latest: dict[tuple[int, str], Key] = {}
+    for entry in entries:
+        name = (entry.key[0], entry.group)
+        latest[name] = max(latest.get(name, entry.key), entry.key)
+    return [entry for entry in entries if latest[entry.key[0], entry.group] == entry.key]
+
+
+def _sample(entries: list[FlightEntry]) -> list[FlightEntry]:
+    """As many as a beat takes, of each group alike: those that other ranks choose too, whenever they do."""
+    num_groups = len({entry.key for entry in entries})
+    most = max(_LEAST_CALLS_PER_BEAT, _MAX_CALLS_PER_BEAT // max(1, num_groups))
+    by_group: dict[Key, list[FlightEntry]] = {}
+    for entry in entries:
+        by_group.setdefault(entry.key, []).append(entry)
+    chosen: list[FlightEntry] = []
+    for members in by_group.values():
+        below = 1 << 32
+        places = [_scatter(entry.number) for entry in members] if len(members) > most else []
+        while len(members) > most:
+            below //= 2
+            members = [entry for entry, place in zip(members, places, strict=True) if place < below]
+            places = [place for place in places if place < below]
+        chosen += members
+    return sorted(chosen, key=lambda entry: entry.record)[-_MAX_CALLS_PER_BEAT:]
+
+
+def _scatter(number: int) -> int:
+    """32 bits that are the same on all ranks, and in no rhythm: a step may be of any number of calls."""
+    number = (number ^ number >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    number = (number ^ number >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return number ^ number >> 16
+
+
+def _choose(entries: Iterable[FlightEntry]) -> list[FlightEntry]:
+    """The latest of each group, and those that have not completed."""
+    num_seen: Counter[Key] = Counter()
+    chosen = []
+    for entry in reversed(list(entries)):
+        num_seen[entry.key] += 1
+        if num_seen[entry.key] <= _MAX_CALLS_PER_GROUP or not entry.is_done:
+            chosen.append(entry)
+    chosen.reverse()
+    return chosen
+
+
+def _build_transfer(transfer: Transfer, number: int, groups: Groups, frames: tuple[Frame, ...]) -> Call:
+    return Call(
+        group=transfer.group,
+        number=number,
+        operation=transfer.operation,
+        sizes=transfer.sizes,
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in transfer.dtypes),
+        reduce_op=None,
+        peer=groups.find_rank(transfer.group, transfer.peer),
+        done=transfer.is_done,
+        began_s=transfer.began_ns / 1e9,
+        frames=frames,
+    )
+
+
+def _with_sequences(groups: Groups, calls: Iterable[Call]) -> dict[str, Group]:
+    """The groups, those with a second backend under that sequence's name too."""
+    found: dict[str, Any] = dict(groups.by_name)
+    for call in calls:
+        base = found.get(call.group.rpartition(":")[0])
+        if call.group not in found and base is not None:
+            found[call.group] = replace(base, name=call.group)
+    return found

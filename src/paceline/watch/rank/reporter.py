@@ -1,0 +1,359 @@
+"""The thread in a rank that tells the launcher how it goes: a `Beat` every second, a `Report` when asked.
+
+It is started before the script's first line, imports nothing of torch by itself, and prints nothing. Python's
+`threading` doesn't know it, so a script that counts or joins its threads doesn't meet it; for the system its
+name is `paceline-watch`. It ends with the process, or when the launcher has gone. Around a fork it rests, and
+the child closes what it got of it. At the interpreter's end it has left torch's code, because a thread that
+is stopped there would bring the process down.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import faulthandler
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from paceline.launch.arrival import when_imported
+from paceline.watch.protocol.frames import is_own
+from paceline.watch.protocol.report import Beat, Call, Frame, Group, LastWords, Phase, Report, Stack
+from paceline.watch.protocol.stacks import SIGNAL
+from paceline.watch.protocol.wire import Ask, Unpacker, pack
+from paceline.watch.rank.gradients import Gradients
+from paceline.watch.rank.last_words import Exits, say_error
+from paceline.watch.rank.meeting import find_meeting
+from paceline.watch.rank.operations import Operations
+from paceline.watch.rank.recorder import CollectiveProgress, CollectiveRecorder, choose_buffer_size
+from paceline.watch.rank.sampling import Sampler
+from paceline.watch.rank.threads import Mark, mark_main_thread, read_stacks
+
+_BEAT_S = 1.0
+# A fork waits this long for a report that is being made, and an exit for the last beat.
+_REST_S = 2.0
+_LEAVE_S = 0.5
+_SEND_TIME = struct.pack("@ll", 2, 0)  # a `struct timeval`, in seconds and microseconds
+_THREAD = "paceline-watch"
+_C10D = "torch.distributed.distributed_c10d"
+# Its functions are on the stack of a rank that waits in them.
+_C10D_FILE = "torch/distributed/distributed_c10d.py"
+# What can only be meant for the thread that it strikes.
+_OWN_FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
+
+
+def begin(rank: int, socket_path: str, stacks_path: str) -> WatchedProcess:
+    """Lets the launcher watch this process; to be called once, before the script's first line.
+
+    Args:
+        rank: global.
+        socket_path: where the launcher listens; where it doesn't, nothing is watched.
+        stacks_path: the file where the interpreter writes its stacks upon the signal `stacks.SIGNAL`.
+    """
+    watched = WatchedProcess(rank)
+    watched.begin(socket_path, stacks_path)
+    return watched
+
+
+class WatchedProcess:
+    """This process, as far as a launcher watches it.
+
+    Args:
+        rank: global.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.operations = Operations()
+        self._recorder = CollectiveRecorder(self.operations)
+        self._gradients = Gradients()
+        self._sampler = Sampler(time.monotonic())
+        self._has_begun = False
+        self._is_leaving = False
+        self._is_over = False
+        # Held while it is in torch's code.
+        self._work = threading.Lock()
+        # Held while a message is sent: the watching thread's, or the last words of another.
+        self._sending = threading.Lock()
+        self._has_said_last = False
+        self._had_groups = False
+        self._pid = os.getpid()
+        self._exits = Exits(self.say_last)
+        self._resting = threading.local()
+        self._socket: socket.socket | None = None
+        self._inode = 0
+        self._stacks: IO[str] | None = None
+        self._ended = threading.Event()
+
+    def begin(self, socket_path: str, stacks_path: str) -> None:
+        """Starts the thread, where the launcher listens."""
+        self._register_stacks(stacks_path)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(socket_path)
+            self._socket = connection
+            self._inode = os.fstat(connection.fileno()).st_ino
+        except OSError:  # the launcher has gone
+            connection.close()
+            return
+        with suppress(Exception):  # a torch of other words must not keep the script from running
+            when_imported("torch", self._meet_torch)
+        os.register_at_fork(
+            before=self._rest, after_in_parent=self._resume, after_in_child=self._close_in_child
+        )
+        atexit.register(self.end)
+        self._exits.watch_exit()
+        with suppress(OSError):
+            # From here, because the script may lock Python before the thread has had its turn.
+            self._send(pack(self._make_beat()))
+        _thread.start_new_thread(self._run, ())
+
+    def end(self) -> None:
+        """Has the thread say that the process is leaving, and end; puts torch's methods back."""
+        if self._is_over or self._socket is None:
+            return
+        self.operations.remove()
+        self._gradients.remove()
+        self._exits.forget()
+        self._is_leaving = True
+        if self._is_ours():
+            with suppress(OSError):  # wakes it
+                self._socket.shutdown(socket.SHUT_RD)
+        # Not for long: a launcher that doesn't read must not keep the process.
+        self._ended.wait(_LEAVE_S)
+        self._rest()  # so that it isn't in torch's code any more
+        self._is_over = True
+        self._resume()
+        if self._ended.is_set() and self._is_ours():
+            self._socket.close()
+
+    def note_error(self, error: BaseException) -> None:
+        """To be called when an exception ends the script; says so, and where it was raised."""
+        with suppress(Exception):
+            if self._gradients.note_error():  # at once, as the launcher ends the ranks that are left
+                self._send(pack(self._make_beat()))
+        with suppress(Exception):  # what ends the script is told elsewhere too
+            say_error(self.say_last, error)
+
+    def say_last(self, last: LastWords, frames: tuple[Frame, ...]) -> None:
+        """Sends a last report, in whichever thread ends this process; only the first time."""
+        if self._is_over or self._has_said_last or self._socket is None or self._pid != os.getpid():
+            return
+        self._has_said_last = True
+        with suppress(OSError):
+            # A launcher that doesn't read must not keep the process.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIME)
+            self._send(pack(self._make_last_report(last, frames)))
+
+    def _register_stacks(self, path: str) -> None:
+        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:  # it means something else here
+            return
+        try:
+            self._stacks = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open until the end)
+        except OSError:
+            return
+        faulthandler.register(SIGNAL, file=self._stacks, all_threads=True)
+
+    def _meet_torch(self, torch: object) -> None:
+        choose_buffer_size()
+        self.operations.install(torch)
+        self._exits.watch_terminate()
+        self._gradients.install(torch)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            # The launcher has gone, or the script has closed our descriptor. Other trouble is not the user's.
+            with suppress(Exception):
+                self._serve()
+        finally:
+            self._ended.set()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(_THREAD, encoding="ascii")
+        others = {number for number in signal.valid_signals() if _name(number) not in _OWN_FAULTS}
+        signal.pthread_sigmask(signal.SIG_BLOCK, others)
+        assert self._socket is not None
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        unpacker = Unpacker()
+        next_s = time.monotonic() + _BEAT_S
+        while not self._is_leaving:
+            now_s = time.monotonic()
+            if now_s >= next_s:
+                self._send(pack(self._make_beat()))
+                # Not at once for what a stopped process has missed.
+                next_s = max(next_s + _BEAT_S, now_s + _BEAT_S / 2)
+            if now_s >= self._sampler.next_s:
+                self._sample()
+            until_s = min(next_s, self._sampler.next_s) - time.monotonic()
+            if not poll.poll(max(0.0, until_s) * 1000):
+                continue
+            data = self._socket.recv(4096)
+            if not data:
+                break
+            for message in unpacker.feed(data):
+                if isinstance(message, Ask):
+                    self._send(pack(self._make_report(is_full=message.is_full)))
+        if self._is_leaving:
+            self._send(pack(self._make_beat()))
+            report = self._make_closing_report()
+            if report.calls:
+                self._send(pack(report))
+
+    def _send(self, data: bytes) -> None:
+        if not self._sending.acquire(timeout=_REST_S):
+            raise OSError("another message doesn't get through")
+        try:
+            if not self._is_ours():
+                raise OSError("the descriptor is another's now")
+            assert self._socket is not None
+            self._socket.sendall(data)
+        finally:
+            self._sending.release()
+
+    def _is_ours(self) -> bool:
+        """Whether our descriptor is still our socket: scripts close all, and another file gets its number."""
+        with suppress(OSError):
+            assert self._socket is not None
+            return os.fstat(self._socket.fileno()).st_ino == self._inode
+        return False
+
+    # ---- what it tells
+
+    def _make_beat(self) -> Beat:
+        progress = CollectiveProgress({}, {}, ())
+        with self._work:
+            # Whatever torch has changed: a beat without its numbers is better than none.
+            with suppress(Exception):
+                self._had_groups |= _has_groups()
+                if not self._is_over and self._had_groups:
+                    progress = self._recorder.read_progress(is_eager=self._sampler.is_eager(time.monotonic()))
+            with suppress(Exception):
+                if not self._is_over:
+                    self._gradients.settle()
+            stack = mark_main_thread()
+        pace = None
+        with suppress(Exception):  # a script's odd file names and sources
+            pace = self._sampler.drain()
+        return Beat(
+            rank=self._rank,
+            time_s=time.time(),
+            phase=self._find_phase(stack),
+            issued=progress.issued,
+            completed=progress.completed,
+            calls=progress.calls,
+            place=hash(tuple((id(code), at) for code, at in stack)) & 0xFFFFFFFF,
+            is_waiting=any(code.co_filename.endswith(_C10D_FILE) for code, _ in stack),
+            not_finite=self._gradients.found,
+            pace=pace,
+        )
+
+    def _sample(self) -> None:
+        # Without a group it waits for nobody; what raises here is no trouble of the script's.
+        with self._work, suppress(Exception):
+            if _has_groups():
+                self._sampler.take(time.monotonic())
+            else:
+                self._sampler.skip(time.monotonic())
+
+    def _make_report(self, *, is_full: bool) -> Report:
+        groups: dict[str, Group] = {}
+        calls: tuple[Call, ...] = ()
+        num_named, made_at = 0, dict[str, Frame]()
+        with self._work:
+            with suppress(Exception):
+                if not self._is_over and _has_groups():
+                    groups, calls = self._recorder.read_calls(is_full=is_full)
+                    num_named, made_at = self._recorder.read_names()
+            stacks = read_stacks()
+            phase = self._find_phase(mark_main_thread())
+            meets = find_meeting()
+        return Report(
+            self._rank,
+            time.time(),
+            phase,
+            groups,
+            calls,
+            stacks,
+            meets=meets,
+            num_named=num_named,
+            made_at=made_at,
+        )
+
+    def _make_closing_report(self) -> Report:
+        """Return all recorded calls, those of destroyed groups too, for a comparison after a good end."""
+        groups: dict[str, Group] = {}
+        calls: tuple[Call, ...] = ()
+        with self._work, suppress(Exception):
+            if not self._is_over and _C10D in sys.modules:
+                groups, calls = self._recorder.read_calls(is_full=True, has_destroyed=True)
+        return Report(self._rank, time.time(), "leaving", groups, calls, ())
+
+    def _make_last_report(self, last: LastWords, frames: tuple[Frame, ...]) -> Report:
+        groups: dict[str, Group] = {}
+        calls: tuple[Call, ...] = ()
+        # Not without end: whoever holds it may be what ends the process.
+        if self._work.acquire(timeout=_REST_S):
+            try:
+                # Also where the script has destroyed its groups by now.
+                with suppress(Exception):
+                    if _C10D in sys.modules:
+                        groups, calls = self._recorder.read_calls()
+            finally:
+                self._work.release()
+        stacks = (Stack("MainThread", frames),)
+        return Report(self._rank, time.time(), "leaving", groups, calls, stacks, last)
+
+    def _find_phase(self, stack: tuple[Mark, ...]) -> Phase:
+        if not threading.main_thread().is_alive():
+            return "leaving"
+        is_joining = any(
+            code.co_name == "init_process_group" and "distributed" in code.co_filename for code, _ in stack
+        )
+        self._has_begun |= is_joining or _has_groups() or any(is_own(code.co_filename) for code, _ in stack)
+        if is_joining:
+            return "joining"
+        return "running" if self._has_begun else "starting"
+
+    # ---- forks
+
+    def _rest(self) -> None:
+        self._resting.is_on = not self._is_over and self._work.acquire(timeout=_REST_S)
+
+    def _resume(self) -> None:
+        if self._resting.is_on:  # it has rested in time
+            self._work.release()
+
+    def _close_in_child(self) -> None:
+        self._is_over = True
+        self._exits.forget()
+        if self._socket is not None and self._is_ours():
+            self._socket.close()
+        if self._stacks is not None:
+            faulthandler.unregister(SIGNAL)
+            with suppress(OSError):
+                self._stacks.close()
+
+
+def _has_groups() -> bool:
+    """Whether there is a process group: before, asking the Flight Recorder would settle its size for good."""
+    c10d = sys.modules.get(_C10D)
+    return c10d is not None and bool(getattr(getattr(c10d, "_world", None), "pg_map", None))
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return ""

@@ -1,0 +1,1 @@
+"""Explains why ranks hang, differ, fail or are slow, from their reports alone."""

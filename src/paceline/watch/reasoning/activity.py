@@ -1,0 +1,186 @@
+"""What a thread that is in no collective does, read from its stack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.watch.protocol.report import Frame
+from paceline.watch.protocol.words import own_frames
+from paceline.watch.reasoning.source import Source
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a thread does.
+
+    Attributes:
+        words: after "it": `is asleep in time.sleep`.
+        short: for a page's fix, such as `the loader`.
+    """
+
+    words: str
+    short: str
+
+
+# Looked for among the innermost frames, in this order: a pattern of the file, the functions (empty: any), and
+# what it means. The loader comes first, as it waits in queues and pipes itself.
+_BY_FRAME: tuple[tuple[str, frozenset[str], Activity], ...] = (
+    (
+        r"/torch/utils/data/",
+        frozenset(),
+        Activity("waits for the data loader", "the data loader"),
+    ),
+    (
+        r"/torch/_(inductor|dynamo|functorch)/",
+        frozenset(),
+        Activity("compiles (torch.compile)", "the compiler"),
+    ),
+    (
+        r"/subprocess\.py$",
+        frozenset({"wait", "_wait", "_try_wait", "communicate", "_communicate", "run", "call"}),
+        Activity("waits for a program that it has started (subprocess)", "the program"),
+    ),
+    (
+        r"/queue\.py$|/multiprocessing/queues\.py$",
+        frozenset({"get", "put", "join"}),
+        Activity("waits for a queue", "the queue"),
+    ),
+    (
+        r"/multiprocessing/(process|popen_\w+|pool)\.py$",
+        frozenset({"join", "wait", "poll", "get"}),
+        Activity("waits for a process that it has started", "the process"),
+    ),
+    (
+        r"/concurrent/futures/",
+        frozenset({"result", "wait", "as_completed", "shutdown"}),
+        Activity("waits for a task of an executor", "the task"),
+    ),
+    (
+        r"/(http/client|urllib/request|ssl|socket|socketserver)\.py$|/(urllib3|requests|httpx|botocore|aiohttp)/",
+        frozenset(),
+        Activity("waits for the network", "the network"),
+    ),
+    (
+        r"/threading\.py$",
+        frozenset({"join", "_wait_for_tstate_lock", "_shutdown", "_join"}),
+        Activity("waits for a thread to end", "the thread"),
+    ),
+    (
+        r"/threading\.py$",
+        frozenset({"wait", "acquire", "wait_for", "__enter__"}),
+        Activity("waits for a lock or an event", "the lock"),
+    ),
+    (
+        r"/(multiprocessing/synchronize|filelock/\S+|fasteners/\S+|portalocker/\S+)\.py$",
+        frozenset(),
+        Activity("waits for a lock", "the lock"),
+    ),
+    (
+        r"/multiprocessing/connection\.py$",
+        frozenset(),
+        Activity("waits for a pipe from another process", "the pipe"),
+    ),
+    (r"/selectors\.py$|/asyncio/", frozenset(), Activity("waits for a file or a socket", "the socket")),
+    (r"/(pdb|bdb)\.py$", frozenset(), Activity("is in the debugger (pdb)", "the debugger")),
+)
+# Functions in C have no frame: only the text of the line that calls them tells. For innermost frames.
+_BY_TEXT: tuple[tuple[str, Activity], ...] = (
+    (
+        r"\b(time|_time|trio|gevent)\.sleep\(|(?<![\w.])sleep\(",
+        Activity("is asleep in time.sleep", "the sleep"),
+    ),
+    (r"\bsleep\(", Activity("is asleep", "the sleep")),
+    (r"\binput\(|\bgetpass\(", Activity("waits for input", "the input")),
+    (r"\.acquire\(|^(async )?with .*lock", Activity("waits for a lock", "the lock")),
+    (r"\bflock\(|\blockf\(", Activity("waits for a file's lock", "the lock")),
+    (r"\bos\.(system|popen|wait\w*)\(", Activity("waits for a program that it has started", "the program")),
+    (r"\b(select|poll)\(|signal\.(pause|sigwait)\(", Activity("waits for an event", "the event")),
+    (r"\.(recv|recv_into|accept|connect)\(", Activity("waits for a socket", "the socket")),
+    (r"\.get\(\)|\.get\((block|timeout)", Activity("waits for a queue", "the queue")),
+)
+# A line of these gives a GPU's numbers to Python, and so waits for the collectives before it.
+_SYNCHRONIZES = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|wait|to|result)\(|\bprint\(|\bfloat\(")
+_DISTRIBUTED = "/torch/distributed/"
+# Of torch.distributed: where a thread waits for others. Elsewhere, as in its checkpoints, it may be at work.
+_WAITS_ITSELF = re.compile(r"/torch/distributed/(distributed_c10d|rendezvous|device_mesh|c10d_\w+)\.py$")
+# How many of the innermost frames are asked for a library's wait.
+_INNERMOST = 8
+_BUILDERS = {"new_group", "_new_group_with_tag", "new_subgroups", "split_group", "init_device_mesh"}
+_BUILDERS |= {"new_subgroups_by_enumeration", "shrink_group"}
+
+
+def find_activity(frames: Sequence[Frame], source: Source) -> Activity | None:
+    """What holds a thread outside of torch.distributed, where its stack tells it.
+
+    Args:
+        frames: innermost first.
+        source: gives the text of lines that come without.
+    """
+    if not frames:
+        return None
+    innermost = frames[0]
+    text = innermost.text or source.line(innermost.file, innermost.line)
+    asleep = next((activity for pattern, activity in _BY_TEXT if re.search(pattern, text)), None)
+    is_users = own_frames(frames)[:1] == (innermost,)
+    if asleep is not None and is_users:
+        return asleep
+    # Frames of a library count up to the first one of the user's.
+    for pattern, functions, activity in _BY_FRAME:
+        for frame in frames[:_INNERMOST]:
+            if own_frames((frame,)):
+                break
+            if re.search(pattern, frame.file) and (not functions or frame.function in functions):
+                return activity
+    return asleep
+
+
+def find_building(frames: Sequence[Frame]) -> str | None:
+    """The function that a thread makes a process group in, as the user called it; else `None`."""
+    found = [f.function for f in frames if _DISTRIBUTED in f.file and f.function in _BUILDERS]
+    return found[-1].replace("_new_group_with_tag", "new_group") if found else None
+
+
+def is_joining(frames: Sequence[Frame]) -> bool:
+    """Whether a thread is in `init_process_group`."""
+    return any(_DISTRIBUTED in f.file and f.function == "init_process_group" for f in frames)
+
+
+def find_distributed(frames: Sequence[Frame]) -> str | None:
+    """The function of torch.distributed that the user called and that waits by itself; else `None`."""
+    found = None
+    if not frames or not _WAITS_ITSELF.search(frames[0].file):
+        return None
+    for frame in frames:
+        if own_frames((frame,)):
+            break
+        if _DISTRIBUTED in frame.file and not frame.function.startswith(("_", "wrapper")):
+            found = frame.function
+    return found
+
+
+def is_in_torch(frames: Sequence[Frame]) -> bool:
+    """Whether a thread is in a collective's or in backward's code."""
+    return bool(frames) and (
+        _DISTRIBUTED in frames[0].file
+        or "/torch/autograd/" in frames[0].file
+        or "/torch/_ops.py" in frames[0].file
+    )
+
+
+def waits_for_device(frames: Sequence[Frame], source: Source) -> bool:
+    """Whether a thread's line is of those that wait for what was issued before."""
+    if not frames:
+        return False
+    return bool(_SYNCHRONIZES.search(frames[0].text or source.line(frames[0].file, frames[0].line)))
+
+
+def is_bucket(frames: Sequence[Frame]) -> bool:
+    """Whether a collective was issued by autograd's engine: a bucket of DDP, a hook, or FSDP's gradients."""
+    for frame in frames:
+        if own_frames((frame,)):
+            return False
+        if "/torch/autograd/" in frame.file and "backward" in frame.function:
+            return True
+    return False

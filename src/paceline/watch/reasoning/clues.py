@@ -1,0 +1,230 @@
+"""Likely causes, from the code around the lines where ranks are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.watch.protocol.report import Frame
+from paceline.watch.protocol.words import join, name_line, name_ranks, pick
+from paceline.watch.reasoning.source import Loop, Source, SourceSpot
+
+# More would be guesses side by side.
+_MANY_CLUES = 2
+# A line that only reads what the launcher has set.
+_FROM_LAUNCHER = re.compile(r"environ(\[|\.get\()\W*(WORLD_SIZE|RANK)\W*$")
+_JOINING = ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR")
+
+
+@dataclass(frozen=True)
+class Side:
+    """Ranks that have gone one way.
+
+    Attributes:
+        ranks: which ones.
+        frames: the user's own, innermost first; of ranks that have ended there are none.
+        is_in_backward: whether autograd issued the call that they are in.
+        has_ended: whether their script is over, and nothing killed it.
+    """
+
+    ranks: tuple[int, ...]
+    frames: tuple[Frame, ...] = ()
+    is_in_backward: bool = False
+    has_ended: bool = False
+
+    @property
+    def name(self) -> str:
+        """`ranks 0 and 1`."""
+        return name_ranks(self.ranks)
+
+
+def list_clues(here: Side, there: Side, source: Source, *, is_apart: bool = False) -> list[str]:
+    """Sentences on why ranks have gone different ways, the likeliest first.
+
+    Args:
+        here: ranks that wait.
+        there: ranks that they wait for.
+        source: the code.
+        is_apart: whether each side has called what the other has not, so that none is merely behind.
+    """
+    clues = explain_condition([here.frames, there.frames], source)
+    clues += _explain_handler(here, there, source)
+    is_past = is_apart or _is_later(there, here)
+    is_past_backward = here.is_in_backward and is_past and not there.is_in_backward
+    if is_past_backward:
+        clues += _explain_no_sync(there, source)
+    if not clues:
+        clues += _explain_swallowing(here, there, source)
+        clues += _explain_left_loop(here, there, source)
+    if not clues and is_apart:
+        clues += _explain_left_loop(there, here, source)
+    if not clues and is_past_backward:
+        clues.append(_explain_backward(there))
+    if not clues:
+        clues += _explain_branch(here, there, source)
+    return clues[:_MANY_CLUES]
+
+
+def explain_condition(sides: Sequence[tuple[Frame, ...]], source: Source) -> list[str]:
+    """Conditions on the rank that ranks at these places have gone different ways by.
+
+    Args:
+        sides: the user's frames of each, innermost first; those that all have in common decide nothing.
+        source: the code.
+    """
+    clues = []
+    for n, frames in enumerate(sides):
+        others = {_line(f) for m, side in enumerate(sides) if m != n for f in side}
+        for frame in _up_to(frames, others):
+            spot = source.find_rank_condition(frame)
+            if spot is not None:
+                where = name_line(frame)
+                clues.append(f"Likely cause: whether {where} is reached depends on the rank: {_quote(spot)}.")
+                break
+    return clues
+
+
+def _line(frame: Frame) -> tuple[str, int]:
+    return frame.file, frame.line
+
+
+def _up_to(frames: Sequence[Frame], others: set[tuple[str, int]]) -> list[Frame]:
+    """The frames from the innermost one up to the first that others have too."""
+    found = []
+    for frame in frames:
+        if _line(frame) in others:
+            break
+        found.append(frame)
+    return found
+
+
+def _find_line(side: Side, fork: Frame) -> int | None:
+    """The line at which ranks are in the function of a frame; `None` where they aren't in it."""
+    lines = [f.line for f in side.frames if (f.file, f.function) == (fork.file, fork.function)]
+    return lines[-1] if lines else None
+
+
+def _is_later(side: Side, other: Side) -> bool:
+    """Whether ranks are at a later line than others, in the function where their ways part."""
+    frames = _up_to(other.frames, {_line(f) for f in side.frames})
+    line = _find_line(side, frames[-1]) if frames else None
+    return line is not None and line > frames[-1].line
+
+
+def _explain_handler(here: Side, there: Side, source: Source) -> list[str]:
+    """The missing rank is where an exception took it."""
+    for frame in _up_to(there.frames, {_line(f) for f in here.frames}):
+        spot = source.find_handler(frame)
+        if spot is not None:
+            return [f"Likely cause: an exception took {there.name} into {_quote(spot)}; others had none."]
+    return []
+
+
+def _explain_no_sync(there: Side, source: Source) -> list[str]:
+    for frame in there.frames:
+        spot = source.find_text(frame.file, r"\bno_sync\(")
+        if spot is not None:
+            return [
+                f"Likely cause: {there.name} ran backward under {_quote(spot)} where others did not, and so "
+                "left out the all-reduce of gradients."
+            ]
+    return []
+
+
+def _explain_backward(there: Side) -> str:
+    its = pick(there.ranks, "its loss doesn't", "their losses don't")
+    return (
+        f"Likely cause: {there.name} came past backward without the all-reduce of all gradients: parameters "
+        f"that {its} use (find_unused_parameters=True), no_sync() there alone, or fewer backward passes."
+    )
+
+
+def _explain_swallowing(here: Side, there: Side, source: Source) -> list[str]:
+    """The line of the call stands in a `try` that goes on after an exception."""
+    for frame in _up_to(here.frames, {_line(f) for f in there.frames}):
+        spot = source.find_swallowing(frame)
+        if spot is not None:
+            return [
+                f"Possible cause: {name_line(frame)} stands in a try whose {_quote(spot)} goes on without "
+                f"raising: an exception on {there.name} alone skips the call."
+            ]
+    return []
+
+
+def _explain_branch(here: Side, there: Side, source: Source) -> list[str]:
+    """The call stands in a branch, of whatever condition."""
+    for frame in _up_to(here.frames, {_line(f) for f in there.frames}):
+        spot = source.find_condition(frame, _find_line(there, frame))
+        if spot is not None:
+            return [
+                f"Possible cause: {name_line(frame)} is reached only where {_quote(spot)} lets it, which may "
+                "differ from rank to rank."
+            ]
+    return []
+
+
+def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:
+    """Some ranks are past a loop in which others still are: by a way out of it, or with fewer rounds."""
+    loops = _find_left_loops(here, there, source)
+    for loop in loops:
+        if loop.ways_out:
+            where = name_line(loop.spot.frame)
+            listed = " or ".join(f"{_quote(test)} with `{way.text}`" for test, way in loop.ways_out[:2])
+            return [f"Likely cause: {there.name} left the loop at {where} earlier, by {listed}."]
+    for loop in reversed(loops):
+        if loop.spot.text.startswith(("for", "async for")):
+            return [
+                f"Likely cause: {there.name} had fewer rounds of the loop {_quote(loop.spot)}, as with "
+                "uneven numbers of batches (DistributedSampler, drop_last=True or Join make them even)."
+            ]
+    return []
+
+
+def _find_left_loops(here: Side, there: Side, source: Source) -> list[Loop]:
+    """Loops that `here` is in and `there` is past, from the outermost on."""
+    frames = _up_to(here.frames, {_line(f) for f in there.frames})
+    if not frames:
+        return []
+    if there.has_ended and not there.frames:
+        return [loop for frame in reversed(frames) for loop in source.find_loops(frame)]
+    line = _find_line(there, frames[-1])
+    if line is None or not _is_later(there, here):
+        return []
+    left = [loop for loop in source.find_loops(frames[-1]) if loop.ends < line]
+    inside = [loop for frame in reversed(frames[:-1]) for loop in source.find_loops(frame)]
+    return [*left, *inside]
+
+
+def explain_joining(here: Side, there: Side, source: Source) -> list[str]:
+    """Where the script itself sets how the ranks meet, or lets only some of them join."""
+    clues = explain_condition([here.frames, there.frames], source)
+    for path in dict.fromkeys(frame.file for frame in here.frames):
+        for name in _JOINING:
+            spot = source.find_text(
+                path, rf"environ(\[\W*{name}\W*\]\s*=[^=]|\.(update|setdefault)\(.*\b{name}\b)"
+            )
+            if spot is not None:
+                clues.append(f"Likely cause: the script sets {name} itself: {_quote(spot)}.")
+    return (clues or _explain_meeting(here, source))[:_MANY_CLUES]
+
+
+def _explain_meeting(here: Side, source: Source) -> list[str]:
+    """What the script gives to init_process_group, and where it has that from."""
+    for frame in here.frames:
+        names = dict.fromkeys(source.find_arguments(frame, "init_process_group"))
+        text = source.line(frame.file, frame.line)
+        if "init_process_group" not in text or not (names or "=" in text):
+            continue
+        patterns = [rf"^\s*{name}\s*=[^=]|--{name.replace('_', '[-_]')}\b" for name in names]
+        spots = [source.find_text(frame.file, pattern) for pattern in patterns]
+        origins = [_quote(spot) for spot in spots if spot and not _FROM_LAUNCHER.search(spot.text)]
+        call = _quote(SourceSpot(frame.file, frame.line, text))
+        given = f", with {join(origins)}" if origins else ""
+        return [f"Likely cause: the script says itself how the ranks meet: {call}{given}."]
+    return []
+
+
+def _quote(spot: SourceSpot) -> str:
+    code = re.split(r"\s+#", spot.text)[0]
+    return f"`{code}` ({name_line(spot.frame)})"

@@ -1,0 +1,225 @@
+"""Why ranks have failed that only felt what was wrong elsewhere: other collectives, or a peer that ended.
+
+Gloo aborts a rank that gets more bytes than it expects, and lets it take fewer; either way the others lose
+their connection to it within milliseconds, and with NCCL when their time is up. What each rank said last
+tells where they were just before, and from there on the verdict is found as it is for ranks that hang.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.watch.protocol.report import Call, Report, Seen, SharedPlace, Stack, Verdict
+from paceline.watch.protocol.words import is_pairwise, name_ranks, own_frames, pick, sequence_of
+from paceline.watch.reasoning.activity import is_in_torch, waits_for_device
+from paceline.watch.reasoning.clues import Side, list_clues
+from paceline.watch.reasoning.hang import explain_hang
+from paceline.watch.reasoning.mismatch import find_mismatch
+from paceline.watch.reasoning.source import Source
+from paceline.watch.reasoning.states import State, find_states
+from paceline.watch.reasoning.verdict import build_verdict, list_places, name_at, name_state, name_wait
+
+_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+
+Reader = Callable[[str], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known once a rank has failed.
+
+    Attributes:
+        verdict: why; `None` where the failure itself is all that is known.
+        failed: where ranks were that failed by themselves, and left no traceback here that tells it.
+        others: where the ranks are, or were, that have not.
+    """
+
+    verdict: Verdict | None
+    failed: tuple[SharedPlace, ...] = ()
+    others: tuple[SharedPlace, ...] = ()
+
+
+def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | None = None) -> Failure:
+    """What is known of ranks of which at least one has failed.
+
+    Args:
+        seen: the job, with the last words of those that could say some.
+        here: the ranks of this node.
+        read_source: as in `hang.explain_hang`.
+    """
+    source = Source(read_source)
+    scene = rewind(seen, source)
+    states = {
+        rank: _word(state, scene.reports.get(rank)) for rank, state in find_states(scene, source).items()
+    }
+    calls = {rank: report.calls for rank, report in scene.reports.items()}
+    groups = {name: group for report in scene.reports.values() for name, group in report.groups.items()}
+    verdict = find_mismatch(calls, groups, read_source)
+    if verdict is not None:
+        told = {rank for place in verdict.places for rank in place.ranks}
+        rest = list_places(s for rank, s in states.items() if rank not in told and _tells_something(s))
+        verdict = replace(verdict, places=(*verdict.places, *rest))
+    elif not any(_has_failed(rank, scene) for rank in states):
+        verdict = _explain_loss(states, scene, source) or _explain_timeout(scene, read_source)
+    others = [s for s in states.values() if not _has_failed(s.rank, scene) and _tells_something(s)]
+    failed = [s for s in states.values() if _has_failed(s.rank, scene) and _left_no_trace(s, scene, here)]
+    return Failure(verdict, tuple(list_places(failed)), tuple(list_places(others)))
+
+
+def rewind(seen: Seen, source: Source) -> Seen:
+    """The job as it was before ranks lost their peers: these are in their calls again."""
+    processes, reports = dict(seen.processes), dict(seen.reports)
+    for rank, report in seen.reports.items():
+        process = processes.get(rank)
+        if _is_echo(report):
+            calls = _reopen(report, source)
+            within = next((call.frames for call in calls if not call.done), report.stacks[0].frames)
+            stacks = (Stack(report.stacks[0].thread, within),)
+            reports[rank] = replace(report, phase="running", calls=calls, stacks=stacks)
+            if process is not None:
+                processes[rank] = replace(process, state="sleeping", exit_code=None, cpu_share=0.0)
+        elif report.last is not None and process is not None:
+            code = report.last.exit_code if process.exit_code is None else process.exit_code
+            processes[rank] = replace(process, state="ended", exit_code=code)
+    return replace(seen, processes=processes, reports=reports)
+
+
+def _is_echo(report: Report) -> bool:
+    return report.last is not None and report.last.has_lost_peer and bool(report.stacks)
+
+
+def _reopen(report: Report, source: Source) -> tuple[Call, ...]:
+    """The calls of a rank that has lost its peer, with the one not done that raised.
+
+    It counts as done by then. Its line is that of the exception; that of an asynchronous one, or of one from
+    a hook, is another: then it is the latest, if the exception came from torch at all.
+    """
+    if any(not call.done for call in report.calls):
+        return report.calls
+    raised = report.stacks[0].frames
+    line = own_frames(raised)[:1]
+    same = [call for call in report.calls if line and own_frames(call.frames)[:1] == line]
+    if not same and (is_in_torch(raised) or waits_for_device(raised, source)):
+        same = list(report.calls)
+    if not same:
+        return report.calls
+    last = max(same, key=lambda call: (call.began_s, call.number))
+    return tuple(replace(call, done=False) if call is last else call for call in report.calls)
+
+
+def _has_failed(rank: int, scene: Seen) -> bool:
+    """Whether a rank failed by itself, as far as is known: one that has ended, unknown how, has."""
+    report, process = scene.reports.get(rank), scene.processes.get(rank)
+    if report is not None and report.last is not None:
+        return not report.last.has_lost_peer and report.last.exit_code != 0
+    return process is not None and process.state == "ended" and process.exit_code != 0
+
+
+def _left_no_trace(state: State, scene: Seen, here: Collection[int]) -> bool:
+    """Whether only its last words tell here where a rank was that has failed."""
+    report = scene.reports.get(state.rank)
+    if state.rank not in here:
+        return True
+    return (
+        bool(state.frames) and report is not None and report.last is not None and report.last.kind != "error"
+    )
+
+
+def _word(state: State, report: Report | None) -> State:
+    """A state in words for a rank that is gone."""
+    if report is None or report.last is None:
+        return state
+    if report.last.kind == "exit":
+        return replace(state, words=f"called {report.last.words}")
+    if report.last.kind == "error" and not report.last.has_lost_peer:
+        return replace(state, words=f"failed with {report.last.words}")
+    return replace(state, words=state.words.replace("waits in ", "waited in ", 1))
+
+
+def _tells_something(state: State) -> bool:
+    """Whether it helps anybody to read where a rank is.
+
+    Of one that is failing just now nothing is known, and of one on another node, which told nothing, neither.
+    """
+    return state.waits or bool(state.frames) or state.kind not in ("silent", "elsewhere", "missing")
+
+
+# ---- a peer that has ended, or didn't come in time
+
+
+def _explain_loss(states: Mapping[int, State], scene: Seen, source: Source) -> Verdict | None:
+    """Ranks were in a collective to which a rank never came, because it had ended well."""
+    for first in sorted(states.values(), key=lambda s: (-len(_list_same(s, states)), s.rank)):
+        call, report = first.call, scene.reports.get(first.rank)
+        if call is None or report is None or not _is_echo(report):
+            continue
+        gone = [
+            states[rank]
+            for rank in sorted(first.waits_for)
+            if rank in states and states[rank].kind == "ended" and _lacks(rank, call, scene)
+        ]
+        if gone:
+            return _tell_loss(gone, _list_same(first, states), states, scene, source)
+    return None
+
+
+def _explain_timeout(scene: Seen, read_source: Reader | None) -> Verdict | None:
+    """A rank has lost patience, by the timeout of its group: then it has hung until then."""
+    echoes = {rank: report.last for rank, report in scene.reports.items() if _is_echo(report)}
+    if not any(last is not None and _TIMEOUT.search(last.words) for last in echoes.values()):
+        return None
+    if len(scene.processes) < scene.world_size:  # the cause may be on a node that has told nothing
+        return None
+    verdict = explain_hang(scene, read_source)
+    if verdict is None:
+        return None
+    return replace(verdict, places=tuple(_put_into_past(place, echoes) for place in verdict.places))
+
+
+def _put_into_past(place: SharedPlace, echoes: Collection[int]) -> SharedPlace:
+    if not set(place.ranks) <= set(echoes):
+        return place
+    return replace(place, what=place.what.replace("waits in ", "waited in ", 1))
+
+
+def _lacks(rank: int, call: Call, scene: Seen) -> bool:
+    """Whether a rank is known not to have issued a call."""
+    report = scene.reports.get(rank)
+    if report is None:
+        return False
+    if sequence_of(call):  # beats count all of these in one, and its calls were looked at already
+        return bool(report.calls)
+    told = [other.number for other in report.calls if other.group == call.group]
+    return max([*told, report.issued.get(call.group, 0)]) < call.number
+
+
+def _list_same(state: State, states: Mapping[int, State]) -> list[State]:
+    """Ranks in the same call as one."""
+    if state.call is None:
+        return []
+    key = (state.call.group, state.call.number, state.call.operation)
+    return [
+        s
+        for s in states.values()
+        if s.call is not None and (s.call.group, s.call.number, s.call.operation) == key
+    ]
+
+
+def _tell_loss(
+    gone: list[State], waiters: list[State], states: Mapping[int, State], scene: Seen, source: Source
+) -> Verdict:
+    alike = [s for s in gone if (s.words, s.frames[:1]) == (gone[0].words, gone[0].frames[:1])]
+    who, ranks = [s.rank for s in alike], [s.rank for s in waiters]
+    is_pair = waiters[0].call is not None and is_pairwise(waiters[0].call)
+    never = f"never {'took part in' if is_pair else 'came to'} {name_wait(waiters[0], scene.world_size)}"
+    headline = (
+        f"{name_ranks(who)} {never}, in which {name_ranks(ranks)} {pick(ranks, 'was', 'were')}"
+        f"{name_at(waiters[0].frames)}: {name_state(alike)}"
+    )
+    here = Side(tuple(ranks), waiters[0].frames, waiters[0].is_in_backward)
+    there = Side(tuple(who), alike[0].frames, has_ended=True)
+    # Where the waiting ranks' lines tell nothing, the way to the exit may.
+    clues = list_clues(here, there, source) or (list_clues(there, here, source) if there.frames else [])
+    return build_verdict("PL801", headline, list_places(states.values()), more=clues)

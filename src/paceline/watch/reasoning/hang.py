@@ -1,0 +1,363 @@
+"""Why a job that has stopped moving doesn't go on: the rank that all others wait for, directly or not.
+
+Ranks wait for those that haven't come to their collective. Following that from rank to rank ends at a rank
+that waits for nobody, which is the cause, or runs in a circle, which is one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from paceline.watch.protocol.report import Seen, Verdict
+from paceline.watch.protocol.words import is_pairwise, name_duration, name_ranks, pick
+from paceline.watch.reasoning.clues import Side, explain_joining, list_clues
+from paceline.watch.reasoning.group_names import explain_building, explain_groups
+from paceline.watch.reasoning.mismatch import (
+    ROOT_FIX,
+    ROOT_RULE,
+    ROOTED,
+    find_mismatch,
+    find_stuck_mismatch,
+)
+from paceline.watch.reasoning.source import Source
+from paceline.watch.reasoning.states import Kind, State, count_transfers, find_states
+from paceline.watch.reasoning.verdict import (
+    ADVICE,
+    build_verdict,
+    list_places,
+    name_at,
+    name_state,
+    name_states,
+    name_wait,
+)
+
+# Where several ranks are waited for: which is the cause rather than a consequence of another.
+_GRAVITY: tuple[Kind, ...] = (
+    "killed",
+    "unreachable",
+    "missing",
+    "stopped",
+    "disk",
+    "elsewhere",
+    "silent",
+    "ended",
+    "call",
+)
+
+
+# More ranks than this are counted and not listed, where places list them already.
+_MANY = 8
+
+
+def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None = None) -> Verdict | None:
+    """The verdict on a job in which no rank has moved for long; `None` where nothing is left that could.
+
+    Args:
+        seen: the job.
+        read_source: gives the lines of a source file, none where it can't be read. With it, the code around
+            the ranks' lines tells likely causes.
+    """
+    source = Source(read_source)
+    states = find_states(seen, source)
+    if all(state.kind in ("ended", "killed") for state in states.values()):
+        return None
+    groups = {rank: report.groups for rank, report in seen.reports.items()}
+    made_apart = explain_groups(states, seen)
+    if made_apart is not None:
+        return made_apart
+    calls = {rank: report.calls for rank, report in seen.reports.items()}
+    merged = {name: group for known in groups.values() for name, group in known.items()}
+    mismatch = find_mismatch(calls, merged, read_source) or find_stuck_mismatch(calls, merged, read_source)
+    if mismatch is not None:
+        told = {rank for place in mismatch.places for rank in place.ranks}
+        rest = list_places(state for rank, state in states.items() if rank not in told)
+        return replace(mismatch, places=(*mismatch.places, *rest))
+    waiting = [state for state in states.values() if state.waits]
+    if not waiting:
+        return _tell_still(states, seen)
+    roots = find_roots(states)
+    if roots:
+        return _tell_roots(roots, states, seen, source)
+    stuck = [state for state in waiting if not state.waits_for]
+    if stuck:
+        return _tell_stuck(stuck, states, seen, source)
+    return _tell_cycle(find_cycle(states), states, seen, source)
+
+
+def find_roots(states: Mapping[int, State]) -> list[State]:
+    """Ranks that wait for nobody and that most others wait for, directly or not; all at one place."""
+    reached = {rank: _reach(rank, states) for rank in states}
+    counts = {
+        rank: sum(rank in found for found in reached.values()) for rank, s in states.items() if not s.waits
+    }
+    candidates = [states[rank] for rank, count in counts.items() if count]
+    if not candidates:
+        return []
+    gravest = min(candidates, key=lambda s: (-counts[s.rank], _GRAVITY.index(s.kind), s.rank))
+    return [s for s in candidates if _is_alike(s, gravest)]
+
+
+def _is_alike(state: State, other: State) -> bool:
+    return (state.kind, state.words, state.frames[:1]) == (other.kind, other.words, other.frames[:1])
+
+
+def _reach(rank: int, states: Mapping[int, State]) -> set[int]:
+    """All ranks that one waits for, directly or not."""
+    found: set[int] = set()
+    ahead = set(states[rank].waits_for)
+    while ahead:
+        found |= ahead
+        ahead = {other for r in ahead if r in states for other in states[r].waits_for} - found
+    return found
+
+
+def find_cycle(states: Mapping[int, State]) -> list[State]:
+    """Ranks each of which waits for the next, the last one for the first: a shortest such circle."""
+    best: list[int] = []
+    for start in states:
+        paths = [[start]]
+        known = {start}
+        while paths and not (best and len(paths[0]) >= len(best)):
+            path = paths.pop(0)
+            ahead = sorted(states[path[-1]].waits_for)
+            if start in ahead:
+                best = path
+                break
+            paths += [[*path, rank] for rank in ahead if rank not in known and rank in states]
+            known |= set(ahead)
+    return [states[rank] for rank in best]
+
+
+# ---- what is told
+
+
+def _tell_roots(roots: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
+    """Some ranks wait, in the end, for `roots`, which wait for nobody."""
+    ranks = {state.rank for state in roots}
+    direct = _pick_waiters([s for s in states.values() if s.waits_for & ranks])
+    missing = [state for state in roots if state.rank in direct[0].waits_for]
+    first, root = direct[0], missing[0]
+    code = _choose_code(first, root)
+    who, waiting = name_ranks(s.rank for s in missing), _name_waiting(direct, seen)
+    headline = f"{who} {_name_absence(first, root, seen)}, where {waiting}: {name_state(missing)}"
+    more = [*count_transfers(direct[:1], seen), *_list_clues(direct, missing, source)]
+    more += _tell_others(ranks, direct, states)
+    return build_verdict(
+        code, headline, list_places(states.values()), fix=_name_fix(code, root, seen), more=more
+    )
+
+
+def _pick_waiters(waiting: list[State]) -> list[State]:
+    """Of ranks that wait for the same others, the most that stand in one call."""
+    by_call: dict[tuple[str, str, int, int | None], list[State]] = {}
+    for state in waiting:
+        call = state.call
+        key: tuple[str, str, int, int | None] = (state.operation, "", 0, None)
+        if call is not None:
+            key = (state.operation, call.group, call.number, state.rank if is_pairwise(call) else None)
+        by_call.setdefault(key, []).append(state)
+    return max(
+        by_call.values(), key=lambda states: (len(states), max(s.since_s for s in states), -states[0].rank)
+    )
+
+
+def _choose_code(waiter: State, root: State) -> str:
+    if root.kind == "stopped":
+        return "PL809"
+    if root.kind == "unreachable":
+        return "PL812"
+    if waiter.kind == "joining" or root.kind == "missing":
+        return "PL810"
+    if root.kind == "killed":
+        return "PL801"
+    if waiter.kind == "building":
+        return "PL807"
+    if waiter.call is not None and is_pairwise(waiter.call):
+        return "PL808"
+    return "PL801" if root.kind == "ended" else "PL800"
+
+
+def _name_absence(waiter: State, root: State, seen: Seen) -> str:
+    """What the missing ranks didn't do."""
+    call = waiter.call
+    if call is None:
+        return f"never came to {waiter.operation}"
+    if is_pairwise(call):
+        if call.operation.startswith("send"):
+            return f"never received what rank {waiter.rank} sends ({name_wait(waiter, seen.world_size)})"
+        return f"never sent what rank {waiter.rank} wants ({name_wait(waiter, seen.world_size)})"
+    report = seen.reports.get(root.rank)
+    if report is not None and any(c.group == call.group and c.number >= call.number for c in report.calls):
+        return f"doesn't finish {name_wait(waiter, seen.world_size)}"
+    return f"never came to {name_wait(waiter, seen.world_size)}"
+
+
+def _name_waiting(waiters: Sequence[State], seen: Seen) -> str:
+    """`ranks 0, 1 and 3 have waited 62 s at train.py:31 in step`."""
+    have = pick([s.rank for s in waiters], "has", "have")
+    who = name_ranks(s.rank for s in waiters)
+    return f"{who} {have} waited {_name_since(waiters, seen)}{name_at(waiters[0].frames)}"
+
+
+def _name_since(waiters: Sequence[State], seen: Seen) -> str:
+    return name_duration(max(max(state.since_s for state in waiters), seen.quiet_s))
+
+
+def _name_fix(code: str, root: State, seen: Seen) -> str:
+    process = seen.processes.get(root.rank)
+    fix = ADVICE[code].fix
+    if code == "PL809" and process is not None:
+        return f"On {process.node}: {fix.replace('PID', str(process.pid))}"
+    if root.kind == "killed":
+        return "Find out what ended the rank: its own output comes above; the others only wait for it."
+    if code == "PL800" and root.short and root.frames:
+        return f"Look at {root.short}{name_at(root.frames)}: why does rank {root.rank} not get on there?"
+    return fix
+
+
+def _list_clues(waiters: Sequence[State], missing: Sequence[State], source: Source) -> list[str]:
+    here, there = _to_side(waiters), _to_side(missing)
+    if waiters[0].kind == "joining":
+        return explain_joining(here, there, source)
+    return list_clues(here, there, source)
+
+
+def _to_side(states: Sequence[State]) -> Side:
+    if not states:
+        return Side(())
+    first = states[0]
+    ranks = tuple(state.rank for state in states)
+    return Side(ranks, first.frames, first.is_in_backward, has_ended=first.kind == "ended")
+
+
+def _tell_others(roots: set[int], direct: Sequence[State], states: Mapping[int, State]) -> list[str]:
+    """Who waits for the waiting, and which other ranks hold somebody up too."""
+    told = {state.rank for state in direct}
+    behind = [
+        s.rank for s in states.values() if s.waits and s.rank not in told and _reach(s.rank, states) & roots
+    ]
+    out = []
+    if behind:
+        who = name_ranks(behind).capitalize() if len(behind) <= _MANY else f"{len(behind)} other ranks"
+        out.append(f"{who} {pick(behind, 'waits', 'wait')} for the same in the end, in other calls.")
+    awaited = {rank for state in states.values() for rank in state.waits_for}
+    others = [s for s in states.values() if s.rank in awaited - roots and not s.waits]
+    while others:
+        alike = [s for s in others if _is_alike(s, others[0])]
+        out.append(f"Waited for as well: {name_states(alike)}.")
+        others = [s for s in others if s not in alike]
+    return out
+
+
+def _tell_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
+    """Each of some ranks waits for the next one, and so round."""
+    kinds = {state.kind for state in cycle}
+    if "building" in kinds:
+        builders = _pick_waiters([s for s in states.values() if s.kind == "building"])
+        others = [s for s in states.values() if s.rank in builders[0].waits_for]
+        return _tell_absent(builders, others, "PL807", states, seen, source)
+    if "joining" in kinds:
+        joining = [s for s in states.values() if s.kind == "joining"]
+        others = [s for s in states.values() if s.rank in joining[0].waits_for]
+        return _tell_absent(joining, others, "PL810", states, seen, source)
+    is_pairs = any(s.call is not None and is_pairwise(s.call) for s in cycle)
+    code = "PL808" if is_pairs else "PL802" if "unrecorded" in kinds else "PL806"
+    steps = [
+        f"rank {state.rank} waits in {name_wait(state, seen.world_size)}{name_at(state.frames)} for rank "
+        f"{cycle[(n + 1) % len(cycle)].rank}"
+        for n, state in enumerate(cycle)
+    ]
+    headline = f"{name_ranks(s.rank for s in cycle)} have waited {_name_since(cycle, seen)} for each other: "
+    clues = [*count_transfers(cycle, seen), *_list_clues(cycle[:1], cycle[1:2], source)]
+    return build_verdict(code, headline + ", and ".join(steps), list_places(states.values()), more=clues)
+
+
+def _tell_absent(
+    waiters: list[State],
+    others: list[State],
+    code: str,
+    states: Mapping[int, State],
+    seen: Seen,
+    source: Source,
+) -> Verdict:
+    """Some ranks are in a call that others, which wait themselves, never came to."""
+    alike = [s for s in others if _is_alike(s, others[0])]
+    who, waiting = name_ranks(s.rank for s in alike), _name_waiting(waiters, seen)
+    headline = f"{who} never came to {waiters[0].operation}, where {waiting}: {name_state(alike)}"
+    clues = _list_clues(waiters, alike, source)
+    return build_verdict(code, headline, list_places(states.values()), more=clues)
+
+
+def _tell_apart(
+    joining: list[State], states: Mapping[int, State], seen: Seen, source: Source
+) -> Verdict | None:
+    """Ranks look for each other at different addresses or ports, or for other numbers of ranks."""
+    places: dict[str, list[State]] = {}
+    for state in joining:
+        report = seen.reports.get(state.rank)
+        if report is not None and report.meets:
+            places.setdefault(report.meets, []).append(state)
+    if len(places) < 2:
+        return None
+    # Those that are with most ranks wait; of as many, those with rank 0.
+    (most, waiters), *others = sorted(
+        places.items(), key=lambda item: (-len(item[1]), min(s.rank for s in item[1]))
+    )
+    strays = [state for _, stray in others for state in stray]
+    told = "; ".join(f"{name_ranks(s.rank for s in stray)} at {place}" for place, stray in others)
+    headline = (
+        f"ranks look for each other at different places: {told}; {name_ranks(s.rank for s in waiters)} at "
+        f"{most}: {_name_waiting(waiters, seen)} in init_process_group"
+    )
+    clues = _list_clues(waiters, strays, source)
+    return build_verdict("PL810", headline, list_places(states.values()), more=clues)
+
+
+def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
+    """Ranks wait, and everybody whom they wait for has come."""
+    first = _pick_waiters(stuck)[0]
+    same = [s for s in stuck if s.operation == first.operation]
+    since = _name_since(same, seen)
+    who = name_ranks(s.rank for s in same)
+    if first.kind == "joining":
+        apart = _tell_apart(same, states, seen, source)
+        if apart is not None:
+            return apart
+        headline = (
+            f"{who} {pick([s.rank for s in same], 'has', 'have')} waited {since} in init_process_group"
+            f"{name_at(first.frames)}, and none of the {seen.world_size} is missing: they wait for more "
+            "ranks, or look for each other at different places"
+        )
+        return build_verdict(
+            "PL810", headline, list_places(states.values()), more=_list_clues(same, [], source)
+        )
+    headline = (
+        f"all ranks have come to {name_wait(first, seen.world_size)}{name_at(first.frames)}, and it hasn't "
+        f"completed for {since}"
+    )
+    if first.kind == "building":
+        apart = explain_building(same, headline, states, seen)
+        if apart is not None:
+            return apart
+    if first.operation not in ROOTED:
+        return build_verdict("PL813", headline, list_places(states.values()))
+    return build_verdict(
+        "PL802",
+        f"{headline}: the ranks seem to give different roots (src= or dst=)",
+        list_places(states.values()),
+        rule=ROOT_RULE,
+        fix=ROOT_FIX,
+    )
+
+
+def _tell_still(states: Mapping[int, State], seen: Seen) -> Verdict:
+    """Nobody waits in a collective, and nobody moves."""
+    living = [s for s in states.values() if s.kind not in ("ended", "killed")]
+    grave = min(living, key=lambda s: (_GRAVITY.index(s.kind), s.rank))
+    alike = [s for s in living if _is_alike(s, grave)]
+    code = {"stopped": "PL809", "unreachable": "PL812", "missing": "PL810"}.get(grave.kind, "PL811")
+    headline = f"no rank waits in a collective, and none has moved for {name_duration(seen.quiet_s)}: "
+    return build_verdict(
+        code, headline + name_states(alike), list_places(states.values()), fix=_name_fix(code, grave, seen)
+    )

@@ -1,0 +1,122 @@
+"""The first gradient that is not finite, in words: whose, in which backward pass, and where in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.watch.protocol.report import Effect, NotFinite, SharedPlace, Verdict
+from paceline.watch.protocol.words import join, name_ranks, pick
+
+# Each rank tells within two beats, and a rank that sees it a pass later is no first one.
+_WAIT_S = 2.5
+
+_RULES = {
+    "applied": "The reduction gives such a gradient to all ranks, the optimizer puts it into the weights, "
+    "and what is computed with these is not finite either.",
+    "skipped": "Such a step is left out by a GradScaler or by the script. That helps against one bad batch "
+    "or a scale that is too large; here the model doesn't learn any more.",
+    "raised": "An exception has ended the script before the optimizer took a step with it. After the "
+    "reduction all ranks have such a gradient, whosever it was.",
+    "inherited": "Such weights give no gradient that is finite. The step before has made them so, by a "
+    "gradient that reached no watched parameter, or one of another node.",
+}
+_DETECT = "torch.autograd.set_detect_anomaly(True) names the operation."
+_LOOK_AT_PASS = (
+    "Look at the data that {ranks} had in this pass, and at what is computed from there on: the "
+    f"logarithm or square root of 0, a division by 0, an exponential. {_DETECT}"
+)
+_LOOK = {
+    "applied": _LOOK_AT_PASS,
+    "raised": _LOOK_AT_PASS,
+    "skipped": f"Look at the data of {{ranks}}, and at what is computed from there on. {_DETECT}",
+    "inherited": "Look at what is computed there, and at the learning rate. Where the run has begun with a "
+    "checkpoint, look whether that is finite.",
+}
+
+
+class FirstNotFinite:
+    """What ranks have told, until it can be said which was the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, NotFinite] = {}
+        self._since_s = 0.0
+        self._is_told = False
+
+    def note(self, rank: int, found: NotFinite, now_s: float) -> None:
+        """A rank has told; only the first time counts."""
+        if rank in self._found:
+            return
+        self._since_s = self._since_s if self._found else now_s
+        self._found[rank] = found
+
+    def read(self, now_s: float, *, is_last: bool = False) -> Verdict | None:
+        """What is to be told now: once, when all ranks have had the time to tell, or none will any more."""
+        if self._is_told or not self._found or (now_s - self._since_s < _WAIT_S and not is_last):
+            return None
+        self._is_told = True
+        return explain_not_finite(self._found)
+
+
+def explain_not_finite(found: Mapping[int, NotFinite]) -> Verdict:
+    """The verdict on what ranks have found, by rank; it ends nothing."""
+    number = min(one.number for one in found.values())
+    first = {rank: one for rank, one in found.items() if one.number == number}
+    # A rank whose own gradient was not finite knows more than one that met its consequences.
+    own = {rank: one for rank, one in first.items() if one.effect != "inherited"}
+    first = own or first
+    effect = next(iter(first.values())).effect
+    ranks = tuple(sorted(first))
+    begins = sorted({_name_module(one) for one in first.values()} - {""})
+    return Verdict(
+        code="PL821",
+        headline=_headline(effect, ranks, number, join(begins) if begins else ""),
+        places=_list_places(first),
+        rule=_RULES[effect],
+        fix=_LOOK[effect].format(ranks=name_ranks(ranks)),
+        more=_list_hints(first),
+    )
+
+
+def _headline(effect: Effect, ranks: tuple[int, ...], number: int, begins: str) -> str:
+    who, have = name_ranks(ranks), pick(ranks, "has", "have")
+    where = f" in {begins}" if begins else ""
+    began = f"; it began{where}" if where else ""
+    if effect in ("applied", "raised"):
+        return f"{who} had the first gradient that is not finite, in backward pass {number}{began}"
+    if effect == "skipped":
+        since = f"again and again since backward pass {number}"
+        return f"{who} {have} had gradients that are not finite, {since}{began}"
+    return f"{who} {have} weights that are not finite{where}, since before backward pass {number}"
+
+
+def _list_places(found: Mapping[int, NotFinite]) -> tuple[SharedPlace, ...]:
+    same: dict[NotFinite, list[int]] = {}
+    for rank, one in sorted(found.items()):
+        # All but the place may differ by rank, and is of no interest here.
+        key = NotFinite(0, 0.0, one.effect, one.parameter, one.kind, one.is_at_end, one.frames)
+        same.setdefault(key, []).append(rank)
+    return tuple(SharedPlace(tuple(ranks), _say_what(one), one.frames) for one, ranks in same.items())
+
+
+def _say_what(found: NotFinite) -> str:
+    if found.effect == "inherited":
+        return f"has it in {found.parameter or 'all weights'}, and went through backward"
+    if not found.parameter:
+        return "went through backward"
+    rest = "" if found.is_at_end else ", and none in what comes after it in the model"
+    return f"has it in {found.parameter}{rest}"
+
+
+def _list_hints(found: Mapping[int, NotFinite]) -> tuple[str, ...]:
+    own = [one for one in found.values() if one.effect != "inherited"]
+    if not own or not all(one.is_at_end for one in own):
+        return ()
+    return ("That is the model's end: the loss itself may be what isn't finite.",)
+
+
+def _name_module(found: NotFinite) -> str:
+    """`body.scale (ScaleShift)`; a parameter of the model itself by its own name."""
+    if not found.parameter:
+        return ""
+    module = found.parameter.rpartition(".")[0]
+    return f"{module or found.parameter} ({found.kind})"

@@ -1,0 +1,320 @@
+"""What is said of a slow rank: who waits for it, and where it spends the time that the others don't.
+
+A forward pass that all ranks go through makes nobody wait. So the ranks' places are compared: as a tree of
+the user's functions, from the script inwards, each with the share of time that the slow rank is there more
+than the others are. The innermost that still holds most of all that time is named, with its line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.watch.protocol.report import Frame, PlaceTime, SharedPlace, Verdict
+from paceline.watch.protocol.words import name_line, name_place, name_ranks, own_frames, pick, to_plural
+from paceline.watch.reasoning.activity import find_activity, find_distributed
+from paceline.watch.reasoning.pace import PaceBook, Slow
+from paceline.watch.reasoning.source import Source
+
+# The innermost function with so much of the time that the rank works longer than the others is named.
+_ENOUGH = 0.7
+# A rank whose work is so much alike the others' is slower in all of it.
+_ALIKE = 1.5
+_NEARLY_ALL = 0.8
+# Where the others are for so much of the time, a function's line says more.
+_SOME = 0.1
+# Between two looks, and until a rank is told again, of another place; and how often in all.
+_EVERY_S = 2.0
+_REST_S = 300.0
+_MOST = 5
+
+_LOADER = re.compile(r"/torch/utils/data/|data_?loader")
+_RULE = (
+    "A group goes at the pace of its slowest rank: a collective completes only when every rank has called it."
+)
+_FIX = "Share this work out evenly, or do it where nobody waits: in loader workers, or in a thread."
+_FIX_LOADER = (
+    "Give its loader more workers (num_workers, prefetch_factor), faster storage, or a share of the samples "
+    "that costs as much as the others'."
+)
+_FIX_MACHINE = (
+    "It is slower in all that it does: look at its core or device for other processes, limits, clock and "
+    "temperature; or its samples are larger."
+)
+
+_Function = tuple[str, str]
+_Path = tuple[_Function, ...]
+
+
+@dataclass(frozen=True)
+class SlowSpot:
+    """Where a slow rank spends its time.
+
+    Attributes:
+        share: of the time that it is there.
+        others: the share of the time that the others are there.
+        words: what it does there: `is asleep in time.sleep`; may be empty.
+        frames: the user's own, innermost first; empty where none are known.
+        is_line: whether it is that line alone, or all of its function.
+        is_everywhere: whether it is slower in the others' work rather than at work of its own.
+        is_loader: whether that is in the data loader.
+    """
+
+    share: float
+    others: float
+    words: str
+    frames: tuple[Frame, ...]
+    is_line: bool
+    is_everywhere: bool
+    is_loader: bool
+
+
+class _Work:
+    """Where ranks worked: the mean share of time that they were in a user's function, or at a line there.
+
+    Args:
+        ranks: where each rank was.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[PlaceTime]]) -> None:
+        self._functions: dict[_Path, float] = defaultdict(float)
+        self._lines: dict[tuple[_Path, int], float] = defaultdict(float)
+        for places in ranks:
+            total_s = sum(place.seconds for place in places) * len(ranks)
+            for place in places:
+                if not place.is_waiting:
+                    self._add(own_frames(place.frames)[::-1], place.seconds / total_s)
+
+    def _add(self, frames: Sequence[Frame], share: float) -> None:
+        path = _find_path(frames)
+        for depth in range(len(path) + 1):
+            self._functions[path[:depth]] += share
+        for depth, frame in enumerate(frames, 1):
+            self._lines[path[:depth], frame.line] += share
+
+    def share(self, path: _Path, line: int | None = None) -> float:
+        """Of a function, or of a line in it, with all that is called there."""
+        where = self._functions.get(path) if line is None else self._lines.get((path, line))
+        return where or 0.0
+
+    def inner(self, path: _Path) -> list[_Path]:
+        """The functions that are called by one."""
+        depth = len(path)
+        return [each for each in self._functions if len(each) == depth + 1 and each[:depth] == path]
+
+    def lines(self, path: _Path) -> list[int]:
+        """The lines of a function where they were."""
+        return [line for each, line in self._lines if each == path]
+
+
+def _find_path(frames: Sequence[Frame]) -> _Path:
+    """By the functions of a stack, outermost first."""
+    return tuple((frame.file, frame.function) for frame in frames)
+
+
+def find_spot(own: Sequence[PlaceTime], others: Sequence[Sequence[PlaceTime]], source: Source) -> SlowSpot:
+    """Where a rank spends the time that the others don't.
+
+    Args:
+        own: where it was.
+        others: where each of the others was, in the same time.
+        source: gives the text of lines.
+    """
+    mine, theirs = _Work((own,)), _Work(others)
+
+    def excess(path: _Path, line: int | None = None) -> float:
+        return mine.share(path, line) - theirs.share(path, line)
+
+    path: _Path = ()
+    while True:
+        best = max(mine.inner(path), key=excess, default=None)
+        if best is None or excess(best) < _ENOUGH * excess(()):
+            break
+        path = best
+    line = max(mine.lines(path), key=lambda each: excess(path, each), default=None)
+    is_line = excess(path, line) >= _NEARLY_ALL * excess(path) or theirs.share(path) >= _SOME
+    share, of_others = (work.share(path, line if is_line else None) for work in (mine, theirs))
+    # Of the work of each.
+    is_alike = share * theirs.share(()) < _ALIKE * of_others * mine.share(())
+    words, is_loader = _describe(own, path, source)
+    return SlowSpot(
+        share,
+        of_others,
+        words,
+        _show(own, path, line),
+        is_line,
+        bool(path) and is_alike and (not is_line or share < _NEARLY_ALL * mine.share(())),
+        is_loader,
+    )
+
+
+def _is_at(place: PlaceTime, path: _Path) -> bool:
+    found = _find_path(own_frames(place.frames)[::-1])
+    return not place.is_waiting and found[: len(path)] == path
+
+
+def _describe(own: Sequence[PlaceTime], path: _Path, source: Source) -> tuple[str, bool]:
+    """What the rank does in a function for most of the time, and whether it is in a loader then."""
+    seconds: dict[str, float] = defaultdict(float)
+    loader_s = 0.0
+    for place in own:
+        if not _is_at(place, path):
+            continue
+        activity = find_activity(place.frames, source)
+        is_inner = len(own_frames(place.frames)) == len(path)
+        # What is done in functions that are called there is told by their lines.
+        seconds[activity.words if activity is not None and is_inner else ""] += place.seconds
+        if any(_LOADER.search(frame.file) for frame in place.frames if not own_frames((frame,))):
+            loader_s += place.seconds
+    words = max(seconds, key=lambda each: seconds[each], default="")
+    is_loader = loader_s > sum(seconds.values()) / 2
+    if is_loader and "loader" not in words:
+        rest = (
+            f", {words.removeprefix('is ')}" if words.startswith("is ") else f" and {words}" if words else ""
+        )
+        words = f"is in the data loader{rest}"
+    return words, is_loader
+
+
+def _show(own: Sequence[PlaceTime], path: _Path, line: int | None) -> tuple[Frame, ...]:
+    """The user's frames down to a line of a function, innermost first; the way there that took longest."""
+    ways: dict[tuple[Frame, ...], float] = defaultdict(float)
+    for place in own:
+        frames = own_frames(place.frames)
+        way = frames[len(frames) - len(path) :]
+        if path and _is_at(place, path) and way[0].line == line:
+            ways[way] += place.seconds
+    return max(ways, key=lambda way: ways[way], default=())
+
+
+# ---- words
+
+
+def build_message(slow: Sequence[Slow], spot: SlowSpot, waits: Sequence[PlaceTime]) -> Verdict:
+    """What is said, in the form of a verdict; it ends nothing.
+
+    Args:
+        slow: ranks that are slow at the same place; the first one is told with its shares.
+        spot: where the first one is.
+        waits: where those were that wait for it, as far as they are on this node.
+    """
+    first, ranks = slow[0], tuple(each.rank for each in slow)
+    who = name_ranks(first.waiting)
+    headline = (
+        f"{name_ranks(ranks)} {pick(ranks, 'makes', 'make')} {who} wait: "
+        f"{pick(first.waiting, 'it has', 'they have')} waited in collectives for "
+        f"{_percent(first.waiting_share)} of the last {first.window_s:.0f} s, "
+        f"{name_ranks((first.rank,))} for {_percent(first.share)}"
+    )
+    theirs = f" ({who}: {_percent(spot.others)})" if waits else ""
+    time = f"{_percent(spot.share)} of the time"
+    if spot.words or spot.frames:
+        words = spot.words or "is"
+        they = f"it {words}" if len(ranks) == 1 else f"they {to_plural(words)}"
+        headline += f"; {time} {they}{_name_spot(spot)}"
+    what = f"{spot.words}, {time}{theirs}" if spot.words else f"is {_name_here(spot)} {time}{theirs}"
+    fix = _FIX_MACHINE if spot.is_everywhere else _FIX_LOADER if spot.is_loader else _FIX
+    places = (SharedPlace(ranks, what, spot.frames), *_place_waits(first, waits))
+    return Verdict("PL820", headline, places, _RULE, fix)
+
+
+def _name_here(spot: SlowSpot) -> str:
+    """For the words above a line."""
+    return "here" if spot.is_line or not spot.frames else f"in {spot.frames[0].function}, mostly here,"
+
+
+def _name_spot(spot: SlowSpot) -> str:
+    """` at train.py:31 in load`, ` in augment, mostly at train.py:31`."""
+    if not spot.frames:
+        return ""
+    frame = spot.frames[0]
+    if spot.is_line or frame.function in ("", "<module>"):
+        return f" at {name_place(frame)}"
+    return f" in {frame.function}, mostly at {name_line(frame)}"
+
+
+def _place_waits(slow: Slow, waits: Sequence[PlaceTime]) -> list[SharedPlace]:
+    """Where the others wait most."""
+    seconds: dict[tuple[Frame, ...], float] = defaultdict(float)
+    frames: dict[tuple[Frame, ...], tuple[Frame, ...]] = {}
+    for place in waits:
+        if place.is_waiting:
+            own = own_frames(place.frames)
+            seconds[own] += place.seconds
+            frames.setdefault(own, place.frames)
+    if not seconds:
+        return []
+    stack = frames[max(seconds, key=lambda own: seconds[own])]
+    operation = find_distributed(stack) or ("backward" if _is_backward(stack) else "")
+    words = f"waits in {operation}" if operation else "waits for others"
+    return [SharedPlace(slow.waiting, f"{words}, mostly", own_frames(stack))]
+
+
+def _is_backward(frames: Sequence[Frame]) -> bool:
+    return any(frame.function == "_engine_run_backward" for frame in frames)
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f}%"
+
+
+# ---- when
+
+
+class SlowRanks:
+    """Says of each slow rank and place once that it is slow; times are of one monotonic clock.
+
+    Attributes:
+        book: to be told of beats.
+
+    Args:
+        read_source: gives the lines of a file.
+    """
+
+    def __init__(self, read_source: Callable[[str], Sequence[str]]) -> None:
+        self.book = PaceBook()
+        self._source = Source(read_source)
+        self._told: dict[int, tuple[float, set[tuple[Frame, ...]]]] = {}
+        self._looked_s = 0.0
+        self._num_told = 0
+
+    def read(self, now_s: float, late_s: float = 0.0) -> Verdict | None:
+        """What is to be said now.
+
+        Args:
+            now_s: the time.
+            late_s: by how much what other nodes tell may be late.
+        """
+        if now_s - self._looked_s < _EVERY_S or self._num_told >= _MOST:
+            return None
+        self._looked_s = now_s
+        ends_s = now_s - late_s
+        found = [(slow, self._find_spot(slow, ends_s)) for slow in self.book.find_slow(ends_s)]
+        found = [(slow, spot) for slow, spot in found if self._is_new(slow.rank, spot, now_s)]
+        if not found:
+            return None
+        first, spot = found[0]
+        same = [slow for slow, other in found if _find_key(other) == _find_key(spot)]
+        for slow in same:
+            _, keys = self._told.get(slow.rank, (0.0, set()))
+            self._told[slow.rank] = now_s, keys | {_find_key(spot)}
+        self._num_told += 1
+        waits = [self.book.places(rank, first.window_s, ends_s) for rank in first.waiting]
+        return build_message(same, spot, [place for places in waits for place in places])
+
+    def _find_spot(self, slow: Slow, ends_s: float) -> SlowSpot:
+        own = self.book.places(slow.rank, slow.window_s, ends_s)
+        others = [self.book.places(rank, slow.window_s, ends_s) for rank in slow.waiting]
+        return find_spot(own, [places for places in others if places], self._source)
+
+    def _is_new(self, rank: int, spot: SlowSpot, now_s: float) -> bool:
+        if rank not in self._told:
+            return True
+        told_s, keys = self._told[rank]
+        return now_s - told_s >= _REST_S and _find_key(spot) not in keys
+
+
+def _find_key(spot: SlowSpot) -> tuple[Frame, ...]:
+    return spot.frames[:1]

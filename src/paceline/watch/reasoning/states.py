@@ -1,0 +1,293 @@
+"""Where each rank is, and for which others it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paceline.watch.protocol.report import BUSY_SHARE, Call, Frame, Group, Process, Report, Seen
+from paceline.watch.protocol.words import (
+    describe_tensors,
+    is_pairwise,
+    name_call,
+    name_exit,
+    name_label,
+    own_frames,
+    sequence_of,
+)
+from paceline.watch.reasoning.activity import (
+    find_activity,
+    find_building,
+    find_distributed,
+    is_bucket,
+    is_in_torch,
+    is_joining,
+    waits_for_device,
+)
+from paceline.watch.reasoning.source import Source
+
+Kind = Literal[
+    "call",
+    "joining",
+    "building",
+    "unrecorded",
+    "stopped",
+    "unreachable",
+    "killed",
+    "ended",
+    "missing",
+    "disk",
+    "elsewhere",
+    "silent",
+]
+WAITING: frozenset[Kind] = frozenset({"call", "joining", "building", "unrecorded"})
+
+
+@dataclass(frozen=True)
+class State:
+    """Where one rank is.
+
+    Attributes:
+        rank: global.
+        kind: `"call"` in a collective, send or receive; `"joining"` in `init_process_group`; `"building"` in
+            `new_group` and the like; `"unrecorded"` in a function of torch.distributed that isn't recorded;
+            `"killed"` ended by a signal or with an error, `"ended"` well; `"missing"` never started;
+            `"silent"` where nothing is known of a living process.
+        words: after the rank's name: `is asleep in time.sleep`.
+        short: a noun for it, such as `the data loader`; empty where there is none.
+        frames: the user's own, innermost first.
+        call: that it waits in.
+        group: of the call.
+        since_s: how long it has waited in the call.
+        waits_for: ranks that have to come.
+        operation: what it waits in, by name; empty for one that doesn't wait.
+    """
+
+    rank: int
+    kind: Kind
+    words: str
+    short: str = ""
+    frames: tuple[Frame, ...] = ()
+    call: Call | None = None
+    group: Group | None = None
+    since_s: float = 0.0
+    waits_for: frozenset[int] = frozenset()
+    operation: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return self.kind in WAITING
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether autograd issued the call that it waits in."""
+        return self.call is not None and is_bucket(self.call.frames)
+
+
+def find_states(seen: Seen, source: Source) -> dict[int, State]:
+    """Where each rank of a job is, by rank."""
+    ranks = sorted({*range(seen.world_size), *seen.processes, *seen.reports})
+    found = {rank: _find_state(rank, seen, source) for rank in ranks}
+    return {rank: _link(state, found, seen) for rank, state in found.items()}
+
+
+def _find_state(rank: int, seen: Seen, source: Source) -> State:
+    process, report = seen.processes.get(rank), seen.reports.get(rank)
+    main = _find_main_stack(process, report, source)
+    own = own_frames(main)
+    if process is None and report is None:
+        return State(rank, "missing", "was never started")
+    outside = None if process is None else _see_from_outside(process, own, report)
+    if outside is not None:
+        return outside
+    if report is not None and report.phase == "leaving":
+        where = find_activity(main, source)
+        words = "has reached the end of its script" + (f", and {where.words}" if where else "")
+        return State(rank, "ended", words, frames=own)
+    building, is_in_init = find_building(main), is_joining(main)
+    if is_in_init or (report is not None and report.phase == "joining"):
+        return State(
+            rank, "joining", "waits in init_process_group", frames=own, operation="init_process_group"
+        )
+    if building is not None and not _is_in_call(main, report):
+        return State(rank, "building", f"waits in {building}", frames=own, operation=building)
+    if report is not None and report.phase == "starting":
+        return State(rank, "elsewhere", "hasn't come to its script's first line yet", frames=own)
+    call = None if report is None else _find_wait(main, report, process, source)
+    if call is not None and report is not None:
+        return _describe_wait(rank, call, report, own)
+    return _describe_activity(rank, main, process, source)
+
+
+def _find_main_stack(process: Process | None, report: Report | None, source: Source) -> tuple[Frame, ...]:
+    if report is not None and report.stacks:
+        return report.stacks[0].frames
+    native = () if process is None else process.native
+    # The interpreter's signal handler tells lines without their text.
+    return tuple(replace(f, text=f.text or source.line(f.file, f.line)) for f in native)
+
+
+def _see_from_outside(process: Process, own: tuple[Frame, ...], report: Report | None) -> State | None:
+    """What the process's state alone tells."""
+    rank = process.rank
+    if process.state == "unreachable":
+        return State(rank, "unreachable", f"is on {process.node}, which doesn't answer")
+    if process.state == "ended":
+        is_well = process.exit_code in (0, None) and not process.is_out_of_memory
+        words = name_exit(process.exit_code, process.is_out_of_memory)
+        # Only last words are from its end.
+        frames = own if report is not None and report.last is not None else ()
+        return State(rank, "ended" if is_well else "killed", words, frames=frames)
+    if process.pid == 0:
+        return State(rank, "missing", "was never started")
+    if process.state == "stopped":
+        return State(rank, "stopped", "is stopped (SIGSTOP, Ctrl-Z or a debugger)", frames=own)
+    if process.state == "uninterruptible" and report is None:
+        return State(rank, "disk", "waits in the kernel, for a disk or a network drive", frames=own)
+    return None
+
+
+def _is_in_call(main: Sequence[Frame], report: Report | None) -> bool:
+    """Whether a recorded call was issued below the function that the main thread is in."""
+    return report is not None and any(
+        not call.done and own_frames(call.frames)[:1] == own_frames(main)[:1] for call in report.calls
+    )
+
+
+def _find_wait(main: Sequence[Frame], report: Report, process: Process | None, source: Source) -> Call | None:
+    """The unfinished call that a rank waits in; none where it has issued some and does something else."""
+    open_calls = [call for call in report.calls if not call.done]
+    if not open_calls:
+        return None
+    own = own_frames(main)
+    same_line = [
+        call for call in open_calls if own and _lines(own_frames(call.frames))[:1] == _lines(own)[:1]
+    ]
+    first = min(same_line or open_calls, key=lambda call: (call.began_s, call.number))
+    if same_line or not main or is_in_torch(main) or waits_for_device(main, source):
+        return first
+    if find_activity(main, source) is not None:
+        threads = [stack.frames for stack in report.stacks[1:] if is_in_torch(stack.frames)]
+        return first if threads else None
+    is_busy = process is not None and process.cpu_share >= BUSY_SHARE
+    return None if is_busy else first
+
+
+def _lines(frames: Sequence[Frame]) -> list[tuple[str, int]]:
+    return [(frame.file, frame.line) for frame in frames]
+
+
+def _describe_wait(rank: int, call: Call, report: Report, own: tuple[Frame, ...]) -> State:
+    group = report.groups.get(call.group)
+    detail = describe_tensors(call)
+    words = f"waits in {name_call(call, name_label(group, call.group))}" + (f" ({detail})" if detail else "")
+    if is_bucket(call.frames):
+        words += ", in backward"
+    return State(
+        rank,
+        "call",
+        words,
+        frames=own_frames(call.frames) or own,
+        call=call,
+        group=group,
+        since_s=max(0.0, report.time_s - call.began_s),
+        operation=call.operation,
+    )
+
+
+def _describe_activity(rank: int, main: tuple[Frame, ...], process: Process | None, source: Source) -> State:
+    own = own_frames(main)
+    activity = find_activity(main, source)
+    if activity is not None:
+        return State(rank, "elsewhere", activity.words, activity.short, own)
+    if not main:
+        return State(rank, "silent", "lives and doesn't answer")
+    distributed = find_distributed(main)
+    if distributed is not None:
+        return State(rank, "unrecorded", f"waits in {distributed}", frames=own, operation=distributed)
+    share = 0.0 if process is None else process.cpu_share
+    if process is not None and process.state == "uninterruptible":
+        return State(rank, "disk", "waits in the kernel, for a disk or a network drive", frames=own)
+    if share >= BUSY_SHARE:
+        return State(rank, "elsewhere", f"computes ({share * 100:.0f}% of a core)", "that code", own)
+    return State(rank, "elsewhere", "stands still (no CPU in use)", "that code", own)
+
+
+# ---- who waits for whom
+
+
+def _link(state: State, found: Mapping[int, State], seen: Seen) -> State:
+    if state.kind == "call":
+        waits_for = _find_absent(state, found, seen)
+    elif state.waits:
+        # All ranks have to come, as far as can be known; those that stand in the same function have.
+        waits_for = frozenset(
+            rank for rank, s in found.items() if (s.kind, s.operation) != (state.kind, state.operation)
+        )
+    else:
+        return state
+    return State(**{**vars(state), "waits_for": (waits_for & found.keys()) - {state.rank}})
+
+
+def _find_absent(state: State, found: Mapping[int, State], seen: Seen) -> frozenset[int]:
+    """Members that haven't issued the call that a rank waits in, or can't take part any more."""
+    call = state.call
+    assert call is not None
+    if is_pairwise(call):
+        if call.peer is not None:
+            return frozenset() if _has_counterpart(call, state.rank, seen) else frozenset({call.peer})
+        members = state.group.ranks if state.group is not None else tuple(found)
+        came = {rank for rank in members if _has_counterpart(call, state.rank, seen, rank)}
+        return frozenset() if came else frozenset(members)
+    members = state.group.ranks if state.group is not None else tuple(found)
+    absent = {rank for rank in members if rank in found and _count_issued(rank, call, seen) < call.number}
+    lost = {"stopped", "unreachable", "killed", "ended"}
+    return frozenset(absent or {rank for rank in members if rank in found and found[rank].kind in lost})
+
+
+def _count_issued(rank: int, call: Call, seen: Seen) -> int:
+    """How far a rank has come in the sequence that a call belongs to."""
+    report, sequence = seen.reports.get(rank), sequence_of(call)
+    calls = () if report is None else report.calls
+    return max((c.number for c in calls if c.group == call.group and sequence_of(c) == sequence), default=0)
+
+
+def _has_counterpart(call: Call, rank: int, seen: Seen, peer: int | None = None) -> bool:
+    """Whether the other side has issued the receive of a send, or the send of a receive."""
+    report = seen.reports.get(call.peer if peer is None and call.peer is not None else peer or 0)
+    opposite = "recv" if call.operation.startswith("send") else "send"
+    return report is not None and any(
+        other.group == call.group
+        and other.operation.startswith(opposite)
+        # A receive from any rank is counted apart from those of one.
+        and (other.number >= call.number if other.peer == rank else other.peer is None and not other.done)
+        for other in report.calls
+    )
+
+
+def count_transfers(waiting: Sequence[State], seen: Seen) -> list[str]:
+    """Of those that wait in a send or a receive: how many the other side has had of these."""
+    out = []
+    for state in waiting:
+        call = state.call
+        report = seen.reports.get(call.peer) if call is not None and call.peer is not None else None
+        if call is None or report is None or not is_pairwise(call):
+            continue
+        sends = call.operation.startswith("send")
+        opposite = "recv" if sends else "send"
+        so_far = max(
+            (
+                other.number
+                for other in report.calls
+                if (other.group, other.peer) == (call.group, state.rank)
+                and other.operation.startswith(opposite)
+            ),
+            default=0,
+        )
+        number = f"{so_far} tensor{'s' if so_far > 1 else ''}" if so_far else "nothing"
+        did, does = (f"received {number} from", "sends") if sends else (f"sent {number} to", "waits for")
+        own = f"rank {state.rank}"
+        out.append(f"Rank {call.peer} has {did} {own} so far; {own} {does} number {call.number}.")
+    return out

@@ -1,0 +1,153 @@
+"""Puts a verdict together: places shared by many ranks told once, and a page's rule and next move by code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
+from paceline.watch.protocol.words import name_call, name_group, name_place, name_ranks, to_plural
+from paceline.watch.reasoning.states import State
+
+# More places than this: what few ranks do by themselves at the end of the list isn't told.
+_MANY_PLACES = 12
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What goes with a code.
+
+    Attributes:
+        rule: which rule was broken.
+        fix: the next move, where nothing more special is known.
+    """
+
+    rule: str
+    fix: str
+
+
+ADVICE: dict[str, Advice] = {
+    "PL800": Advice(
+        "A collective completes only when every rank of its group has called it.",
+        "Look at the line where the missing rank is: let it come to the call too, or let no rank call it.",
+    ),
+    "PL801": Advice(
+        "A collective completes only when every rank of its group has called it; a rank that has ended "
+        "never will.",
+        "Let all ranks take the same number of steps and leave their loops together.",
+    ),
+    "PL802": Advice(
+        "The ranks of a group have to call the same collectives in the same order.",
+        "Make the ranks' order the same: no collective in a branch, a loop or an except that only some "
+        "ranks take.",
+    ),
+    "PL803": Advice(
+        "This collective needs tensors of one size on all ranks of its group.",
+        "Print the shape on each rank before the call; pad, or exchange the sizes first.",
+    ),
+    "PL804": Advice(
+        "A collective needs one dtype on all ranks of its group; bytes are not converted.",
+        "Convert before the call, with the same `.to(dtype)` on every rank.",
+    ),
+    "PL805": Advice(
+        "A reduction needs the same operation on all ranks of its group.",
+        "Give the same `op=` on every rank.",
+    ),
+    "PL806": Advice(
+        "Ranks that share several groups have to call these groups' collectives in one order.",
+        "Choose an order of the groups (for example outer axis first), and let all ranks keep to it.",
+    ),
+    "PL807": Advice(
+        "Every rank of the job has to call new_group, init_device_mesh and the like, in the same order, "
+        "also for groups that it isn't in.",
+        "Take the call out of the branch; or give `use_local_synchronization=True` on all members.",
+    ),
+    "PL808": Advice(
+        "Each send needs a receive on the other side, and each receive a send, in the same order.",
+        "Pair them by rank; where two ranks exchange, use batch_isend_irecv, or let one of them receive "
+        "first.",
+    ),
+    "PL809": Advice(
+        "A stopped process takes part in no collective.",
+        "Let it go on with `kill -CONT PID`, or end it with `kill -KILL PID`.",
+    ),
+    "PL810": Advice(
+        "init_process_group returns when as many ranks as the world size says have met at one address and "
+        "port.",
+        "Take rank, world size, address and port from the environment that `paceline run` sets.",
+    ),
+    "PL811": Advice(
+        "A job moves when its ranks compute or communicate.",
+        "Look at the lines above: what is waited for there doesn't come.",
+    ),
+    "PL812": Advice(
+        "A collective needs all of its group's machines.",
+        "Check that the node is up, and its network; then start the job again, it resumes from its "
+        "checkpoint if the script saves one.",
+    ),
+    "PL813": Advice(
+        "Once all ranks have called a collective, it depends on the network and the backend alone.",
+        "Check the links between these nodes (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, firewall, MTU), "
+        "and that each rank has a device of its own.",
+    ),
+}
+
+
+def build_verdict(
+    code: str,
+    headline: str,
+    places: Sequence[SharedPlace],
+    *,
+    rule: str = "",
+    fix: str = "",
+    more: Iterable[str] = (),
+) -> Verdict:
+    """A verdict with the words that go with its code, or more special ones."""
+    advice = ADVICE[code]
+    # The same cause may be found twice.
+    once = tuple(dict.fromkeys(more))
+    return Verdict(code, headline, tuple(places), rule or advice.rule, fix or advice.fix, once)
+
+
+def list_places(states: Iterable[State]) -> list[SharedPlace]:
+    """Where ranks are, ranks at the same place in one; those that wait first, then by rank."""
+    shared: dict[tuple[bool, str, tuple[tuple[str, int], ...]], list[State]] = {}
+    for state in states:
+        key = (not state.waits, state.words, tuple((f.file, f.line) for f in state.frames))
+        shared.setdefault(key, []).append(state)
+    ordered = sorted(shared.items(), key=lambda item: (item[0][0], -len(item[1]), item[1][0].rank))
+    shown = [_build_place(members) for _, members in ordered]
+    if len(shown) <= _MANY_PLACES:
+        return shown
+    rest = sorted(rank for place in shown[_MANY_PLACES - 1 :] for rank in place.ranks)
+    return [*shown[: _MANY_PLACES - 1], SharedPlace(tuple(rest), "is elsewhere")]
+
+
+def _build_place(members: Sequence[State]) -> SharedPlace:
+    return SharedPlace(tuple(state.rank for state in members), members[0].words, members[0].frames)
+
+
+def name_wait(state: State, world_size: int) -> str:
+    """What a rank waits in, as a noun: `all_reduce number 57 of tp (ranks 8-15)`."""
+    if state.call is None:
+        return state.operation
+    return name_call(state.call, name_group(state.group, state.call.group, world_size))
+
+
+def name_at(frames: Sequence[Frame]) -> str:
+    """` at train.py:31 in evaluate`; empty where no line is known."""
+    return f" at {name_place(frames[0])}" if frames else ""
+
+
+def name_state(states: Sequence[State]) -> str:
+    """`it is asleep in time.sleep at train.py:88`, `they have ended (exit code 0)`."""
+    first = states[0]
+    words = f"it {first.words}" if len(states) == 1 else f"they {to_plural(first.words)}"
+    return words + name_at(first.frames)
+
+
+def name_states(states: Sequence[State]) -> str:
+    """`rank 2 is asleep in time.sleep at train.py:88`."""
+    first = states[0]
+    words = first.words if len(states) == 1 else to_plural(first.words)
+    return f"{name_ranks(s.rank for s in states)} {words}{name_at(first.frames)}"
