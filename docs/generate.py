@@ -17,7 +17,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from paceline.codes import PAGES
+from paceline.codes import read_pages
 from paceline.plan.memory import Sizes, plan_memory, plan_recipe_memory
 from paceline.plan.parameters import Parameter, list_parameters
 from paceline.plan.traffic import plan_tp_traffic, plan_traffic
@@ -124,13 +124,15 @@ def _codes_page() -> Iterator[str]:
     yield "\n# The pages behind the codes\n"
     yield "Every message of Paceline ends in a code. `paceline explain CODE` prints its page.\n"
     hundred = ""
-    for code, page in sorted(PAGES.items()):
+    for code, page in read_pages().items():
         if code[2] != hundred:
             hundred = code[2]
             yield f"## PL{hundred}xx: {RANGES[hundred]}\n"
         yield f"### {code}: {page.title}\n"
         yield f"{page.why}\n"
-        yield f"**What to do.** {page.fix}\n"
+        yield f"**Fix:** {page.fix}\n"
+        if page.example:
+            yield f"```\n{page.example}\n```\n"
 
 
 # LLaMA 7B (Touvron et al. 2023, table 2): 32,000 token ids, 6.74 billion parameters.

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
-from paceline.codes import PAGES
+import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
+from paceline.codes import Page, parse_pages, read_pages
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "paceline"
 
 
 def codes_in(text: str) -> dict[str, int]:
@@ -32,17 +38,17 @@ def codes_in(text: str) -> dict[str, int]:
 def test_codes_and_pages_match() -> None:
     used: dict[str, str] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.parent.name != "codes":
-            for code, line in codes_in(path.read_text(encoding="utf-8")).items():
-                used[code] = f"{path.relative_to(PACKAGE)}:{line}"
-    without_page = {code: place for code, place in used.items() if code not in PAGES}
+        for code, line in codes_in(path.read_text(encoding="utf-8")).items():
+            used[code] = f"{path.relative_to(PACKAGE)}:{line}"
+    pages = read_pages()
+    without_page = {code: place for code, place in used.items() if code not in pages}
     assert not without_page, "codes without a page in src/paceline/codes/"
-    without_message = sorted(PAGES.keys() - used.keys())
+    without_message = sorted(pages.keys() - used.keys())
     assert not without_message, "pages that no message leads to"
 
 
 def test_pages_are_complete() -> None:
-    for code, page in PAGES.items():
+    for code, page in read_pages().items():
         assert re.fullmatch(r"PL[1-8]\d\d", code), code
         assert page.title, code
         assert not page.title.endswith("."), f"{code}: a title is no sentence"
@@ -58,3 +64,56 @@ def test_what_counts_as_a_code() -> None:
         'print(f"{x}. [PL105]\\n", "PL106.")\n'
     )
     assert codes_in(text) == {"PL103": 4, "PL105": 5}
+
+
+GOOD = (
+    "# Topic\n\n## PL101: A title\n\nA rule.\nIts reason.\n\n**Fix:** Do this.\n\n"
+    "## PL102: `x`\n\nRule.\n\n**Fix:** Fix.\n"
+)
+
+
+def test_a_page_is_read_with_its_example() -> None:
+    text = GOOD + "\n```\nfirst\n\nsecond\n```\n"
+    assert parse_pages(text, "x.md") == {
+        "PL101": Page("A title", "A rule. Its reason.", "Do this."),
+        "PL102": Page("`x`", "Rule.", "Fix.", "first\n\nsecond"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("# Topic\n\n", "", "the first line"),
+        ("# Topic\n\n", "# Topic\n\nWords.\n\n", "the page 'Words.'"),
+        ("PL101: A", "PL901: A", "the page 'PL901: A title'"),
+        ("PL101: A", "PL101 A", "the page 'PL101 A title'"),
+        ("PL102", "PL101", "PL101 stands after PL101"),
+        ("PL102", "PL100", "PL100 stands after PL101"),
+        ("## PL102", "### PL102", "the page 'PL101: A title'"),
+        ("\n\n## PL102", "\n## PL102", "the page 'PL101: A title'"),
+        ("A rule.\nIts reason.\n\n", "", "the page 'PL101: A title'"),
+        ("A rule.\n", "A rule.\n\n", "the page 'PL101: A title'"),
+        ("**Fix:** Do this.\n\n", "", "the page 'PL101: A title'"),
+        ("**Fix:** Do", "**Mend:** Do", "the page 'PL101: A title'"),
+        ("Do this.\n", "Do this.\n\n```\nopen\n", "the page 'PL101: A title'"),
+    ],
+)
+def test_a_malformed_page_is_named(old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    with pytest.raises(ValueError, match=re.escape(f"x.md: {message}")):
+        parse_pages(GOOD.replace(old, new, 1), "x.md")
+
+
+def test_importing_reads_no_page() -> None:
+    code = "import paceline.cli.main, paceline.codes as codes\nprint(codes.read_pages.cache_info().currsize)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "0\n"
+
+
+def test_the_package_ships_the_pages() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["paceline"]
+    shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    assert set(PACKAGE.rglob("*.md")) <= shipped

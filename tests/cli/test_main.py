@@ -16,7 +16,7 @@ import pytest
 import paceline
 from paceline.cli import explain
 from paceline.cli.main import main
-from paceline.codes import PAGES
+from paceline.codes import read_pages
 from paceline.errors import PacelineError
 from paceline.launch.failure import RankFailed
 
@@ -172,25 +172,31 @@ def end_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explain_prints_the_page(written: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", written]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"PL101  {PAGES['PL101'].title}\n")
+    assert text.startswith(f"PL101  {read_pages()['PL101'].title}\n")
     flat = " ".join(text.split())
-    assert " ".join(PAGES["PL101"].why.split()) in flat
-    assert " ".join(PAGES["PL101"].fix.split()) in flat
+    assert " ".join(read_pages()["PL101"].why.split()) in flat
+    assert " ".join(read_pages()["PL101"].fix.split()) in flat
 
 
 def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "PL101", "--json"]) == 0
-    page = PAGES["PL101"]
-    expected = {"code": "PL101", "title": page.title, "why": page.why, "fix": page.fix}
+    page = read_pages()["PL101"]
+    expected = {
+        "code": "PL101",
+        "title": page.title,
+        "why": page.why,
+        "fix": page.fix,
+        "example": page.example,
+    }
     assert json.loads(capsys.readouterr().out) == expected
     assert main(["explain", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {code: page.title for code, page in PAGES.items()}
+    assert json.loads(capsys.readouterr().out) == {code: page.title for code, page in read_pages().items()}
 
 
 def test_explain_lists_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(PAGES)
+    assert [line.split()[0] for line in lines] == list(read_pages())
 
 
 def test_explain_of_an_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:

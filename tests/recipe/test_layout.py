@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.codes import PAGES
+from paceline.codes import read_pages
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
 from paceline.recipe.layout import AXES, CHOICES
@@ -60,7 +60,7 @@ def test_parse_refuses(text: str, code: str, saw: str) -> None:
     with pytest.raises(PacelineError) as caught:
         Layout.parse(text)
     assert caught.value.code == code
-    assert code in PAGES
+    assert code in read_pages()
     assert saw in caught.value.saw
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.codes import PAGES
+from paceline.codes import read_pages
 from paceline.errors import PacelineError
 from paceline.recipe import (
     Layout,
@@ -226,7 +226,7 @@ def test_impossible(case: Case) -> None:
     assert case.saw in finding.saw
     assert case.rule in finding.rule
     assert case.fix in finding.fix
-    assert case.code in PAGES
+    assert case.code in read_pages()
     assert finding.where.split(".")[0] in finding.saw
     with pytest.raises(LayoutErrors) as caught:
         refuse_layout(asked, layout, case.ranks)
@@ -351,7 +351,7 @@ def test_what_works_and_may_surprise(
     assert check_layout(asked, layout, world_size) == []
     (remark,) = remark_layout(asked, layout, world_size)
     assert (remark.code, saw in remark.saw) == (code, True)
-    assert code in PAGES
+    assert code in read_pages()
 
 
 def test_nothing_to_remark() -> None:
@@ -456,7 +456,7 @@ def test_what_is_offered_works(model: ModelFacts, run: RunFacts, layout: Layout,
             rules.refuse(layout, world_size)
         assert caught.value.nearest == offered
         for problem in caught.value.problems:
-            assert problem.code in PAGES
+            assert problem.code in read_pages()
             assert re.search(r"\d|comm_hook|=", problem.saw), "the value"
             assert problem.rule.endswith(".")
             assert problem.fix.endswith(".")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from paceline.codes import PAGES
+from paceline.codes import read_pages
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.recipe import dump_recipe, load_recipe, parse_recipe
 from paceline.recipe.schema import AdamW, Sgd
@@ -313,7 +313,7 @@ def test_one_problem(table: dict[str, Any], code: str, saw: str, fix: str) -> No
     assert saw in problem.saw
     assert fix in problem.fix
     assert problem.rule.endswith(".")
-    assert code in PAGES
+    assert code in read_pages()
 
 
 def test_all_problems_in_one_go_and_in_the_order_of_the_file() -> None:

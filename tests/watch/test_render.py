@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.codes import PAGES
+from paceline.codes import read_pages
 from paceline.watch.protocol.report import SharedPlace, Verdict
 from paceline.watch.reasoning.hang import explain_hang
 from paceline.watch.reasoning.render import WIDTH, render
@@ -75,5 +75,5 @@ def test_a_whole_verdict() -> None:
 
 
 def test_every_advice_has_its_page() -> None:
-    assert ADVICE.keys() <= PAGES.keys()
-    assert {code for code in PAGES if code.startswith(("PL80", "PL81"))} <= ADVICE.keys()
+    assert ADVICE.keys() <= read_pages().keys()
+    assert {code for code in read_pages() if code.startswith(("PL80", "PL81"))} <= ADVICE.keys()

@@ -6,8 +6,9 @@ import argparse
 import difflib
 import json
 import textwrap
+from dataclasses import asdict
 
-from paceline.codes import PAGES
+from paceline.codes import read_pages
 from paceline.errors import PacelineError
 
 
@@ -21,26 +22,29 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    pages = read_pages()
     if args.code is None:
         if args.json:
-            print(json.dumps({code: page.title for code, page in PAGES.items()}))
+            print(json.dumps({code: page.title for code, page in pages.items()}))
         else:
-            print("\n".join(f"{code}  {page.title}" for code, page in PAGES.items()))
+            print("\n".join(f"{code}  {page.title}" for code, page in pages.items()))
         return 0
     code = args.code.strip("[]").upper()
-    if code not in PAGES:
-        near = difflib.get_close_matches(code, PAGES, n=1)
+    if code not in pages:
+        near = difflib.get_close_matches(code, pages, n=1)
         raise PacelineError(
             "PL602",
             saw=f"there is no page for {args.code!r}.",
             rule="Codes stand at the end of messages, in square brackets: PL and three digits.",
             fix=f"Did you mean {near[0]}?" if near else "`paceline explain` lists all.",
         )
-    page = PAGES[code]
+    page = pages[code]
     if args.json:
-        print(json.dumps({"code": code, "title": page.title, "why": page.why, "fix": page.fix}))
+        print(json.dumps({"code": code, **asdict(page)}))
         return 0
     print(f"{code}  {page.title}\n")
     for name, text in (("Why", page.why), ("Fix", page.fix)):
         print(textwrap.fill(text, 88, initial_indent=f"{name}:  ", subsequent_indent="      "))
+    if page.example:
+        print("\n" + textwrap.indent(page.example, "      "))
     return 0

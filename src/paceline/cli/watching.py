@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.codes import PAGES
+from paceline.codes import read_pages
 from paceline.errors import PacelineError
 from paceline.launch.failure import PumpLost, RankFailed
 from paceline.launch.watching import HANG_AFTER_S, JobStuck
@@ -83,7 +83,7 @@ def as_table(end: RankFailed | JobStuck | PumpLost) -> dict[str, Any]:
     """What ended a job, as JSON: a finding, and what belongs to it."""
     if isinstance(end, JobStuck):
         return {**end.said.table, "hint": end.hint}
-    page = PAGES[end.code]
+    page = read_pages()[end.code]
     table: dict[str, Any] = {"code": end.code, "where": "", "saw": "", "rule": page.why, "fix": page.fix}
     if isinstance(end, PumpLost):
         return {**table, "where": "the launcher", "saw": str(end)}

@@ -1,54 +1,12 @@
 """The pages behind the codes that messages carry; `paceline explain CODE` prints one.
 
-Ranges: PL1xx recipe and layout, PL2xx data, PL3xx processes and launching, PL4xx training,
-PL5xx checkpoints and run folders, PL6xx command line and benchmarks, PL7xx comparing layouts, PL8xx watching
-ranks. One file here per range or part of one; a new code's page goes into the file whose docstring names its
-number.
+One Markdown file per topic; its name starts with the lowest code that belongs into it. A page is a heading
+`## PLnnn: Title`, a paragraph with the rule and its reason, a paragraph that starts with `**Fix:**`, and a
+block of code where an example helps.
 """
 
 from __future__ import annotations
 
-from paceline.codes import (
-    checkpoints,
-    commands,
-    construct,
-    data,
-    layout,
-    processes,
-    random,
-    sharding,
-    splitting,
-    training,
-    verifying,
-    watching,
-)
-from paceline.codes.page import Page
+from paceline.codes.pages import Page, parse_pages, read_pages
 
-__all__ = ["PAGES", "Page"]
-
-PARTS = (
-    layout,
-    data,
-    processes,
-    training,
-    sharding,
-    random,
-    construct,
-    splitting,
-    checkpoints,
-    commands,
-    verifying,
-    watching,
-)
-
-
-def _merge() -> dict[str, Page]:
-    pages: dict[str, Page] = {}
-    for part in PARTS:
-        twice = pages.keys() & part.PAGES.keys()
-        assert not twice, f"{', '.join(sorted(twice))} in {part.__name__} and in an earlier part"
-        pages.update(part.PAGES)
-    return pages
-
-
-PAGES: dict[str, Page] = _merge()
+__all__ = ["Page", "parse_pages", "read_pages"]

@@ -53,7 +53,7 @@ def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits | PreparedCifa
     processes may call it at once.
 
     Raises:
-        PacelineError: PL200 to PL209, PL213 and PL214, see `codes/data.py`.
+        PacelineError: PL200 to PL209, PL213 and PL214, see `codes/PL200-data.md`.
     """
     section = recipe.data
     prepared: PreparedText | PreparedDigits | PreparedCifar10
