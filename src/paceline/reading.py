@@ -1,5 +1,4 @@
-"""Reads a file of the user's, which may be something else: a pipe would be waited for, and a device has no "
-"end."""
+"""Read a user's file, and refuse what is no regular file: a pipe would block, and a device never ends."""
 
 from __future__ import annotations
 
