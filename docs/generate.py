@@ -254,12 +254,14 @@ def _file_tables() -> Iterator[str]:
         start = folder / "__init__.py"
         if start.exists():
             yield f"{_summary(start)}.\n"
-        yield "| file | what it holds |"
-        yield "|---|---|"
-        for path in sorted(folder.glob("*.py")):
-            if path != start:
-                yield f"| [`{path.name}`]({where}/{path.name}) | {_cell(_summary(path))} |"
-        yield ""
+        files = [path for path in sorted(folder.glob("*.py")) if path != start]
+        if files:
+            yield "| file | what it holds |"
+            yield "|---|---|"
+            yield from (
+                f"| [`{path.name}`]({where}/{path.name}) | {_cell(_summary(path))} |" for path in files
+            )
+            yield ""
 
 
 def _summary(path: Path) -> str:
