@@ -78,8 +78,8 @@ def test_a_planted_fault_is_found_and_explained(ranks: Pool, tmp_path: Path, fau
 
 
 def test_the_guide_lists_the_faults() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
-    assert table() in guide, f"docs/verify.md needs:\n{table()}"
+    page = (Path(__file__).parents[2] / "docs" / "tables" / "verify-faults.md").read_text(encoding="utf-8")
+    assert table() in page, f"docs/tables/verify-faults.md needs:\n{table()}"
 
 
 @pytest.mark.parametrize(

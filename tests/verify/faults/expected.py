@@ -1,4 +1,4 @@
-"""Where each fault is planted, and what verify must say of it; docs/verify.md has a table made of this."""
+"""Where each fault is planted, and what verify must report; docs/tables/verify-faults.md is made of this."""
 
 from __future__ import annotations
 

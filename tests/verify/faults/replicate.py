@@ -37,7 +37,7 @@ def _give(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 @contextlib.contextmanager
 def not_summed_on_one_rank() -> Iterator[None]:
-    """Rank 1 joins the collective and then keeps what it had."""
+    """Rank 1 joins the collective, then keeps its own gradient."""
 
     def change(bucket: Any, right: Callable[[Any], Any]) -> Any:
         own = bucket.buffer().clone()
@@ -97,7 +97,7 @@ def microbatch_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradient_overwritten() -> Iterator[None]:
-    """Each microbatch's gradient takes the place of the one before: the last one is left."""
+    """Each microbatch's gradient overwrites the one before."""
     right = MicrobatchRunner._run_microbatch
 
     def run(self: MicrobatchRunner, *args: Any, **settings: Any) -> float:
@@ -129,7 +129,7 @@ def mean_of_means() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropout_by_rank() -> Iterator[None]:
-    """Seeds of microbatches depend on the rank; rank 0 has the right ones."""
+    """Seeds of microbatches depend on the rank; those of rank 0 are right."""
     right = rounds.derive_seed
     with mock.patch.object(rounds, "derive_seed", lambda seed, *parts: right(seed + dist.get_rank(), *parts)):
         yield
@@ -145,7 +145,7 @@ def wrong_seed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropout_the_same_every_step() -> Iterator[None]:
-    """Seeds don't know the step, from the second on."""
+    """From the second step on, seeds do not depend on the step."""
     right = rounds.derive_seed
     with mock.patch.object(rounds, "derive_seed", lambda seed, step, *parts: right(seed, 1, *parts)):
         yield
@@ -153,7 +153,7 @@ def dropout_the_same_every_step() -> Iterator[None]:
 
 @contextlib.contextmanager
 def statistics_unsynchronised() -> Iterator[None]:
-    """Each rank merges the statistics of its own half of the microbatches only."""
+    """Each rank merges only the BatchNorm statistics of its own microbatches."""
     right = RunningStatistics.merge
 
     def merge(self: RunningStatistics, rows: torch.Tensor) -> None:
@@ -178,7 +178,7 @@ def norm_of_a_part() -> Iterator[None]:
 
 @contextlib.contextmanager
 def another_start_on_one_rank() -> Iterator[None]:
-    """After DDP has handed out rank 0's weights, rank 1 changes one."""
+    """After DDP has broadcast rank 0's weights, rank 1 changes one."""
     right = Replica.__init__
 
     def init(self: Replica, model: nn.Module, *args: Any, **settings: Any) -> None:
@@ -193,7 +193,7 @@ def another_start_on_one_rank() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rounded_to_bf16() -> Iterator[None]:
-    """Gradients travel in bf16."""
+    """Gradients are sent in bf16."""
 
     def change(bucket: Any, right: Callable[[Any], Any]) -> Any:
         buffer = bucket.buffer()

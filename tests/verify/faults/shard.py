@@ -76,7 +76,7 @@ def chunk_of_another_rank() -> Iterator[None]:
 
 @contextlib.contextmanager
 def shard_gradients_in_bf16() -> Iterator[None]:
-    """Gradients travel in bf16 to their shards."""
+    """Gradients are sent to their shards in bf16."""
 
     def narrow(right: Any, chunk: Tensor, rows: Tensor, group: Any) -> None:
         right(chunk, rows.bfloat16().to(rows.dtype), group)
@@ -87,7 +87,7 @@ def shard_gradients_in_bf16() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathered_in_bf16() -> Iterator[None]:
-    """Parameters travel in bf16 from their shards."""
+    """Parameters are gathered from their shards in bf16."""
 
     def narrow(self: Any, right: Any, output: Tensor, chunk: Tensor, group: Any) -> Any:
         if chunk.is_floating_point():  # bytes otherwise
@@ -100,7 +100,7 @@ def gathered_in_bf16() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathered_once_for_all() -> Iterator[None]:
-    """Parameters stay as they were first gathered, whatever the optimizer does."""
+    """Parameters are gathered once and never again."""
     kept: dict[Any, Tensor] = {}
 
     def keep(self: Any, right: Any, output: Tensor, chunk: Tensor, group: Any) -> Any:
@@ -135,7 +135,7 @@ def sharded_microbatch_dropped() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradient_of_a_microbatch_lost() -> Iterator[None]:
-    """Rank 1's first microbatch runs, and its gradient counts nothing."""
+    """Rank 1's first microbatch runs, but its gradient is dropped."""
     right = Shards.backward
 
     def backward(self: Shards, loss: Tensor) -> float:
@@ -147,7 +147,7 @@ def gradient_of_a_microbatch_lost() -> Iterator[None]:
 
 @contextlib.contextmanager
 def idle_round_counted() -> Iterator[None]:
-    """A round that a rank takes for others' sake counts."""
+    """The gradient of an idle round is counted."""
     right = Shards.backward
 
     def backward(self: Shards, loss: Tensor) -> float:
@@ -160,7 +160,7 @@ def idle_round_counted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharded_gradient_overwritten() -> Iterator[None]:
-    """Each round's gradient takes the place of the one before."""
+    """Each round's gradient overwrites the one before."""
     right = MicrobatchRunner._run_microbatch
 
     def run(self: MicrobatchRunner, *args: Any, **settings: Any) -> float:

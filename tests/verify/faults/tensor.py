@@ -124,7 +124,7 @@ def norm_per_part() -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_parts_counted_on_every_rank() -> Iterator[None]:
-    """The norm counts what is whole on all ranks of tp once per rank."""
+    """The norm counts parameters that are whole on all ranks of tp once per rank."""
     right = norm.measure_norm
 
     def measure(gradients: Any, parameters: Any, placement: Any, mesh: Any, **settings: Any) -> Tensor:
@@ -149,7 +149,7 @@ class _FirstOfTp:
 
 @contextlib.contextmanager
 def tied_weights_untied() -> Iterator[None]:
-    """Laying out makes copies of tied weights, which the optimizer updates apart."""
+    """Laying out copies tied weights, which the optimizer then updates separately."""
     right = order.apply_dropout
 
     def untie(model: nn.Module) -> Any:
@@ -167,7 +167,7 @@ def tied_weights_untied() -> Iterator[None]:
 
 @contextlib.contextmanager
 def heads_share_masks() -> Iterator[None]:
-    """All ranks of tp drop the same of their heads' attention, those of rank 0."""
+    """All ranks of tp use rank 0's dropout mask for their own attention heads."""
 
     def share(model: nn.Module, plan: Any, axis: Any, masks: Any) -> None:
         masks.splits = {key: [replace(cut, part=0) for cut in cuts] for key, cuts in masks.splits.items()}
@@ -178,7 +178,7 @@ def heads_share_masks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def residual_masks_differ() -> Iterator[None]:
-    """Ranks of tp drop different elements of what they all have."""
+    """Ranks of tp use different dropout masks for a tensor that all of them hold."""
     right = Masks.draw
 
     def draw(self: Masks, key: str, *args: Any) -> Tensor:
@@ -191,14 +191,14 @@ def residual_masks_differ() -> Iterator[None]:
 
 @contextlib.contextmanager
 def partial_gradients_not_summed() -> Iterator[None]:
-    """Weights that are whole and see a part of the sequence keep the gradient of that part."""
+    """Whole weights applied to a part of the sequence keep the gradient of that part."""
     with mock.patch.object(Placement, "add_up_partial", return_value=None):
         yield
 
 
 @contextlib.contextmanager
 def sequence_takes_another_part() -> Iterator[None]:
-    """Ranks take one another's parts of the sequence."""
+    """Ranks take each other's parts of the sequence."""
     right = collectives.take_rows
 
     def take(tensor: Tensor, axis: Any, dim: int) -> Tensor:
@@ -210,14 +210,14 @@ def sequence_takes_another_part() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sequence_scatters_without_sum() -> Iterator[None]:
-    """After a linear layer each rank keeps its part of the sequence of its own addend."""
+    """After a linear layer, each rank keeps its part of the sequence without the sum over ranks."""
     with mock.patch.object(apply, "add_up_rows", collectives.take_rows):
         yield
 
 
 @contextlib.contextmanager
 def rows_off_by_one() -> Iterator[None]:
-    """Rank 1 takes its rows of the embedding for those that begin one token later."""
+    """Rank 1's rows of the embedding are off by one token."""
     right = vocabulary.look_up
 
     def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Any) -> Tensor:
@@ -229,7 +229,7 @@ def rows_off_by_one() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignored_targets_counted() -> Iterator[None]:
-    """The loss over a split vocabulary counts targets that don't count."""
+    """The loss over a split vocabulary counts ignored targets."""
     right = vocabulary._CutCrossEntropy.forward
 
     def forward(ctx: Any, part: Tensor, target: Tensor, ignore_index: int, axis: Any) -> Tensor:
@@ -253,7 +253,7 @@ def maximum_of_a_part() -> Iterator[None]:
 
 @contextlib.contextmanager
 def vocabulary_gradient_of_own_part() -> Iterator[None]:
-    """Its backward takes the probabilities of each rank's own part for those of all."""
+    """Its backward normalises probabilities over each rank's own part."""
     right = vocabulary._CutCrossEntropy.backward
 
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -266,7 +266,7 @@ def vocabulary_gradient_of_own_part() -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_by_rank() -> Iterator[None]:
-    """A model that is built on its ranks has another start on each."""
+    """A model built on its ranks has different initial weights on each."""
     right = Construction.fill
 
     def fill(self: Construction, name: str, device: Any = "cpu") -> Tensor:
@@ -279,7 +279,7 @@ def start_by_rank() -> Iterator[None]:
 
 @contextlib.contextmanager
 def resumed_with_old_masks() -> Iterator[None]:
-    """From the second step on, dropout draws what it drew a step before: a resume that lost count."""
+    """From the second step on, dropout repeats the masks of the step before, as after a miscounted resume."""
     from paceline.train import rounds
 
     right = rounds.derive_seed
@@ -293,7 +293,7 @@ def resumed_with_old_masks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sums_rounded_to_bf16() -> Iterator[None]:
-    """Sums over tp travel in bf16."""
+    """Sums over tp are sent in bf16."""
 
     def all_reduce(tensor: Tensor, axis: Any) -> Tensor:
         total = tensor.bfloat16()
