@@ -23,8 +23,7 @@ ROWS: list[tuple[str, ...]] = [
     ("world",),
     ("mesh",),
     ("comm",),
-    ("parallel",),
-    ("checkpoint",),
+    ("parallel", "checkpoint"),
     ("train", "launch"),
     ("verify", "profiling", "doctor", "watch", "bench"),
     ("cli",),
@@ -338,6 +337,10 @@ REFUSED = {
     "neighbours": (
         {"launch/local.py": "import paceline.train.run"},
         "launch/local.py:1: launch imports train",
+    ),
+    "parallel and checkpoint": (
+        {"checkpoint/plan.py": "from paceline.parallel.placement import Placement"},
+        "checkpoint/plan.py:1: checkpoint imports parallel",
     ),
     "watchers": (
         {"bench/scaling.py": "import paceline.profiling"},

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from paceline.checkpoint import CheckpointFolder, Loaded
+from paceline.checkpoint.content import full
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
+from paceline.checkpoint.tensors import read_infos, read_tensor
 
 RECIPE = "[train]\nsteps = 100  # schön\n"
 IDENTITY = {"torch": "2.13.0", "threads_per_rank": 1}
@@ -52,16 +54,17 @@ def make_state(step: int) -> dict[str, Any]:
     }
 
 
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file; aliases come back as the tensor they stand for."""
+    infos = read_infos(path)
+    stored = {name: read_tensor(path, name) for name, info in infos.items() if info.alias_of is None}
+    return {name: stored[info.alias_of or name] for name, info in infos.items()}
+
+
 def save(folder: CheckpointFolder, step: int, size: int = 64) -> Path:
     """Saves what the functions above make."""
-    return folder.save(
-        step,
-        make_model(step, size),
-        make_optimizer(step),
-        make_state(step),
-        recipe_toml=RECIPE,
-        identity=IDENTITY,
-    )
+    content = full.prepare(make_model(step, size), make_optimizer(step), make_state(step), RECIPE)
+    return folder.save(step, content, identity=IDENTITY)
 
 
 def assert_loaded(loaded: Loaded | None, step: int, size: int = 64) -> None:

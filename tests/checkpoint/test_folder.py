@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import CheckpointFolder, files, is_usable, load_checkpoint, verify
+from paceline.checkpoint.content import full
 from paceline.checkpoint.manifest import FORMAT_VERSION, dump_manifest, read_manifest
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -83,7 +84,7 @@ def test_an_empty_run_loads_nothing(folder: CheckpointFolder) -> None:
 
 
 def test_without_recipe(folder: CheckpointFolder) -> None:
-    path = folder.save(1, {}, None, {}, recipe_toml=None, identity={})
+    path = folder.save(1, full.prepare({}, None, {}, None), identity={})
     loaded = load_checkpoint(path)
     assert (loaded.recipe_toml, loaded.model, loaded.optimizer, loaded.state) == (None, {}, None, {})
 
@@ -103,7 +104,7 @@ def test_tensors_of_every_kind(folder: CheckpointFolder) -> None:
         "channels last": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
         "negated": torch.view_as_complex(torch.randn(3, 2)).conj().imag,
     }
-    path = folder.save(1, model, {}, {}, recipe_toml=None, identity={})
+    path = folder.save(1, full.prepare(model, {}, {}, None), identity={})
     loaded = load_checkpoint(path).model
     assert list(loaded) == sorted(model)
     for name, tensor in loaded.items():
@@ -114,7 +115,9 @@ def test_tensors_of_every_kind(folder: CheckpointFolder) -> None:
 @pytest.mark.gpu
 def test_cuda_tensors_come_back_on_the_cpu(folder: CheckpointFolder) -> None:
     tensor = torch.randn(4, 6, device="cuda")
-    path = folder.save(1, {"w": tensor, "tied": tensor}, {"m": tensor.t()}, {}, recipe_toml=None, identity={})
+    path = folder.save(
+        1, full.prepare({"w": tensor, "tied": tensor}, {"m": tensor.t()}, {}, None), identity={}
+    )
     loaded = load_checkpoint(path)
     assert_same(loaded.model["w"], tensor.cpu())
     assert_same(loaded.optimizer["m"], tensor.t().cpu())
@@ -123,7 +126,7 @@ def test_cuda_tensors_come_back_on_the_cpu(folder: CheckpointFolder) -> None:
 def test_tied_weights_are_stored_once(folder: CheckpointFolder) -> None:
     weight = torch.randn(256, 256)
     model = {"b.head": weight, "a.embed": weight, "c.view": weight[:1], "d.turned": weight.t()}
-    path = folder.save(1, model, {}, {}, recipe_toml=None, identity={})
+    path = folder.save(1, full.prepare(model, {}, {}, None), identity={})
     assert 2 <= (path / "model.safetensors").stat().st_size / weight.numel() / 4 < 2.1
     loaded = load_checkpoint(path).model
     assert loaded["b.head"] is loaded["a.embed"]
@@ -142,9 +145,9 @@ def test_what_was_read_lives_without_the_files(folder: CheckpointFolder) -> None
 def test_unstorable_state_is_refused_before_anything_is_written(folder: CheckpointFolder) -> None:
     state = {"tracked": {"ema": {"fn": print}}}
     with pytest.raises(PacelineError, match=r"state\.tracked\.ema\.fn"):
-        folder.save(1, {}, {}, state, recipe_toml=None, identity={})
+        folder.save(1, full.prepare({}, {}, state, None), identity={})
     with pytest.raises(PacelineError, match=r"model\.w is a tensor on the meta device"):
-        folder.save(1, {"w": torch.empty(1, device="meta")}, {}, {}, recipe_toml=None, identity={})
+        folder.save(1, full.prepare({"w": torch.empty(1, device="meta")}, {}, {}, None), identity={})
     assert not folder.path.parent.exists()
 
 
@@ -208,7 +211,7 @@ def test_a_file_beside_it_does_no_harm(folder: CheckpointFolder) -> None:
 def test_files_that_do_not_fit_together(folder: CheckpointFolder) -> None:
     """Put together by hand, with right hashes."""
     one, two = save(folder, 1), save(folder, 2)
-    other = folder.save(3, make_model(3), {}, {}, recipe_toml=None, identity={})
+    other = folder.save(3, full.prepare(make_model(3), {}, {}, None), identity={})
     for name in ("state.safetensors", "optimizer.json"):
         shutil.copy(other / name, two / name)
     manifest = read_manifest(two)
@@ -591,5 +594,5 @@ def test_a_folder_that_can_not_be_listed_is_not_an_empty_run(
 
 def test_identity_must_fit_json_before_anything_is_written(folder: CheckpointFolder) -> None:
     with pytest.raises(TypeError):
-        folder.save(1, {}, {}, {}, recipe_toml=None, identity=IDENTITY | {"device": torch.device("cpu")})
+        folder.save(1, full.prepare({}, {}, {}, None), identity=IDENTITY | {"device": torch.device("cpu")})
     assert not folder.path.exists()

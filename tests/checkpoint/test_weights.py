@@ -18,13 +18,16 @@ from paceline.checkpoint import (
     export_model,
     files,
     find_checkpoint,
+    hash_stored,
     hash_tensors,
     list_at,
     load_checkpoint,
+    open_usable,
 )
-from paceline.checkpoint.tensors import UnreadableTensorsError, read_infos, read_tensors, write_tensors
+from paceline.checkpoint.content import full, protocol
+from paceline.checkpoint.tensors import UnreadableTensorsError, read_infos, write_tensors
 from paceline.errors import PacelineError
-from tests.checkpoint.states import assert_same, make_model, save
+from tests.checkpoint.states import assert_same, make_model, read_tensors, save
 
 
 @pytest.fixture
@@ -68,6 +71,23 @@ def test_the_hash_survives_the_disk(checkpoint: Path) -> None:
     assert hash_tensors(load_checkpoint(checkpoint).model) == hash_tensors(make_model(7))
 
 
+def test_hash_and_export_read_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {
+        "w": torch.randn(33, 7),
+        "n": torch.tensor(5),
+        "none": torch.empty(0, 3),
+        "row": torch.randn(1, 99),
+    }
+    path = CheckpointFolder(tmp_path, keep=1).save(1, full.prepare(model, {}, {}, None), identity={})
+    monkeypatch.setattr(protocol, "_BLOCK_BYTES", 64)
+    unread = open_usable(path).model
+    sizes = [len(data) for name in model for data in protocol.stream_bytes(unread[name])]
+    assert max(sizes) <= 64
+    assert hash_stored(unread) == hash_tensors(model)
+    export_model(path, tmp_path / "m.safetensors")
+    assert_same(dict(sorted(load_file(tmp_path / "m.safetensors").items())), dict(sorted(model.items())))
+
+
 def test_an_export_reads_with_the_library(checkpoint: Path, tmp_path: Path) -> None:
     num_bytes = export_model(checkpoint, tmp_path / "model.safetensors")
     assert num_bytes == (tmp_path / "model.safetensors").stat().st_size
@@ -81,7 +101,7 @@ def test_an_export_reads_with_the_library(checkpoint: Path, tmp_path: Path) -> N
 
 def test_an_export_converts_floats_only(tmp_path: Path) -> None:
     model = {"w": torch.randn(3), "n": torch.tensor(5)}
-    path = CheckpointFolder(tmp_path, keep=1).save(1, model, {}, {}, recipe_toml=None, identity={})
+    path = CheckpointFolder(tmp_path, keep=1).save(1, full.prepare(model, {}, {}, None), identity={})
     export_model(path, tmp_path / "m.safetensors", torch.bfloat16)
     again = load_file(tmp_path / "m.safetensors")
     assert_same(again["w"], model["w"].bfloat16())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import CheckpointFolder
+from paceline.checkpoint.content import full
 from paceline.seeds import derive_seed
 from paceline.train.rng import preserved_generators, read_generators, seed_generators, write_generators
 
@@ -111,7 +112,7 @@ def test_states_survive_a_checkpoint(tmp_path: Any) -> None:
     draw()
     np.random.normal()  # so that halves of pairs wait in numpy and random
     folder = CheckpointFolder(tmp_path, keep=1)
-    folder.save(1, {"w": torch.zeros(1)}, {}, {"rng": read_generators(CPU)}, recipe_toml=None, identity={})
+    folder.save(1, full.prepare({"w": torch.zeros(1)}, {}, {"rng": read_generators(CPU)}, None), identity={})
     expected = [draw() for _ in range(3)]
     loaded = folder.load_newest()
     assert loaded is not None

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from paceline.checkpoint import files
-from paceline.checkpoint.full import read_model
-from paceline.checkpoint.tensors import write_tensors
+from paceline.checkpoint.content.protocol import stream_bytes
+from paceline.checkpoint.load import open_usable
+from paceline.checkpoint.tensors import DTYPE_NAMES, TensorInfo, stream_tensors
 from paceline.errors import PacelineError
 
 
 def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = None) -> int:
     """Writes the model's tensors as plain safetensors, tied ones under each of their names.
 
-    The file appears whole or not at all, and never in place of another.
+    The file appears whole or not at all, and never in place of another. It takes a few megabytes of memory.
 
     Args:
         checkpoint: one checkpoint's folder, already found valid.
@@ -33,16 +35,17 @@ def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = 
     out = Path(out)
     if out.exists() or out.is_symlink():
         raise _exists(out)
-    tensors = read_model(checkpoint)
-    if dtype is not None:
-        tensors = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in tensors.items()
-        }
+    tensors = open_usable(checkpoint).model
+    types = {name: _choose(tensor.dtype, dtype) for name, tensor in tensors.items()}
+    infos = {name: TensorInfo(DTYPE_NAMES[types[name]], tensor.shape) for name, tensor in tensors.items()}
+
+    def read(name: str) -> Iterator[memoryview]:
+        return stream_bytes(tensors[name], lambda block: block.to(types[name]))
+
     tmp = out.with_name(f".{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         try:
-            record = write_tensors(tmp, tensors, keep_aliases=False)
+            record = stream_tensors(tmp, infos, {}, read)
             _publish(tmp, out)
             files.sync_folder(out.parent)
         finally:
@@ -58,6 +61,10 @@ def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = 
             fix="Choose a folder that exists, that you may write to and that has room.",
         ) from error
     return record.num_bytes
+
+
+def _choose(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return dtype if wanted is None or not dtype.is_floating_point else wanted
 
 
 def _publish(tmp: Path, out: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
+from paceline.checkpoint.content.protocol import StoredTensor, stream_bytes
 from paceline.checkpoint.tensors import tensor_bytes
 
 
@@ -21,9 +23,23 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     Args:
         tensors: what `model.state_dict()` gives, of any device.
     """
+    return _hash(tensors, lambda tensor: [tensor_bytes(tensor)])
+
+
+def hash_stored(tensors: Mapping[str, StoredTensor]) -> str:
+    """The same of tensors that have not been read, a few megabytes at a time.
+
+    Args:
+        tensors: what `list_model` gives.
+    """
+    return _hash(tensors, stream_bytes)
+
+
+def _hash(tensors: Mapping[str, Any], read: Callable[[Any], Iterable[memoryview]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         dtype = str(tensor.dtype).removeprefix("torch.")
         digest.update(json.dumps([name, dtype, list(tensor.shape)]).encode() + b"\n")
-        digest.update(tensor_bytes(tensor))
+        for data in read(tensor):
+            digest.update(data)
     return digest.hexdigest()

@@ -12,8 +12,8 @@ Killed before 3, the run has what it had before; killed after it, the new checkp
 counts as a checkpoint ever holds half of one. What a killed process leaves behind is cleared by the
 next save, which knows that nobody is writing there because it holds the lock.
 
-In this version one process, rank 0, saves and loads, and no function here calls a collective. A sharded
-version keeps this protocol and replaces what writes and reads the files (`full.py`).
+One process, rank 0, holds the lock and commits; a content (`content/`) says who writes which files into the
+temporary folder. No function here calls a collective.
 """
 
 from __future__ import annotations
@@ -25,14 +25,21 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline.checkpoint import files, full
-from paceline.checkpoint.load import Loaded, OnSkip, find_newest, load_checkpoint, read, refuse_newer
+from paceline.checkpoint import files
+from paceline.checkpoint.content.protocol import Prepared
+from paceline.checkpoint.load import (
+    Loaded,
+    OnSkip,
+    find_newest,
+    load_checkpoint,
+    open_usable,
+    read,
+    refuse_newer,
+)
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest
 from paceline.checkpoint.names import (
     CHECKPOINTS,
@@ -43,7 +50,7 @@ from paceline.checkpoint.names import (
     list_checkpoints,
     step_name,
 )
-from paceline.checkpoint.tensors import HashedFile
+from paceline.checkpoint.tensors import FileRecord, HashedFile
 from paceline.checkpoint.verify import is_usable, verify
 from paceline.errors import PacelineError
 from paceline.units import format_bytes
@@ -73,61 +80,44 @@ class CheckpointFolder:
         """Step to checkpoint, by rising step, valid or not."""
         return list_checkpoints(self.path)
 
-    def save(
-        self,
-        step: int,
-        model: Mapping[str, torch.Tensor],
-        optimizer: Any,
-        state: Any,
-        *,
-        recipe_toml: str | None,
-        identity: dict[str, Any],
-    ) -> Path:
-        """Commits a checkpoint and lets go of those that need not be kept.
+    def save(self, step: int, content: Prepared, *, identity: dict[str, Any]) -> Path:
+        """Commit a checkpoint that this process alone writes, and let go of those that need not be kept.
 
         On return it is on the disk. On any error, a full disk or Ctrl-C included, the earlier
         checkpoints are as they were and nothing of the new one is left. Only one process calls it.
 
         Args:
             step: optimizer steps taken.
-            model: full tensors by name, as `state_dict()` gives them; not changed until it returns.
-            optimizer: a tree, usually of `optimizer_state_by_name`.
-            state: a tree (`tree.py`) of everything else that the run needs to go on.
-            recipe_toml: the resolved recipe, where there is one.
+            content: all of the state, prepared by a content (`full.prepare`).
             identity: of `describe_identity`; whatever else is in it must be fit for JSON.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            PacelineError: PL507 for something that can't be stored (before anything is written), PL508
-                where the file system refuses, PL510 where another process is saving here, PL504 where a
-                newer Paceline's checkpoint of this step is there.
+            PacelineError: PL508 where the file system refuses, PL510 where another process is saving here,
+                PL504 where a newer Paceline's checkpoint of this step is there.
+        """
+        with self.begin(step, num_bytes=content.num_bytes, identity=identity) as save:
+            return save.commit(content.content, content.write(save.folder))
+
+    def begin(self, step: int, *, num_bytes: int, identity: dict[str, Any]) -> Save:
+        """Lock the folder and make a temporary one, into which any number of processes may write.
+
+        Args:
+            step: optimizer steps taken.
+            num_bytes: about how many bytes will be written, for messages.
+            identity: as in `save`.
+
+        Returns:
+            The save, to be used in a `with` block: left without `commit`, nothing of it stays.
+
+        Raises:
+            PacelineError: PL508 or PL510, as `save`.
         """
         assert step >= 0
         json.dumps(identity)  # a TypeError is the caller's mistake, and better now than half way
-        content = full.prepare(model, optimizer, state, recipe_toml)
-        with _saving:
-            try:
-                files.make_folder(self.path)
-                with files.lock(self.path / LOCK) as locked:
-                    if locked:
-                        self._clear_leftovers()
-                    path = self._commit(step, content, identity)
-                    try:
-                        self._let_go(step)
-                    except OSError as error:  # the save itself is done
-                        logger.warning("old checkpoints in %s can't be removed: %s", self.path, error)
-            except files.BusyError:
-                raise PacelineError(
-                    "PL510",
-                    saw=f"Another process is saving a checkpoint in {self.path}.",
-                    rule="Two runs can't share a folder: each would delete the other's checkpoints.",
-                    fix="Stop the other run, or give this one another --out.",
-                ) from None
-            except OSError as error:
-                raise _save_failed(step, self.path, content.num_bytes, error) from error
-        return path
+        return Save(self, step, num_bytes, identity)
 
     def load_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
         """The newest valid checkpoint, or `None` where the run has none at all.
@@ -140,24 +130,28 @@ class CheckpointFolder:
             PacelineError: PL509 where there are checkpoints and none is valid, PL504 where the newest
                 one is of a newer format. Nothing is deleted or changed.
         """
-        checkpoints = self.steps()
-        if not checkpoints:
+        if not self.steps():
             return None
-        newest = find_newest(self.path, on_skip)
-        self._seen_valid[newest] = _look(newest)
-        return read(newest)
+        return read(self._find_newest(on_skip))
+
+    def open_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
+        """The same with its tensors unread (`StoredTensor`)."""
+        return open_usable(self._find_newest(on_skip)) if self.steps() else None
 
     def load(self, path: Path) -> Loaded:
         """Checks and reads one checkpoint; see `load_checkpoint`."""
         return load_checkpoint(path)
 
-    def _commit(self, step: int, content: full.FullContent, identity: dict[str, Any]) -> Path:
+    def _find_newest(self, on_skip: OnSkip | None) -> Path:
+        newest = find_newest(self.path, on_skip)
+        self._seen_valid[newest] = _look(newest)
+        return newest
+
+    def _commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
+        """Gives a temporary folder with all of its files its name."""
         final = self.path / step_name(step)
-        tmp = self.path / f"{TMP}{step_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
         aside: Path | None = None
         try:
-            files.make_folder(tmp)
-            manifest = Manifest(step, full.write_content(tmp, content), identity, full.CONTENT)
             with HashedFile(tmp / FILE_NAME) as file:
                 file.write(dump_manifest(manifest))
             files.sync_folder(tmp)
@@ -166,7 +160,6 @@ class CheckpointFolder:
                 raise OSError(errno.EIO, findings[0].saw)
             files.rename(tmp, final)
         except BaseException:
-            self._remove(tmp)
             if aside is not None and not final.exists():
                 with contextlib.suppress(OSError):
                     files.rename(aside, final)
@@ -256,6 +249,83 @@ class CheckpointFolder:
             pass
         except OSError as error:
             logger.warning("%s can't be removed: %s", path, error)
+
+
+class Save:
+    """A save that has begun: it holds the folder's lock and a temporary folder until its `with` block ends.
+
+    Args:
+        checkpoints: of the run.
+        step: optimizer steps taken.
+        num_bytes: about how many bytes will be written.
+        identity: of `describe_identity`.
+
+    Attributes:
+        folder: the temporary folder, once the block is entered.
+    """
+
+    def __init__(
+        self, checkpoints: CheckpointFolder, step: int, num_bytes: int, identity: dict[str, Any]
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._step = step
+        self._num_bytes = num_bytes
+        self._identity = identity
+        self._held = contextlib.ExitStack()
+        self.folder = checkpoints.path / f"{TMP}{step_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
+
+    def __enter__(self) -> Save:
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._explained())
+            held.enter_context(_saving)
+            files.make_folder(self._checkpoints.path)
+            if held.enter_context(files.lock(self._checkpoints.path / LOCK)):
+                self._checkpoints._clear_leftovers()
+            held.callback(self._clear_up)
+            files.make_folder(self.folder)
+            self._held = held.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._held.__exit__(*error)
+
+    def commit(self, content: str, records: Mapping[str, FileRecord]) -> Path:
+        """Give the checkpoint its name; all of its files are durable by now. Then remove old checkpoints.
+
+        Args:
+            content: name of the content that wrote the files.
+            records: of all files, by name.
+
+        Returns:
+            The checkpoint's folder.
+        """
+        manifest = Manifest(self._step, dict(records), self._identity, content)
+        path = self._checkpoints._commit(self._step, self.folder, manifest)
+        try:
+            self._checkpoints._let_go(self._step)
+        except OSError as error:  # the save itself is done
+            logger.warning("old checkpoints in %s can't be removed: %s", self._checkpoints.path, error)
+        return path
+
+    def _clear_up(self) -> None:
+        if self.folder.exists():
+            self._checkpoints._remove(self.folder)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns what the file system says into errors of ours."""
+        path = self._checkpoints.path
+        try:
+            yield
+        except files.BusyError:
+            raise PacelineError(
+                "PL510",
+                saw=f"Another process is saving a checkpoint in {path}.",
+                rule="Two runs can't share a folder: each would delete the other's checkpoints.",
+                fix="Stop the other run, or give this one another --out.",
+            ) from None
+        except OSError as error:
+            raise _save_failed(self._step, path, self._num_bytes, error) from error
 
 
 def _look(path: Path) -> object:

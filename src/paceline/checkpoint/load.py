@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline.checkpoint import full
+from paceline.checkpoint.content import find_content
+from paceline.checkpoint.content.protocol import list_model, open_tree, read_all
 from paceline.checkpoint.manifest import FILE_NAME, read_manifest
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints, step_of
-from paceline.checkpoint.tensors import UnreadableTensorsError
 from paceline.checkpoint.verify import NEWER_FORMAT, is_usable, verify
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -25,13 +23,13 @@ OnSkip = Callable[[Path, list[Finding]], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds; all tensors are on the CPU.
+    """What a checkpoint holds; all tensors are on the CPU, or unread (`StoredTensor`).
 
     Attributes:
         path: its folder.
         step: the optimizer step after which it was taken.
         model: the model's tensors by name; tied names give one and the same tensor.
-        optimizer: the tree that was saved (see `optimizer.py`).
+        optimizer: the tree that was saved.
         state: the tree that was saved.
         recipe_toml: the resolved recipe, where the run had one.
         identity: what the saving run was (see `identity.py`).
@@ -39,7 +37,7 @@ class Loaded:
 
     path: Path
     step: int
-    model: dict[str, torch.Tensor]
+    model: dict[str, Any]
     optimizer: Any
     state: Any
     recipe_toml: str | None
@@ -133,27 +131,57 @@ def check_usable(path: Path) -> None:
         raise PacelineError(first.code, saw=f"{path}: {first.saw}", rule=first.rule, fix=first.fix)
 
 
-def read(path: Path) -> Loaded:
-    """Reads a checkpoint that `verify` has just found usable."""
+def open_usable(path: Path) -> Loaded:
+    """Open a checkpoint that `verify` has just found usable, its tensors unread (`StoredTensor`).
+
+    Raises:
+        PacelineError: PL506 for files that do not fit together.
+    """
     manifest = read_manifest(path)
+    content = find_content(manifest.content)
+    assert content is not None  # `verify` looks for it
     try:
+        stored = content.open(path)
         return Loaded(
             path=path,
             step=manifest.step,
-            model=full.read_model(path),
-            optimizer=full.read_tree(path, "optimizer"),
-            state=full.read_tree(path, "state"),
-            recipe_toml=full.read_recipe(path),
+            model=list_model(stored),
+            optimizer=open_tree(stored, "optimizer"),
+            state=open_tree(stored, "state"),
+            recipe_toml=stored.read_recipe(),
             identity=manifest.identity,
         )
-    except (OSError, UnreadableTensorsError, ValueError) as error:
-        # Its hashes are right, so someone changes it while we read, or no Paceline wrote it.
-        raise PacelineError(
-            "PL506",
-            saw=f"{path} can't be read ({error}).",
-            rule="The files of a checkpoint fit together.",
-            fix="Stop whatever writes there and try again, or use another checkpoint.",
-        ) from error
+    except (OSError, ValueError) as error:
+        raise unreadable_error(path, error) from error
+
+
+def read(path: Path) -> Loaded:
+    """Read a checkpoint that `verify` has just found usable.
+
+    Raises:
+        PacelineError: PL506 for files that do not fit together.
+    """
+    found = open_usable(path)
+    try:
+        return replace(
+            found,
+            model=read_all(found.model),
+            optimizer=read_all(found.optimizer),
+            state=read_all(found.state),
+        )
+    except (OSError, ValueError) as error:
+        raise unreadable_error(path, error) from error
+
+
+def unreadable_error(path: Path | str, error: Exception) -> PacelineError:
+    """Return PL506 for a checkpoint whose hashes are right and whose files don't fit together."""
+    # Someone changes it while we read, or no Paceline wrote it.
+    return PacelineError(
+        "PL506",
+        saw=f"{path} can't be read ({error}).",
+        rule="The files of a checkpoint fit together.",
+        fix="Stop whatever writes there and try again, or use another checkpoint.",
+    )
 
 
 def refuse_newer(findings: list[Finding]) -> None:

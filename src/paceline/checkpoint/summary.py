@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import full
+from paceline.checkpoint.content import find_content
+from paceline.checkpoint.content.full import NAME as FULL
+from paceline.checkpoint.content.protocol import MODEL, Stored
 from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
-from paceline.checkpoint.tensors import TensorInfo, UnreadableTensorsError, read_infos
+from paceline.checkpoint.tensors import TensorInfo
 from paceline.checkpoint.verify import verify
 from paceline.finding import Finding
 
@@ -48,22 +49,20 @@ class CheckpointSummary:
 
 def summarize(path: Path) -> CheckpointSummary:
     """A `CheckpointSummary` of the checkpoint at `path`, broken or not."""
-    step, identity = None, {}
+    step, identity, name = None, {}, FULL
     try:
         manifest = read_manifest(path)
-        step, identity = manifest.step, manifest.identity
+        step, identity, name = manifest.step, manifest.identity, manifest.content
     except (BadManifestError, NewerFormatError):
         pass  # `findings` says so
-    try:
-        tensors = read_infos(path / full.MODEL)
-    except UnreadableTensorsError:
-        tensors = {}
+    content = find_content(name)
+    stored = None if content is None else content.open(path)
     return CheckpointSummary(
         path=path,
         step=step,
         num_bytes=_count_bytes(path),
-        tensors=tensors,
-        loss=_read_loss(path),
+        tensors=_list_tensors(stored),
+        loss=_read_loss(stored),
         identity=identity,
         findings=verify(path, read_all=False),
     )
@@ -76,9 +75,16 @@ def _count_bytes(path: Path) -> int:
         return 0
 
 
-def _read_loss(path: Path) -> float | None:
+def _list_tensors(stored: Stored | None) -> dict[str, TensorInfo]:
     try:
-        state = json.loads((path / "state.json").read_bytes())
+        return {} if stored is None else stored.list_tensors(MODEL)
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_loss(stored: Stored | None) -> float | None:
+    try:
+        state = None if stored is None else stored.read_structure("state")
     except (OSError, ValueError):
         return None
     loss = state.get("loss") if isinstance(state, dict) else None

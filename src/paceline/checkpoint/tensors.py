@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import safetensors
 import torch
 
 from paceline.checkpoint import files
+from paceline.checkpoint.part import Part
+from paceline.errors import PacelineError
 
 # The names of the format; complex128 and the quantized types have none.
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -41,6 +44,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 assert sys.byteorder == "little", "safetensors is little-endian, and so is all that torch runs on"
 
@@ -83,6 +87,34 @@ class HashedFile:
     def record(self) -> FileRecord:
         """Size and hash of what was written."""
         return FileRecord(self._num_bytes, self._hash.hexdigest())
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the type that the format calls `name`.
+
+    Raises:
+        UnreadableTensorsError: no Paceline writes such tensors.
+    """
+    if name not in _DTYPES:
+        raise UnreadableTensorsError(f"a tensor of type {name}")
+    return _DTYPES[name]
+
+
+def refuse_unstorable(path: str, tensor: torch.Tensor) -> None:
+    """Raise PL507 for a tensor that can't be stored.
+
+    Args:
+        path: to it, for the message.
+        tensor: to be stored.
+    """
+    reason = why_not_storable(tensor)
+    if reason is not None:
+        raise PacelineError(
+            "PL507",
+            saw=f"{path} {reason}.",
+            rule="A checkpoint holds dense, plain tensors with values.",
+            fix="Convert it, or register it as non-persistent so that state_dict() leaves it out.",
+        )
 
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:
@@ -138,48 +170,56 @@ def write_tensors(
         Size and hash of the file.
     """
     aliases = find_aliases(tensors) if keep_aliases else {}
-    metadata = {"format": "pt"}
-    if aliases:
-        metadata["aliases"] = json.dumps(aliases, sort_keys=True)
+    infos = {
+        name: TensorInfo(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in tensors.items()
+        if name not in aliases
+    }
+    metadata = {"aliases": json.dumps(aliases, sort_keys=True)} if aliases else {}
+    return stream_tensors(path, infos, metadata, lambda name: [tensor_bytes(tensors[name])])
+
+
+def stream_tensors(
+    path: Path,
+    infos: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str],
+    read: Callable[[str], Iterable[memoryview]],
+) -> FileRecord:
+    """Write a new safetensors file from bytes that are read as they are needed, durable on return.
+
+    Args:
+        path: where; nothing may be there yet.
+        infos: types and shapes by name.
+        metadata: for the header.
+        read: from a name to the bytes of its tensor, in row-major order.
+    """
     # Widest types first keeps every tensor aligned to its type, as the library orders them too.
-    stored = sorted(tensors.keys() - aliases.keys(), key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": metadata}
+    stored = sorted(infos, key=lambda name: (-infos[name].dtype_bytes, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name in stored:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        info = infos[name]
+        start, end = end, end + info.num_elements * info.dtype_bytes
+        header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in stored:
-            file.write(tensor_bytes(tensors[name]))
+            for data in read(name):
+                file.write(data)
+    return file.record
+
+
+def write_text(path: Path, text: str) -> FileRecord:
+    """Write a new file of text, durable on return."""
+    with HashedFile(path) as file:
+        file.write(text.encode())
     return file.record
 
 
 class UnreadableTensorsError(ValueError):
     """A file that is not safetensors, or whose aliases don't fit its tensors."""
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, on the CPU; aliases come back as the tensor they stand for.
-
-    Raises:
-        UnreadableTensorsError: it is not such a file.
-    """
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            # Cloned, because the library's tensors are the mapped file: cutting that file would kill us.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            aliases = _read_aliases(file.metadata(), tensors)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UnreadableTensorsError(f"{path.name}: {error}") from None
-    return tensors | {name: tensors[kept] for name, kept in aliases.items()}
 
 
 @dataclass(frozen=True)
@@ -199,10 +239,51 @@ class TensorInfo:
     @property
     def num_elements(self) -> int:
         """How many numbers it has."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one number."""
+        return torch_dtype(self.dtype).itemsize
+
+
+def read_tensor(path: Path, name: str, part: Part | None = None) -> torch.Tensor:
+    """Read one tensor of a safetensors file, or a part of it, into CPU memory.
+
+    Args:
+        path: of the file.
+        name: of the tensor, not of an alias.
+        part: of the tensor.
+
+    Raises:
+        UnreadableTensorsError: the file is not such a file, or lacks the tensor.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            if part is None or part.is_whole:
+                whole: torch.Tensor = file.get_tensor(name).clone()
+                return whole
+            stored = file.get_slice(name)
+            return copy_blocks(
+                part, [(Part.all_of(stored.get_shape()), stored)], torch_dtype(stored.get_dtype())
+            )
+    except (OSError, ValueError, IndexError, safetensors.SafetensorError) as error:
+        raise UnreadableTensorsError(f"{path.name}: {error}") from None
+
+
+def copy_blocks(part: Part, sources: Iterable[tuple[Part, Any]], dtype: torch.dtype) -> torch.Tensor:
+    """Put a part together from others that cover it.
+
+    Args:
+        part: wanted.
+        sources: parts, each with a tensor or a slice of a file that has its values.
+        dtype: of the tensor.
+    """
+    found = torch.empty(part.shape, dtype=dtype)
+    for source, values in sources:
+        for here, there in part.overlap(source):
+            found[here] = values[there]
+    return found
 
 
 def read_infos(path: Path) -> dict[str, TensorInfo]:

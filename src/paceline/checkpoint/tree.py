@@ -142,8 +142,8 @@ def _refuse(path: tuple[str, ...], root: str, reason: str) -> PacelineError:
     )
 
 
-def decode(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree that `encode` took apart; its tensors are those of `tensors`, not copies.
+def decode(structure: Any, tensors: Mapping[str, Any]) -> Any:
+    """The tree that `encode` took apart; its tensors are those of `tensors`, not copies, read or not.
 
     Raises:
         MalformedTreeError: for a structure that `encode` does not make, or a tensor that is missing.
@@ -154,7 +154,7 @@ def decode(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise MalformedTreeError(f"{type(error).__name__}: {error}") from None
 
 
-def _decode(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(structure: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(structure, list):
         return [_decode(item, tensors) for item in structure]
     if not isinstance(structure, dict):

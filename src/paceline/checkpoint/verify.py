@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.checkpoint import full
+from paceline.checkpoint.content import find_content
 from paceline.checkpoint.manifest import (
     FILE_NAME,
     FORMAT_VERSION,
@@ -62,10 +62,11 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
     step = step_of(path)
     if step is not None and step != manifest.step:
         findings.append(_unfit(path, f"the folder's name says step {step}, its manifest {manifest.step}."))
-    if manifest.content != full.CONTENT:
+    content = find_content(manifest.content)
+    if content is None:
         findings.append(_unfit(path, f"its content is of kind {manifest.content!r}."))
     elif read_all and not findings:
-        findings += [_unfit(path / name, f"{name} {saw}.") for name, saw in full.check_content(path)]
+        findings += [_unfit(path / name, f"{name} {saw}.") for name, saw in content.check(path)]
     findings += _extra_files(path, {*manifest.files, FILE_NAME})
     return findings
 

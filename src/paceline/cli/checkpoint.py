@@ -159,14 +159,13 @@ def _verdict(findings: list[Finding], usable: bool) -> str:
 
 
 def _hash(args: argparse.Namespace) -> int:
-    from paceline.checkpoint import find_checkpoint, hash_tensors
-    from paceline.checkpoint.full import read_model
-    from paceline.checkpoint.manifest import read_manifest
+    from paceline.checkpoint import find_checkpoint, hash_stored, open_usable
 
     path = find_checkpoint(args.path, _tell_skipped)
-    digest = hash_tensors(read_model(path))
+    found = open_usable(path)
+    digest = hash_stored(found.model)
     if args.json:
-        print(json.dumps({"path": str(path), "step": read_manifest(path).step, "sha256": digest}))
+        print(json.dumps({"path": str(path), "step": found.step, "sha256": digest}))
     else:
         print(digest)  # alone on its line, so that a script can compare two
     return 0

@@ -21,10 +21,10 @@ from paceline.train.evaluation import Evaluation
 from paceline.train.metrics import read_rows
 from paceline.train.rng import preserved_generators, seed_generators
 from paceline.train.run_folder import claim_run_folder
+from paceline.train.state.transfer import run_on_main
 from paceline.train.step import Step
 from paceline.train.tasks import build_lr_schedule, build_optimizer, build_task
 from paceline.train.trainer import Trainer
-from paceline.train.transfer import run_on_main
 from paceline.world import World
 
 _SAMPLE_TOKENS = 200

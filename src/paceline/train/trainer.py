@@ -63,8 +63,8 @@ from paceline.train.same_settings import (
     describe_optimizer,
     read_hyperparameters,
 )
-from paceline.train.saving import Saver
 from paceline.train.settings import describe_function, name_settings
+from paceline.train.state.saver import Saver
 from paceline.train.step import Step
 from paceline.train.stopping import Stopped, StopRequests
 from paceline.train.update import ONE_IS_NAN, GradientHook, Updated
@@ -365,7 +365,7 @@ class Trainer:
         self._loaders[name] = loader
         if shuffle is not False and self.world.is_main:
             warn_of_oversized_batch(loader)
-        state = self._saver.take_loader_state(name)
+        state = self._saver.tracked.take_loader_state(name)
         if state is not None:
             self._saver.check_loader(loader)
             loader.load_state_dict(state)
@@ -377,7 +377,7 @@ class Trainer:
         After `resume` their saved state is loaded at once. Their state must be the same on every
         rank; rank 0's is what is saved.
         """
-        self._saver.track(objects)
+        self._saver.tracked.add(objects)
 
     def resume(self, folder: str | Path, *, accept: Sequence[str] = ()) -> int:
         """Goes on from the newest valid checkpoint of a run's folder; nothing there: starts fresh.
@@ -412,7 +412,7 @@ class Trainer:
             self.num_samples = state["samples"]
             self._num_skipped_in_a_row = state["skipped_in_a_row"]
             for name, loader in self._loaders.items():
-                saved = self._saver.take_loader_state(name)
+                saved = self._saver.tracked.take_loader_state(name)
                 if saved is not None:
                     loader.load_state_dict(saved)
         self._metrics_from = self.step_number
@@ -481,7 +481,7 @@ class Trainer:
         self._source = share.source
         updates = self._updates.values()
         self._settings.begin(
-            (id(share.source), [len(u.gradient_hooks) for u in updates], self._saver.tracked),
+            (id(share.source), [len(u.gradient_hooks) for u in updates], self._saver.tracked.own_names),
             tuple(read_hyperparameters(u.optimizer) for u in updates),
         )
         self.step_number += 1
@@ -686,7 +686,7 @@ class Trainer:
 
     def _describe_settings(self) -> dict[str, str]:
         """What may change between steps and is the same on all ranks, by name."""
-        found = {"tracked": ", ".join(self._saver.tracked)}
+        found = {"tracked": ", ".join(self._saver.tracked.own_names)}
         for name, update in self._updates.items():
             found |= describe_optimizer(name, update.optimizer)
             found[f"on_gradients of {name}"] = ", ".join(map(describe_code, update.gradient_hooks))

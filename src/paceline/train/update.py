@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.checkpoint.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
 from paceline.comm.board import NumberBoard
 from paceline.data.share import Share
 from paceline.mesh import Mesh
@@ -41,6 +40,8 @@ from paceline.train.precision import Precision
 from paceline.train.rounds import Launch, MicrobatchRunner, Work
 from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
+from paceline.train.state.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
+from paceline.train.state.pieces import join_pieces
 
 GradientHook = Callable[[dict[str, Tensor]], None]
 # The unit follows the total weight only when it is off by more than this: communication hooks with
@@ -263,14 +264,17 @@ class Update:
             self._mesh.return_group(self._lent)
             self._lent = None
 
+    def optimizer_pieces(self) -> Any:
+        """The optimizer's state by parameter name, with this rank's pieces of what is divided."""
+        return optimizer_state_by_name(self.optimizer, self.model.named_parameters(), self.placement)
+
     def optimizer_state(self, *, keep: bool = True) -> Any:
         """The optimizer's state by parameter name, whole tensors; collective.
 
         Args:
             keep: whether this rank wants the tensors.
         """
-        named = self.model.named_parameters()
-        return optimizer_state_by_name(self.optimizer, named, self.placement, keep=keep)
+        return join_pieces(self.optimizer_pieces(), self.placement, keep=keep)
 
     def load_optimizer_state(self, state: Any) -> None:
         """Puts back what `optimizer_state` gave, each rank its part."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import PacelineError
 from paceline.parallel.placement import Placement
+from paceline.train.state.pieces import OwnPart
 
 # How the arithmetic is carried out on the device at hand, not what it is: these stay as the optimizer
 # was built, so that a run can move to another device.
@@ -30,21 +31,15 @@ NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
 def optimizer_state_by_name(
-    optimizer: Optimizer,
-    named_parameters: NamedParameters,
-    placement: Placement | None = None,
-    *,
-    keep: bool = True,
+    optimizer: Optimizer, named_parameters: NamedParameters, placement: Placement | None = None
 ) -> dict[str, Any]:
-    """All state and settings of an optimizer as a tree. Refers to its tensors, copies none that are whole.
-
-    Collective over dp_shard and tp where `placement` says that they divide the model.
+    """Return all state and settings of an optimizer as a tree. Refers to its tensors, copies none.
 
     Args:
         optimizer: any `torch.optim.Optimizer` whose state is in `.state`, as torch's own all are.
         named_parameters: `model.named_parameters()`; more than the optimizer has is fine (frozen ones).
-        placement: where the model's parts are; left out, every tensor is whole.
-        keep: whether this rank wants the tensors that are put together, or only helps with them.
+        placement: where the model's parts are; left out, every tensor is whole. Where it divides the model,
+            the tree has pieces in place of what lies as a parameter does (`pieces.py`).
 
     Raises:
         PacelineError: PL511 where the optimizer has a parameter without a name.
@@ -57,11 +52,10 @@ def optimizer_state_by_name(
             shape = list(parameter.shape)
             if placement is not None:
                 shape = placement.whole_shape(name, parameter)
-                if placement.is_divided:
+                if placement.is_divided and (name in placement.splits or isinstance(parameter, DTensor)):
                     for key, value in state.items():
                         if placement.lies_as(value, parameter):
-                            whole = placement.whole(name, value)
-                            state[key] = whole.cpu() if keep else None
+                            state[key] = OwnPart(name, value)
             parameters[name] = {"shape": shape, "group": number, "state": state}
     options = [
         {key: value for key, value in group.items() if key not in _NOT_OPTIONS}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from paceline.checkpoint import CheckpointFolder, open_usable
+from paceline.checkpoint.content import full
 from paceline.errors import PacelineError
-from paceline.train.transfer import load_on_main, run_on_main
+from paceline.train.state.transfer import load_on_main, run_on_main
 from tests.dist.pool import Pool, RankError
 
 
@@ -84,3 +87,23 @@ def test_a_load_that_fails_fails_on_all(ranks: Pool) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(load_and_fail)
     assert sorted(caught.value.causes) == [0, 1]
+
+
+def load_and_find_a_file_gone(world: Any, folder: str) -> None:
+    """Rank 0 finds tensors whose file is removed before they are sent."""
+
+    def load() -> Any:
+        path = CheckpointFolder(folder, keep=1).save(
+            1, full.prepare({"a": torch.ones(3), "b": torch.ones(4)}, {}, {}, None), identity={}
+        )
+        found = open_usable(path).model
+        (path / "model.safetensors").unlink()
+        return found
+
+    load_on_main(world, load)
+
+
+def test_what_can_not_be_read_meanwhile_fails_on_all(ranks: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(load_and_find_a_file_gone, args=(str(tmp_path),))
+    assert ["[PL506]" in str(caught.value.causes[rank]) for rank in range(2)] == [True, True]

@@ -1,0 +1,163 @@
+"""The content that one process writes: whole tensors.
+
+model.safetensors                          the model's tensors by name
+optimizer.json, optimizer.safetensors      optimizer state (`tree.py`)
+state.json, state.safetensors              everything else of the run (`tree.py`)
+recipe.toml                                the resolved recipe, where the run has one
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import tree
+from paceline.checkpoint.content.protocol import MODEL, RECIPE, TREES, Problem
+from paceline.checkpoint.part import Part
+from paceline.checkpoint.tensors import (
+    FileRecord,
+    TensorInfo,
+    UnreadableTensorsError,
+    find_aliases,
+    read_infos,
+    read_tensor,
+    refuse_unstorable,
+    write_tensors,
+    write_text,
+)
+
+NAME = "full"
+
+
+@dataclass(frozen=True)
+class PreparedFull:
+    """What one checkpoint holds, ready to be written.
+
+    Attributes:
+        model: tensors by full name, tied ones under every name.
+        trees: `"optimizer"` and `"state"`, as `tree.encode` gives them.
+        recipe_toml: the resolved recipe.
+    """
+
+    model: Mapping[str, torch.Tensor]
+    trees: Mapping[str, tuple[Any, Mapping[str, torch.Tensor]]]
+    recipe_toml: str | None
+    content: str = NAME
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes the files will take: those of the tensors, tied ones counted once."""
+        held = [self.model, *(tensors for _, tensors in self.trees.values())]
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for tensors, aliases in ((tensors, find_aliases(tensors)) for tensors in held)
+            for name, tensor in tensors.items()
+            if name not in aliases
+        )
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """Write all files of the content into `folder`, each durable on return."""
+        records = {_tensors(MODEL): write_tensors(folder / _tensors(MODEL), self.model)}
+        for name, (structure, tensors) in self.trees.items():
+            records[_tensors(name)] = write_tensors(folder / _tensors(name), tensors)
+            text = json.dumps(structure, indent=1, allow_nan=False)
+            records[_structure(name)] = write_text(folder / _structure(name), text + "\n")
+        if self.recipe_toml is not None:
+            records[RECIPE] = write_text(folder / RECIPE, self.recipe_toml)
+        return records
+
+
+def prepare(
+    model: Mapping[str, torch.Tensor], optimizer: Any, state: Any, recipe_toml: str | None
+) -> PreparedFull:
+    """Check that all of it can be stored, before anything is written.
+
+    Args:
+        model: whole tensors by name, as `state_dict()` gives them; not to be changed until they are written.
+        optimizer: a tree, usually of the optimizer's state by name.
+        state: a tree (`tree.py`) of everything else that the run needs to go on.
+        recipe_toml: the resolved recipe, where there is one.
+
+    Raises:
+        PacelineError: PL507, with the path to what can't be stored.
+    """
+    for name, tensor in model.items():
+        refuse_unstorable(f"model.{name}", tensor)
+    trees = {name: tree.encode(held, name) for name, held in zip(TREES, (optimizer, state), strict=True)}
+    return PreparedFull(dict(model), trees, recipe_toml)
+
+
+class Full:
+    """The content of whole tensors."""
+
+    name = NAME
+
+    def open(self, folder: Path) -> FullStored:
+        """Open a checkpoint of this content."""
+        return FullStored(folder)
+
+    def check(self, folder: Path) -> list[Problem]:
+        """Compare structures with headers, without reading tensors."""
+        stored = FullStored(folder)
+        problems: list[Problem] = []
+        try:
+            stored.list_tensors(MODEL)
+        except UnreadableTensorsError as error:
+            problems.append((_tensors(MODEL), f"can't be read ({error})"))
+        for name in TREES:
+            try:
+                wanted = set(tree.list_references(stored.read_structure(name)))
+                there = set(stored.list_tensors(name))
+            except (OSError, ValueError) as error:
+                problems.append((_structure(name), f"can't be read ({error})"))
+                continue
+            problems += [
+                (_structure(name), f"refers to tensor {tensor!r}, which {_tensors(name)} lacks")
+                for tensor in sorted(wanted - there)
+            ]
+            problems += [
+                (_tensors(name), f"has tensor {tensor!r}, which {_structure(name)} never names")
+                for tensor in sorted(there - wanted)
+            ]
+        return problems
+
+
+class FullStored:
+    """A checkpoint of whole tensors on disk.
+
+    Args:
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def list_tensors(self, group: str) -> dict[str, TensorInfo]:
+        """Return what the header of a group's file says."""
+        return read_infos(self._folder / _tensors(group))
+
+    def read_structure(self, group: str) -> Any:
+        """Return the structure of a tree."""
+        return json.loads((self._folder / _structure(group)).read_bytes())
+
+    def read(self, group: str, name: str, part: Part | None = None) -> torch.Tensor:
+        """Read a tensor or a part of it."""
+        return read_tensor(self._folder / _tensors(group), name, part)
+
+    def read_recipe(self) -> str | None:
+        """Return the recipe's text, where there is one."""
+        path = self._folder / RECIPE
+        return path.read_bytes().decode() if path.exists() else None
+
+
+def _tensors(group: str) -> str:
+    return f"{group}.safetensors"
+
+
+def _structure(group: str) -> str:
+    return f"{group}.json"

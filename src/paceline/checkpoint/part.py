@@ -1,0 +1,107 @@
+"""`Part`: which numbers of a whole tensor somebody has, dimension by dimension.
+
+A layout cuts every dimension on its own: tp takes one or several runs of a dimension (three for packed
+queries, keys and values), dp_shard a run of rows. So what a rank holds is the product of one list
+of runs per dimension, in the order of the whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+Run = tuple[int, int]
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some numbers of a whole tensor, themselves a tensor.
+
+    Attributes:
+        whole: shape of the whole tensor.
+        runs: for each dimension the runs of indices, as (start, stop), rising and disjoint.
+    """
+
+    whole: tuple[int, ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+    @staticmethod
+    def all_of(shape: Sequence[int]) -> Part:
+        """The whole tensor."""
+        return Part(tuple(shape), tuple(((0, size),) for size in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part as a tensor of its own."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing."""
+        return self.shape == self.whole
+
+    def check(self) -> None:
+        """Raise `ValueError` unless the runs lie within the whole, rising and disjoint."""
+        if len(self.runs) != len(self.whole):
+            raise ValueError(f"a part with {len(self.runs)} dimensions of a tensor with {len(self.whole)}")
+        for size, runs in zip(self.whole, self.runs, strict=True):
+            end = 0
+            for start, stop in runs:
+                if not end <= start <= stop <= size:
+                    raise ValueError(f"the run [{start}, {stop}) in a dimension of {size}")
+                end = stop
+
+    def overlap(self, other: Part) -> Iterator[tuple[Slices, Slices]]:
+        """Yield the blocks that both have: where in this part, and where in the other one."""
+        found = [_overlap(*pair) for pair in zip(self.runs, other.runs, strict=True)]
+        for block in product(*found):
+            yield tuple(own for own, _ in block), tuple(theirs for _, theirs in block)
+
+    def blocks(self, max_elements: int) -> Iterator[Part]:
+        """Cut it into consecutive blocks, in row-major order of the part, of up to `max_elements` numbers.
+
+        Only a part with one run per dimension can be cut.
+        """
+        shape = self.shape
+        if not all(shape):
+            return
+        starts = [runs[0][0] for runs in self.runs]
+        # The first dimension of which one index fits; those before it are walked index by index.
+        dim = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= max_elements), len(shape))
+        if dim == len(shape):
+            yield self
+            return
+        step = max(1, max_elements // math.prod(shape[dim + 1 :]))
+        for outer in product(*(range(size) for size in shape[:dim])):
+            for first in range(0, shape[dim], step):
+                places = [*outer, first, *([0] * (len(shape) - dim - 1))]
+                sizes = [*([1] * dim), min(step, shape[dim] - first), *shape[dim + 1 :]]
+                runs = tuple(
+                    ((start + place, start + place + size),)
+                    for start, place, size in zip(starts, places, sizes, strict=True)
+                )
+                yield Part(self.whole, runs)
+
+
+def _overlap(own: Sequence[Run], other: Sequence[Run]) -> list[tuple[slice, slice]]:
+    """What two lists of runs share, as places in the one and in the other."""
+    found = []
+    own_place = 0
+    for start, stop in own:
+        other_place = 0
+        for other_start, other_stop in other:
+            first, last = max(start, other_start), min(stop, other_stop)
+            if first < last:
+                here, there = own_place + first - start, other_place + first - other_start
+                found.append((slice(here, here + last - first), slice(there, there + last - first)))
+            other_place += other_stop - other_start
+        own_place += stop - start
+    return found

@@ -1,0 +1,318 @@
+"""What a checkpoint of a training run holds, and how it gets there and back.
+
+Every rank lists its pieces of the state. They are joined on rank 0, which writes them while all ranks wait
+for the outcome, so a disk that is full stops all ranks with the same message. Rank 0 reads a checkpoint and
+sends each tensor to the others, so only rank 0 needs to see the files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity
+from paceline.checkpoint.content import full
+from paceline.checkpoint.content.protocol import read_all
+from paceline.data.loader import Loader
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.parallel.placement import local
+from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
+from paceline.train.history import History
+from paceline.train.rng import read_generators, write_generators
+from paceline.train.settings import (
+    Settings,
+    check_names,
+    describe_loader,
+    list_changes,
+    name_settings,
+    refuse_changes,
+    tell_fresh_objects,
+    tell_unknown_settings,
+)
+from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
+from paceline.train.state.parts import Parts, model_tensors
+from paceline.train.state.pieces import join_pieces
+from paceline.train.state.same_model import check_model, check_optimizers
+from paceline.train.state.tracked import Tracked
+from paceline.train.state.transfer import load_on_main, run_on_main
+from paceline.train.update import Update
+from paceline.world import World
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves and loads all state of a trainer.
+
+    Args:
+        world: the ranks.
+        keep: checkpoints to keep.
+        layout: as text, for the checkpoint's identity.
+        reduction: the same.
+        recipe_toml: the recipe to put beside the state.
+        settings: what the run's result depends on, see `settings.py`.
+        bucket_cap_mb: of DistributedDataParallel.
+
+    Attributes:
+        folder: of the run, once `load` was given it.
+        tracked: objects and positions of loaders that join the checkpoints.
+        has_raw_batches: whether batches came from elsewhere than a loader, so that the trainer's own
+            microbatch size counts.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        keep: int,
+        layout: str,
+        reduction: str,
+        recipe_toml: str | None,
+        settings: Settings,
+        bucket_cap_mb: float,
+    ) -> None:
+        self.folder: Path | None = None
+        self._open_folder: OpenFolder | None = None
+        self._world = world
+        self._keep = keep
+        self._layout = layout
+        self._reduction = reduction
+        self._recipe_toml = recipe_toml
+        self._settings = settings
+        self._bucket_cap_mb = bucket_cap_mb
+        self.tracked = Tracked()
+        self.has_raw_batches = False
+        self._saved_settings: dict[str, Any] | None = None
+        self._accept: tuple[str, ...] = ()
+        self._is_complete = True
+        self._last: tuple[int, Path] | None = None
+        self._history: History | None = None
+
+    def save(
+        self,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        counters: dict[str, Any],
+        loaders: Mapping[str, Loader],
+    ) -> Path:
+        """Writes a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
+        step = counters["step"]
+        if self._last is not None and self._last[0] == step:
+            return self._last[1]
+        folder = self._require_folder()
+        # Together, while all ranks are here; only rank 0 keeps what comes of it.
+        keep = self._world.is_main
+        parts = Parts(models, updates)
+        model = join_pieces(parts.list_model(), parts.placement, keep=keep)
+        optimizers = {name: update.optimizer_state(keep=keep) for name, update in updates.items()}
+        hooks = gather_hooks(updates, self._bucket_cap_mb)
+        tracked: dict[str, Any] = {}
+        if keep or parts.is_divided:
+            tracked = join_pieces(self.tracked.read(parts), parts.placement, keep=keep)
+
+        def write() -> Path:
+            assert self._open_folder is not None
+            self._open_folder.check()
+            state = self._describe_state(updates, counters, loaders)
+            state |= {"hooks": hooks, "tracked": tracked | self.tracked.loaded}
+            content = full.prepare(model, optimizers, state, self._recipe_toml)
+            return folder.save(step, content, identity=self._describe())
+
+        path = run_on_main(self._world, write)
+        self._last = (step, path)
+        assert self._history is not None
+        self._history.note_commit(step)
+        return path
+
+    def load(
+        self,
+        folder: Path,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        loaders: Mapping[str, Loader],
+        accept: Sequence[str],
+    ) -> dict[str, Any] | None:
+        """Reads the newest valid checkpoint into models and updates; collective. See `Trainer.resume`.
+
+        Returns:
+            The counters that were saved, or `None` where there is no checkpoint.
+        """
+        self.folder, self._last = folder, None
+        self._history = History(self._world, folder)
+        self._history.check()
+        self._accept = tuple(accept)
+        hooks: Saved = {}
+        parts = Parts(models, updates)
+
+        def read() -> Any:
+            _make_folder(folder)
+            self._open_folder = OpenFolder(folder)
+            loaded = CheckpointFolder(folder, keep=self._keep).open_newest(on_skip=_warn_of_skip)
+            if loaded is None:
+                return None
+            for finding in check_identity(loaded.identity, self._describe()):
+                log.warning("%s", finding)
+            # Here, where tensors are whole: a rank can't tell a part from a whole tensor of a smaller model.
+            check_optimizers(set(updates), set(loaded.optimizer))
+            check_model(parts.whole_shapes(), loaded.model)
+            state = read_all(loaded.state)
+            changed = self._check_settings(state, loaders)
+            hooks.update(state.pop("hooks", {}))  # of each rank its own, see below
+            if "comm_hook" in accept:
+                hooks.clear()
+            check_hooks(hooks, self._world.world_size, self._bucket_cap_mb)
+            return {
+                "model": loaded.model,
+                "optimizer": loaded.optimizer,
+                "state": state,
+                "changed": changed,
+                "hooks": list(hooks),
+            }
+
+        tree = load_on_main(self._world, read, parts.cut)
+        if tree is None:
+            return None
+        _load_models(models, tree["model"])
+        state = tree["state"]
+        counters: dict[str, Any] = state["counters"]
+        self._saved_settings, self._is_complete = state.get("settings"), False
+        for name, update in updates.items():
+            prefix = name_settings(name, updates, "")
+            changed = [key.removeprefix(prefix) for key in tree["changed"] if key.startswith(prefix)]
+            update.load(
+                tree["optimizer"][name], state["updates"][name], step=counters["step"], changed=changed
+            )
+        restore_hooks(hooks, updates, tree["hooks"], self._world.device)
+        write_generators(state["rng"], self._world.device)
+        self.tracked.load(state, parts)
+        return counters
+
+    def check_loader(self, loader: Loader) -> None:
+        """Compares a loader made after `load` with the one whose position it takes over; collective."""
+        if self._saved_settings is None:
+            return
+        saved = self._saved_settings["loaders"].get(loader.name, {})
+
+        def check() -> None:
+            changes = list_changes(saved, describe_loader(loader), {loader.name: loader})
+            refuse_changes(changes, self._accept, self.folder, is_recipe=self._recipe_toml is not None)
+
+        run_on_main(self._world, check)
+
+    def check_complete(self) -> None:
+        """Before the first step after `load`: raises where something that was saved has found no owner."""
+        if self._is_complete:
+            return
+        self._is_complete = True
+        refuse_changes(
+            dict.fromkeys(self.tracked.list_loaded(), (None, None)),
+            self._accept,
+            self.folder,
+            is_recipe=self._recipe_toml is not None,
+        )
+        self.tracked.drop_loaded()
+        if self._saved_settings is not None and self._world.is_main:
+            fresh = [name for name in self.tracked.own_names if name not in self._saved_settings["tracked"]]
+            if fresh:
+                tell_fresh_objects(fresh)
+
+    def _check_settings(self, state: dict[str, Any], loaders: Mapping[str, Loader]) -> list[str]:
+        """The names of settings that differ from the checkpoint's, all of them accepted by the user."""
+        saved = state.get("settings")
+        if saved is None:
+            tell_unknown_settings()
+            return []
+        self.has_raw_batches = "microbatch_size" in saved["run"]
+        moved = {name: loaders[name] for name in saved["loaders"] if name in loaders}
+        here = self._describe_settings(moved)
+        before, now = dict(saved["run"]), dict(here["run"])
+        for name in moved:
+            before |= saved["loaders"][name]
+            now |= here["loaders"][name]
+        later = [key for name, keys in saved["loaders"].items() if name not in moved for key in keys]
+        parts = [f"tracked.{name}" for name in saved["tracked"]]
+        parts += [f"loaders.{name}" for name in saved["loaders"]]
+        check_names(self._accept, {*before, *now, *later, *parts})
+        return refuse_changes(
+            list_changes(before, now, moved),
+            self._accept,
+            self.folder,
+            is_recipe=self._recipe_toml is not None,
+        )
+
+    def _describe_settings(self, loaders: Mapping[str, Loader]) -> dict[str, Any]:
+        run = dict(self._settings)
+        if not self.has_raw_batches:
+            del run["microbatch_size"]
+        described = {name: describe_loader(loader) for name, loader in loaders.items()}
+        if self._saved_settings is not None:  # of loaders that are not made yet
+            described = {
+                name: self._saved_settings["loaders"].get(name, {}) for name in self.tracked.loaded_loaders
+            } | described
+        return {"run": run, "loaders": described, "tracked": self.tracked.names}
+
+    def _describe_state(
+        self, updates: Mapping[str, Update], counters: dict[str, Any], loaders: Mapping[str, Loader]
+    ) -> dict[str, Any]:
+        """What rank 0 knows of the run besides tensors, hooks and tracked objects."""
+        return {
+            "loss": counters["loss"],  # `paceline checkpoint show` tells it
+            "counters": counters,
+            "updates": {name: update.state_dict() for name, update in updates.items()},
+            "loaders": self.tracked.read_loaders(loaders),
+            "settings": self._describe_settings(loaders),
+            "rng": read_generators(self._world.device),
+        }
+
+    def _describe(self) -> dict[str, Any]:
+        return describe_identity(
+            self._world.device,
+            world_size=self._world.world_size,
+            layout=self._layout,
+            reduction=self._reduction,
+        )
+
+    def _require_folder(self) -> CheckpointFolder:
+        if self.folder is None:
+            raise PacelineError(
+                "PL403",
+                saw="save() before resume().",
+                rule="Checkpoints go into the run's folder.",
+                fix='Call trainer.resume("runs/demo") first; with nothing there it starts fresh.',
+            )
+        return CheckpointFolder(self.folder, keep=self._keep)
+
+
+def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) -> None:
+    """Copies what this rank keeps into the models."""
+    with torch.no_grad():
+        for name, tensor in model_tensors(models).items():
+            local(tensor).copy_(tensors[name])
+
+
+def _make_folder(folder: Path) -> None:
+    check_belongings(folder, (METRICS, EVALUATIONS))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise PacelineError(
+            "PL532",
+            saw=f"{folder} can't be written to: {error.strerror}.",
+            rule="A run's folder holds its checkpoints and metrics.",
+            fix="Choose another folder, or change its permissions.",
+        ) from None
+
+
+def _warn_of_skip(path: Path, findings: list[Finding]) -> None:
+    for finding in findings:
+        log.warning("%s", finding)
+    log.warning("%s is left out; trying the one before it", path)
