@@ -1,7 +1,7 @@
 """Turns a layout's degrees into groups of ranks; with `world.py`, the only file that makes groups.
 
-Rank = ((replica * dp_shard) + shard) * tp + tp rank: the axis that talks most has neighbouring ranks, which
-are those of one node where its degree allows it.
+The axes, and their order in the rank number, are those of the table in `recipe/axes.py`. Rank =
+((replica * dp_shard) + shard) * tp + tp rank: the ranks of the last axis are neighbours.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from paceline.recipe.axes import list_axes
 from paceline.recipe.layout import Layout
 from paceline.world import World
-
-NAMES = ("dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Axis:
     """This rank's place among those that differ from it in some degrees only.
 
     Attributes:
-        name: `dp_replicate`, `dp_shard`, `tp`, `dp` for the first two together, `model` for the last two.
+        name: an axis of the layout, or that of several together: `dp`, `replicas`, `model`.
         size: how many ranks these are.
         rank: this one's number among them.
         group: their process group.
@@ -39,19 +38,33 @@ class Mesh:
 
     Attributes:
         layout: the degrees, resolved.
-        dp_replicate, dp_shard, tp: the axes.
-        dp: all ranks that hold different microbatches of this one's tp place: dp_replicate times dp_shard.
-        model: all ranks that hold one copy of the model among them: dp_shard times tp.
-        device_mesh: torch's mesh, three-dimensional, its dimensions named as the axes.
+        axes: every axis of the layout, by name.
+        dp_shard, tp: two of them, for those who carry them out.
+        dp: all ranks that hold different microbatches of the rest of this one's place.
+        replicas: those of them that hold the same parts of the model.
+        model: all ranks that hold one copy of the model among them.
+        device_mesh: torch's mesh, with a dimension per axis, named as it.
     """
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh, world: World) -> None:
         self.layout = layout
         self._spare = world.spare_groups
         self.device_mesh = device_mesh
-        self.dp_replicate, self.dp_shard, self.tp = (_read_axis(name, device_mesh[name]) for name in NAMES)
-        self.dp = self._join("dp", "dp_replicate", "dp_shard")
-        self.model = self._join("model", "dp_shard", "tp")
+        self.axes = {name: _read_axis(name, device_mesh[name]) for name in list_axes()}
+        self.dp_replicate, self.dp_shard, self.tp = (
+            self.axes[name] for name in ("dp_replicate", "dp_shard", "tp")
+        )
+        self.dp = self._join("dp", list_axes(shares_data=True))
+        self.replicas = self._join("replicas", list_axes(shares_data=True, divides_model=False))
+        self.model = self._join("model", list_axes(divides_model=True))
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank reports for its samples: sums over all ranks must count each sample once.
+
+        Of the ranks that see the same microbatches the first does.
+        """
+        return all(self.axes[name].rank == 0 for name in list_axes(shares_data=False))
 
     def borrow_group(self, axis: Axis) -> dist.ProcessGroup:
         """A second group over the ranks of an axis, with a sequence of collectives of its own.
@@ -73,13 +86,12 @@ class Mesh:
         if dist.is_initialized():
             self._spare[tuple(dist.get_process_group_ranks(group))].append(group)
 
-    def _join(self, name: str, outer: str, inner: str) -> Axis:
-        """Two axes as one; no group of its own where one of them is all of it."""
-        for one, other in ((outer, inner), (inner, outer)):
-            if getattr(self, other).size == 1:
-                axis: Axis = getattr(self, one)
-                return replace(axis, name=name)
-        return _read_axis(name, self.device_mesh[outer, inner]._flatten(name))
+    def _join(self, name: str, axes: tuple[str, ...]) -> Axis:
+        """Several axes as one; no group of its own where at most one of them has several ranks."""
+        several = [axis for axis in axes if self.axes[axis].size > 1]
+        if len(several) > 1:
+            return _read_axis(name, self.device_mesh[tuple(several)]._flatten(name))
+        return replace(self.axes[several[0] if several else axes[0]], name=name)
 
 
 def build_mesh(layout: Layout, world: World) -> Mesh:
@@ -91,9 +103,9 @@ def build_mesh(layout: Layout, world: World) -> Mesh:
         PacelineError: PL113 where the degrees don't multiply to the number of ranks.
     """
     layout = layout.resolve(world.world_size)
-    degrees = tuple(getattr(layout, name) for name in NAMES)
+    degrees = tuple(layout.degrees.values())
     if degrees not in world.device_meshes:
-        made = init_device_mesh(world.device.type, degrees, mesh_dim_names=NAMES)
+        made = init_device_mesh(world.device.type, degrees, mesh_dim_names=tuple(layout.degrees))
         world.device_meshes[degrees] = made
     return Mesh(layout, world.device_meshes[degrees], world)
 

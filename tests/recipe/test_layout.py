@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
-from paceline.recipe.layout import AXES, CHOICES
+from paceline.recipe.axes import PLANNED, list_axes
+from paceline.recipe.layout import CHOICES
 from paceline.recipe.schema import LayoutSection
 
 
@@ -109,4 +110,4 @@ def test_a_recipe_says_the_same_as_the_text(layout: Layout) -> None:
 
 def test_the_recipe_has_the_words_and_defaults_of_the_text() -> None:
     assert LayoutSection().to_layout() == Layout()
-    assert set(LayoutSection.model_fields) == {*AXES, *CHOICES}
+    assert set(LayoutSection.model_fields) == {*list_axes(), *PLANNED, *CHOICES}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Any, Literal, get_args
 
 from paceline.errors import PacelineError
+from paceline.recipe.axes import AXES, OPEN, PLANNED, Degrees, list_axes
 
-# The axes that the design names. Those that can't be laid out so far are named too, so that a recipe that
-# asks for one gets a clear answer instead of "unknown key".
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-LAID_OUT = ("dp_replicate", "dp_shard", "tp")
 # What the other words of a layout may be: the one list, which the recipe's [layout] takes too.
 Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
@@ -26,15 +25,13 @@ MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Degrees):
     """The degrees of a run, and how its axes are carried out.
 
+    The degrees are the rows of the table in `axes.py`, which says what each is. `dp_replicate` may be `None`
+    for "as many copies as there are ranks left".
+
     Attributes:
-        dp_replicate: how many full copies of the model train on different microbatches, or `None`
-            for "as many as there are ranks left".
-        dp_shard: ranks over which each copy's parameters, gradients and optimizer state are sharded; these
-            train on different microbatches too.
-        tp: ranks that split the matrix products of one copy; they see the same microbatches.
         zero: what dp_shard shards: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         sequence: whether activations between the blocks are split along the sequence over tp.
         recompute: which activations are computed again in backward instead of kept: none, all of each
@@ -42,9 +39,6 @@ class Layout:
         offload: where dp_shard keeps parameters and optimizer state between uses.
     """
 
-    dp_replicate: int | None = None
-    dp_shard: int = 1
-    tp: int = 1
     zero: Zero = 3
     sequence: bool = False
     recompute: Recompute = "none"
@@ -62,13 +56,14 @@ class Layout:
                 word doesn't take.
         """
         values: dict[str, Any] = {}
+        known = (*list_axes(), *PLANNED)
         for word in text.replace(",", " ").split():
             name, _, value = word.partition("=")
-            if name not in (*AXES, *CHOICES) or not value:
+            if name not in (*known, *CHOICES) or not value:
                 raise PacelineError(
                     "PL110",
                     saw=f"layout has {word!r}.",
-                    rule=f"A layout is word=value pairs with a space between; degrees: {', '.join(AXES)}; "
+                    rule=f"A layout is word=value pairs with a space between; degrees: {', '.join(known)}; "
                     f"settings: {', '.join(CHOICES)}.",
                     fix='Write for example layout = "dp_replicate=2 tp=2".',
                 )
@@ -79,23 +74,80 @@ class Layout:
                     rule="Every word has one value.",
                     fix=f"Leave one {name} out.",
                 )
-            values[name] = _read_degree(name, value) if name in AXES else _read_choice(name, value)
-        for axis in AXES:
+            values[name] = _read_degree(name, value) if name in known else _read_choice(name, value)
+        for axis in known:
             if values.get(axis) is not None:
                 check_degree(axis, values[axis])
-        return cls(**{name: value for name, value in values.items() if name not in AXES or name in LAID_OUT})
+        return cls(**{name: value for name, value in values.items() if name not in PLANNED})
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Every axis with its degree, outermost first; none may be open."""
+        degrees = {axis.name: getattr(self, axis.name) for axis in AXES}
+        assert None not in degrees.values()
+        return degrees
 
     @property
     def num_ranks(self) -> int:
-        """The product of the degrees; `dp_replicate` must be known."""
-        assert self.dp_replicate is not None
-        return self.dp_replicate * self.dp_shard * self.tp
+        """The product of the degrees; none may be open."""
+        return prod(self.degrees.values())
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The product of the degrees, an open one counted as 1."""
+        return self.close().num_ranks
 
     @property
     def dp(self) -> int:
-        """How many ranks train on different microbatches; `dp_replicate` must be known."""
-        assert self.dp_replicate is not None
-        return self.dp_replicate * self.dp_shard
+        """How many ranks train on different microbatches; no degree may be open."""
+        return self._multiply(shares_data=True)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the model train on different microbatches; no degree may be open."""
+        return self._multiply(shares_data=True, divides_model=False)
+
+    @property
+    def num_sample_parts(self) -> int:
+        """Among how many ranks the work on one sample is divided."""
+        return self._multiply(divides_sample=True)
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks hold different parts of the model."""
+        return self._multiply(divides_model=True) > 1
+
+    def find_place(self, rank: int) -> dict[str, int]:
+        """Return a rank's number along every axis."""
+        place = {}
+        for axis, degree in reversed(self.degrees.items()):
+            rank, place[axis] = divmod(rank, degree)
+        return place
+
+    def find_dp_rank(self, rank: int) -> int:
+        """Return a rank's number among those that train on different microbatches."""
+        place, number = self.find_place(rank), 0
+        for axis in list_axes(shares_data=True):
+            number = number * self.degrees[axis] + place[axis]
+        return number
+
+    def list_groups(self, axes: Collection[str]) -> list[list[int]]:
+        """Return all ranks in groups: those of a group differ in their numbers along these axes only."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.num_ranks):
+            place = self.find_place(rank)
+            fixed = tuple(number for axis, number in place.items() if axis not in axes)
+            groups.setdefault(fixed, []).append(rank)
+        return list(groups.values())
+
+    def close(self) -> Layout:
+        """Return the layout with 1 for a degree that is open."""
+        return self.set_open(getattr(self, OPEN) or 1)
+
+    def set_open(self, degree: int) -> Layout:
+        """Return the layout with this degree of the axis that may be open."""
+        changed: dict[str, Any] = {OPEN: degree}
+        return replace(self, **changed)
 
     def resolve(self, world_size: int) -> Layout:
         """Fills `dp_replicate` from the number of ranks.
@@ -103,20 +155,24 @@ class Layout:
         Raises:
             PacelineError: PL113 where the degrees don't multiply to `world_size`.
         """
-        inner = self.dp_shard * self.tp
-        if self.dp_replicate is None and world_size % inner == 0:
-            return replace(self, dp_replicate=world_size // inner)
-        if self.dp_replicate is None or self.num_ranks != world_size:
+        inner = self.set_open(1).num_ranks
+        is_open = getattr(self, OPEN) is None
+        if is_open and world_size % inner == 0:
+            return self.set_open(world_size // inner)
+        if is_open or self.num_ranks != world_size:
             raise _product_error(self, world_size)
         return self
 
+    def _multiply(self, **facts: bool) -> int:
+        return prod(getattr(self, axis) for axis in list_axes(**facts))
+
     def __str__(self) -> str:
-        """The words that say something: `dp_replicate`, and whatever is not the default."""
-        words = [f"dp_replicate={'auto' if self.dp_replicate is None else self.dp_replicate}"]
-        for field in fields(self)[1:]:
+        """The words that say something: the open axis, and whatever is not the default."""
+        words = []
+        for field in fields(self):
             value = getattr(self, field.name)
-            if value != field.default:
-                words.append(f"{field.name}={str(value).lower()}")
+            if value != field.default or field.name == OPEN:
+                words.append(f"{field.name}={'auto' if value is None else str(value).lower()}")
         return " ".join(words)
 
 
@@ -140,17 +196,17 @@ def check_degree(axis: str, degree: int) -> None:
             rule="A degree counts ranks, so it is at least 1.",
             fix=f"Set {axis}=1 to leave that axis out.",
         )
-    if axis not in LAID_OUT and degree > 1:
+    if axis in PLANNED and degree > 1:
         raise PacelineError(
             "PL111",
             saw=f"layout.{axis}={degree}.",
-            rule=f"This version lays out {', '.join(LAID_OUT)} only.",
+            rule=f"This version lays out {', '.join(list_axes())} only.",
             fix=f"Leave {axis} out and use the other axes for all ranks.",
         )
 
 
 def _read_degree(axis: str, text: str) -> int | None:
-    if axis == "dp_replicate" and text == "auto":
+    if axis == OPEN and text == "auto":
         return None
     if re.fullmatch(r"-?\d{1,18}", text) is None:
         raise PacelineError(
@@ -175,17 +231,17 @@ def _read_choice(name: str, text: str) -> Any:
 
 
 def _product_error(layout: Layout, world_size: int) -> PacelineError:
-    inner = layout.dp_shard * layout.tp
+    inner = layout.set_open(1).num_ranks
     given = " x ".join(
         f"{axis}={degree}"
-        for axis in LAID_OUT
-        if (degree := getattr(layout, axis)) is not None and (degree > 1 or axis == "dp_replicate")
+        for axis in list_axes()
+        if (degree := getattr(layout, axis)) is not None and (degree > 1 or axis == OPEN)
     )
-    if layout.dp_replicate is None:
+    if getattr(layout, OPEN) is None:
         near = sorted({world_size // inner * inner or inner, -(-world_size // inner) * inner})
         fix = f"Start {' or '.join(map(str, near))} ranks, or change a degree."
     elif world_size % inner == 0:
-        fix = f"Start {layout.num_ranks} ranks, or set dp_replicate={world_size // inner}, or leave it out."
+        fix = f"Start {layout.num_ranks} ranks, or set {OPEN}={world_size // inner}, or leave it out."
     else:
         fix = f"Start {layout.num_ranks} ranks, or choose degrees with the product {world_size}."
     return PacelineError(

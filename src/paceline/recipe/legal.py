@@ -9,18 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.finding import Finding
+from paceline.recipe.axes import AXES, OPEN, list_axes
 from paceline.recipe.facts import ModelFacts, RunFacts, read_facts
 from paceline.recipe.layout import CHOICES, Layout, check_ranks
 from paceline.recipe.rules import REMARKS, RULES, divisors
 from paceline.recipe.schema import Recipe
 
-# How far a change of an axis is from what was asked, per factor of 2. Replication is the easiest to change:
-# it moves no memory and nothing inside the model.
-DISTANCES = {"dp_replicate": 1.0, "dp_shard": 1.25, "tp": 1.5}
+# What a change of a word other than a degree costs; see `AxisKind.change_cost`.
 WORD_DISTANCE = 0.5
 
 
@@ -71,7 +71,7 @@ class Rules:
             layout = layout.resolve(world_size)
         except PacelineError as error:
             found.append(Finding(error.code, "layout", error.saw, error.rule, error.fix))
-            layout = replace(layout, dp_replicate=layout.dp_replicate or 1)  # the other rules still apply
+            layout = layout.close()  # the other rules still apply
         return found + [finding for rule in RULES for finding in rule(self.model, self.run, layout)]
 
     def remark(self, layout: Layout, world_size: int) -> list[Finding]:
@@ -126,20 +126,20 @@ class Rules:
 
 def list_candidates(world_size: int, recompute: Sequence[str], offload: Sequence[str]) -> Iterator[Layout]:
     """Every combination of words whose degrees multiply to `world_size`, legal or not."""
-    for tp in divisors(world_size):
-        for dp_shard in divisors(world_size // tp):
-            for zero, sequence, computed, kept in itertools.product(
-                reversed(CHOICES["zero"]), CHOICES["sequence"], recompute, offload
-            ):
-                yield Layout(
-                    dp_replicate=world_size // tp // dp_shard,
-                    dp_shard=dp_shard,
-                    tp=tp,
-                    zero=zero,
-                    sequence=sequence,
-                    recompute=computed,  # type: ignore[arg-type]
-                    offload=kept,  # type: ignore[arg-type]
-                )
+    for degrees in _list_degrees(world_size, [axis for axis in reversed(list_axes()) if axis != OPEN]):
+        for words in itertools.product(reversed(CHOICES["zero"]), CHOICES["sequence"], recompute, offload):
+            chosen: dict[str, Any] = dict(zip(CHOICES, words, strict=True))
+            yield Layout(**degrees, **chosen)
+
+
+def _list_degrees(world_size: int, axes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every choice of degrees for these axes, and for the open one what they leave."""
+    if not axes:
+        yield {OPEN: world_size}
+        return
+    for degree in divisors(world_size):
+        for others in _list_degrees(world_size // degree, axes[1:]):
+            yield {axes[0]: degree, **others}
 
 
 def check_layout(recipe: Recipe, layout: Layout, world_size: int) -> list[Finding]:
@@ -182,9 +182,10 @@ def _has_no_other_words(asked: Layout, candidate: Layout) -> bool:
 
 def _measure_distance(asked: Layout, candidate: Layout) -> float:
     distance = 0.0
-    for axis, weight in DISTANCES.items():
-        if getattr(asked, axis) is not None:
-            distance += weight * abs(math.log2(getattr(candidate, axis) / getattr(asked, axis)))
+    for axis in AXES:
+        wanted, found = (getattr(layout, axis.name) for layout in (asked, candidate))
+        if wanted is not None:
+            distance += axis.change_cost * abs(math.log2(found / wanted))
     for word in CHOICES:
         distance += WORD_DISTANCE * (getattr(asked, word) != getattr(candidate, word))
     return distance

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, create_model, model_validator
 
 from paceline.errors import PacelineError
-from paceline.recipe.layout import AXES, Layout, Offload, Recompute, Zero, check_degree
+from paceline.recipe.axes import AXES, OPEN, PLANNED, list_axes
+from paceline.recipe.layout import Layout, Offload, Recompute, Zero, check_degree
 from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
 
+if TYPE_CHECKING:
+    _DegreesSection = Section
+else:
+    # One key per axis of the table, so that a new axis needs no line here.
+    _DegreesSection = create_model(
+        "_DegreesSection",
+        __base__=Section,
+        **{
+            axis.name: (PositiveInt | Literal["auto"], Field("auto", description=axis.help))
+            if axis.name == OPEN
+            else (PositiveInt, Field(getattr(Layout, axis.name), description=axis.help))
+            for axis in AXES
+        },
+        **{name: (PositiveInt, Field(1, description=text)) for name, text in PLANNED.items()},
+    )
 
-class LayoutSection(Section):
+
+class LayoutSection(_DegreesSection):
     """How the ranks are divided among the kinds of parallelism; the degrees multiply to their number.
 
     Changes speed and memory, not the result; `docs/layouts.md` says how to choose.
     """
 
-    dp_replicate: PositiveInt | Literal["auto"] = "auto"
-    """Copies of the model, each training on its share of the global batch; `"auto"`: as many as there
-    are ranks left."""
-    dp_shard: PositiveInt = Layout.dp_shard
-    """Ranks over which each copy is sharded; these too train on their shares of the global batch."""
-    cp: PositiveInt = 1
-    """Ranks that share the sequence of a sample; not in this version."""
-    tp: PositiveInt = Layout.tp
-    """Ranks that split the matrix products of one copy; must divide the heads."""
-    pp: PositiveInt = 1
-    """Ranks that each hold some of the blocks; not in this version."""
-    ep: PositiveInt = 1
-    """Ranks that each hold some of the experts; not in this version."""
     zero: Zero = Layout.zero
     """What `dp_shard` shards: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     sequence: bool = Layout.sequence
@@ -43,7 +48,7 @@ class LayoutSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> LayoutSection:
-        for axis in AXES:
+        for axis in (*list_axes(), *PLANNED):
             degree = getattr(self, axis)
             try:
                 check_degree(axis, 1 if degree == "auto" else degree)
@@ -53,8 +58,18 @@ class LayoutSection(Section):
 
     def to_layout(self) -> Layout:
         """The same as a `Layout`; `"auto"` copies are `None` there until the number of ranks is known."""
-        values = {name: getattr(self, name) for name in Layout.__dataclass_fields__}
-        return Layout(**values | {"dp_replicate": None if self.dp_replicate == "auto" else self.dp_replicate})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Layout)}
+        if values[OPEN] == "auto":
+            values[OPEN] = None
+        return Layout(**values)
+
+    @classmethod
+    def of(cls, layout: Layout) -> LayoutSection:
+        """The same as `layout`; the other way round than `to_layout`."""
+        values: dict[str, Any] = {field.name: getattr(layout, field.name) for field in fields(layout)}
+        if values[OPEN] is None:
+            values[OPEN] = "auto"
+        return cls(**values)
 
 
 class ShardSection(Section):

@@ -97,16 +97,17 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         num_steps: length of the run, for the schedule.
         settings: further arguments of `Trainer`, such as `comm_hook`.
     """
-    task, train = build_task(recipe), recipe.train
+    task, train, layout = build_task(recipe), recipe.train, recipe.layout.to_layout()
+    divides_sample = layout.num_sample_parts > 1
     return Trainer(
         lambda: build_model(recipe, data),
         forward=task.forward,
         loss=task.loss,
         optimizer=lambda named: build_optimizer(recipe, named),
         schedule=lambda optimizer: build_lr_schedule(recipe, optimizer, num_steps),
-        layout=recipe.layout.to_layout(),
+        layout=layout,
         shard=recipe.shard,
-        example=default_collate([data.train[place] for place in range(2)]) if recipe.layout.tp > 1 else None,
+        example=default_collate([data.train[place] for place in range(2)]) if divides_sample else None,
         dtype=train.dtype,
         reduction=train.reduction,
         microbatch_size=train.microbatch_size,
@@ -226,8 +227,7 @@ class _RecipeRun:
 
     def gather_model(self) -> nn.Module:
         """The trained model as one process has it, complete on rank 0; collective."""
-        layout = self._trainer.layout
-        if layout.dp_shard == layout.tp == 1:
+        if not self._trainer.layout.divides_model:
             return self._trainer.model
         plain = build_model(self._recipe, self._data)
         self._trainer.gather_into(plain)

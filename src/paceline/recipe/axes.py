@@ -1,0 +1,91 @@
+"""The table of axes: the degrees of a layout, and what is true of the ranks along each of them.
+
+`Degrees` is the table, and its order is the order in the rank number. Everything that goes through all axes
+reads it: layouts and their text, candidates and the nearest legal ones, the mesh, [layout] of a recipe,
+`verify` and messages. An axis is added here, as one more field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AxisKind:
+    """A row of the table: what is true of the ranks along an axis.
+
+    Attributes:
+        name: the field of `Degrees`, and the word in a layout, a recipe and a message.
+        help: one line for the recipe's documentation.
+        shares_data: its ranks train on different microbatches; along any other axis they see the same ones.
+        divides_model: its ranks hold different parts of the parameters, gradients or optimizer state.
+        divides_sample: its ranks each do a part of the work on one sample; along any other axis a rank does
+            all of it.
+        keeps_bits: with the exact reduction, weights have the same bits under any degree of it.
+        change_cost: how far a layout moves from what was asked, per factor of 2 in this degree.
+    """
+
+    name: str
+    help: str
+    shares_data: bool = False
+    divides_model: bool = False
+    divides_sample: bool = False
+    keeps_bits: bool = True
+    change_cost: float = 1.5
+
+
+def _ranks(help_text: str, *, default: int | None = 1, **facts: Any) -> Any:
+    """Make a row of the table; see `AxisKind`."""
+    return field(default=default, metadata={"help": help_text, **facts})
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis, the outermost axis of the rank number first.
+
+    The ranks of the last axis are neighbours, on one node where its degree allows it: it sends most.
+    """
+
+    # Replication is the easiest to change: it moves no memory and nothing inside the model.
+    dp_replicate: int | None = _ranks(
+        'Copies of the model, each training on its share of the global batch; `"auto"`: as many as there are '
+        "ranks left.",
+        default=None,
+        shares_data=True,
+        change_cost=1.0,
+    )
+    dp_shard: int = _ranks(
+        "Ranks over which each copy is sharded; these too train on their shares of the global batch.",
+        shares_data=True,
+        divides_model=True,
+        change_cost=1.25,
+    )
+    tp: int = _ranks(
+        "Ranks that split the matrix products of one copy; must divide the heads.",
+        divides_model=True,
+        divides_sample=True,
+        keeps_bits=False,  # a matrix product that is split adds up in another order
+        change_cost=1.5,
+    )
+
+
+# The axis whose degree may be left open: it gets the ranks that the others leave.
+OPEN = "dp_replicate"
+# Named so that a recipe that asks for one gets a clear answer in place of "unknown key"; each with its help.
+PLANNED = {
+    "cp": "Ranks that share the sequence of a sample; not in this version.",
+    "pp": "Ranks that each hold some of the blocks; not in this version.",
+    "ep": "Ranks that each hold some of the experts; not in this version.",
+}
+AXES = tuple(AxisKind(row.name, **row.metadata) for row in fields(Degrees))
+
+
+def list_axes(**facts: bool) -> tuple[str, ...]:
+    """Return the names of the axes of which these facts hold, outermost first.
+
+    Example: `list_axes(shares_data=True, divides_model=False)`.
+    """
+    return tuple(
+        axis.name for axis in AXES if all(getattr(axis, fact) == value for fact, value in facts.items())
+    )
