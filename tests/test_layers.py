@@ -18,6 +18,7 @@ ROWS: list[tuple[str, ...]] = [
     ("errors", "units", "finding", "reading", "codes", "seeds"),
     ("recipe",),
     ("plan", "lint"),
+    ("generators",),
     ("models", "data"),
     ("place",),
     ("world",),

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.utils.data._utils.worker as torch_worker
-from numpy.random import mtrand
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from paceline.data.order import order_slice
 from paceline.data.share import owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
+from paceline.generators import preserved_generators, read_python_state, write_python_state
 
 Collate = Callable[[list[Any]], Any]
 
@@ -99,7 +99,7 @@ class Fetcher(Dataset[Any]):
     def __getitem__(self, key: Key) -> Item | PacelineError:
         # Ours travel as values: DataLoader rebuilds an exception from its text alone, which loses the parts.
         try:
-            with restored_generators() if get_worker_info() is None else contextlib.nullcontext():
+            with preserved_generators() if get_worker_info() is None else contextlib.nullcontext():
                 return self.fetch(key)
         except PacelineError as error:
             return error
@@ -225,7 +225,7 @@ class StreamFetcher(Fetcher):
         self._stream: Iterator[Any] = iter(())
         self._place = 0  # of the next sample that nobody took
         self._ahead: deque[Any] = deque()  # samples from there on, read to see whether the stream ends
-        self._generators: _Generators | None = None
+        self._generators: _GeneratorStates | None = None
 
     def fetch(self, key: Key) -> Item:
         size = key.stop - key.start
@@ -281,7 +281,7 @@ class StreamFetcher(Fetcher):
         except Exception:
             self._epoch = None  # a broken iterator looks like an ended one: open it anew next time
             raise
-        self._generators = _Generators()
+        self._generators = _GeneratorStates()
 
 
 def seed_generators(seed: int, epoch: int, what: str, place: int) -> None:
@@ -293,36 +293,18 @@ def seed_generators(seed: int, epoch: int, what: str, place: int) -> None:
     torch.default_generator.manual_seed(number & 0x7FFFFFFFFFFFFFFF)
 
 
-class _Generators:
+class _GeneratorStates:
     """The states of the global CPU generators, as they were when this was made."""
 
     def __init__(self) -> None:
-        self.python = random.getstate()
+        self.python = read_python_state()
         self.numpy = np.random.get_state()
         self.torch = torch.default_generator.get_state()
 
     def restore(self) -> None:
-        random.setstate(self.python)
+        write_python_state(self.python)
         np.random.set_state(self.numpy)
         torch.default_generator.set_state(self.torch)
-
-
-_scratch = np.random.MT19937(0)
-
-
-@contextlib.contextmanager
-def restored_generators() -> Iterator[None]:
-    """Leaves the rank's generators as they were. numpy's is swapped, as reading and setting its state
-    costs 90 us against 0.4; all that the swap loses is the second half of a pair of normals."""
-    python, torch_state = random.getstate(), torch.default_generator.get_state()
-    numpy_bits = mtrand.get_bit_generator()
-    mtrand.set_bit_generator(_scratch)
-    try:
-        yield
-    finally:
-        mtrand.set_bit_generator(numpy_bits)
-        random.setstate(python)
-        torch.default_generator.set_state(torch_state)
 
 
 def _uncollatable(name: str, samples: list[Any], labels: Sequence[int], error: Exception) -> PacelineError:

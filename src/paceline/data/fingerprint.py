@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.fetching import SetFetcher, restored_generators
+from paceline.data.fetching import SetFetcher
 from paceline.data.workers import prepare_worker
+from paceline.generators import preserved_generators
 
 if TYPE_CHECKING:
     from paceline.data.loader import Loader
@@ -41,7 +42,7 @@ def fingerprint_data(loader: Loader) -> str | None:
     digest = _Digest(fetcher)
     try:
         if not loader.num_workers:
-            with restored_generators():
+            with preserved_generators():
                 return digest[0]
         worker = DataLoader(
             digest,

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
+from paceline.generators import seed_generators
 from paceline.mesh import Mesh
 from paceline.seeds import derive_seed
 from paceline.train.batches import lend_batch, weigh
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.precision import Precision
-from paceline.train.rng import seed_generators
 
 Metric = Callable[[Any, Any], Any]
 # In place of a microbatch's number, where a rank runs one only because the others do.

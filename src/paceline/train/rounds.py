@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.finding import Finding
+from paceline.generators import seed_generators
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.dropout.find import find_random
@@ -32,7 +33,6 @@ from paceline.seeds import derive_seed
 from paceline.train.agreement import Agreement, RankMessage
 from paceline.train.batches import count_samples, lend_batch
 from paceline.train.precision import LossScaler, Precision
-from paceline.train.rng import seed_generators
 
 log = logging.getLogger(__name__)
 

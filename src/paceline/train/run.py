@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.data import Subset, default_collate
 
 from paceline.data import TaskData, build_data, measure_bigram
+from paceline.generators import preserved_generators, seed_generators
 from paceline.models import Gpt, build_model
 from paceline.recipe import Recipe, dump_recipe
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS
 from paceline.train.evaluation import Evaluation
 from paceline.train.metrics import read_rows
-from paceline.train.rng import preserved_generators, seed_generators
 from paceline.train.run_folder import claim_run_folder
 from paceline.train.state.transfer import run_on_main
 from paceline.train.step import Step

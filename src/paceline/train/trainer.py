@@ -19,6 +19,7 @@ from paceline.data.loader import Loader, Position
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.finding import Finding
+from paceline.generators import preserved_generators
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.order import Settings, align_with_main
@@ -53,7 +54,6 @@ from paceline.train.memory import explain_out_of_memory
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.precision import Precision
 from paceline.train.probe import Probe, explain_single_sample
-from paceline.train.rng import preserved_generators
 from paceline.train.same_settings import (
     StepSettings,
     check_same_settings,

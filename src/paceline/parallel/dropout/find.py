@@ -1,7 +1,7 @@
 """Finds the random draws of a forward that are not made by `dropout.py`: for `paceline verify`.
 
 On different data-parallel layouts such draws are still the same, as all generators are seeded before every
-microbatch (`train/rng.py`). They change with the microbatch's size and with whatever draws before them, and
+microbatch (`generators.py`). They change with the microbatch's size and with whatever draws before them, and
 tensor-parallel ranks, or ranks with parts of a sequence, may draw the same numbers for different elements.
 """
 

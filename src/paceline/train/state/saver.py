@@ -21,10 +21,10 @@ from paceline.checkpoint.content.protocol import read_all
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
+from paceline.generators import read_generators, write_generators
 from paceline.parallel.placement import local
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
 from paceline.train.history import History
-from paceline.train.rng import read_generators, write_generators
 from paceline.train.settings import (
     Settings,
     check_names,

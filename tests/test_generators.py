@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from paceline import generators
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content import full
+from paceline.generators import (
+    find_python_words,
+    preserved_generators,
+    read_generators,
+    read_python_state,
+    seed_generators,
+    write_generators,
+    write_python_state,
+)
 from paceline.seeds import derive_seed
-from paceline.train.rng import preserved_generators, read_generators, seed_generators, write_generators
 
 CPU = torch.device("cpu")
 
@@ -105,6 +114,28 @@ def test_preserved_after_an_error_too() -> None:
     with pytest.raises(ZeroDivisionError), preserved_generators(CPU):
         draw_and_raise()
     assert draw() == expected
+
+
+def test_pythons_generator_is_read_from_memory_as_getstate_gives_it() -> None:
+    assert find_python_words() is not None
+    random.seed(3)
+    random.gauss()  # half of a pair waits in gauss_next
+    kept, expected = read_python_state(), random.getstate()
+    random.seed(4)
+    write_python_state(kept)
+    assert random.getstate() == expected
+
+
+def test_pythons_generator_where_its_memory_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "getstate", lambda: (3, (0,) * 625, None))
+    assert find_python_words() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(generators, "_python_words", None)
+    random.seed(3)
+    kept, expected = read_python_state(), random.getstate()
+    random.seed(4)
+    write_python_state(kept)
+    assert random.getstate() == expected
 
 
 def test_states_survive_a_checkpoint(tmp_path: Any) -> None:
