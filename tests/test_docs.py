@@ -136,3 +136,74 @@ def test_measured_tables_are_those_of_the_benchmarks() -> None:
     assert len(quoted) >= 2
     for document, name, block in quoted:
         assert block == (ROOT / name).read_text(encoding="utf-8").rstrip("\n"), f"{document} quotes {name}"
+
+
+def broken_tables(text: str) -> list[str]:
+    """The first row of each table that has no head (a blank line cuts a table in two) or ragged rows."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    broken = []
+    for table in re.findall(r"(?:^ *\|.*\n?)+", text, flags=re.M):
+        rows = table.splitlines()
+        has_head = len(rows) > 1 and re.fullmatch(r"[| :-]+", rows[1])
+        if not has_head or len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) > 1:
+            broken.append(rows[0])
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_tables_are_whole(document: Path) -> None:
+    assert broken_tables(document.read_text(encoding="utf-8")) == []
+
+
+def test_a_table_cut_in_two_is_found() -> None:
+    whole = "| a | b |\n|---|---|\n| 1 | 2 \\| 3 |\n| 4 | 5 |\n"
+    assert broken_tables(whole) == []
+    assert broken_tables(whole.replace("| 4", "\n| 4")) == ["| 4 | 5 |"]
+    assert broken_tables(whole.replace("| 4 | 5 |", "| 4 |")) == ["| a | b |"]
+
+
+# Words that the glossary replaces in one meaning and that documents need in another: a loader's worker, a
+# host name, a layer of imports.
+OTHER_MEANINGS = {
+    "ddp",
+    "example",
+    "fork server",
+    "fsdp",
+    "host",
+    "index",
+    "item",
+    "iteration",
+    "job",
+    "label",
+    "layer",
+    "node",
+    "restart",
+    "restore",
+    "shard",
+    "size",
+    "stage",
+    "valid",
+    "warning",
+    "worker",
+}
+
+
+def replaced_words() -> set[str]:
+    """The words of the glossary's column "not"."""
+    rows = re.findall(r"^\|.*\|.*\|(.*)\|$", (ROOT / "GLOSSARY.md").read_text(encoding="utf-8"), re.M)
+    cells = {word.strip() for row in rows for word in re.sub(r"\(.*?\)", "", row).split(",")}
+    return {word for word in cells if re.fullmatch(r"[a-z ]+", word)} - {"not"}
+
+
+def test_no_document_uses_a_word_that_the_glossary_replaces() -> None:
+    words = replaced_words()
+    assert words >= OTHER_MEANINGS, "exceptions that the glossary no longer has"
+    pattern = re.compile(rf"\b({'|'.join(sorted(words - OTHER_MEANINGS))})s?\b", re.I)
+    found = [
+        f"{document.relative_to(ROOT)}: {match[0]}"
+        for document in DOCUMENTS
+        if document.name != "GLOSSARY.md"
+        for match in pattern.finditer(TICKS.sub("", prose(document)))
+    ]
+    assert len(words - OTHER_MEANINGS) > 10
+    assert found == []

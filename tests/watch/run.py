@@ -31,12 +31,12 @@ _LONGEST_S = 90.0
 # A job that hangs alone is watched for so long beyond what the others take.
 _PATIENCE_S = 20.0
 _KINDS = {
-    "hang": "Ranks wait for one that is elsewhere, or in a circle",
-    "mismatch": "Collectives that don't fit together",
-    "init": "Ranks don't find each other",
-    "crash": "A rank ends by itself",
-    "slow": "Goes on, but not well",
-    "healthy": "Healthy: slow or uneven, and no verdict wanted",
+    "hang": "Ranks wait for a rank that is elsewhere, or for each other",
+    "mismatch": "Mismatched collectives",
+    "init": "Ranks that do not meet",
+    "crash": "A rank fails by itself",
+    "slow": "The job continues, slow or wrong",
+    "healthy": "Healthy: slow or uneven, no verdict expected",
 }
 _say = threading.Lock()
 
@@ -139,7 +139,10 @@ def make_table(outcomes: Sequence[Outcome]) -> str:
         if not of_kind:
             continue
         lines += [f"**{title}**", ""]
-        lines += ["| script | ranks | alone | said | right | seconds |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| script | ranks | without the watch | code | correct | seconds |",
+            "|---|---|---|---|---|---|",
+        ]
         for outcome in of_kind:
             case = outcome.case
             right = "skipped" if outcome.skipped else "no" if outcome.faults else "yes"
@@ -156,7 +159,7 @@ def summarize(outcomes: Sequence[Outcome]) -> list[str]:
         tried = [o for o in outcomes if (o.case.kind == "healthy") == is_healthy and not o.skipped]
         if tried:
             right = sum(not o.faults for o in tried)
-            lines.append(f"{name}: {right} of {len(tried)} right.")
+            lines.append(f"{name}: {right} of {len(tried)} correct.")
     return lines
 
 
