@@ -19,6 +19,7 @@ ROWS: list[tuple[str, ...]] = [
     ("recipe",),
     ("plan", "lint"),
     ("generators",),
+    ("torch_seams",),
     ("models", "data"),
     ("place",),
     ("world",),

@@ -31,9 +31,10 @@ import torch.distributed as dist
 
 from paceline.errors import PacelineError
 from paceline.place import Launcher, RankPlace, read_environment, usable_cores
+from paceline.torch_seams.groups import forget_group_count
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
@@ -538,9 +539,7 @@ def _not_all_came(store: Store, place: RankPlace, timeout_s: float) -> PacelineE
 
 
 def _init_group(store: Store, place: RankPlace, backend: str, device: torch.device, timeout_s: float) -> None:
-    # torch names a group by how many there were, and doesn't count back when one could not be made: then
-    # this rank would wait for the others under a name that they don't use.
-    dist.distributed_c10d._world.group_count = 0
+    forget_group_count()
     try:
         dist.init_process_group(
             backend,

@@ -30,12 +30,12 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.errors import PacelineError
 from paceline.launch.ranks import Attempts, Ranks
 from paceline.launch.rendezvous import build_rendezvous
+from paceline.torch_seams.elastic import forget_store
 
 
 def run_agent(
@@ -121,10 +121,7 @@ class _Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, DynamicRendezvousHandler):
-            # It keeps them for all rounds (dynamic_rendezvous.py, next_rendezvous).
-            handler._bootstrap_store_info = None
-            handler._shared_tcp_store_server = None
+        forget_store(handler)
         super()._rendezvous(worker_group)
         num_nodes = worker_group.group_world_size or 0
         if num_nodes < self._min_nodes:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paceline.errors import PacelineError
+from paceline.torch_seams.scaling import has_scaled, set_found_inf
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -91,11 +92,10 @@ class LossScaler:
 
     def update(self, *, found_finite: bool) -> None:
         """After a step: a smaller scale where a gradient was not finite, a larger one now and then."""
-        if self._scaler._scale is None:  # a first step without any microbatch
+        if not has_scaled(self._scaler):  # a first step without any microbatch
             return
         found = torch.full((), 0.0 if found_finite else 1.0, device=self._device)
-        # What `unscale_` leaves behind for `update`, under any key.
-        self._scaler._per_optimizer_states[0]["found_inf_per_device"] = {self._device: found}
+        set_found_inf(self._scaler, self._device, found)
         self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,22 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.parallel.tensor.collectives import ADDING_UP
+from paceline.torch_seams.autograd import is_view
 from paceline.train.trainer import Trainer
-
-# Backwards that add up over tp (parallel/tensor/collectives.py), and those of views.
-_ADDING_UP = ("_CopyBackward", "_GatherRowsBackward")
-_SEEN_OTHERWISE: tuple[str, ...] = (
-    "View",
-    "Transpose",
-    "T",
-    "Permute",
-    "Unsqueeze",
-    "Squeeze",
-    "Expand",
-    "Reshape",
-    "Alias",
-)
-_SEEN_OTHERWISE += ("UnsafeView", "Clone", "ToCopy", "Slice", "Split", "Unbind", "Select", "Chunk")
 
 
 def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
@@ -108,10 +95,9 @@ def has_part_of_gradient(tensor: Tensor) -> bool:
     """
     node: Any = tensor.grad_fn
     while node is not None:
-        kind = type(node).__name__
-        if kind in _ADDING_UP:
+        if type(node).__name__ in ADDING_UP:
             return True
-        if not kind.startswith(_SEEN_OTHERWISE):
+        if not is_view(node):
             return False
         node = node.next_functions[0][0]
     return False

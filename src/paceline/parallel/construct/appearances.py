@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from paceline.parallel.construct.mode import BUILT, CPU, META, FactoryRecorder, unseen, where
+from paceline.torch_seams.tensors import is_pickling
 
 
 class Appearances(TorchFunctionMode):
@@ -51,7 +52,7 @@ class Appearances(TorchFunctionMode):
 
 def _get_device(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     # Pickle would read the bytes of what is on the CPU. Told the truth, it makes a tensor that is refused.
-    return META if sys._getframe(2).f_code.co_name == "_reduce_ex_internal" else CPU
+    return META if is_pickling(sys._getframe(2)) else CPU
 
 
 def _get_false(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

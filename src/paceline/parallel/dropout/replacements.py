@@ -46,6 +46,7 @@ from paceline.parallel.dropout.scope import (
     standing_at,
 )
 from paceline.parallel.dropout.values import apply_alpha_mask, apply_mask, repeat_heads, weigh
+from paceline.torch_seams.modules import list_forward_hooks
 
 __all__ = ["Cut", "Masks", "apply_dropout"]
 
@@ -171,7 +172,7 @@ def apply_dropout(model: nn.Module) -> Masks:
             continue
         enter = Enter(masks.token, name, _find_above(name, hooked))
         hooked.add(name)
-        before, after, always = _list_hooks(module)
+        before, after, always = list_forward_hooks(module)
         before[_ENTER], after[_LEAVE], always[_LEAVE] = enter, Leave(enter), True
     return masks
 
@@ -179,15 +180,10 @@ def apply_dropout(model: nn.Module) -> Masks:
 def remove_dropout(model: nn.Module) -> None:
     """Takes the hooks of `apply_dropout` off again."""
     for module in model.modules():
-        before, after, always = _list_hooks(module)
+        before, after, always = list_forward_hooks(module)
         before.pop(_ENTER, None)
         after.pop(_LEAVE, None)
         always.pop(_LEAVE, None)
-
-
-def _list_hooks(module: nn.Module) -> tuple[Any, Any, Any]:
-    """The dicts of hooks before and after the forward, and of those that are called whatever is raised."""
-    return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
 
 
 def _find_above(name: str, hooked: set[str]) -> str | None:

@@ -30,6 +30,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.compiler import is_compiling
 
+from paceline.torch_seams.modules import list_forward_hooks
+
 
 class ScopeFrame:
     """One call of a module.
@@ -186,7 +188,7 @@ def standing_at(frame: ScopeFrame | None, base: Base) -> Iterator[None]:
 
 
 def _find_enter(module: nn.Module) -> Enter | None:
-    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter)), None)
+    return next((hook for hook in list_forward_hooks(module)[0].values() if isinstance(hook, Enter)), None)
 
 
 def compiled(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:

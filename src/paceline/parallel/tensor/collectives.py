@@ -161,3 +161,7 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
+# The names of the backwards that add up over tp, as `verify` meets them in autograd's graph.
+ADDING_UP = tuple(f"{kind.__name__}Backward" for kind in (_Copy, _GatherRows))

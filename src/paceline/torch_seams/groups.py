@@ -1,0 +1,18 @@
+"""Reach c10d's record of the process groups of this process."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from paceline.torch_seams.check import require, set_existing
+
+require("groups")
+
+
+def forget_group_count() -> None:
+    """Have torch name the next group as if it were the first.
+
+    torch names a group by how many there were, and does not count back if one could not be made: this rank
+    would then wait for the others under a name that they do not use.
+    """
+    set_existing(dist.distributed_c10d._world, "group_count", 0)
