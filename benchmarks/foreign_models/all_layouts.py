@@ -13,8 +13,6 @@ anew would take most of the time. Exit code 1 where a model is wrong, crashes or
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
+from benchmarks.foreign_models.cases import TIMEOUT_S, run_cases  # noqa: E402
 from benchmarks.foreign_models.run import show_setup, show_table  # noqa: E402
 from benchmarks.foreign_models.zoo import SIZE, ZOO  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
@@ -38,8 +37,6 @@ from paceline.verify.subject import UserSubject  # noqa: E402
 from tests.dist.pool import Pool  # noqa: E402
 from tests.verify.runs import PoolRunner  # noqa: E402
 
-# Of each run of the ranks, on a machine that may have much else to do.
-TIMEOUT_S = 300.0
 LAYOUTS = ("dp_replicate=2", "dp_shard=2", "tp=2", "tp=2 sequence=true", "dp_shard=2 tp=2")
 
 
@@ -85,6 +82,17 @@ def try_model(name: str, pool: Pool) -> dict[str, Any]:
     return row | {"seconds": round(time.perf_counter() - began_s)}
 
 
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Whether a model's numbers differ under some layout, or its ranks crash or hang."""
+    return any(cell.startswith(("FAILED", "DIFFERS")) for cell in row["cells"])
+
+
+def show_row(row: dict[str, Any]) -> str:
+    """One model's cells, and the reasons where it is wrong."""
+    cells = " | ".join([*row["cells"], f"{row['seconds']} s"])
+    return "\n".join([cells, *row["reasons"]]) if is_wrong(row) else cells
+
+
 def describe(rows: dict[str, dict[str, Any]]) -> str:
     """The table, with the counts above it."""
     cells = [cell for row in rows.values() for cell in row["cells"]]
@@ -99,29 +107,15 @@ def describe(rows: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     """Carry out the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="models whose name has this in it; writes nothing")
-    parser.add_argument("--missing", action="store_true", help="go on: leave out what layouts.json has")
-    options = parser.parse_args()
-    path = HERE / "layouts.json"
-    rows = json.loads(path.read_text(encoding="utf-8")) if options.missing and path.exists() else {}
-    pool = Pool()
-    for name in ZOO:
-        if name in rows or (options.only or "").lower() not in name.lower():
-            continue
-        rows[name] = try_model(name, pool)
-        print(name, "|", " | ".join(rows[name]["cells"]), "|", rows[name]["seconds"], "s", flush=True)
-        if options.only:
-            print("\n".join(rows[name]["reasons"]), flush=True)
-        else:
-            rows = {each: rows[each] for each in ZOO if each in rows}
-            path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    pool.close()
-    text = describe(rows)
-    print(f"\n{text}")
-    if not options.only:
-        (HERE / "layouts.txt").write_text(text + "\n", encoding="utf-8")
-    return int(any(cell.startswith(("FAILED", "DIFFERS")) for row in rows.values() for cell in row["cells"]))
+    rows = run_cases(
+        __doc__,
+        HERE / "layouts.json",
+        ZOO,
+        run=try_model,
+        show=show_row,
+        describe=describe,
+    )
+    return int(any(map(is_wrong, rows.values())))
 
 
 if __name__ == "__main__":

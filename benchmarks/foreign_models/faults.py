@@ -10,8 +10,6 @@ Exit code 1 where a fault isn't found, or fewer than nine tenths of the causes a
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
+from benchmarks.foreign_models.cases import TIMEOUT_S, run_cases  # noqa: E402
 from benchmarks.foreign_models.planted import FAULTS, Fault, run_patched, verify_arguments  # noqa: E402
 from benchmarks.foreign_models.run import show_table  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
@@ -30,9 +29,6 @@ from paceline.verify.check import resolve_layout, verify_subject  # noqa: E402
 from paceline.verify.subject import UserSubject  # noqa: E402
 from tests.dist.pool import Pool  # noqa: E402
 from tests.verify.runs import PoolRunner  # noqa: E402
-
-# Of each run of the ranks, on a machine that may have much else to do.
-TIMEOUT_S = 300.0
 
 
 class PatchedRunner:
@@ -104,26 +100,14 @@ def describe(rows: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     """Carry out the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="faults whose name has this in it; writes nothing")
-    parser.add_argument("--missing", action="store_true", help="go on: leave out what faults.json has")
-    options = parser.parse_args()
-    path = HERE / "faults.json"
-    rows = json.loads(path.read_text(encoding="utf-8")) if options.missing and path.exists() else {}
-    pool = Pool()
-    for name in FAULTS:
-        if name in rows or (options.only or "") not in name:
-            continue
-        rows[name] = row = try_fault(name, pool)
-        print(name, "|", row["found"], "|", "right" if row["right"] else f"WRONG: {row['said']}", flush=True)
-        if not options.only:
-            rows = {each: rows[each] for each in FAULTS if each in rows}
-            path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    pool.close()
-    text = describe(rows)
-    print(f"\n{text}")
-    if not options.only:
-        (HERE / "faults.txt").write_text(text + "\n", encoding="utf-8")
+    rows = run_cases(
+        __doc__,
+        HERE / "faults.json",
+        FAULTS,
+        run=try_fault,
+        show=lambda row: f"{row['found']} | {'right' if row['right'] else 'WRONG: ' + row['said']}",
+        describe=describe,
+    )
     return int(
         not all(row["found"] for row in rows.values())
         or sum(row["right"] for row in rows.values()) < 0.9 * len(rows)
