@@ -1,21 +1,21 @@
 # make env     .venv with everything pinned in requirements.lock; does nothing the second time
-# make train   trains the small GPT on 2 ranks, on the text of Python's standard library
-# make test    the tests, without those marked slow or chaos, in three processes
-# make test-slow   those marked slow: more layouts, planted faults and compilers; about as long again
-# make test-torch TORCH=2.11.0   the tests of `make test` on another torch, in an environment of its own (some GB);
+# make train   train the small GPT on 2 ranks, on the text of Python's standard library
+# make test    the tests except those marked slow or chaos, in three processes
+# make test-slow   the tests marked slow: more layouts, planted faults, compilers; takes about as long as make test
+# make test-torch TORCH=2.11.0   the tests of `make test` on another torch, in a separate environment (some GB);
 #              without ARGS their counts become a row of docs/tables/torch.md
-# make test-torch-table   all of TORCHES with all of PYTHONS; takes hours and about 6 GB of disk for each pair
-# make chaos   kills processes of real runs, a hundred times, and compares the bits: about half an hour
+# make test-torch-table   all of TORCHES with all of PYTHONS; takes hours, and about 6 GB of disk per pair
+# make chaos   kill processes of real runs a hundred times and compare the bits: about half an hour
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
-# make hangs   73 faulty and 27 healthy scripts under the watch, each with the verdict it must get: docs/tables/hangs.md
+# make hangs   73 faulty and 27 healthy scripts under the watch, each with its expected verdict: docs/tables/hangs.md
 # make check   format, lint, types, layers
-# make bench   the speed tables, with the peers beside us (an environment of its own)
-# make docs    the generated pages of docs/
-# make clean   removes what the tools above left behind, except runs/
+# make bench   the speed tables, beside other libraries (in a separate environment)
+# make docs    the generated parts of docs/ and ARCHITECTURE.md
+# make clean   remove what the commands above left behind, except runs/
 #
 # Settable: PYTHON=python3.12   the Python that environments are made with
 #           TORCH, TORCHES, PYTHONS   for test-torch and test-torch-table: TORCHES="2.11.0 2.13.0" PYTHONS=python3.12
-#           ARGS="..."          more words for train, test, test-slow, test-torch, chaos and hangs (ARGS="--set train.steps=20",
+#           ARGS="..."          further arguments of train, test, test-slow, test-torch, chaos and hangs (ARGS="--set train.steps=20",
 #                               ARGS="-k recipe", ARGS="--kills 10 --seed 7", ARGS="--only B --jobs 1")
 
 PYTHON ?= python3

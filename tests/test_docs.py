@@ -207,3 +207,13 @@ def test_no_document_uses_a_word_that_the_glossary_replaces() -> None:
     ]
     assert len(words - OTHER_MEANINGS) > 10
     assert found == []
+
+
+def test_the_diff_in_the_readme_is_that_of_the_example() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    diff = re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)[0].splitlines()
+    example = (ROOT / "examples" / "digits.py").read_text(encoding="utf-8")
+    kept = [line[1:].strip() for line in diff if not line.startswith("-")]
+    assert [line for line in kept if line not in example] == []
+    added, removed = (sum(line.startswith(sign) for line in diff) for sign in "+-")
+    assert f"adds {added} lines and removes {removed}." in text
