@@ -217,3 +217,10 @@ def test_the_diff_in_the_readme_is_that_of_the_example() -> None:
     assert [line for line in kept if line not in example] == []
     added, removed = (sum(line.startswith(sign) for line in diff) for sign in "+-")
     assert f"adds {added} lines and removes {removed}." in text
+
+
+def test_the_changelog_speaks_of_a_code_once() -> None:
+    """A merge that keeps both sides of a rewritten entry leaves the old one beside the new one."""
+    released = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
+    codes = re.findall(r"PL\d{3}", released)
+    assert sorted(code for code in set(codes) if codes.count(code) > 1) == []
