@@ -80,14 +80,13 @@ def test_rounding_and_masks(matrix: Tensor) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_ranks_part_is_found(matrix: Tensor, dim: int, rank: int) -> None:
-    layout = Layout(dp_replicate=1, tp=2)
     part = matrix.chunk(2, dim)[rank]
-    assert torch.equal(find_part(matrix, part, layout, rank), part)  # type: ignore[arg-type]
+    assert torch.equal(find_part(matrix, part, 2, rank), part)  # type: ignore[arg-type]
     packed = torch.cat([piece.chunk(2, 0)[rank] for piece in matrix.chunk(3, 0)])  # heads of q, k and v
-    assert torch.equal(find_part(matrix, packed, layout, rank), packed)  # type: ignore[arg-type]
-    assert find_part(matrix, matrix, layout, rank) is matrix
-    assert find_part(matrix, matrix[:5], layout, rank) is None
-    assert find_part(matrix, matrix[:6, :3], layout, rank) is None
+    assert torch.equal(find_part(matrix, packed, 2, rank), packed)  # type: ignore[arg-type]
+    assert find_part(matrix, matrix, 2, rank) is matrix
+    assert find_part(matrix, matrix[:5], 2, rank) is None
+    assert find_part(matrix, matrix[:6, :3], 2, rank) is None
 
 
 def test_a_sum_is_taken_apart() -> None:

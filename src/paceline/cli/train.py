@@ -183,7 +183,7 @@ def _choose_nproc(asked: int | None, recipe: Recipe) -> tuple[int, list[str]]:
     from paceline.recipe import refuse_layout, remark_layout
 
     layout = recipe.layout.to_layout()
-    nproc = (layout.dp_replicate or 1) * layout.dp_shard * layout.tp if asked is None else asked
+    nproc = layout.fewest_ranks if asked is None else asked
     if nproc < 1:  # told by whoever starts ranks
         return nproc, []
     refuse_layout(recipe, layout, nproc)

@@ -153,9 +153,7 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
     given = [Layout.parse(text) for text in args.layouts] or [recipe.layout.to_layout()]
     layouts = []
     for layout in given:
-        ranks = (
-            args.nproc if args.nproc is not None else (layout.dp_replicate or 1) * layout.dp_shard * layout.tp
-        )
+        ranks = layout.fewest_ranks if args.nproc is None else args.nproc
         refuse_layout(recipe, layout, ranks)
         layouts.append(layout.resolve(ranks))
     return Asked(list(dict.fromkeys(layouts)))

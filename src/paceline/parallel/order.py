@@ -153,17 +153,18 @@ def parallelize(
     if isinstance(reducer, Shards):
         reducer.offload()  # where there are values now
     if layout.dp_shard == 1:
-        replicas = mesh is not None and mesh.dp_replicate.size > 1
+        replicas = mesh is not None and mesh.replicas.size > 1
         if settings.exact:
             lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
             exact = ExactReduction(model, lent, device)
         if replicas:
             assert mesh is not None
+            replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
             # Last: DDP broadcasts what the parameters are by now, and hooks these very tensors.
-            reducer = Replica(model, mesh.dp_replicate, settings.ddp, exact, settings.comm_hook)
+            reducer = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook)
             log.info(
-                "replicate: DistributedDataParallel over dp_replicate=%d, %s reduction",
-                mesh.dp_replicate.size,
+                "replicate: DistributedDataParallel over %s, %s reduction",
+                " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),
                 "exact" if settings.exact else "fast",
             )
         elif settings.comm_hook is not None:

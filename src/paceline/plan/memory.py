@@ -108,7 +108,7 @@ def plan_memory(
 
     done = memory(gradients=shards)
     # DDP's buckets, of which gradients are views, stay from step to step.
-    at_rest = memory(gradients=shards if num_shards == 1 and layout.dp_replicate != 1 else 0)
+    at_rest = memory(gradients=shards if num_shards == 1 and layout.num_replicas > 1 else 0)
     if num_shards == 1:
         between = after_forward = memory(gradients=max(held, at_rest.gradients), set_aside=aside)
     else:
@@ -131,7 +131,7 @@ def _count_held(layout: Layout, sizes: Sizes) -> int:
     if layout.zero == 1 and not sizes.exact:
         return layout.dp_shard  # they add up whole
     # With replicas, what is summed over dp_shard waits in a place of its own for the sum over dp_replicate.
-    waits = layout.dp_shard > 1 and layout.dp_replicate != 1 and not sizes.exact
+    waits = layout.dp_shard > 1 and layout.num_replicas > 1 and not sizes.exact
     return 2 if waits else 1
 
 

@@ -29,7 +29,6 @@ def plan_traffic(
     """
     sizes = sizes or Sizes()
     assert not sizes.exact, "the exact reduction sends whole vectors, by the plan of comm/tree.py"
-    assert layout.dp_replicate is not None
     num_shards, num_rounds = layout.dp_shard, sizes.num_microbatches
     whole = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters)
     root = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters if p.block == "")
@@ -38,7 +37,7 @@ def plan_traffic(
     gathers *= 1 if layout.zero < 3 else num_rounds
     sums = whole * (1 if layout.zero == 1 else num_rounds)
     return {
-        "dp_replicate": 2 * _ring(layout.dp_replicate) * whole / num_shards * sizes.parameter,
+        "dp_replicate": 2 * _ring(layout.num_replicas) * whole / num_shards * sizes.parameter,
         "dp_shard": _ring(num_shards) * (gathers * sizes.gathered + sums * sizes.parameter),
     }
 

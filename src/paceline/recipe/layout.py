@@ -87,6 +87,11 @@ class Layout(Degrees):
         assert None not in degrees.values()
         return degrees
 
+    def list_several(self, **facts: bool) -> dict[str, int]:
+        """Return the axes of several ranks of which these facts hold, with their degrees."""
+        degrees = self.degrees
+        return {axis: degrees[axis] for axis in list_axes(**facts) if degrees[axis] > 1}
+
     @property
     def num_ranks(self) -> int:
         """The product of the degrees; none may be open."""
@@ -117,6 +122,11 @@ class Layout(Degrees):
         """Whether ranks hold different parts of the model."""
         return self._multiply(divides_model=True) > 1
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether the degrees leave every bit of the weights as it is, with the exact reduction."""
+        return self._multiply(keeps_bits=False) == 1
+
     def find_place(self, rank: int) -> dict[str, int]:
         """Return a rank's number along every axis."""
         place = {}
@@ -130,6 +140,10 @@ class Layout(Degrees):
         for axis in list_axes(shares_data=True):
             number = number * self.degrees[axis] + place[axis]
         return number
+
+    def list_dp_ranks(self, dp_rank: int) -> list[int]:
+        """Return the ranks that see the microbatches of one number among the ranks of dp."""
+        return [rank for rank in range(self.num_ranks) if self.find_dp_rank(rank) == dp_rank]
 
     def list_groups(self, axes: Collection[str]) -> list[list[int]]:
         """Return all ranks in groups: those of a group differ in their numbers along these axes only."""

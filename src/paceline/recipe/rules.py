@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from paceline.finding import Finding
+from paceline.recipe.axes import list_axes
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
 
@@ -207,13 +208,13 @@ def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterat
 
 
 def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """DDP is what replicates: it is there where dp_replicate is the only axis of data."""
-    if layout.num_ranks == 1 or (layout.dp_shard == 1 and layout.dp_replicate != 1):
+    """DDP is what replicates: it is there where dp_shard does not share out data too."""
+    if layout.num_ranks == 1 or (layout.dp_shard == 1 and layout.num_replicas > 1):
         return
     why = (
         f"with layout.dp_shard={layout.dp_shard}."
         if layout.dp_shard > 1
-        else f"with layout.dp_replicate=1 layout.tp={layout.tp}."
+        else f"with layout.dp_replicate=1 {name_degrees(layout, shares_data=False)}."
     )
     rule = (
         "DistributedDataParallel has the buckets and hooks, and it is used with dp_shard=1 and dp_replicate "
@@ -239,13 +240,13 @@ def batchnorm_is_there(model: ModelFacts, run: RunFacts, layout: Layout) -> Iter
             "It gathers BatchNorm's statistics over all ranks, and there are none.",
             "Leave sync_batchnorm out.",
         )
-    elif layout.dp == 1 and layout.tp > 1:
+    elif layout.dp == 1 and layout.num_ranks > 1:
         yield Finding(
             "PL149",
             "train.sync_batchnorm",
-            f"train.sync_batchnorm=true with layout.tp={layout.tp} and one rank of data.",
-            "It gathers BatchNorm's statistics over dp_replicate and dp_shard; the ranks of tp see the same "
-            "samples.",
+            f"train.sync_batchnorm=true with {name_degrees(layout, shares_data=False)} and one rank of data.",
+            "It gathers BatchNorm's statistics over "
+            f"{' and '.join(list_axes(shares_data=True))}; the other ranks see the same samples.",
             "Leave sync_batchnorm out, or set dp_replicate=2 or more.",
         )
 
@@ -292,16 +293,17 @@ def ranks_are_idle(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fin
         )
 
 
-def exact_bits_depend_on_tp(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """tp adds up inside a matrix product, in an order of its own."""
-    if run.reduction == "exact" and layout.tp > 1:
+def exact_bits_depend_on_axes(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Some axes, as tp, add up inside of a sample's computation, in an order of their own."""
+    changing = layout.list_several(keeps_bits=False) if run.reduction == "exact" else {}
+    for axis, degree in changing.items():
         yield Finding(
             "PL151",
-            "layout.tp",
-            f'layout.tp={layout.tp} with train.reduction="exact".',
-            "Weights have the same bits under any dp_replicate, dp_shard and zero, but not those of another "
-            "tp: a matrix product that is split adds up in another order.",
-            "Nothing to fix; compare hashes among layouts of the same tp.",
+            f"layout.{axis}",
+            f'layout.{axis}={degree} with train.reduction="exact".',
+            f"Weights have the same bits under any {', '.join(list_axes(keeps_bits=True))} and zero, but "
+            f"not those of another {axis}: a sum that is split over ranks adds up in another order.",
+            f"Nothing to fix; compare hashes among layouts of the same {axis}.",
         )
 
 
@@ -322,9 +324,14 @@ def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Ite
 REMARKS: tuple[Rule, ...] = (
     vocabulary_stays_whole,
     ranks_are_idle,
-    exact_bits_depend_on_tp,
+    exact_bits_depend_on_axes,
     settings_wait_for_ranks,
 )
+
+
+def name_degrees(layout: Layout, **facts: bool) -> str:
+    """The degrees above 1 of the axes with these facts, as `layout.tp=2`."""
+    return " ".join(f"layout.{axis}={degree}" for axis, degree in layout.list_several(**facts).items())
 
 
 def divisors(number: int) -> list[int]:

@@ -167,7 +167,7 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
 
 def check_several(layout: Layout) -> None:
     """Raises PL423 for several models in a layout that divides a model."""
-    if layout.dp_shard > 1 or layout.tp > 1:
+    if layout.divides_model:
         raise PacelineError(
             "PL423",
             saw=f"named models with layout {layout}.",

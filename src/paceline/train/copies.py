@@ -1,8 +1,9 @@
 """Checks that copies of weights and optimizer state have the same bits on all ranks that hold them.
 
-Ranks of dp_replicate hold copies of all they have. Ranks of tp hold copies of those parameters that tp does
-not divide. By construction copies are the same to the bit: each rank applies the same arithmetic to the same
-reduced gradients. They differ where a rank does something else, or where memory or a processor fails.
+Ranks along an axis that does not divide the model, such as dp_replicate, hold copies of all they have. Ranks
+of tp hold copies of those parameters that tp does not divide. By construction copies are the same to the bit:
+each rank applies the same arithmetic to the same reduced gradients. They differ where a rank does something
+else, or where memory or a processor fails.
 
 A digest of what a rank holds travels with what ranks agree on, so it costs no message. It is taken before
 the forward, of the state that the step starts from. It is a sum of the bits as numbers of 64 bits, modulo
@@ -34,6 +35,7 @@ from torch.optim import Optimizer
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
+from paceline.recipe.axes import list_axes
 from paceline.train.agreement import NUM_COPIES, Numbers
 from paceline.train.same_settings import is_comparing, name_ranks
 
@@ -81,7 +83,6 @@ class Copies:
     ) -> None:
         self._name = name
         self._optimizer = optimizer
-        self._mesh = mesh
         self._views: dict[str, _View] = {}
         self._parameters = list(model.named_parameters())
         self._cut = {n for n, _ in self._parameters if n in placement.splits}
@@ -91,7 +92,8 @@ class Copies:
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
             for key, buffer in module.named_buffers(recurse=False)
         ]
-        self._has_copies = mesh is not None and (mesh.dp_replicate.size > 1 or mesh.tp.size > 1)
+        self._mesh = mesh
+        self._has_copies = mesh is not None and any(len(ranks) > 1 for ranks in self._holders(is_cut=False))
 
     def give_up(self) -> None:
         """Compare nothing from here on: the ranks go apart on purpose."""
@@ -167,12 +169,8 @@ class Copies:
     def _holders(self, is_cut: bool) -> list[list[int]]:
         """The groups of ranks that hold the same: of what tp divides, or of what it leaves whole."""
         assert self._mesh is not None
-        num_shards, num_parts = self._mesh.dp_shard.size, self._mesh.tp.size
-        groups: dict[tuple[int, int], list[int]] = {}
-        for rank in range(dist.get_world_size()):
-            part = rank % num_parts if is_cut else 0
-            groups.setdefault((rank // num_parts % num_shards, part), []).append(rank)
-        return list(groups.values())
+        axes = list_axes(divides_model=False)
+        return self._mesh.layout.list_groups(axes if is_cut else (*axes, "tp"))
 
     def _state_of(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
         state = self._optimizer.state.get(parameter)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from paceline.data.share import owned_microbatches
 from paceline.recipe import Layout
+from paceline.recipe.axes import list_axes
 from paceline.verify.compare import Difference
 from paceline.verify.locate import EventDifference, Observed, WatchedFacts
 from paceline.verify.precision import KINDS_OF_TYPES
@@ -121,9 +122,8 @@ class Case:
 
     def name_degree(self, factor: float) -> str | None:
         """The axis whose degree is `factor`, for example `dp_replicate=2`."""
-        degrees = {"dp_replicate": self.layout.dp_replicate or 1, "dp_shard": self.layout.dp_shard}
-        degrees |= {"tp": self.layout.tp, "dp_replicate x dp_shard": self.layout.dp}
-        degrees |= {"all ranks": self.layout.num_ranks}
+        data = " x ".join(list_axes(shares_data=True))
+        degrees = self.layout.degrees | {data: self.layout.dp, "all ranks": self.layout.num_ranks}
         for axis, degree in degrees.items():
             if degree > 1 and near(factor, degree):
                 return f"{axis}={degree}"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from paceline.finding import Finding
+from paceline.recipe.axes import list_axes
 from paceline.verify import gradient_cause
 from paceline.verify.case import Case, Explained, name_some, near, show_size, tell_settings
 from paceline.verify.compare import Difference
@@ -84,7 +85,8 @@ def _explain_bits(case: Case) -> Explained:
         first.name,
         f"The {first.kind} differs {case.name_ranks([d.rank for d in case.first])} by {first.size:.1e}, "
         "which is rounding.",
-        'reduction="exact" promises the bits of one process on every layout without tp.',
+        'reduction="exact" promises the bits of one process on every layout without '
+        f"{' and '.join(list_axes(keeps_bits=False))}.",
         'Look for a sum whose order depends on the ranks; or train with reduction="fast", which promises '
         "rounding only.",
     )
@@ -111,12 +113,12 @@ def _explain_lost(case: Case) -> Explained | None:
         return None
     ran = Counter(number for observed in case.observed for number in observed.ran)
     lost = [number for number in range(case.num_microbatches) if not ran[number]]
-    twice = [number for number, count in ran.items() if count > case.layout.tp]
+    twice = [number for number, count in ran.items() if count > case.layout.num_ranks // case.layout.dp]
     if not lost and not twice:
         return None
     owner = {number: place for place in range(case.layout.dp) for number in case.owned(place)}
     numbers = lost or twice
-    ranks = sorted({owner[number] * case.layout.tp for number in numbers})
+    ranks = sorted({case.layout.list_dp_ranks(owner[number])[0] for number in numbers})
     what = "ran on no rank" if lost else "ran more than once"
     return Explained(
         "PL704",

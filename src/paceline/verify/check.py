@@ -205,7 +205,7 @@ def build_default_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.opti
 def resolve_layout(layout: str | Layout) -> Layout:
     """A layout with all degrees known: copies that are not named are one."""
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    return replace(layout, dp_replicate=1) if layout.dp_replicate is None else layout
+    return layout.close()
 
 
 class Runner:

@@ -6,6 +6,8 @@ the factors tell the cause; where no factors explain it, backward went wrong ins
 
 from __future__ import annotations
 
+from paceline.recipe.axes import list_axes
+from paceline.train.same_settings import name_ranks
 from paceline.verify.case import Case, Explained, name_some, near, show_size
 from paceline.verify.compare import ANOTHERS_PART
 from paceline.verify.forward_cause import explain_settings
@@ -174,9 +176,9 @@ def _explain_factors(case: Case) -> Explained | None:
 def _explain_replicas(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
     """A replica that has its own microbatches and no other's."""
     layout = case.layout
-    replica = rank // layout.tp // layout.dp_shard
-    places = range(replica * layout.dp_shard, (replica + 1) * layout.dp_shard)
-    own = {number for place in places for number in case.owned(place)}
+    within = list_axes(divides_model=True)
+    replica = next(ranks for ranks in layout.list_groups(within) if rank in ranks)
+    own = {number for member in replica for number in case.owned(layout.find_dp_rank(member))}
     present = {number for number, factor in enumerate(factors) if not near(factor, 0.0, 5.0)}
     if layout.dp_shard == 1 or layout.dp == layout.dp_shard or not own or present != own:
         return None
@@ -192,14 +194,14 @@ def _explain_replicas(case: Case, rank: int, factors: list[float], which: str) -
 
 def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
     """A rank that has its own microbatches and none of the others'."""
-    own = set(case.owned(rank // case.layout.tp))
+    own = set(case.owned(case.layout.find_dp_rank(rank)))
     others = set(range(len(factors))) - own
     if not own or not others or any(not near(factors[number], 0.0, 5.0) for number in others):
         return None
     if any(near(factors[number], 0.0, 5.0) for number in own):
         return None
     for observed in case.observed:  # a rank that lacks its own too has the same sum as the others
-        theirs = case.owned(observed.rank // case.layout.tp)
+        theirs = case.owned(case.layout.find_dp_rank(observed.rank))
         lost = [] if observed.factors is None else [near(observed.factors[n], 0.0, 5.0) for n in theirs]
         if lost and all(lost):
             return None
@@ -224,10 +226,9 @@ def _explain_missing(case: Case, rank: int, factors: list[float], which: str) ->
         return None
     for place in range(case.layout.dp):
         if case.owned(place) and zeros == list(case.owned(place)):
-            first = place * case.layout.tp
-            ranks = (
-                f"rank {first}" if case.layout.tp == 1 else f"ranks {first} to {first + case.layout.tp - 1}"
-            )
+            members = case.layout.list_dp_ranks(place)
+            is_run = members[-1] - members[0] == len(members) - 1 > 0
+            ranks = f"ranks {members[0]} to {members[-1]}" if is_run else name_ranks(members)
             return Explained(
                 "PL705",
                 _PLACE,

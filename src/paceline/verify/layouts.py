@@ -171,7 +171,7 @@ def _compare_kinds(expected: Tensor, tensor: Tensor) -> str:
 
 def promises_bits(subject: Subject, layout: Layout) -> bool:
     """Whether the layout has the bits of one process: exact reduction, and no sum split inside a forward."""
-    return subject.reduction == "exact" and layout.tp == 1 and layout.recompute == "none"
+    return subject.reduction == "exact" and layout.keeps_bits and layout.recompute == "none"
 
 
 def compare_layouts(subject: Subject, folder: str, layouts: list[Layout]) -> list[Compared]:

@@ -363,6 +363,8 @@ class _Judge(_Nothing):
         self.found = Observed(rank=trainer.world.rank)
         self.gradients: dict[str, Tensor] = {}
         self._folder, self._step, self._trainer = folder, step, trainer
+        layout = trainer.layout
+        self._place = layout.tp, layout.find_place(trainer.world.rank)["tp"]
         self._reference = Reference(folder)
 
     @cached_property
@@ -384,7 +386,7 @@ class _Judge(_Nothing):
         key = _key(microbatch, event, gradient)
         if key not in self._keys:
             return
-        expected = find_part(self._file.get_tensor(key), tensor, self._trainer.layout, self.found.rank)
+        expected = find_part(self._file.get_tensor(key), tensor, *self._place)
         if expected is None:
             return
         self.found.num_events += 1
@@ -417,7 +419,7 @@ class _Judge(_Nothing):
         for step in range(self._step - 2, -1, -1):
             key = _key_after(step, name)
             if key in self._reference.keys:
-                part = find_part(self._reference.tensor(key), tensor, self._trainer.layout, self.found.rank)
+                part = find_part(self._reference.tensor(key), tensor, *self._place)
                 noise = self._reference.facts.noise.get(_key_after(step, name))
                 if (
                     part is not None
@@ -428,11 +430,11 @@ class _Judge(_Nothing):
         return None
 
     def _find_owner(self, key: str, tensor: Tensor, tolerance: float) -> int | None:
-        whole, layout = self._file.get_tensor(key), self._trainer.layout
+        whole, num_parts = self._file.get_tensor(key), self._trainer.layout.tp
         if whole.shape == tensor.shape:
             return None
-        for rank in range(layout.tp):
-            part = find_part(whole, tensor, layout, rank)
+        for rank in range(num_parts):
+            part = find_part(whole, tensor, num_parts, rank)
             if part is not None and measure_distance(part, tensor) <= tolerance:
                 return rank
         return None
@@ -545,7 +547,7 @@ def fit_sum(columns: Tensor, total: Tensor) -> list[float] | None:
     return found
 
 
-def find_part(whole: Tensor, part: Tensor, layout: Layout, rank: int) -> Tensor | None:
+def find_part(whole: Tensor, part: Tensor, num_parts: int, rank: int) -> Tensor | None:
     """What a rank's tensor at a module's door should be: the whole one, or this rank's run of one dimension.
 
     `None` where the shapes don't say.
@@ -555,11 +557,11 @@ def find_part(whole: Tensor, part: Tensor, layout: Layout, rank: int) -> Tensor 
     if whole.dim() != part.dim():
         return None
     dims = [dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim]]
-    if len(dims) != 1 or not part.shape[dims[0]] or whole.shape[dims[0]] != part.shape[dims[0]] * layout.tp:
+    if len(dims) != 1 or not part.shape[dims[0]] or whole.shape[dims[0]] != part.shape[dims[0]] * num_parts:
         return None
     dim = dims[0]
-    packings = [outer for outer in (1, 2, 3) if whole.shape[dim] % (outer * layout.tp) == 0]
-    candidates = [Split(dim, outer, layout.tp).take(whole, rank % layout.tp) for outer in packings]
+    packings = [outer for outer in (1, 2, 3) if whole.shape[dim] % (outer * num_parts) == 0]
+    candidates = [Split(dim, outer, num_parts).take(whole, rank) for outer in packings]
     return min(candidates, key=lambda candidate: measure_distance(candidate, part))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -123,11 +123,8 @@ class _OpenedRecipe:
             yield from loader
 
     def _adapt(self, layout: Layout, reduction: str, clip_norm: float) -> Recipe:
-        words = {entry.name: getattr(layout, entry.name) for entry in fields(layout)}
-        if layout.dp_replicate is None:
-            words["dp_replicate"] = "auto"
         train = self._recipe.train.model_copy(update={"reduction": reduction, "clip_norm": clip_norm})
-        return self._recipe.model_copy(update={"layout": LayoutSection(**words), "train": train})
+        return self._recipe.model_copy(update={"layout": LayoutSection.of(layout), "train": train})
 
 
 @dataclass(frozen=True)
@@ -223,12 +220,11 @@ class _OpenedUser:
         size = self._subject.microbatch_size or max(1, num_samples // _NUM_MICROBATCHES)
         cuts = split_microbatches(num_samples, size)
         layout = trainer.layout
-        rank = trainer.world.rank // layout.tp  # tp's ranks compute on the same microbatches
 
         def cut(first: int, last: int) -> Any:
             return tree_map_only(Tensor, lambda tensor: tensor[first:last] if tensor.dim() else tensor, batch)
 
-        owned = owned_microbatches(len(cuts), layout.dp, rank)
+        owned = owned_microbatches(len(cuts), layout.dp, layout.find_dp_rank(trainer.world.rank))
         return Share(
             epoch=0,
             number=step - 1,

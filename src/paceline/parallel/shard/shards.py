@@ -296,7 +296,7 @@ class Shards:
             unit.module.set_custom_all_gather(GatherChunks(rounds, number, on_cpu))
         sums: list[SumChunks | ExactChunks]
         if exact_group is None:
-            replicas = mesh.dp_replicate.group if mesh.dp_replicate.size > 1 else None
+            replicas = mesh.replicas.group if mesh.replicas.size > 1 else None
             sums = [SumChunks(rounds, number, replicas) for number in range(len(self.units))]
         else:
             whole = (
