@@ -21,10 +21,19 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from paceline.codes import read_pages
+from paceline.errors import PacelineError
 from paceline.plan.memory import Sizes, plan_memory, plan_recipe_memory
 from paceline.plan.parameters import Parameter, list_parameters
 from paceline.plan.traffic import plan_tp_traffic, plan_traffic
-from paceline.recipe import RESUMABLE, Layout, Recipe, enumerate_layouts, load_recipe, parse_recipe
+from paceline.recipe import (
+    RESUMABLE,
+    Layout,
+    Recipe,
+    enumerate_layouts,
+    load_recipe,
+    parse_recipe,
+    refuse_layout,
+)
 from paceline.recipe.explain import format_value, kind_of, models_in
 
 FOLDER = Path(__file__).parent
@@ -51,6 +60,7 @@ def generate() -> dict[str, str]:
         "tables/memory.txt": "\n".join(_memory_table()) + "\n",
         "tables/seven-billion.txt": "\n".join(_seven_billion_table()) + "\n",
         "tables/legal.txt": "\n".join(_legal_table()) + "\n",
+        "tables/refused.txt": _refusal() + "\n",
     }
 
 
@@ -205,6 +215,16 @@ def _legal_table() -> Iterator[str]:
     for path in sorted((FOLDER.parent / "recipes").glob("*.toml")):
         counts = [enumerate_layouts(load_recipe(path), world_size) for world_size in (1, 2, 4, 8)]
         yield f"{path.name:<28}" + "".join(f"{f'{len(legal)} of {total}':>10}" for legal, total in counts)
+
+
+def _refusal() -> str:
+    """The message for a layout that cannot work, with all reasons and the nearest legal ones."""
+    recipe = parse_recipe({**SEVEN_BILLION, "model": {**SEVEN_BILLION["model"], "ffn_hidden": 12288}})
+    try:
+        refuse_layout(recipe, Layout.parse("tp=6 zero=2"), 8)
+    except PacelineError as error:
+        return str(error)
+    raise AssertionError("tp=6 is legal on 8 ranks")
 
 
 def _one_line(text: str) -> str:
