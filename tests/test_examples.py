@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.local import launch
+from paceline.launching.local import launch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -26,12 +26,14 @@ ROWS: list[tuple[str, ...]] = [
     ("mesh",),
     ("comm",),
     ("parallel", "checkpoint"),
-    ("train", "launch"),
-    ("verify", "profiling", "doctor", "watch", "bench"),
+    ("train", "launching"),
+    ("verifying", "profiling", "doctor", "watch", "bench"),
     ("cli",),
 ]
-# Rooms inside of a unit, from the ground up, with the same rule. Files beside the rooms may use all of them.
+# Rooms inside of a unit, from the ground up, with the same rule: folders, or files that all of them may use.
+# Other files beside the rooms may use all of them.
 ROOMS: dict[str, list[tuple[str, ...]]] = {
+    "launching": [("watcher",), ("ending",), ("rank",), ("warm",), ("processes",), ("elastic",)],
     "watch": [("protocol",), ("rank", "reasoning"), ("launcher",)],
 }
 ROW = {unit: number for number, row in enumerate(ROWS) for unit in row}
@@ -178,7 +180,7 @@ def _check_row(source: Source, at: str, unit: str) -> Iterator[str]:
 
 def _check_room(source: Source, at: str, name: list[str]) -> Iterator[str]:
     rooms = {room: number for number, row in enumerate(ROOMS.get(source.unit, ())) for room in row}
-    if name[0] != source.unit or len(name) < 2 or len(source.parts) < 3:
+    if name[0] != source.unit or len(name) < 2 or len(source.parts) < 2:
         return
     own, other = source.parts[1], name[1]
     if own != other and own in rooms and other in rooms and rooms[own] <= rooms[other]:
@@ -278,7 +280,7 @@ ALLOWED = {
     "a lower layer": {"train/trainer.py": "from paceline.data.loader import Share"},
     "the own unit": {"train/trainer.py": "from .update import Update", "train/update.py": ""},
     "a word uses a word": {"finding.py": "from paceline.errors import PacelineError"},
-    "launch uses world": {"launch/local.py": "import paceline.world"},
+    "launch uses world": {"launching/local.py": "import paceline.world"},
     "cli uses the front door": {"cli/main.py": "import paceline\nprint(paceline)"},
     "the front door uses units": {"__init__.py": "from paceline.train.trainer import Trainer"},
     "__main__ uses cli": {"__main__.py": "from paceline.cli.main import main"},
@@ -332,13 +334,17 @@ REFUSED = {
         {"watch/reasoning/hang.py": "from paceline.watch.launcher.clock import Clock"},
         "watch/reasoning/hang.py:1: watch/reasoning imports watch/launcher, which is not below it",
     ),
+    "a file under the rooms": (
+        {"launching/watcher.py": "from paceline.launching.processes.ranks import Ranks"},
+        "launching/watcher.py:1: launching/watcher imports launching/processes, which is not below it",
+    ),
     "a room beside": (
         {"watch/rank/recorder.py": "import paceline.watch.reasoning.hang"},
         "watch/rank/recorder.py:1: watch/rank imports watch/reasoning, which is not below it",
     ),
     "neighbours": (
-        {"launch/local.py": "import paceline.train.run"},
-        "launch/local.py:1: launch imports train",
+        {"launching/local.py": "import paceline.train.run"},
+        "launching/local.py:1: launching imports train",
     ),
     "parallel and checkpoint": (
         {"checkpoint/plan.py": "from paceline.parallel.placement import Placement"},

@@ -32,7 +32,7 @@ def test_counts_are_added_up() -> None:
 
 
 def test_a_failure_in_one_part_is_the_whole_runs(tmp_path: Path) -> None:
-    for part, body in (("launch", "assert 1"), ("other", "assert 0")):
+    for part, body in (("launching", "assert 1"), ("other", "assert 0")):
         (tmp_path / "tests" / part).mkdir(parents=True)
         text = f"def test_it_{part}():\n    {body}\n"
         (tmp_path / "tests" / part / f"test_{part}.py").write_text(text)

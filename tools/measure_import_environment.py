@@ -32,7 +32,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULE = ROOT / "src/paceline/launch/import_environment.py"
+MODULE = ROOT / "src/paceline/launching/warm/import_environment.py"
 RESULTS = ROOT / "benchmarks/import_environment/results.txt"
 COMMAND = "python tools/measure_import_environment.py --write"
 PACKAGES = ("numpy", "torch")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from paceline.comm.exchange import MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import plan_reduction
-from paceline.launch.local import launch
+from paceline.launching.local import launch
 from paceline.world import start
 
 LENGTH = 6_500_000

@@ -25,17 +25,17 @@ from benchmarks.foreign_models.cases import TIMEOUT_S, run_cases  # noqa: E402
 from benchmarks.foreign_models.run import show_setup, show_table  # noqa: E402
 from benchmarks.foreign_models.zoo import SIZE, ZOO  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
-from paceline.launch.failure import RankFailed  # noqa: E402
-from paceline.verify.check import (  # noqa: E402
+from paceline.launching.ending.endings import RankFailed  # noqa: E402
+from paceline.verifying.check import (  # noqa: E402
     LayoutResult,
     Verified,
     build_default_optimizer,
     resolve_layout,
     verify_subject,
 )
-from paceline.verify.subject import UserSubject  # noqa: E402
+from paceline.verifying.subject import UserSubject  # noqa: E402
 from tests.dist.pool import Pool  # noqa: E402
-from tests.verify.runs import PoolRunner  # noqa: E402
+from tests.verifying.runs import PoolRunner  # noqa: E402
 
 LAYOUTS = ("dp_replicate=2", "dp_shard=2", "tp=2", "tp=2 sequence=true", "dp_shard=2 tp=2")
 

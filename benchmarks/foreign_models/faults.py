@@ -24,11 +24,11 @@ from benchmarks.foreign_models.planted import FAULTS, Fault, run_patched, verify
 from benchmarks.foreign_models.run import show_table  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
 from paceline.finding import Finding  # noqa: E402
-from paceline.launch.failure import RankFailed  # noqa: E402
-from paceline.verify.check import resolve_layout, verify_subject  # noqa: E402
-from paceline.verify.subject import UserSubject  # noqa: E402
+from paceline.launching.ending.endings import RankFailed  # noqa: E402
+from paceline.verifying.check import resolve_layout, verify_subject  # noqa: E402
+from paceline.verifying.subject import UserSubject  # noqa: E402
 from tests.dist.pool import Pool  # noqa: E402
-from tests.verify.runs import PoolRunner  # noqa: E402
+from tests.verifying.runs import PoolRunner  # noqa: E402
 
 
 class PatchedRunner:

@@ -1,7 +1,7 @@
 """Faults planted into foreign models, as users make them: settings, hooks, data, loss, optimizer.
 
 Each says beforehand what `verify` must say: a code, a place, and words that name the cause. `right` is true
-where all three are there. None of them is among those of `tests/verify/faults`, which change Paceline.
+where all three are there. None of them is among those of `tests/verifying/faults`, which change Paceline.
 
 A fault acts in layouts only (`num_ranks() > 1`), mostly on rank 1; the reference stays right. Some models
 need a part that is written for the fault (a layer that keeps its weight): one process has it too, and it is
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.foreign_models.models import Batch
 from benchmarks.foreign_models.zoo import SIZE, ZOO
-from paceline.verify.check import build_default_optimizer
+from paceline.verifying.check import build_default_optimizer
 
 
 def num_ranks() -> int:

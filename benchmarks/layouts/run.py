@@ -25,7 +25,7 @@ from loops import LOOPS, Job
 
 from paceline.bench.machine import describe_machine
 from paceline.bench.spread import Spread
-from paceline.launch.local import launch
+from paceline.launching.local import launch
 
 HERE = Path(__file__).parent
 # What the upper end of the interval must stay under.

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from paceline.data import build_data, prepare_data
-from paceline.launch.local import launch
+from paceline.launching.local import launch
 from paceline.recipe import Recipe, load_recipe
 from paceline.train.run import build_loader, build_trainer
 from paceline.world import start

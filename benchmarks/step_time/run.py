@@ -26,7 +26,7 @@ import alternate
 from paceline.bench.machine import describe_machine
 from paceline.bench.spread import Spread
 from paceline.data import prepare_data
-from paceline.launch.local import launch
+from paceline.launching.local import launch
 from paceline.recipe import Recipe, parse_recipe
 
 HERE = Path(__file__).parent

@@ -9,17 +9,17 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch import watching as _watching
+from paceline.launching import watcher as _watching
 
 if TYPE_CHECKING:
     from paceline.errors import PacelineError
-    from paceline.launch.failure import RankFailed
-    from paceline.launch.local import launch
-    from paceline.launch.watching import JobStuck
+    from paceline.launching.ending.endings import RankFailed
+    from paceline.launching.local import launch
+    from paceline.launching.watcher import JobStuck
     from paceline.recipe import Recipe, load_recipe
     from paceline.train.stopping import Stopped
     from paceline.train.trainer import Trainer
-    from paceline.verify.check import verify
+    from paceline.verifying.check import verify
     from paceline.world import World, start
 
 __version__ = "0.1.0"
@@ -40,15 +40,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "JobStuck": "launch.watching",
+    "JobStuck": "launching.watcher",
     "PacelineError": "errors",
-    "RankFailed": "launch.failure",
+    "RankFailed": "launching.ending.endings",
     "Recipe": "recipe",
     "Stopped": "train.stopping",
     "Trainer": "train.trainer",
     "World": "world",
+    "launch": "launching.local",
     "load_recipe": "recipe",
     "start": "world",
+    "verify": "verifying.check",
 }
 
 
@@ -64,8 +66,6 @@ _watching.build_default = _build_watcher
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("launch", "verify"):
-        return importlib.import_module(f"{__name__}.{name}")  # a module that can be called
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -24,8 +24,8 @@ from types import FrameType
 
 from tests.chaos.launcher_cases import interrupts, orphans, restarts, two_nodes
 from tests.chaos.launcher_cases.case import Case
-from tests.launch.launched import end_jobs_in
-from tests.launch.nodes import remove_all_nodes, why_no_nodes
+from tests.launching.launched import end_jobs_in
+from tests.launching.nodes import remove_all_nodes, why_no_nodes
 
 TABLE = Path(__file__).with_name("launcher.txt")
 SUITES = {"A": restarts.cases, "B": orphans.cases, "C": interrupts.cases, "D": two_nodes.cases}

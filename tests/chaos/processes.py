@@ -58,7 +58,7 @@ def _role(process: psutil.Process, launcher_pid: int, ranks: dict[int, int]) -> 
     words = " ".join(process.cmdline())
     if "pump.py" in words:
         return "pump"
-    if "launch.keeper" in words and process.pid not in ranks and process.ppid() in (launcher_pid, 1):
+    if "processes.keeper" in words and process.pid not in ranks and process.ppid() in (launcher_pid, 1):
         return "keeper"
     if "resource_tracker" in words:
         return "resource tracker"

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from paceline.checkpoint import is_usable, verify
 from paceline.checkpoint.names import list_checkpoints
-from paceline.launch.leftovers import clear_abandoned
+from paceline.launching.processes.folder import clear_abandoned
 from paceline.train.metrics import read_rows
 from tests.chaos.judge import Outcome, Tally, count_differing_bits, dump_table, read_outcome
 from tests.chaos.plan import Plan, Plans

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
+import pydoc
 import subprocess
 import sys
 import time
@@ -18,7 +20,7 @@ from paceline.cli import explain
 from paceline.cli.main import main
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
-from paceline.launch.failure import RankFailed
+from paceline.launching.ending.endings import RankFailed
 
 HEAVY = ("torch", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "plotext", "psutil")
 REPOSITORY = Path(__file__).parents[2]
@@ -220,19 +222,29 @@ def test_every_name_is_there_each_time(name: str) -> None:
     assert name in dir(paceline)
 
 
+@pytest.mark.parametrize("name", ["launch", "verify", "start", "load_recipe"])
+def test_a_function_shows_its_parameters_and_its_help(name: str) -> None:
+    function = getattr(paceline, name)
+    assert inspect.isfunction(function)
+    assert all(p.kind is not p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values())
+    shown = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    assert f"{name}(" in shown
+    assert function.__doc__.strip().splitlines()[0] in shown
+
+
 def test_launch_can_be_called_whatever_was_imported_before() -> None:
-    """`paceline.launch` is also the name of a package, which importing puts in its place."""
+    """No package has its name, which importing would put in its place."""
     code = """
 import sys
 import paceline
-first = "paceline.launch.local" in sys.argv and __import__("paceline.launch.local")
+first = "paceline.launching.local" in sys.argv and __import__("paceline.launching.local")
 for _ in range(2):
     try:
         paceline.launch(print, nproc=0)
     except paceline.PacelineError as error:
         print(error.code, error.saw)
 """
-    for words in ([], ["paceline.launch.local"]):
+    for words in ([], ["paceline.launching.local"]):
         lines = run("-c", code, *words, check=True).stdout.splitlines()
         assert len(lines) == 2
         assert all("nproc=0" in line for line in lines)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.torchrun_scripts.memory_group import NoMemoryGroupError, enter, memory_group
-from tests.launch.launched import Launched, end_jobs_in, paceline_run
+from tests.launching.launched import Launched, end_jobs_in, paceline_run
 from tests.watch.cases import FAULTY, HEALTHY, Case
 from tests.watch.judge import find_faults, find_said
 

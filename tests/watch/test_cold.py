@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import cold
-from paceline.launch.cold import let_in
-from paceline.launch.leftovers import SOCKETS
-from paceline.launch.watching import SOCKET
+from paceline.launching.processes.folder import SOCKETS
+from paceline.launching.rank import cold
+from paceline.launching.rank.cold import let_in
+from paceline.launching.watcher import SOCKET
 from paceline.watch.launcher.watcher import RankWatcher
-from tests.launch.launched import Launched, paceline_run
-from tests.launch.test_script import SCRIPTS, Runner, lay_out
+from tests.launching.launched import Launched, paceline_run
+from tests.launching.test_script import SCRIPTS, Runner, lay_out
 from tests.watch.listener import Listener
 
 pytestmark = pytest.mark.timeout(110)

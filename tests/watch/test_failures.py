@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import local
-from paceline.launch.watching import JobStuck
+from paceline.launching import local
+from paceline.launching.watcher import JobStuck
 from paceline.watch.launcher.watcher import RankWatcher
-from tests.launch.launched import Launched, paceline_run
-from tests.launch.nodes import Nodes, why_no_nodes
+from tests.launching.launched import Launched, paceline_run
+from tests.launching.nodes import Nodes, why_no_nodes
 from tests.watch.cases import FAULTY, Case
 from tests.watch.judge import find_faults
 from tests.watch.situations import line_of

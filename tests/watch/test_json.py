@@ -12,7 +12,7 @@ import pytest
 from paceline.finding import Finding
 from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
 from paceline.watch.reasoning.render import render, say
-from tests.launch.launched import Launched, paceline_run
+from tests.launching.launched import Launched, paceline_run
 from tests.watch.test_watcher import STEPS, WAITS
 
 pytestmark = pytest.mark.timeout(110)

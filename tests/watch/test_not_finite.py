@@ -11,7 +11,7 @@ from paceline.watch.protocol.report import Beat, NotFinite
 from paceline.watch.protocol.wire import Unpacker, pack
 from paceline.watch.reasoning.not_finite import FirstNotFinite, explain_not_finite
 from paceline.watch.reasoning.render import render
-from tests.launch.launched import Launched, paceline_run
+from tests.launching.launched import Launched, paceline_run
 from tests.watch.situations import user
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "own" / "gradients.py")

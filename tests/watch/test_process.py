@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.family import end_family
-from paceline.launch.watching import WatchedRank
+from paceline.launching.processes.family import end_family
+from paceline.launching.watcher import WatchedRank
 from paceline.watch.launcher.clock import BUSY_BYTES_PER_S, BUSY_SHARE
 from paceline.watch.launcher.process import ProcessSampler
 

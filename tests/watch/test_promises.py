@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.chaos.setting import write_setting
-from tests.launch.launched import Launched, paceline_run
+from tests.launching.launched import Launched, paceline_run
 from tests.watch.test_watcher import STEPS, WAITS
 
 pytestmark = pytest.mark.timeout(110)

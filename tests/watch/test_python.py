@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from paceline.launch import watching
+from paceline.launching import watcher as watching
 
 
 def stay_away():

@@ -379,7 +379,7 @@ def test_a_descriptor_that_is_anothers_is_not_written_to(listener):
 
 WARM = """
 import os, sys, types
-from paceline.launch.warm import Warmth
+from paceline.launching.warm.warm import Warmth
 from paceline.watch.rank.reporter import begin
 
 warmth = Warmth()

@@ -13,8 +13,8 @@ from paceline.watch.reasoning.pace import Slow
 from paceline.watch.reasoning.render import render
 from paceline.watch.reasoning.slow import SlowRanks, build_message, find_spot
 from paceline.watch.reasoning.source import Source
-from tests.launch.launched import Launched, paceline_run
-from tests.launch.nodes import Nodes, why_no_nodes
+from tests.launching.launched import Launched, paceline_run
+from tests.launching.nodes import Nodes, why_no_nodes
 from tests.watch.situations import BACKWARD, COLLECTIVE, library, reader, user
 
 pytestmark = pytest.mark.timeout(110)

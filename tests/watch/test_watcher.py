@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launched import Launched, paceline_run
-from tests.launch.nodes import Nodes, why_no_nodes
+from tests.launching.launched import Launched, paceline_run
+from tests.launching.nodes import Nodes, why_no_nodes
 
 pytestmark = pytest.mark.timeout(110)
 STEPS = str(Path(__file__).parent / "scripts" / "own" / "steps.py")

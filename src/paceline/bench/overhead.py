@@ -21,7 +21,7 @@ from paceline.bench.ranks import NUM_WARM_UP, Bench, adapt_recipe, check_counts,
 from paceline.bench.spread import Spread
 from paceline.data import prepare_data
 from paceline.errors import PacelineError
-from paceline.launch.local import check_launch, launch
+from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
 from paceline.recipe import Recipe
 

@@ -15,7 +15,7 @@ from paceline.bench.ranks import NUM_WARM_UP, Bench, adapt_recipe, check_counts,
 from paceline.bench.spread import Spread
 from paceline.comm.tree import plan_reduction
 from paceline.data import build_data, prepare_data
-from paceline.launch.local import check_launch, launch
+from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
 from paceline.recipe import Recipe
 from paceline.train.run import build_trainer

@@ -19,9 +19,9 @@ import paceline
 from paceline.cli.output import forget_output, standard_streams
 from paceline.cli.watching import as_table, describe_error, tell
 from paceline.errors import PacelineError, RecipeErrors
-from paceline.launch.failure import PumpLost, RankFailed
-from paceline.launch.script import Become, run_as_main
-from paceline.launch.watching import JobStuck
+from paceline.launching.ending.endings import PumpLost, RankFailed
+from paceline.launching.rank.script import Become, run_as_main
+from paceline.launching.watcher import JobStuck
 
 # One module per command; each has `register(subparsers)` and is light to import.
 _COMMANDS = ("run", "train", "verify", "checkpoint", "bench", "explain")

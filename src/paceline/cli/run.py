@@ -22,7 +22,7 @@ for whom, and the job is ended.
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command's parser."""
-    from paceline.launch.flags import add_torchrun_flags
+    from paceline.launching.flags import add_torchrun_flags
 
     parser = subparsers.add_parser(
         "run", help="run any script on many ranks: torchrun's flags, started warm", description=_DESCRIPTION
@@ -51,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     import logging
 
-    from paceline.launch.failure import PumpLost, RankFailed
-    from paceline.launch.stop import Interrupted
-    from paceline.launch.watching import JobStuck
+    from paceline.launching.ending.endings import PumpLost, RankFailed
+    from paceline.launching.stop import Interrupted
+    from paceline.launching.watcher import JobStuck
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("paceline: %(message)s"))
     if args.json:
         handler.format = lambda record: json.dumps({"message": record.getMessage()})  # type: ignore[method-assign]
-    logger = logging.getLogger("paceline.launch")
+    logger = logging.getLogger("paceline.launching")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from paceline.launch.run import run_script
+    from paceline.launching.run import run_script
 
     if args.threads_per_rank is not None and args.threads_per_rank < 1:
         raise PacelineError(

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     nproc, layout_remarks = _choose_nproc(args.nproc, recipe)
 
     from paceline.cli.preflight import check_memory
-    from paceline.launch.local import check_launch, launch, warm_up
+    from paceline.launching.local import check_launch, launch, warm_up
 
     watcher = build_watcher(args)
     warm_up()  # it imports torch while the folder and the data are looked at here

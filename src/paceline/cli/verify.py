@@ -15,7 +15,7 @@ from paceline.errors import PacelineError
 if TYPE_CHECKING:
     from paceline.finding import Finding
     from paceline.recipe import Layout, Recipe
-    from paceline.verify.check import LayoutResult
+    from paceline.verifying.check import LayoutResult
 
 # Everything that needs torch is imported where it is used, so that `paceline --help` answers at once.
 
@@ -103,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
     from paceline.cli import verify_report
     from paceline.cli.preflight import check_memory
     from paceline.data import prepare_data
-    from paceline.launch.local import check_launch, warm_up
-    from paceline.verify.check import verify_recipe
+    from paceline.launching.local import check_launch, warm_up
+    from paceline.verifying.check import verify_recipe
 
     warm_up()  # it imports torch while the data is looked at here
     check_launch(max(layout.num_ranks for layout in asked.layouts), recipe.train.device)

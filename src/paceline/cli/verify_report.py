@@ -13,7 +13,7 @@ from paceline.units import format_seconds
 if TYPE_CHECKING:
     from paceline.cli.verify import Asked
     from paceline.recipe import Recipe
-    from paceline.verify.check import LayoutResult, Verified
+    from paceline.verifying.check import LayoutResult, Verified
 
 _WORDS = {"ok": "ok", "differs": "DIFFERS", "refused": "refused", "failed": "FAILED"}
 _WIDTH = 44

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.codes import read_pages
 from paceline.errors import PacelineError
-from paceline.launch.failure import PumpLost, RankFailed
-from paceline.launch.watching import HANG_AFTER_S, JobStuck
+from paceline.launching.ending.endings import PumpLost, RankFailed
+from paceline.launching.watcher import HANG_AFTER_S, JobStuck
 
 if TYPE_CHECKING:
-    from paceline.launch.watching import Said, Watcher
+    from paceline.launching.watcher import Said, Watcher
 
 
 def add_watching_flags(parser: argparse._ActionsContainer) -> None:

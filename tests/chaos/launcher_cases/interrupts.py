@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from tests.chaos.launcher_cases.case import Case
-from tests.launch.launched import Launched, paceline_run, script
-from tests.launch.nodes import Nodes
+from tests.launching.launched import Launched, paceline_run, script
+from tests.launching.nodes import Nodes
 
 _READY_S = 60
 # Between the beginning of the command and that of its ranks.

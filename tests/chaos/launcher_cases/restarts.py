@@ -9,8 +9,8 @@ from itertools import cycle, permutations
 from pathlib import Path
 
 from tests.chaos.launcher_cases.case import Case, free_port
-from tests.launch.launched import Launched, paceline_run, script, torchrun
-from tests.launch.nodes import Nodes
+from tests.launching.launched import Launched, paceline_run, script, torchrun
+from tests.launching.nodes import Nodes
 
 DEATHS = ("raise", "kill", "exit")
 ONE_NODE: dict[str, Callable[[], list[str]]] = {

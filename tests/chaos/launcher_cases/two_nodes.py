@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from tests.chaos.launcher_cases.case import Case
-from tests.launch.launched import Launched, paceline_run, script
-from tests.launch.nodes import Nodes, OwnName
+from tests.launching.launched import Launched, paceline_run, script
+from tests.launching.nodes import Nodes, OwnName
 
 _LIMIT_S = 60
 _INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from paceline.launch.watching import Said
+from paceline.launching.watcher import Said
 from paceline.watch.launcher.clock import Stillness
 from paceline.watch.protocol.report import Frame, Process, Report, Seen
 from paceline.watch.protocol.wire import Unpacker, pack

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from paceline.launch.watching import WatchedRank
+from paceline.launching.watcher import WatchedRank
 from paceline.watch.protocol.report import Process, ProcessState
 
 _STATES: dict[str, ProcessState] = {

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from paceline.launch.watching import SOCKET, Said, WatchedRank, name_stacks
+from paceline.launching.watcher import SOCKET, Said, WatchedRank, name_stacks
 from paceline.watch.launcher.clock import STALL_S, Clock, Stillness
 from paceline.watch.launcher.ends import RankEnds, is_felt
 from paceline.watch.launcher.listener import Listener

@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from paceline.launch import trace
+from paceline.launching.ending import trace
 from paceline.watch.protocol.report import Frame
 
 _WATCH = str(Path(__file__).resolve().parent.parent) + os.sep

@@ -146,7 +146,7 @@ def own_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 # They run the script; no rank is ever stuck there by itself.
-_STARTERS = {"watch", "launch", "cli"}
+_STARTERS = {"watch", "launching", "cli"}
 
 
 def name_line(frame: Frame) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from paceline.launch.failure import has_lost_peer
+from paceline.launching.ending.endings import has_lost_peer
 from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Frame, LastWords
 from paceline.watch.rank.threads import mark_main_thread, mark_stack, mark_traceback, resolve

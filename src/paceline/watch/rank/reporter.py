@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from paceline.launch.arrival import when_imported
+from paceline.launching.rank.import_hook import when_imported
 from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Beat, Call, Frame, Group, LastWords, Phase, Report, Stack
 from paceline.watch.protocol.stacks import SIGNAL

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict
 
 from paceline.finding import Finding
-from paceline.launch.watching import Said
+from paceline.launching.watcher import Said
 from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
 from paceline.watch.protocol.words import name_place, name_ranks, to_plural
 

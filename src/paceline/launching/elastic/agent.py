@@ -1,0 +1,204 @@
+"""torchelastic's agent and rendezvous, with ranks from the keeper.
+
+The agent (torch's) meets the other nodes, gives numbers to ranks, notices when one ends and restarts them.
+Here: what starts a rank instead of Popen, and two repairs.
+
+- In torch 2.13 a restart leaves the workers the store of the round before, where gloo finds the addresses of
+  processes that are gone (pytorch#135712). Each round gets a store of its own here, which is what torch's own
+  comment in `distributed/rendezvous.py` counts on.
+- A world with fewer nodes than the minimum is refused. torch does not check what a rendezvous gave.
+
+`rendezvous.py` has how the nodes meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.metrics.api import MetricsConfig
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as elastic_processes
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig
+
+from paceline.errors import PacelineError
+from paceline.launching.elastic.rendezvous import build_rendezvous
+from paceline.launching.processes.ranks import Attempts, Ranks
+from paceline.torch_seams.elastic import forget_store
+
+
+def run_agent(
+    config: LaunchConfig,
+    command: str,
+    args: list[str],
+    build_handler: Callable[..., Any],
+    ranks: Ranks,
+    rounds: Attempts,
+) -> None:
+    """Runs ranks until all have ended well.
+
+    Follows `torch.distributed.launcher.api.launch_agent`.
+
+    Raises:
+        ChildFailedError: a rank failed, and no restart is left.
+        SignalException: `rounds.asked` was set.
+        PacelineError: PL317 where fewer nodes met than the minimum.
+    """
+    handler, master = build_rendezvous(config)
+    known = {field.name for field in dataclasses.fields(WorkerSpec)}  # older torch has fewer
+    wishes = {
+        "role": config.role,
+        "local_world_size": config.nproc_per_node,
+        "entrypoint": command,
+        "args": tuple(args),
+        "rdzv_handler": handler,
+        "max_restarts": config.max_restarts,
+        "monitor_interval": config.monitor_interval,
+        "master_addr": master[0],
+        "master_port": master[1],
+        "local_addr": config.local_addr,
+        **{
+            name: getattr(config, name)
+            for name in (
+                *("event_log_handler", "numa_options", "virtual_local_rank"),
+                *("duplicate_stdout_filters", "duplicate_stderr_filters"),
+            )
+            if hasattr(config, name)
+        },
+    }
+    spec = WorkerSpec(**{name: value for name, value in wishes.items() if name in known})
+    options = {
+        "logs_specs": config.logs_specs,
+        "start_method": config.start_method,
+        "log_line_prefix_template": config.log_line_prefix_template,
+        # Older torch has no such setting, and its agent takes none.
+        "shutdown_timeout": getattr(config, "shutdown_timeout", None),
+    }
+    takes = inspect.signature(LocalElasticAgent.__init__).parameters
+    agent = _Agent(
+        rounds, ranks, config.min_nodes, spec=spec, **{n: v for n, v in options.items() if n in takes}
+    )
+    metrics.initialize_metrics(MetricsConfig(config.metrics_cfg))
+    is_asked = False
+    try:
+        with _ranks_from(build_handler):
+            result: RunResult = agent.run()
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        # Nothing at all where this node was one too many for the job.
+        if result is not None and result.is_failed():
+            raise ChildFailedError(name=command, failures=result.failures)
+    except SignalException:
+        is_asked = True
+        raise
+    except ChildFailedError:
+        raise
+    except Exception:
+        events.record(agent.get_event_failed(), config.event_log_handler)
+        raise
+    finally:
+        # A node that was asked to leave does not close the rendezvous for those that stay.
+        if not is_asked:
+            handler.shutdown()
+
+
+class _Agent(LocalElasticAgent):
+    def __init__(self, rounds: Attempts, ranks: Ranks, min_nodes: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._rounds = rounds
+        self._ranks = ranks
+        self._min_nodes = min_nodes
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        handler = worker_group.spec.rdzv_handler
+        forget_store(handler)
+        super()._rendezvous(worker_group)
+        num_nodes = worker_group.group_world_size or 0
+        if num_nodes < self._min_nodes:
+            raise PacelineError(
+                "PL317",
+                saw=f"The rendezvous ({handler.get_backend()}) gave a world of {num_nodes}; --nnodes asks "
+                f"for at least {self._min_nodes} nodes.",
+                rule="On fewer nodes training has other results, or the layout does not fit.",
+                fix="Check that all nodes run the same command and that their clocks agree, and start again.",
+            )
+        if handler.get_backend() == "static" and self._rounds.number >= 0:
+            self._renew_static_store(worker_group)
+
+    def _renew_static_store(self, group: Any) -> None:
+        """A static rendezvous has one store; from the first restart on, node 0 opens others for the ranks."""
+        key = f"paceline/store-{self._rounds.number}"
+        if group.group_rank == 0:
+            self._store_of_round = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)
+            group.store.set(key, str(self._store_of_round.port))
+        group.master_port = int(group.store.get(key))
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._rounds.begin()
+        group: Any = worker_group
+        place = group.group_rank, group.group_world_size, group.master_addr, group.master_port
+        self._rounds.on_start(*place, self._rounds.number)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._rounds.asked is not None:
+            raise SignalException("asked to stop", sigval=signal.Signals(self._rounds.asked))
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_workers(worker_group)
+        for rank in self._ranks.latest:
+            self._ranks.kill(rank)
+        self._rounds.on_restart(self._remaining_restarts)
+        super()._restart_workers(worker_group)
+
+
+@contextmanager
+def _ranks_from(build_handler: Callable[..., Any]) -> Iterator[None]:
+    """Has the agent start its processes by `build_handler`, by the seam that torchelastic has for it."""
+    name = "get_subprocess_handler"
+    before = getattr(elastic_processes, name)
+    setattr(elastic_processes, name, build_handler)
+    try:
+        yield
+    finally:
+        setattr(elastic_processes, name, before)
+
+
+@contextmanager
+def quiet_torchelastic() -> Iterator[None]:
+    """Silences the agent's log lines: the launcher tells the same, once and with the cause."""
+    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith((*names, "torch.distributed.run"))
+        and isinstance(logger, logging.Logger)
+        and not logger.disabled
+    ]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.disabled = False
+
+
+def start_thread(work: Callable[[], None]) -> threading.Thread:
+    """Runs the agent beside the main thread, which stays free for signals whatever the agent waits for."""
+    thread = threading.Thread(target=work, name="paceline-agent", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,1 @@
+"""How a rank ended: its record, its traceback, and whether the kernel killed it."""

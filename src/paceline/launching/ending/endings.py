@@ -1,0 +1,236 @@
+"""What a rank leaves behind when it ends, and which rank's end counts as the cause.
+
+Every rank that fails or is asked to stop writes one small JSON file into a folder of the launcher.
+When one rank fails, the others soon fail too, because their peer is gone: they are marked as
+followers, wait a moment so that the cause is seen first, and are never reported instead of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import re
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Literal
+
+from paceline.errors import PacelineError
+from paceline.launching.ending.trace import find_own_frame, fold, tell_last_line
+
+# How gloo, NCCL and the store word it when a peer has gone.
+_PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "connectfullmesh failed",
+    "application timeout caused pair closure",
+    "timed out waiting",
+    "wait timeout",
+    "failed to recv",
+    "nccl communicator was aborted",
+)
+# What C++ writes of an exception that nobody catches, and gloo of data that is longer than what it waits for.
+_THROWN = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
+_BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_IN_TORCH = re.compile(r"\[/\S+:\d+\] ")  # a line of its source
+_MANY_LETTERS = 200
+
+
+class RankFailed(Exception):  # noqa: N818 (an event, told as one)
+    """A rank failed by something other than a mistake that Paceline knows how to explain.
+
+    Attributes:
+        rank: the one that failed first.
+        status: the exit code of its process (negative: the signal that killed it).
+        signal_name: such as `"SIGKILL"`, or None.
+        trace: the traceback on that rank, or an empty string where it left none.
+        hint: what else is known; may be empty.
+        code: of the page, PL330 or PL331.
+    """
+
+    exit_code = 1
+
+    def __init__(self, rank: int, status: int, trace: str = "", hint: str = "") -> None:
+        super().__init__(rank, status, trace, hint)
+        self.rank = rank
+        self.status = status
+        self.trace = trace
+        self.hint = hint
+        self.signal_name = _signal_name(status)
+        self.code = "PL330" if trace and self.signal_name is None else "PL331"
+
+    @property
+    def headline(self) -> str:
+        """Which rank failed, where and by what, in a line."""
+        frame = find_own_frame(self.trace)
+        where = f", at {frame.where}" if frame is not None else ""
+        if self.signal_name is not None:
+            return f"rank {self.rank} was killed by {self.signal_name}{where}."
+        if self.trace:
+            return f"rank {self.rank} failed first{where}: {tell_last_line(self.trace)}"
+        return f"rank {self.rank} exited with code {self.status} and left no traceback."
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.headline} [{self.code}]",
+            *([f"\n{fold(self.trace)}\n"] if self.trace else []),
+            *([self.hint] if self.hint else []),
+        ]
+        return "\n".join(parts).rstrip()
+
+
+class PumpLost(Exception):  # noqa: N818 (an event, told as one)
+    """The process that carries the ranks' output was killed, and the ranks were ended."""
+
+    exit_code = 1
+    code = "PL332"
+
+    def __str__(self) -> str:
+        return (
+            "the process that carries the ranks' output was killed from outside; the ranks were ended, as "
+            "nobody would have seen what they print. [PL332]"
+        )
+
+
+def _signal_name(status: int) -> str | None:
+    if status >= 0:
+        return None
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank ended.
+
+    Attributes:
+        rank: which one.
+        kind: `"error"`, or `"exit"` for SystemExit.
+        code: the exit code.
+        time_s: when, in seconds since 1970 (the ranks of one machine share its clock).
+        follower: whether it failed because a peer was gone.
+        trace: the traceback.
+        pickled: a `PacelineError`, as base64 of its pickle.
+    """
+
+    rank: int
+    kind: Literal["error", "exit"]
+    code: int
+    time_s: float
+    follower: bool = False
+    trace: str = ""
+    pickled: str = ""
+
+    def error(self) -> PacelineError | None:
+        """The rank's own error of ours, rebuilt."""
+        if not self.pickled:
+            return None
+        error = pickle.loads(base64.b64decode(self.pickled))
+        return error if isinstance(error, PacelineError) else None
+
+
+def describe_ending(rank: int, error: BaseException) -> Ending:
+    """Turns what ended a rank's function into a record."""
+    now = time.time()
+    if isinstance(error, KeyboardInterrupt):
+        trace = "".join(traceback.format_exception(error))
+        return Ending(rank, "exit", 128 + signal.SIGINT, now, trace=trace)
+    if isinstance(error, SystemExit):
+        # A process's status has eight bits.
+        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        trace = "" if isinstance(error.code, int | None) else str(error.code)
+        return Ending(rank, "exit", code, now, trace=trace)
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, PacelineError):
+        pickled = base64.b64encode(pickle.dumps(error)).decode()
+        # One of ours may tell of a peer's end too: that ranks don't find each other, for example.
+        follower = has_lost_peer(str(error))
+        return Ending(rank, "error", error.exit_code, now, follower, trace, pickled)
+    words = "".join(traceback.format_exception_only(error))  # it guards against a __str__ that raises
+    return Ending(rank, "error", 1, now, has_lost_peer(words), trace)
+
+
+def has_lost_peer(words: str) -> bool:
+    """Whether an error says that another rank has gone."""
+    words = words.lower()
+    return any(phrase in words for phrase in _PEER_GONE)
+
+
+def write_ending(folder: Path, ending: Ending) -> None:
+    """Leaves the record for the launcher: whole or not at all."""
+    part = folder / f"ending-{ending.rank}.part"
+    part.write_text(json.dumps(asdict(ending)), encoding="utf-8")
+    os.replace(part, folder / f"ending-{ending.rank}.json")
+
+
+def read_endings(folder: Path) -> list[Ending]:
+    """All records of the launcher's folder, the earliest first."""
+    endings = []
+    for path in folder.glob("ending-*.json"):
+        try:
+            endings.append(Ending(**json.loads(path.read_text(encoding="utf-8"))))
+        except FileNotFoundError:  # the launcher is clearing up
+            continue
+    return sorted(endings, key=lambda ending: ending.time_s)
+
+
+def find_cause(endings: list[Ending]) -> Ending | None:
+    """The first failure that isn't the echo of another one; None where no rank recorded one."""
+    failed = [e for e in endings if e.kind == "error" or e.code not in (0, *ASKED_TO_STOP)]
+    return next((e for e in failed if not e.follower), failed[0] if failed else None)
+
+
+def is_consequence(cause: Ending) -> bool:
+    """Whether an end may be what mismatched collectives, or another rank's end, have done to a rank."""
+    return cause.follower or cause.code == -signal.SIGABRT
+
+
+def find_consequences(cause: Ending, logs: Mapping[int, str]) -> list[Ending]:
+    """All ends to tell that mismatched collectives, or another rank's end, may have brought, the cause last.
+
+    Empty where the cause is nobody else's doing, as far as the ranks' logs tell.
+
+    Args:
+        cause: the end that seems to be the first.
+        logs: by rank, the end of its log.
+    """
+    if is_consequence(cause):
+        return [cause]
+    # Where gloo aborts one rank for bytes too many, another one got too few, and may fail of these sooner.
+    aborted = [rank for rank, log in logs.items() if _BYTES.search(log)]
+    ends = [Ending(rank, "error", -signal.SIGABRT, cause.time_s) for rank in aborted]
+    return [*ends, cause] if ends else []
+
+
+def describe_death(cause: Ending, log: str) -> str:
+    """A sentence on the rank that failed first, and by what.
+
+    Args:
+        cause: how it ended.
+        log: the end of its log.
+    """
+    who = f"Rank {cause.rank}"
+    name = _signal_name(cause.code)
+    if name is None:
+        words = _IN_TORCH.sub("", tell_last_line(cause.trace)).partition(". This is typically")[0]
+        return f"{who} failed then" + (f": {shorten(words, _MANY_LETTERS)}." if words else ".")
+    if met := _BYTES.search(log):
+        return f"{who} was killed by {name}, as {met[1]} bytes came where gloo expected {met[2]} or fewer."
+    thrown = _THROWN.findall(log)
+    return f"{who} was killed by {name}" + (f": {shorten(thrown[-1], _MANY_LETTERS)}." if thrown else ".")
+
+
+ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of ranks that stopped because they were asked to: by Ctrl-C or by SIGTERM."""

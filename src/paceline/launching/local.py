@@ -1,0 +1,398 @@
+"""Starts ranks on this machine for a function and waits for them, on torchelastic's agent.
+
+Who does what: the agent (torch's) gives numbers to ranks, hosts the store where they meet and notices when
+one ends (`agent.py`). The keeper starts them (`keeper.py`); `call.py` runs around the function inside each.
+Here: what is checked before, how a function gets into another process, and one verdict at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import resource
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.launching import watcher as watching_module
+from paceline.launching.ending.endings import (
+    ASKED_TO_STOP,
+    Ending,
+    PumpLost,
+    RankFailed,
+    describe_death,
+    find_cause,
+    is_consequence,
+    read_endings,
+)
+from paceline.launching.ending.memory import OomCounts, count_oom_kills, describe_kill
+from paceline.launching.job import watching
+from paceline.launching.processes.folder import launch_folder
+from paceline.launching.processes.messages import Start
+from paceline.launching.processes.ranks import (
+    Attempts,
+    RankHandler,
+    RankProcess,
+    Ranks,
+    fork_keeper_for_call,
+    spawn_keeper,
+)
+from paceline.launching.processes.streams import Pump, open_streams
+from paceline.launching.rank.call import RankCall, prepare_main
+from paceline.launching.stop import stop_by_signals
+from paceline.launching.warm.import_environment import READ_AT_IMPORT
+from paceline.launching.watcher import HANG_AFTER_S, JobStuck, Watcher
+from paceline.place import is_launched
+
+# What importing torch in a fresh process costs before any model (220 MB measured with gloo).
+RANK_BYTES = 250_000_000
+_RANKS_PER_CORE = 8
+# Open files: with 2 ranks 40 are enough and 34 are not; each further rank has some in the launcher.
+_FILES, _FILES_PER_RANK = 48, 8
+# How long a rank may be stuck after another one has failed, before it is killed. torchelastic waits for 30 s.
+_STUCK_S = 5.0
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP"
+# torch reads them when it is imported, which the keeper did when it started.
+_READ = sorted(set().union(*READ_AT_IMPORT.values()))
+
+
+def launch(
+    fn: Callable[..., Any],
+    nproc: int = 4,
+    args: Sequence[Any] = (),
+    *,
+    device: str = "auto",
+    log_dir: str | os.PathLike[str] | None = None,
+    stop_timeout_s: float = 60.0,
+    hang_after_s: float | None = HANG_AFTER_S,
+    watcher: Watcher | None = None,
+) -> list[Any]:
+    """Runs `fn(*args)` on `nproc` ranks of this machine and gives what they return, by rank.
+
+    `fn` calls `paceline.start()`, as it would under torchrun. A function of a module or of a script
+    with an `if __name__ == "__main__"` guard gets a fresh process; one typed into a notebook or a shell
+    is forked, which needs that this process has not used CUDA. Results are pickled. Ctrl-C and SIGTERM
+    are passed to the ranks once; a second Ctrl-C kills them. If this process dies, so do the ranks.
+
+    Args:
+        fn: what every rank calls.
+        nproc: number of ranks.
+        args: its arguments, the same on every rank.
+        device: `"cuda"` checks that there is a device for each rank.
+        log_dir: folder for `rank-0000.log` and so on, each with all output of its rank; rank 0 writes
+            to the terminal too, the others don't. Default: all ranks write where this process does.
+        stop_timeout_s: how long ranks that were asked to stop may take, to save for example.
+        hang_after_s: seconds without any sign of work, on any rank, after which ranks that wait for others
+            hang; ten times as long where a rank computes. None: the ranks are not watched.
+        watcher: watches the ranks in place of the default watcher.
+
+    Raises:
+        JobStuck: the ranks hang, or their collectives do not match.
+        PacelineError: PL320 to PL326 and PL349 for what can't be started; or a rank's own error, as it was
+            on the rank that failed first.
+        RankFailed: a rank failed by anything else; it names the first one, with its traceback.
+        SystemExit: the ranks stopped because they were asked to (130 for Ctrl-C, 143 for SIGTERM).
+    """
+    check_launch(nproc, device)
+    watcher = watcher or _build_watcher(hang_after_s)
+    call = _choose_call(fn, tuple(args))
+    logs = None if log_dir is None else _make_log_dir(log_dir)
+    ranks = fork_keeper_for_call(call) if call.is_forked else _take_keeper()
+    copier = None if logs is None else Pump()
+    try:
+        with launch_folder() as folder:
+            job = _Job(call, folder, logs, copier, watcher)
+            return _run(job, ranks, nproc, stop_timeout_s)
+    finally:
+        if copier is not None:
+            copier.close()
+        if call.is_forked:
+            ranks.finish(kills=True)
+
+
+def _build_watcher(hang_after_s: float | None) -> Watcher | None:
+    if hang_after_s is None or watching_module.build_default is None:
+        return None
+    if not hang_after_s > 0:
+        raise PacelineError(
+            "PL349",
+            saw=f"hang_after_s={hang_after_s!r}.",
+            rule="It is the time for which ranks may stand still, in seconds.",
+            fix=f"Leave it out for {HANG_AFTER_S:g}, or turn watching off by hang_after_s=None.",
+        )
+    return watching_module.build_default(hang_after_s)
+
+
+def check_launch(nproc: int, device: str = "auto") -> None:
+    """Raises PL320 to PL323, PL325 and PL605 for ranks that this process can't start on this machine."""
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
+        raise PacelineError(
+            "PL320",
+            saw=f"nproc={nproc!r}.",
+            rule="The number of ranks is a whole number from 1.",
+            fix="Use for example nproc=2.",
+        )
+    import multiprocessing
+
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise PacelineError(
+            "PL325",
+            saw="launch() was called while a rank was importing your script.",
+            rule="Every rank imports the script to find the function, so the call must not run at import.",
+            fix='Put the call under: if __name__ == "__main__":',
+        )
+    if is_launched(os.environ):
+        raise PacelineError(
+            "PL323",
+            saw="This process is already one of several ranks "
+            f"(RANK={os.environ.get('RANK') or os.environ.get('SLURM_PROCID', '?')}).",
+            rule="torchrun, srun or mpirun has started the ranks, and ranks don't start ranks.",
+            fix="Call the function itself, or start this script with plain python.",
+        )
+    _check_room(nproc, device)
+
+
+def _check_room(nproc: int, device: str) -> None:
+    import psutil
+    import torch
+
+    from paceline.place import usable_cores
+
+    if device == "cuda" and nproc > torch.cuda.device_count():
+        raise PacelineError(
+            "PL322",
+            saw=f'nproc={nproc} with device="cuda", and this machine shows {torch.cuda.device_count()} '
+            "CUDA devices.",
+            rule="Each rank needs a device of its own.",
+            fix='Start as many ranks as there are devices, or use device="cpu".',
+        )
+    cores = usable_cores()
+    if nproc > _RANKS_PER_CORE * cores:
+        raise PacelineError(
+            "PL321",
+            saw=f"nproc={nproc} on {cores} usable cores.",
+            rule=f"More than {_RANKS_PER_CORE} ranks per core would only wait for each other.",
+            fix=f"Use at most nproc={_RANKS_PER_CORE * cores} here.",
+        )
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + _FILES_PER_RANK * nproc
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise PacelineError(
+            "PL605",
+            saw=f"nproc={nproc}, and a process may have {limit} open files here.",
+            rule="Launcher and ranks hold files, pipes and connections open.",
+            fix=f"Raise the limit in this shell: ulimit -n {max(1024, needed)}.",
+        )
+    available = psutil.virtual_memory().available
+    if nproc * RANK_BYTES > available:
+        raise PacelineError(
+            "PL321",
+            saw=f"nproc={nproc}, and {available / 1e9:.1f} GB of memory are available.",
+            rule=f"A rank takes about {RANK_BYTES / 1e6:.0f} MB before it holds any model.",
+            fix=f"Use at most nproc={max(1, available // RANK_BYTES)} here.",
+        )
+
+
+# ---- how a function gets into another process
+
+
+def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> RankCall:
+    """Fresh processes where the function can be found by name, forks of this one where it can't."""
+    try:
+        payload = pickle.dumps((fn, args))
+        trouble = "it is defined in a notebook, in a shell or on standard input"
+        if sys.platform == "linux" and (b"__main__" not in payload or _main_is_importable()):
+            return RankCall(payload, prepare_main(needs_main=b"__main__" in payload))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        trouble = str(error)
+    import torch
+
+    name = getattr(fn, "__qualname__", repr(fn))
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if uses_cuda or not hasattr(os, "fork"):
+        raise PacelineError(
+            "PL324",
+            saw=f"{name} can't be sent to another process ({trouble}), and "
+            + ("this process uses CUDA already." if uses_cuda else "this system has no fork."),
+            rule="Such a function is reached by forking this process, and CUDA does not survive a fork.",
+            fix="Put the function into a module and import it, or call launch() before CUDA is first used.",
+        )
+    return RankCall((fn, args))
+
+
+def _main_is_importable() -> bool:
+    """Whether a fresh process can run the main module's file again, as multiprocessing does."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:
+        # multiprocessing doesn't import a package's __main__.py again.
+        return not main.__spec__.name.endswith("__main__")  # type: ignore[union-attr]
+    return os.path.isfile(getattr(main, "__file__", None) or "")
+
+
+# The keeper of this process, kept for the next launch, and the environment that it has imported torch in.
+_keeper: tuple[Ranks, int, dict[str, str]] | None = None
+
+
+def warm_up() -> None:
+    """Starts the process that ranks are forked from; it imports torch while this one does other things."""
+    global _keeper
+    now = {name: os.environ[name] for name in _READ if name in os.environ}
+    if _keeper is not None:
+        ranks, owner, environ = _keeper
+        if owner == os.getpid() and environ == now and not ranks.keeper_died:
+            return
+        if owner == os.getpid():
+            ranks.finish(kills=False)
+    _keeper = spawn_keeper(), os.getpid(), now
+
+
+def _take_keeper() -> Ranks:
+    warm_up()
+    assert _keeper is not None
+    return _keeper[0]
+
+
+# ---- running
+
+
+@dataclass
+class _Job:
+    """What the launcher keeps of one launch."""
+
+    call: RankCall
+    folder: Path
+    logs: Path | None
+    pump: Pump | None
+    watcher: Watcher | None
+    rounds: Attempts = field(default_factory=Attempts)
+    ooms: OomCounts = field(default_factory=count_oom_kills)
+
+    def may_be_stuck_s(self) -> float | None:
+        """How long a rank may take to leave: not long after another's failure; it may save when asked."""
+        return _STUCK_S if self.rounds.asked is None else None
+
+    def build_start(
+        self, *, env: dict[str, str], local_rank_id: int, **wishes: Any
+    ) -> tuple[Start, tuple[int, int]]:
+        """What torchelastic wants started, in the keeper's words, and its stdout and stderr."""
+        rank = int(env["RANK"])
+        log = "" if self.logs is None else str(self.logs / f"rank-{rank:04d}.log")
+        folder = str(self.folder)
+        # A forked keeper has the function already, which can't be sent.
+        entry = RankCall(b"") if self.call.is_forked else self.call
+        watch = self.watcher.entry if self.watcher is not None else ""
+        start = Start(local_rank_id, rank, {**os.environ, **env}, (), entry, log, folder, folder, watch)
+        return start, open_streams(self.pump, "", "", log, shows=rank == 0, persists=True)
+
+
+def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any]:
+    # These take a while to import, and only a launcher needs them.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from paceline.launching.elastic.agent import quiet_torchelastic, run_agent, start_thread
+    from paceline.launching.elastic.rendezvous import ONE_NODE
+
+    patience_s = max(1, round(stop_timeout_s))
+    settings: dict[str, Any] = {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "nproc_per_node": nproc,
+        "run_id": uuid.uuid4().hex,
+        "role": "paceline",
+        "rdzv_backend": ONE_NODE,
+        "max_restarts": 0,
+        "monitor_interval": 0.05,
+        "logs_specs": DefaultLogsSpecs(log_dir=str(job.folder / "torchelastic")),
+        "shutdown_timeout": patience_s,
+    }
+    known = {entry.name for entry in dataclasses.fields(LaunchConfig)}  # older torch has fewer
+    config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
+    build = partial(RankHandler, ranks, job.build_start, job.may_be_stuck_s)
+    outcome: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run_agent(config, "paceline.launch", [], build, ranks, job.rounds)
+        except BaseException as error:
+            outcome.append(error)
+
+    try:
+        stopping = stop_by_signals(_SIGNALS, patience_s, job.rounds, ranks, hangup=signal.SIGTERM)
+        watched = watching(job.watcher, job.folder, ranks, job.rounds)
+        with stopping as stop, quiet_torchelastic(), watched:
+            stop.supervise(start_thread(work), job.pump, job.watcher)
+        if stop.lost:
+            raise PumpLost
+        if job.watcher is not None and job.watcher.told:
+            raise JobStuck(job.watcher.told)
+        _judge(job, ranks, outcome[0] if outcome else None)
+        return [pickle.loads((job.folder / f"result-{rank}").read_bytes()) for rank in range(nproc)]
+    finally:
+        if job.pump is not None:
+            job.pump.drain()
+        ranks.sweep(kills=True)
+
+
+def _judge(job: _Job, ranks: Ranks, error: BaseException | None) -> None:
+    """Raises what ended the launch, if it did not end well: the error of the rank that failed first."""
+    endings = read_endings(job.folder)
+    cause = find_cause(endings)
+    stopped = [ending.code for ending in endings if ending.code in ASKED_TO_STOP]
+    if job.rounds.asked is not None and (cause is None or cause.follower):
+        raise SystemExit(128 + job.rounds.asked)
+    failed = [rank for rank in ranks.latest if rank.returncode not in (0, None) and not rank.asked]
+    died = min(failed, key=lambda rank: rank.ended_s or 0.0, default=None)
+    if died is not None and (cause is None or (cause.follower and (died.returncode or 0) < 0)):
+        _raise_if_explained(job, Ending(died.start.rank, "error", died.returncode or 1, 0.0))
+        raise RankFailed(died.start.rank, died.returncode or 1, hint=_explain(job, ranks, died)) from None
+    if cause is not None:
+        _raise_if_explained(job, cause)
+        ours = cause.error()
+        if ours is not None:
+            raise ours from None
+        raise RankFailed(cause.rank, cause.code, cause.trace) from None
+    if stopped:
+        raise SystemExit(stopped[0])
+    if error is not None:
+        raise error
+
+
+def _raise_if_explained(job: _Job, cause: Ending) -> None:
+    """Raises JobStuck where a rank failed of what the watcher knows more of."""
+    if job.watcher is not None and is_consequence(cause):
+        why = job.watcher.explain_failure(describe_death(cause, ""))
+        if why is not None:
+            raise JobStuck(why)
+
+
+def _explain(job: _Job, ranks: Ranks, died: RankProcess) -> str:
+    if ranks.keeper_died:
+        return "The process that ranks are forked from was killed, and the ranks with it."
+    if (died.returncode or 0) >= 0 and not (job.folder / f"began-{died.start.rank}").exists():
+        return (
+            "It ended before it reached the function: a script that calls launch() needs the line "
+            'if __name__ == "__main__": above the call.'
+        )
+    return "" if died.returncode != -signal.SIGKILL else describe_kill(died.pid, job.ooms)
+
+
+def _make_log_dir(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Ranks run anywhere that the function changes to.
+        return folder.resolve(strict=True)
+    except OSError as error:
+        raise PacelineError(
+            "PL326",
+            saw=f"log_dir={str(folder)!r} can't be made: {error.strerror}.",
+            rule="Each rank writes its log there.",
+            fix="Choose a folder that you may write to.",
+        ) from None

@@ -1,0 +1,387 @@
+"""The launcher's side of `keeper.py`: starts the keeper, and holds this node's ranks.
+
+`fork_keeper` forks, so it comes before any thread, any context and anything of torchelastic. In a forked
+rank it does not return: it raises `Become`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Any
+
+from paceline.launching.processes.family import adopt_orphans, end_descendants, send_to_group
+from paceline.launching.processes.keeper import Keeper, leave_terminal, serve_calls
+from paceline.launching.processes.messages import Ended, Kill, Refused, Start, Started, Sweep, Swept
+from paceline.launching.processes.streams import Pump
+from paceline.launching.rank.call import RankCall
+from paceline.launching.rank.cold import let_in
+from paceline.launching.rank.script import Become, EndReportPath, Script
+from paceline.launching.warm.warm import Warmth
+from paceline.launching.watcher import Farewell, WatchedRank, load_watch
+
+COLD = "cold-"
+"""Begins the name of a file that a rank leaves which has started over, with the variables that made it."""
+_SWEEP_S = 30.0
+_START_S = 60.0
+
+
+def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> Ranks:
+    """Forks the keeper from this process, for scripts.
+
+    Args:
+        pump: the one that ranks print through.
+        warmth: what this process has imported for the ranks; None where all of them start cold.
+        load: what the keeper shall import besides, while the launcher does other things.
+
+    Raises:
+        Become: in each rank that is forked from the keeper.
+    """
+    ours, its = Pipe()
+    pid = _fork()
+    if pid:
+        its.close()
+        adopt_orphans()
+        return Ranks(pid, ours, ends_orphans_except={pump.pid})
+    try:
+        leave_terminal()
+        ours.close()
+        if warmth is not None:
+            warmth.load(load)
+        start = Keeper(its, pump).serve()
+    except BaseException:
+        # Nobody above may take this process for the launcher.
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    assert isinstance(start.entry, Script)
+    place = EndReportPath(start.rank, start.folder, start.log)
+    raise Become(start.entry, place, partial(_prepare, start, warmth))
+
+
+def spawn_keeper() -> Ranks:
+    """Starts a keeper for functions in a process of its own, which imports torch meanwhile."""
+    ours, its = Pipe()
+    code = (
+        "import sys; sys.path[:] = eval(sys.argv.pop()); "
+        "from paceline.launching.processes.keeper import main; main()"
+    )
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-c", code, str(its.fileno()), repr(sys.path)]
+    with its:
+        process = subprocess.Popen(command, pass_fds=[its.fileno()], start_new_session=True)
+    return Ranks(process.pid, ours, process)
+
+
+def fork_keeper_for_call(call: RankCall) -> Ranks:
+    """Forks a keeper whose ranks have all that this process has, a notebook's functions for example."""
+    ours, its = Pipe()
+    pid = _fork()
+    if pid:
+        its.close()
+        return Ranks(pid, ours)
+    try:
+        leave_terminal()
+        ours.close()
+        serve_calls(its, call)
+    finally:
+        os._exit(1)
+
+
+def _fork() -> int:
+    """os.fork, with Ctrl-C and its like before or after: what their handlers raise inside of the functions
+    that Python calls around a fork would only be printed."""
+    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    try:
+        return os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _prepare(start: Start, warmth: Warmth | None) -> Farewell:
+    begin_watch = load_watch(start.watch, start.rank, start.launch_folder, start.folder)
+    if warmth is not None:
+        warmth.hide(partial(_start_over, start))
+    return begin_watch()
+
+
+def _start_over(start: Start, variables: list[str]) -> None:
+    """Executes the script again in a fresh Python, because it has set variables that came too late."""
+    from paceline.errors import PacelineError
+
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    if threading.active_count() > 1 or (children.is_file() and children.read_text().strip()):
+        raise PacelineError(
+            "PL341",
+            saw=f"The script set {', '.join(variables)} before it imported torch, with threads or processes "
+            "of its own running.",
+            rule="The warm start has imported torch already, which reads them then; and such a script "
+            "can't be started over without harm.",
+            fix="Start it with paceline run --cold, or set the variables before paceline run.",
+        )
+    with suppress(OSError):
+        (Path(start.folder) / f"{COLD}{start.rank}").write_text(" ".join(variables), encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    assert isinstance(start.entry, Script)
+    command = sys.executable, "-u", *start.entry.words
+    if start.watch:
+        command = let_in(command, start.watch, start.rank, start.launch_folder, start.folder)
+    os.execve(sys.executable, command, start.environ)
+
+
+def ignore_failure(rank: int, status: int) -> None:
+    """What is done about a rank's failure where nobody watches."""
+
+
+class RankProcess:
+    """One started rank; has what torchelastic asks of a `subprocess.Popen`."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.pid = 0
+        self.returncode: int | None = None
+        self.ended_s: float | None = None
+        self.asked: set[int] = set()
+        self._answered = threading.Event()
+        self._ended = threading.Event()
+        self.refusal = ""
+
+    def poll(self) -> int | None:
+        """The exit code, or the signal's number below zero; None while it runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end."""
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(self.start.command, timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def await_start(self) -> None:
+        """Raises OSError where it could not be started."""
+        if not self._answered.wait(_START_S):
+            raise OSError("the process that starts ranks does not answer")
+        if self.refusal:
+            raise OSError(self.refusal)
+
+    def note_started(self, pid: int, refusal: str = "") -> None:
+        self.pid, self.refusal = pid, refusal
+        self._answered.set()
+
+    def note_ended(self, status: int, time_s: float | None) -> None:
+        self.returncode, self.ended_s = status, time_s
+        self._ended.set()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to its process group, as torchrun does; the same one once only."""
+        if self.returncode is None and self.pid and number not in self.asked:
+            self.asked.add(number)
+            send_to_group(self.pid, number)
+
+
+class Ranks:
+    """This node's ranks, by way of the keeper.
+
+    Attributes:
+        keeper_died: whether the keeper ended before it was told to.
+        on_failure: called with its number and exit code when a rank has failed by itself, before the agent
+            hears of it and ends the others.
+    """
+
+    def __init__(
+        self,
+        keeper_pid: int,
+        connection: Connection,
+        process: subprocess.Popen[bytes] | None = None,
+        ends_orphans_except: set[int] | None = None,
+    ) -> None:
+        self.keeper_pid = keeper_pid
+        self.keeper_died = False
+        self.on_failure: Callable[[int, int], None] = ignore_failure
+        self._connection = connection
+        self._process = process
+        self._spared = ends_orphans_except
+        self._has_answered = False
+        self._lock = threading.Lock()
+        self._started: list[RankProcess] = []
+        self._swept = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="paceline-ranks", daemon=True)
+
+    @property
+    def running(self) -> list[RankProcess]:
+        """Those that have not ended."""
+        return [rank for rank in self._started if rank.returncode is None]
+
+    @property
+    def latest(self) -> list[RankProcess]:
+        """The newest process of each local rank."""
+        return list({rank.start.local_rank: rank for rank in self._started}.values())
+
+    def list_watched(self) -> list[WatchedRank]:
+        """The newest process of each local rank, for a watcher."""
+        return [
+            WatchedRank(
+                rank.start.rank,
+                int(rank.start.environ.get("WORLD_SIZE", "1")),
+                Path(rank.start.folder),
+                rank.pid,
+                rank.returncode,
+            )
+            for rank in self.latest
+        ]
+
+    def start(self, start: Start, streams: tuple[int, int]) -> RankProcess:
+        """Starts a rank with these descriptors as stdout and stderr, which it closes here.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        if self._reader.ident is None:
+            self._reader.start()
+        rank = RankProcess(start)
+        self._started.append(rank)
+        try:
+            with self._lock, suppress(OSError):  # the reader notices that the keeper has gone
+                self._connection.send(start)
+                for fd in streams:
+                    send_handle(self._connection, fd, self.keeper_pid)
+        finally:
+            for fd in streams:
+                os.close(fd)
+        rank.await_start()
+        return rank
+
+    def send(self, number: int) -> None:
+        """Sends a signal to all running ranks."""
+        for rank in self.running:
+            rank.send(number)
+
+    def kill(self, rank: RankProcess) -> None:
+        """Ends a rank and all that it has started, now."""
+        if rank.returncode is None:
+            rank.asked.add(signal.SIGKILL)
+            self._tell(Kill(rank.pid))
+
+    def sweep(self, *, kills: bool) -> None:
+        """Ends the job; with `kills`, also everything that ranks have left behind."""
+        self._ask(Sweep(kills, leaves=False))
+        self._started.clear()
+
+    def finish(self, *, kills: bool) -> None:
+        """Ends the job and the keeper."""
+        self._ask(Sweep(kills, leaves=True))
+        with suppress(ChildProcessError):
+            if self._process is not None:
+                self._process.wait()
+            else:
+                os.waitpid(self.keeper_pid, 0)
+        # One that has answered has left in order, and what ranks have forked may live on after a good end.
+        if self.keeper_died and not self._has_answered and self._spared is not None:
+            # What it had adopted, and its ranks' children, are this process's own now.
+            end_descendants(lambda: None, self._spared)
+        self._connection.close()
+
+    def _ask(self, sweep: Sweep) -> None:
+        if self._reader.ident is None:
+            self._reader.start()
+        self._has_answered = False
+        self._swept.clear()
+        self._tell(sweep)
+        if not self.keeper_died and not self._swept.wait(_SWEEP_S):
+            os.kill(self.keeper_pid, signal.SIGKILL)
+
+    def _tell(self, message: Kill | Sweep) -> None:
+        with self._lock, suppress(OSError):  # the reader notices that the keeper has gone
+            self._connection.send(message)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                self._lose_keeper()
+                return
+            if isinstance(message, Started | Refused):
+                rank = next(r for r in reversed(self._started) if r.start.local_rank == message.local_rank)
+                if isinstance(message, Started):
+                    rank.note_started(message.pid)
+                else:
+                    rank.note_ended(127, None)
+                    rank.note_started(0, message.reason)
+            elif isinstance(message, Ended):
+                for rank in self._started:
+                    if rank.pid == message.pid and rank.returncode is None:
+                        if message.status != 0 and not rank.asked:
+                            self.on_failure(rank.start.rank, message.status)
+                        rank.note_ended(message.status, message.time_s)
+            elif isinstance(message, Swept):
+                self._has_answered = True
+                self._swept.set()
+
+    def _lose_keeper(self) -> None:
+        self.keeper_died = True
+        for rank in self.running:  # the kernel has killed them with their parent
+            rank.note_ended(-signal.SIGKILL, None)
+            rank.note_started(rank.pid, "" if rank.pid else "the process that starts ranks has died")
+        self._swept.set()
+
+
+class Attempts:
+    """What the agent tells the launcher, and the launcher the agent.
+
+    Attributes:
+        asked: the signal that ends the job, once there is one.
+        number: how often ranks were started, less one.
+        on_start: called before ranks start, with this node's number, the number of nodes, host and port of
+            the store where the ranks meet, and `number`.
+        on_restart: called with the restarts that are left, when the ranks of a round have been stopped.
+    """
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self.number = -1
+        self.on_start: Callable[[int, int, str, int, int], None] = lambda *_: None
+        self.on_restart: Callable[[int], None] = lambda remaining: None
+
+    def begin(self) -> None:
+        """The agent is about to start ranks."""
+        self.number += 1
+
+
+class RankHandler:
+    """Takes the place of torchelastic's `SubprocessHandler`: a rank comes from the keeper, not from Popen."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        build: Callable[..., tuple[Start, tuple[int, int]]],
+        may_be_stuck_s: Callable[[], float | None] = lambda: None,
+        **wishes: Any,
+    ) -> None:
+        self._ranks = ranks
+        self._may_be_stuck_s = may_be_stuck_s
+        self.local_rank_id: int = wishes["local_rank_id"]
+        self.proc = ranks.start(*build(**wishes))
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Asks the rank to end; SIGKILL ends all that it has started too."""
+        if death_sig == signal.SIGKILL:
+            self._ranks.kill(self.proc)
+            return
+        self.proc.send(death_sig or signal.SIGTERM)
+        stuck_s = self._may_be_stuck_s()
+        if stuck_s is not None:
+            timer = threading.Timer(stuck_s, self._ranks.kill, [self.proc])
+            timer.daemon = True
+            timer.start()

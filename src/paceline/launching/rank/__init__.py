@@ -1,0 +1,1 @@
+"""What runs inside a rank, around the user's script or function."""

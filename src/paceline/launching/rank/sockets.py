@@ -1,0 +1,25 @@
+"""Puts the sockets of a rank's multiprocessing where they go with the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from paceline.launching.rank.import_hook import when_imported
+
+SOCKETS = "sockets"
+"""The link in a launch's folder to the folder of the sockets."""
+SOCKETS_PREFIX = "pymp-pl-"
+
+
+def keep_sockets_in(launch_folder: str) -> None:
+    """In a rank: has multiprocessing put its sockets where they go with the job, whoever is killed."""
+
+    def place(multiprocessing: Any) -> None:
+        with contextlib.suppress(OSError):
+            sockets = os.readlink(os.path.join(launch_folder, SOCKETS))
+            multiprocessing.current_process()._config["tempdir"] = sockets
+
+    # Not before the script asks for it, as it takes note of what `__main__` is then.
+    when_imported("multiprocessing", place)

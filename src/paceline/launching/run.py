@@ -1,0 +1,320 @@
+"""Runs a script on the ranks of this node: what `paceline run` does.
+
+The order matters, because ranks are forks of forks of this process: the flags are read without torch; the
+pump is forked while this process is small; torch is imported; the keeper is forked from it; and only then
+does torchelastic begin, with its threads. The main thread then only waits, and passes signals on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
+from paceline.launching.elastic.network import choose_rendezvous, describe_place
+from paceline.launching.job import Job, watching
+from paceline.launching.processes.folder import launch_folder
+from paceline.launching.processes.ranks import RankHandler, Ranks, fork_keeper
+from paceline.launching.processes.streams import Pump
+from paceline.launching.rank.script import Become, Script, check_script
+from paceline.launching.stop import raise_on_signals, stop_by_signals
+from paceline.launching.verdict import judge, tell_restart
+from paceline.launching.warm.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
+from paceline.launching.warm.warm import Warmth, why_not_fork
+from paceline.launching.watcher import Watcher, say_nothing
+from paceline.place import RankPlace, read_environment, usable_cores
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+log = logging.getLogger(__name__)
+
+# Where they are counted, the count is torch's.
+_DEVICES = ("auto", "gpu", "xpu")
+_COUNT_S = 120.0
+_FIRST = ("torch", "torch.distributed")
+
+
+def run_script(
+    flags: argparse.Namespace,
+    *,
+    cold: bool = False,
+    threads: int | None = None,
+    watcher: Watcher | None = None,
+) -> None:
+    """Runs a script (or a program) under torchelastic's agent until all ranks have ended.
+
+    Args:
+        flags: torchrun's (`flags.py`), which this changes.
+        cold: whether every rank starts a Python of its own, as under torchrun.
+        threads: for OMP_NUM_THREADS; None: as the environment says, else cores / ranks of this node.
+        watcher: who watches the ranks; a program, or another Python, is seen from outside only.
+
+    Raises:
+        PacelineError: PL340 to PL346, for what can't be started.
+        RankFailed: a rank failed.
+        JobStuck: the watcher has found that the ranks can't go on.
+        Interrupted: it was asked to stop.
+        Become: in a rank.
+    """
+    script = _read_script(flags)
+    place = read_environment(os.environ)
+    if place.launcher != "single":
+        _join(flags, script, place, threads)
+    with raise_on_signals() as check_signals:
+        choose_rendezvous(flags, place, os.environ)
+        flags.nproc_per_node = _count_ranks(flags.nproc_per_node)
+        _set_threads(int(flags.nproc_per_node), threads)
+        pump = Pump()
+        try:
+            ranks, is_warm = _warm_up(flags, script, pump, cold)
+            with launch_folder() as folder:
+                logs, keeps_logs = _make_logs(flags)
+                job = Job(flags, script, folder, logs, keeps_logs, pump, is_warm, watcher=watcher)
+                _run(job, ranks, check_signals)
+        except Become:  # this is a rank, which prints through the pump
+            raise
+        except BaseException:
+            pump.close()
+            raise
+        pump.close()
+
+
+def _warm_up(flags: argparse.Namespace, script: Script | None, pump: Pump, cold: bool) -> tuple[Ranks, bool]:
+    """Imports torch and forks the keeper; gives the ranks to be, and whether they start warm.
+
+    Raises:
+        Become: in ranks. Contexts that are open then end in the rank too.
+    """
+    reason = _why_cold(flags, script, cold)
+    warmth: Warmth | None = None
+    load: list[str] = []
+    if not reason and script is not None:
+        warmth = Warmth()
+        load = [name for name in choose_modules(script) if name not in _FIRST]
+        if not may_load_ahead(script):
+            load = []
+        warmth.load(_FIRST)
+        shadowed = ", ".join(find_shadowed(script))
+        if shadowed:
+            reason = f"{shadowed} lies beside the script, and torch has loaded another module of that name"
+        else:
+            reason = why_not_fork() or ""
+    if reason and not cold and script is not None:
+        log.warning("the ranks start cold, as under torchrun: %s", reason)
+    return fork_keeper(pump, None if reason else warmth, load), not reason
+
+
+# ---- before
+
+
+def _read_script(flags: argparse.Namespace) -> Script | None:
+    if flags.no_python:
+        if flags.module:
+            raise PacelineError(
+                "PL342",
+                saw="--no-python and -m together.",
+                rule="A module is run by Python.",
+                fix="Leave one of them out.",
+            )
+        return None
+    script = Script(flags.training_script, tuple(flags.training_script_args), bool(flags.module))
+    check_script(script)
+    return script
+
+
+def _join(flags: argparse.Namespace, script: Script | None, place: RankPlace, threads: int | None) -> None:
+    """Under torchrun, srun or mpirun: as one of the ranks that they started, this process becomes the script.
+
+    Gives back where each of their tasks is a node's launcher instead: `--nproc-per-node` says so.
+    """
+    if place.launcher != "torchrun" and flags.nproc_per_node is not None:
+        if place.local_world_size > 1:
+            raise PacelineError(
+                "PL348",
+                saw=f"--nproc-per-node {flags.nproc_per_node} in {place.local_world_size} tasks on one node.",
+                rule="Each task would start that many ranks on the same node.",
+                fix="Start one task per node (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node), or "
+                "leave --nproc-per-node out: then each task is a rank.",
+            )
+        return
+    if place.launcher != "torchrun":
+        os.environ.update(describe_place(place))
+    cores = place.cores_per_rank or usable_cores() // place.local_world_size
+    if threads is not None or "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(threads or max(1, cores))
+    if script is None:
+        os.execvp(flags.training_script, [flags.training_script, *flags.training_script_args])
+    raise Become(script, None, lambda: say_nothing)
+
+
+def _count_ranks(wish: str | None) -> str:
+    """The number of ranks of this node, in digits."""
+    wish = str(wish or 1)
+    if wish == "cpu":
+        return str(os.cpu_count())
+    if wish in _DEVICES:
+        # In a process of its own: counting may start CUDA, and threads per rank must be set before torch is
+        # imported here.
+        code = "import sys; from torch.distributed.run import determine_local_world_size as count; "
+        command = [sys.executable, "-c", code + "print(count(sys.argv[1]))", wish]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_S, check=False)
+        if done.returncode == 0:
+            return done.stdout.split()[-1]
+        saw = f"--nproc-per-node {wish}: {done.stderr.strip().splitlines()[-1]}"
+    elif wish.isdigit() and int(wish) > 0:
+        return wish
+    else:
+        saw = f"--nproc-per-node {wish}."
+    raise PacelineError(
+        "PL320",
+        saw=saw,
+        rule="It is a whole number from 1, or one of auto, cpu, gpu and xpu, for what this node has.",
+        fix="Use for example --nproc-per-node 2.",
+    )
+
+
+def _set_threads(num_ranks: int, threads: int | None) -> None:
+    """Sets OMP_NUM_THREADS to cores / ranks, unless the user says: torch reads it when it is imported."""
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        each = max(1, usable_cores() // num_ranks)
+        os.environ["OMP_NUM_THREADS"] = str(each)
+        log.info(
+            "%d rank%s, %d thread%s each (OMP_NUM_THREADS)",
+            *(num_ranks, "" if num_ranks == 1 else "s", each, "" if each == 1 else "s"),
+        )
+
+
+def _why_cold(flags: argparse.Namespace, script: Script | None, cold: bool) -> str:
+    if cold:
+        return "--cold"
+    if script is None:
+        return "--no-python runs a program of its own"
+    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return f"PYTHON_EXEC names another Python, {os.environ['PYTHON_EXEC']}"
+    if flags.numa_binding:
+        return "--numa-binding starts each rank by numactl"
+    if sys.platform != "linux":
+        return f"forking is not safe on {sys.platform}"
+    late = find_settings(script)
+    if late:
+        return f"the script sets {', '.join(late)}, which torch reads when it is imported"
+    return ""
+
+
+def _make_logs(flags: argparse.Namespace) -> tuple[Path, bool]:
+    """A folder of its own for each run; it stays where the user asked for it, or where a rank fails."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
+    keeps = bool(flags.log_dir) or any(wish not in ("", "0") for wish in (flags.redirects, flags.tee))
+    base = Path(flags.log_dir or "logs")
+    try:
+        (base / name).mkdir(parents=True)
+        return base / name, keeps
+    except OSError as error:
+        if flags.log_dir:
+            raise PacelineError(
+                "PL326",
+                saw=f"--log-dir {flags.log_dir}: {error.strerror}.",
+                rule="Each rank writes its log there.",
+                fix="Choose a folder that you may write to.",
+            ) from None
+        return Path(tempfile.mkdtemp(prefix="paceline-logs-")), keeps
+
+
+# ---- running
+
+
+def _run(job: Job, ranks: Ranks, check_signals: Callable[[], None]) -> None:
+    flags = job.flags
+    outcome: list[BaseException] = []
+    job.rounds.on_restart = partial(tell_restart, job, ranks)
+
+    def work() -> None:
+        try:
+            run_agent(config, command, args, partial(RankHandler, ranks, job.build_start), ranks, job.rounds)
+        except BaseException as error:
+            outcome.append(error)
+
+    succeeded = False
+    try:
+        from paceline.launching.elastic.agent import quiet_torchelastic, run_agent, start_thread
+
+        signals = flags.signals_to_handle, flags.shutdown_timeout
+        with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():
+            config, command, args = _configure(job)
+            check_signals()  # what came before `stop` took over, and was swallowed by an import
+            _record(job, config)
+            with watching(job.watcher, job.folder, ranks, job.rounds):
+                stop.supervise(start_thread(work), job.pump, job.watcher)
+        judge(job, ranks, outcome[0] if outcome else None, stop)
+        succeeded = True
+    finally:
+        job.pump.drain()
+        ranks.finish(kills=not succeeded)
+        if not job.keeps_logs:
+            shutil.rmtree(job.logs, ignore_errors=True)
+            with suppress(OSError):
+                job.logs.parent.rmdir()  # where it was made for this run only
+
+
+def _record(job: Job, config: LaunchConfig) -> None:
+    """Puts beside the logs what a run's numbers depend on and its command line doesn't show."""
+    import torch
+
+    record = {
+        "script": job.script.words if job.script else [job.flags.training_script],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "nnodes": job.flags.nnodes,
+        "nproc_per_node": config.nproc_per_node,
+        "threads_per_rank": os.environ["OMP_NUM_THREADS"],
+        "start": "warm" if job.is_warm else "cold",
+        "torch": torch.__version__,
+    }
+    (job.logs / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _configure(job: Job) -> tuple[LaunchConfig, str, list[str]]:
+    """torchrun's own reading of its flags, and what follows from them here."""
+    from torch.distributed.run import config_from_args
+
+    from paceline.launching.elastic.rendezvous import ONE_NODE
+
+    flags = job.flags
+    is_one_node = flags.standalone
+    if is_one_node:
+        flags.rdzv_backend, flags.rdzv_endpoint, flags.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    flags.master_port = flags.master_port or 29500
+    # Its own files go beside ours where somebody wants them.
+    wished, flags.log_dir = flags.log_dir, str(job.logs if job.keeps_logs else job.folder / "torchelastic")
+    flags.run_path = False  # the warm start runs every script so
+    try:
+        config, command, args = config_from_args(flags)
+    except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:
+        raise PacelineError(
+            "PL343",
+            saw=f"{error}.",
+            rule="torchrun's flags must fit together.",
+            fix="See paceline run --help.",
+        ) from None
+    finally:
+        flags.log_dir = wished
+    if is_one_node:
+        config.rdzv_backend = ONE_NODE
+    job.is_warm &= config.numa_options is None
+    return config, str(command), [str(word) for word in args]

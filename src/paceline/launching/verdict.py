@@ -1,0 +1,160 @@
+"""What is said at the end of a job: which rank failed first, by what and where, and where the rest is."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+
+from paceline.errors import PacelineError
+from paceline.launching.ending.endings import (
+    ASKED_TO_STOP,
+    Ending,
+    PumpLost,
+    RankFailed,
+    describe_death,
+    find_cause,
+    find_consequences,
+    has_lost_peer,
+    read_endings,
+)
+from paceline.launching.ending.memory import describe_kill
+from paceline.launching.ending.trace import find_last
+from paceline.launching.job import Job
+from paceline.launching.processes.ranks import COLD, Ranks
+from paceline.launching.stop import Interrupted, Stop
+from paceline.launching.watcher import JobStuck, Said
+
+log = logging.getLogger(__name__)
+
+_LOG_TAIL_BYTES = 65536
+_LOST_HERE = "It lost its peer, and no rank is known to have failed by itself."
+_LOST_ELSEWHERE = "It lost its peer: the cause is what ended a rank on another node, see the output there."
+
+
+def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
+    """Raises what ended the job, if it did not end well.
+
+    Raises:
+        JobStuck: the watcher has found that the ranks can't go on.
+        RankFailed: a rank failed; the first one that did not just lose its peer.
+        Interrupted: the job was asked to stop.
+        PacelineError: PL344 where the ranks could not be started.
+        OSError: too few files may be open.
+    """
+    if stop.lost:
+        raise PumpLost
+    if job.watcher is not None and job.watcher.told:
+        job.pump.drain()
+        job.keeps_logs = True
+        raise JobStuck(job.watcher.told)
+    job.pump.drain()
+    endings = _collect_endings(job, ranks)
+    cause = find_cause(endings)
+    if job.rounds.asked is not None:
+        if cause is not None and not cause.follower and cause.kind == "error":
+            raise _fail(job, ranks, cause)
+        raise Interrupted(job.rounds.asked, stop.num_killed)
+    _tell_late_settings(job)
+    if error is None:
+        return
+    if cause is None:
+        # Nobody asked this job to stop: the script itself raised KeyboardInterrupt, or left by such a code.
+        cause = next((ending for ending in endings if ending.code in ASKED_TO_STOP), None)
+    if cause is not None:
+        raise _fail(job, ranks, cause) from None
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise error  # no word of the rendezvous; the command reports the limit
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    if isinstance(error, RendezvousError | OSError | RuntimeError | ValueError):
+        raise PacelineError(
+            "PL344",
+            saw=f"The ranks could not be started: {type(error).__name__}: {str(error).strip()}",
+            rule="Before ranks start, the nodes meet at the rendezvous, and each program must be found.",
+            fix="Check --rdzv-endpoint (or --master-addr and --master-port) and --nnodes on every node.",
+        ) from error
+    raise error
+
+
+def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
+    """Logs why all ranks of this node start again."""
+    cause = find_cause(_collect_endings(job, ranks))
+    if cause is None:
+        log.warning("the nodes have changed; all ranks start again")
+        return
+    why, is_cause = _explain(job, ranks, cause)
+    what = cause.error() or RankFailed(cause.rank, cause.code, cause.trace)
+    log.warning("%s", (why.text if why is not None and is_cause else str(what)).splitlines()[0])
+    log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
+
+
+def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
+    """How each rank of the last round ended: by its own word, or else by its status and its log."""
+    told = {ending.rank: ending for ending in read_endings(job.attempt)}
+    for process in ranks.latest:
+        rank, status = process.start.rank, process.returncode
+        if rank in told or status in (0, None) or process.asked or process.refusal:
+            continue
+        trace = find_last(_read_tail(process.start.log))
+        ended_s = process.ended_s or time.time()
+        told[rank] = Ending(rank, "error", status or 1, ended_s, has_lost_peer(trace), trace)
+    return sorted(told.values(), key=lambda ending: ending.time_s)
+
+
+def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | PacelineError:
+    process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
+    logs = f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}" if process else ""
+    why, is_cause = _explain(job, ranks, cause)
+    if why is not None and is_cause:
+        job.keeps_logs = True
+        return JobStuck(why, logs)
+    hints = [] if why is None else [f"The ranks' collectives don't match either: {why.text}"]
+    if ranks.keeper_died:
+        hints.append("The process that ranks are forked from was killed, and the ranks with it.")
+    elif cause.code == -signal.SIGKILL and process is not None:
+        hints.append(describe_kill(process.pid, job.ooms))
+    if cause.follower and process is not None:
+        is_one_node = process.start.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        hints.append(_LOST_HERE if is_one_node else _LOST_ELSEWHERE)
+    if job.watcher is not None and why is None:
+        hints.append(job.watcher.told_of_others)
+    hints.append(logs)
+    job.keeps_logs = True
+    ours = cause.error()
+    if ours is not None:
+        ours.exit_code = 1  # as torchrun's, where a rank fails
+        return ours
+    return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
+
+
+def _explain(job: Job, ranks: Ranks, cause: Ending) -> tuple[Said | None, bool]:
+    """The watcher's word on why ranks failed, if it has one; and whether this one failed of that."""
+    if job.watcher is None:
+        return None, False
+    logs = {p.start.rank: _read_tail(p.start.log) for p in ranks.latest}
+    ends = find_consequences(cause, logs)
+    died = " ".join(describe_death(end, logs.get(end.rank, "")) for end in ends)
+    return job.watcher.explain_failure(died), bool(ends)
+
+
+def _read_tail(path: str) -> str:
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - _LOG_TAIL_BYTES))
+        return file.read().decode("utf-8", errors="replace")
+    return ""
+
+
+def _tell_late_settings(job: Job) -> None:
+    names = {
+        word for path in job.attempt.glob(f"{COLD}*") for word in path.read_text(encoding="utf-8").split()
+    }
+    if names:
+        log.warning(
+            "the script set %s before it imported torch, which the warm start had imported already, so its "
+            "ranks started over, cold; --cold saves the attempt",
+            ", ".join(sorted(names)),
+        )

@@ -1,0 +1,165 @@
+"""A layout that differs, with all that was seen of it, and the words in which causes are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paceline.data.share import owned_microbatches
+from paceline.recipe import Layout
+from paceline.recipe.axes import list_axes
+from paceline.verifying.compare import Difference
+from paceline.verifying.locate import EventDifference, Observed, WatchedFacts
+from paceline.verifying.precision import KINDS_OF_TYPES
+from paceline.verifying.reference import Facts
+from paceline.verifying.settings import SettingDifference, drop_layouts_own
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A likely cause.
+
+    Attributes:
+        code: of the page.
+        module: full name of the module or tensor that it is put to, empty for none.
+        saw, rule, fix: as in `Finding`.
+    """
+
+    code: str
+    module: str
+    saw: str
+    rule: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout that differs.
+
+    Attributes:
+        layout: resolved.
+        dtype: of training.
+        facts: of the reference.
+        differences: of all ranks.
+        watched: of the reference's watched step, `None` where it was not watched.
+        observed: of that step, by rank.
+    """
+
+    layout: Layout
+    dtype: str
+    facts: Facts
+    differences: Sequence[Difference]
+    watched: WatchedFacts | None = None
+    observed: Sequence[Observed] = ()
+
+    @property
+    def step(self) -> int:
+        """The first that has a difference."""
+        return first_step(self.differences)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of that step."""
+        return self.facts.num_microbatches[max(0, self.step - 1)]
+
+    @cached_property
+    def first(self) -> list[Difference]:
+        """The differences of that step."""
+        return [difference for difference in self.differences if difference.step == self.step]
+
+    def of_kind(self, kind: str) -> list[Difference]:
+        """Those of one kind, the largest in units of its tolerance first."""
+        return sorted((d for d in self.first if d.kind == kind), key=lambda d: -d.ratio)
+
+    def events(self, *, gradient: bool) -> list[EventDifference]:
+        """Of all ranks, the first first; in backward the last event is the first."""
+        found = [d for rank in self.observed for d in rank.differences if d.gradient == gradient]
+        return sorted(found, key=lambda d: (-d.order if gradient else d.order, d.microbatch, d.rank))
+
+    def settings_of(self, owner: str, ranks: Iterable[int]) -> list[SettingDifference]:
+        """What differs in the settings of an owner on exactly these ranks."""
+        wanted, found = set(ranks), []
+        for difference in self.settings:
+            if difference.owner == owner:
+                same = {d.rank for d in self.settings if (d.owner, d.name) == (owner, difference.name)}
+                found += [difference] if same == wanted else []
+        return found
+
+    @cached_property
+    def settings(self) -> list[SettingDifference]:
+        """All settings that differ, but for sizes of a layout's parts."""
+        return drop_layouts_own([d for o in self.observed for d in o.settings], self.layout.num_ranks)
+
+    def narrower(self, module: str | None) -> str:
+        """The type that this layout computes a module in, where one process has a wider one.
+
+        `None` asks for what runs outside of forwards: backward and the reductions. Empty where none is.
+        """
+        if self.watched is None or self.dtype not in KINDS_OF_TYPES:
+            return ""
+        expected = self.watched.outside if module is None else self.watched.types
+        for observed in self.observed:
+            for name, kind in (observed.outside if module is None else observed.types).items():
+                is_inside = not module or name == module or name.startswith(f"{module}.")
+                wider = expected.get(name, self.dtype)
+                if is_inside and KINDS_OF_TYPES.index(kind) > KINDS_OF_TYPES.index(wider):
+                    return kind
+        return ""
+
+    def owned(self, dp_rank: int) -> range:
+        """The microbatches that a place of dp computes."""
+        return owned_microbatches(self.num_microbatches, self.layout.dp, dp_rank)
+
+    def name_ranks(self, ranks: Iterable[int]) -> str:
+        """`on rank 1 only`, `on ranks 2 and 3 of 4`, `on all 4 ranks`."""
+        found, total = sorted(set(ranks)), self.layout.num_ranks
+        if len(found) == total:
+            return f"on all {total} ranks" if total > 1 else "on the only rank"
+        if len(found) == 1:
+            return f"on rank {found[0]} only"
+        return f"on ranks {', '.join(map(str, found[:-1]))} and {found[-1]} of {total}"
+
+    def name_degree(self, factor: float) -> str | None:
+        """The axis whose degree is `factor`, for example `dp_replicate=2`."""
+        data = " x ".join(list_axes(shares_data=True))
+        degrees = self.layout.degrees | {data: self.layout.dp, "all ranks": self.layout.num_ranks}
+        for axis, degree in degrees.items():
+            if degree > 1 and near(factor, degree):
+                return f"{axis}={degree}"
+        return None
+
+
+def first_step(differences: Iterable[Difference]) -> int:
+    """The first step that has a difference."""
+    return min(difference.step for difference in differences)
+
+
+def near(value: float, wanted: float, slack: float = 5e-3) -> bool:
+    """Whether two factors are the same but for what a least-squares fit leaves."""
+    return abs(value - wanted) <= slack * max(abs(wanted), 1e-3)
+
+
+def tell_settings(case: Case, differences: Sequence[SettingDifference]) -> str:
+    """`eps is 0.001 on rank 1 only, and 1e-05 in one process`, of a few of them."""
+    told: dict[str, list[SettingDifference]] = {}
+    for difference in differences:
+        told.setdefault(difference.name, []).append(difference)
+    parts = []
+    for name, found in list(told.items())[:3]:
+        first = found[0]
+        here, there = (text or "not there" for text in (first.found, first.expected))
+        parts.append(f"{name} is {here} {case.name_ranks(d.rank for d in found)}, and {there} in one process")
+    return "; ".join(parts)
+
+
+def name_some(names: Sequence[str], limit: int = 3) -> str:
+    """The first few of some names, and how many more there are."""
+    different = list(dict.fromkeys(names))
+    more = len(different) - limit
+    return ", ".join(different[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def show_size(size: float, tolerance: float) -> str:
+    """`by 3.1e-02, where rounding stays below 1.2e-13`."""
+    return f"by {size:.1e}, where rounding stays below {tolerance:.1e}"

@@ -1,0 +1,282 @@
+"""From what differs to the likely cause, as one finding per layout.
+
+The order is that of a step: what went in, forward, loss, gradient, norm, update. The first that differs
+explains what comes after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from paceline.finding import Finding
+from paceline.recipe.axes import list_axes
+from paceline.verifying import gradient_cause
+from paceline.verifying.case import Case, Explained, name_some, near, show_size, tell_settings
+from paceline.verifying.compare import Difference
+from paceline.verifying.forward_cause import explain_forward, find_parent, find_place
+from paceline.verifying.precision import LOSS
+from paceline.verifying.run_steps import KINDS
+from paceline.verifying.settings import FUNCTIONS, OPTIMIZER, PROCESS
+
+
+def diagnose(case: Case) -> Finding:
+    """What is most likely wrong with a layout."""
+    found = _explain(case)
+    when = f"step {case.step}" if case.step else "before step 1"
+    where = f"{case.layout}, {when}" + (f", {found.module}" if found.module else "")
+    return Finding(found.code, where, found.saw + _note_settings(case, found), found.rule, found.fix)
+
+
+def starts_in(case: Case, modules: Mapping[str, str]) -> bool:
+    """Whether the first difference is in the own code of one of `modules`, or in the loss where it is one.
+
+    What goes in must agree, so nothing but this code can have made the difference.
+    """
+    if case.step == 0 or case.watched is None or not modules:
+        return False
+    forward, backward = case.events(gradient=False), case.events(gradient=True)
+    if forward:
+        return not forward[0].event.is_weight and find_place(case, forward[0])[0] in modules
+    if case.of_kind("loss"):
+        return LOSS in modules
+    if backward:
+        first = backward[0].event
+        return first.module in modules or (first.side == "out" and find_parent(case, first.module) in modules)
+    owners = {d.name.rpartition(".")[0] for d in case.of_kind("gradient")}
+    return bool(owners) and owners <= set(modules)
+
+
+def _note_settings(case: Case, found: Explained) -> str:
+    """What else is known of ranks whose functions, process or optimizer differ."""
+    others = [d for d in case.settings if d.owner in (FUNCTIONS, PROCESS, OPTIMIZER)]
+    others = [d for d in others if d.name not in found.saw]
+    return f" Besides, {tell_settings(case, others)}." if others else ""
+
+
+def _explain(case: Case) -> Explained:
+    if case.step > 0 and all(d.size <= d.rounding for d in case.first):
+        return _explain_bits(case)
+    if case.step == 0:
+        return _explain_start(case)
+    lost = _explain_lost(case)
+    if lost is not None:
+        return lost
+    if case.events(gradient=False):
+        return explain_forward(case)
+    for explain in (
+        _explain_loss,
+        _explain_changed,
+        gradient_cause.explain,
+        _explain_norm,
+        _explain_buffers,
+        _explain_update,
+    ):
+        found = explain(case)
+        if found is not None:
+            return found
+    raise AssertionError(f"no cause for {case.first[:3]}")
+
+
+def _explain_bits(case: Case) -> Explained:
+    first = min(case.first, key=lambda d: KINDS.index(d.kind))
+    return Explained(
+        "PL715",
+        first.name,
+        f"The {first.kind} differs {case.name_ranks([d.rank for d in case.first])} by {first.size:.1e}, "
+        "which is rounding.",
+        'reduction="exact" promises the bits of one process on every layout without '
+        f"{' and '.join(list_axes(keeps_bits=False))}.",
+        'Look for a sum whose order depends on the ranks; or train with reduction="fast", which promises '
+        "rounding only.",
+    )
+
+
+def _explain_start(case: Case) -> Explained:
+    names = [d.name for d in case.first]
+    first = max(case.first, key=lambda d: d.ratio)
+    which = case.name_ranks(d.rank for d in case.first)
+    return Explained(
+        "PL700",
+        first.name,
+        f"Before the first step {name_some(names)} differ{'s' if len(set(names)) == 1 else ''} {which}, "
+        f"by up to {first.size:.1e}{_note(first)}.",
+        "Every layout starts from the same weights and buffers, to the bit.",
+        "Look for random numbers that depend on the rank when the model is built, or a tensor that is not "
+        "handed out from rank 0.",
+    )
+
+
+def _explain_lost(case: Case) -> Explained | None:
+    """Microbatches that no rank ran, or several did."""
+    if not case.observed:
+        return None
+    ran = Counter(number for observed in case.observed for number in observed.ran)
+    lost = [number for number in range(case.num_microbatches) if not ran[number]]
+    twice = [number for number, count in ran.items() if count > case.layout.num_ranks // case.layout.dp]
+    if not lost and not twice:
+        return None
+    owner = {number: place for place in range(case.layout.dp) for number in case.owned(place)}
+    numbers = lost or twice
+    ranks = sorted({case.layout.list_dp_ranks(owner[number])[0] for number in numbers})
+    what = "ran on no rank" if lost else "ran more than once"
+    return Explained(
+        "PL704",
+        "the global batch",
+        f"Microbatch {name_some(list(map(str, numbers)), 8)} of {case.num_microbatches} {what}; "
+        f"{'it belongs' if len(numbers) == 1 else 'they belong'} to rank {name_some(list(map(str, ranks)))}.",
+        "Each microbatch of the global batch runs exactly once.",
+        "Look at how the global batch is shared out, and at the loop over a rank's microbatches.",
+    )
+
+
+# ---- after the forward
+
+
+def _explain_loss(case: Case) -> Explained | None:
+    differing = case.of_kind("weight of the batch") or case.of_kind("loss")
+    if not differing:
+        return None
+    first = differing[0]
+    which = case.name_ranks(d.rank for d in differing)
+    apart = _list_losses_apart(case)
+    factor = f", {first.factor:.6g} times the reference's," if first.factor else ""
+    if apart:
+        saw = f"What the loss function gives for microbatch {name_some(list(map(str, apart)))} differs"
+        rule = "The loss of a microbatch doesn't depend on the layout."
+        fix = "Look at the loss: a mean over what a rank has, or a sum over a split vocabulary left out."
+    else:
+        saw = f"Every microbatch's loss agrees, but the {first.kind}{factor} differs"
+        rule = "The loss is the sum of all microbatches' losses over the sum of their weights."
+        fix = (
+            "Look at how losses and weights are added up over the ranks: means of means, or a rank left out."
+        )
+    return Explained(
+        "PL718", "the loss", f"{saw} {which}, {show_size(first.size, first.tolerance)}.", rule, fix
+    )
+
+
+def _list_losses_apart(case: Case) -> list[int]:
+    if case.watched is None:
+        return []
+    apart = set()
+    for observed in case.observed:
+        for number, pair in observed.losses.items():
+            expected = case.watched.losses.get(number, pair)
+            if any(abs(a - b) > 1e-6 * max(abs(a), abs(b)) for a, b in zip(pair, expected, strict=True)):
+                apart.add(number)
+    return sorted(apart)
+
+
+def _explain_changed(case: Case) -> Explained | None:
+    """Weights that a forward changes in place."""
+    changed = set() if case.watched is None else set(case.watched.changed)
+    differing = [d for d in case.first if d.kind in ("gradient", "weight") and d.name in changed]
+    if not differing or case.watched is None:
+        return None
+    first = differing[0]
+    module = first.name.rpartition(".")[0]
+    facts = case.watched.modules.get(module)
+    hooks = f" It has the hook {name_some(facts.hooks)}." if facts is not None and facts.hooks else ""
+    return Explained(
+        "PL723",
+        first.name,
+        f"In one process a forward changes {first.name} in place, and outputs agree, but the {first.kind} "
+        f"differs {case.name_ranks(d.rank for d in differing)}, {show_size(first.size, first.tolerance)}."
+        f"{hooks}",
+        "Weights change in the optimizer's step. A rank that gathers a weight for a forward, or keeps a part "
+        "of it, loses what the forward writes to it.",
+        "Change the weight after the step (for example after trainer.step), or compute what is needed from "
+        "it in the forward without writing to it (torch.nn.utils.parametrize).",
+    )
+
+
+def _explain_norm(case: Case) -> Explained | None:
+    differing = case.of_kind("norm")
+    if not differing:
+        return None
+    first = differing[0]
+    times = f" It is {first.factor:.6g} times the reference's." if first.factor else ""
+    return Explained(
+        "PL708",
+        "the global norm",
+        f"Every gradient agrees, but the global norm differs {case.name_ranks(d.rank for d in differing)}, "
+        f"{show_size(first.size, first.tolerance)}.{times}",
+        "The norm is over all gradients, each element once, wherever it lies.",
+        "Look at how squares are summed: a shard's own norm is too small, and copies counted on every rank "
+        "make it too large.",
+    )
+
+
+def _explain_buffers(case: Case) -> Explained | None:
+    differing = [d for d in case.first if d.kind == "buffer"]
+    if not differing or case.of_kind("weight"):
+        return None
+    first = differing[0]
+    is_ordered = any(d.name in case.facts.ordered for d in differing)
+    why = (
+        " In one process too it depends on the order of the microbatches, by more than rounding: each "
+        "forward goes on from what the one before left."
+        if is_ordered
+        else ""
+    )
+    verb = "buffers" if len({d.name for d in differing}) > 1 else "buffer"
+    return Explained(
+        "PL710",
+        first.name,
+        f"Weights and gradients agree, but {verb} {name_some([d.name for d in differing])} "
+        f"differ{'s' if verb == 'buffer' else ''} {case.name_ranks(d.rank for d in differing)}, "
+        f"{show_size(first.size, first.tolerance)}.{why}",
+        "Buffers are the same on every rank and on every layout after each step.",
+        "A buffer that a forward changes has to be synchronised; BatchNorm's statistics are merged over all "
+        "microbatches. For a module of your own, compute it from what all ranks share.",
+    )
+
+
+def _explain_update(case: Case) -> Explained | None:
+    differing = case.of_kind("weight") or case.of_kind("optimizer")
+    if not differing:
+        return None
+    first = differing[0]
+    names = [d.name for d in differing]
+    which = case.name_ranks(d.rank for d in differing)
+    tied = {name for group in case.facts.tied for name in group}
+    if tied and first.kind == "weight" and set(names) <= tied:
+        return Explained(
+            "PL711",
+            first.name,
+            f"Gradients agree, but after the update only tied parameters differ ({name_some(names)}) "
+            f"{which}, {show_size(first.size, first.tolerance)}.",
+            "Tied parameters are one tensor, updated once.",
+            "Look for a layout that made copies of it, which the optimizer updates apart.",
+        )
+    scaled = _find_clip(case)
+    factor = "" if scaled is None else f" The optimizer saw gradients of {scaled:.4g} times their size."
+    what = "weights" if first.kind == "weight" else "state of the optimizer"
+    settings = [d for d in case.settings if d.owner == OPTIMIZER and d.name in names]
+    if settings:
+        factor += f" The optimizer's settings differ: {tell_settings(case, settings)}."
+    return Explained(
+        "PL709",
+        first.name.split(" ")[0],
+        f"Gradients and their norm agree, but the {what} after the update "
+        f"differ{'s' if what[0] == 's' else ''} {which}: {name_some(names)}{_note(first)}, "
+        f"{show_size(first.size, first.tolerance)}.{factor}",
+        "The same gradients, clipped alike, move the weights alike.",
+        "Look at what comes after the reduction: clipping by another norm, a step left out, weights gathered "
+        "from before the update, the optimizer's settings on this layout.",
+    )
+
+
+def _find_clip(case: Case) -> float | None:
+    """The factor of the first moments, where the optimizer's state is compared at this step too."""
+    factors = [
+        d.factor
+        for d in case.of_kind("optimizer")
+        if d.name.endswith((" exp_avg", " momentum_buffer")) and d.factor is not None
+    ]
+    return factors[0] if factors and all(near(factor, factors[0]) for factor in factors) else None
+
+
+def _note(difference: Difference) -> str:
+    return f" ({difference.note})" if difference.note else ""

@@ -1,0 +1,449 @@
+"""Runs the comparison: the reference once, then every layout on ranks of this machine."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.launching.ending.endings import RankFailed
+from paceline.launching.local import check_launch, launch
+from paceline.launching.watcher import HANG_AFTER_S, JobStuck
+from paceline.recipe import Layout, Recipe
+from paceline.verifying.case import Case, name_some, show_size
+from paceline.verifying.cause import diagnose, starts_in
+from paceline.verifying.compare import FACTORS, Noise, divide
+from paceline.verifying.layouts import Compared, compare_layouts
+from paceline.verifying.locate import WatchedFacts, watch_layouts, watch_reference
+from paceline.verifying.reference import Facts, make_reference, measure_narrow
+from paceline.verifying.subject import RecipeSubject, Subject, UserSubject
+
+# Runs a function on so many fresh ranks of this machine and gives what they return, by rank.
+Run = Callable[[Callable[..., Any], int, tuple[Any, ...]], list[Any]]
+
+
+@dataclass(frozen=True)
+class LayoutResult:
+    """What came out for one layout.
+
+    Attributes:
+        layout: as text, resolved.
+        num_ranks: it was tried on.
+        status: `"ok"`, `"differs"`, `"refused"` (Paceline says why it can't be) or `"failed"` (a rank ended).
+        worst: the largest difference in units of its tolerance: at most 1 is rounding.
+        worst_noise: the largest difference in units of an ordinary rounding difference.
+        worst_where: which tensor had the largest, as `step/kind/name`.
+        same_bits: whether nothing differed by a single bit.
+        num_compared: tensors and numbers, over all ranks.
+        seconds: that it took.
+        findings: why, where it is not ok.
+    """
+
+    layout: str
+    num_ranks: int
+    status: str
+    worst: float = 0.0
+    worst_noise: float = 0.0
+    worst_where: str = ""
+    same_bits: bool = False
+    num_compared: int = 0
+    seconds: float = 0.0
+    findings: list[Finding] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `verify` found; `dataclasses.asdict` of it is JSON-able.
+
+    Attributes:
+        results: by layout, in the order asked for.
+        dtype, reduction: of training.
+        num_steps: compared.
+        clip_norm: to which gradients were clipped, 0 for not at all.
+        num_tensors: of the reference.
+        num_microbatches: of each step.
+        factor: of a tolerance over the noise.
+        tolerances: by tensor and number (`step/kind/name`): floor, scale, tolerance.
+        reference_s: seconds that the reference and its reruns took.
+        draws: random draws of the forward that depend on the microbatches' size, and under tp on the rank:
+            PL450 to PL453. They are no difference by themselves.
+        remarks: what else to know of the comparison, as findings that are no fault: another type than fp64,
+            which the model does not compute in (PL724); parts in a narrower type (PL725).
+    """
+
+    results: list[LayoutResult]
+    dtype: str
+    reduction: str
+    num_steps: int
+    clip_norm: float
+    num_tensors: int
+    num_microbatches: list[int]
+    factor: float
+    tolerances: dict[str, tuple[float, float, float]]
+    reference_s: float
+    draws: list[Finding]
+    remarks: list[Finding] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layout is the same as one process; one that can't be laid out is not."""
+        return all(result.status == "ok" for result in self.results)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Of all layouts."""
+        return [finding for result in self.results for finding in result.findings]
+
+
+def verify(
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Any,
+    loss: Callable[[Any, Any], Any],
+    *,
+    layouts: Sequence[str | Layout],
+    forward: Callable[[Any, Any], Any] | None = None,
+    optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+    steps: int = 3,
+    dtype: str = "auto",
+    reduction: str = "fast",
+    clip_norm: float = 1.0,
+    microbatch_size: int | None = None,
+    global_batch_size: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    hang_after_s: float | None = HANG_AFTER_S,
+    **settings: Any,
+) -> Verified:
+    """Shows whether layouts of a model train as one process does, and where they don't.
+
+    One rank trains the reference for a few steps; then every layout trains on as many ranks of this machine
+    as it has, on the same global batches, in train mode, with dropout, optimizer and clipping. Compared are
+    initial weights, loss, every gradient, the global norm, buffers, weights after each step and the
+    optimizer's state. Call it in a process that is not a rank itself.
+
+    Args:
+        model_fn: builds the model, as a factory for `Trainer`.
+        batch_fn: from the step, from 1, to a global batch: a nest of tensors with samples along their first
+            dimension, the same for the same step on every rank. Or a data set, with `global_batch_size`.
+        loss: as `Trainer`'s.
+        layouts: for example `["dp_replicate=2", "dp_shard=2 tp=2"]`; a degree left out is 1.
+        forward: as `Trainer`'s.
+        optimizer: as `Trainer`'s. Default: AdamW with a rate of 1e-3.
+        steps: optimizer steps to compare.
+        dtype: fp64 keeps rounding furthest away from faults. Default `"auto"`: fp64, or fp32 where the model
+            does not compute in fp64.
+        reduction: `"fast"` or `"exact"`, which must have the same bits on layouts without tp.
+        clip_norm: to clip to; lowered until it clips. 0 for none.
+        microbatch_size: samples per forward. Default: an eighth of the global batch.
+        global_batch_size: samples per step, for a data set.
+        seed: of weights, order of samples and dropout.
+        device: as `paceline.start`'s.
+        hang_after_s: as `paceline.launch`'s.
+        settings: further arguments of `Trainer`.
+
+    Raises:
+        PacelineError: PL720 to PL722 for what can't be verified; PL320 to PL326 for ranks that can't start.
+        RankFailed: the reference itself failed.
+    """
+    subject = UserSubject(
+        model_fn=model_fn,
+        batch_fn=batch_fn,
+        loss=loss,
+        forward=forward,
+        optimizer=optimizer or build_default_optimizer,
+        num_steps=steps,
+        dtype="fp64" if dtype == "auto" else dtype,
+        reduction=reduction,
+        clip_norm=clip_norm,
+        microbatch_size=microbatch_size,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        device=device,
+        settings=settings,
+    )
+    resolved = [resolve_layout(layout) for layout in layouts]
+    return verify_subject(subject, resolved, run=Runner(device, hang_after_s), may_narrow=dtype == "auto")
+
+
+def verify_recipe(
+    recipe: Recipe,
+    layouts: Sequence[Layout],
+    *,
+    steps: int = 3,
+    run: Run | None = None,
+    tell: Callable[[LayoutResult], None] | None = None,
+    may_narrow: bool = False,
+) -> Verified:
+    """The same for a recipe; see `verify`.
+
+    Args:
+        recipe: what to train; its own layout plays no part.
+        layouts: with all degrees known.
+        steps: optimizer steps to compare.
+        run: what starts ranks; by default `paceline.launch`.
+        tell: hears of every layout as it is done.
+        may_narrow: whether a recipe in fp64 may be trained in fp32 where its model does not compute in fp64.
+    """
+    subject = RecipeSubject(recipe, steps)
+    runner = run or Runner(recipe.train.device)
+    return verify_subject(subject, layouts, run=runner, tell=tell, may_narrow=may_narrow)
+
+
+def build_default_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """AdamW over everything that is trained."""
+    return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-3)
+
+
+def resolve_layout(layout: str | Layout) -> Layout:
+    """A layout with all degrees known: copies that are not named are one."""
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    return layout.close()
+
+
+class Runner:
+    """Starts ranks by `paceline.launch`."""
+
+    def __init__(self, device: str, hang_after_s: float | None = HANG_AFTER_S) -> None:
+        self._device = device
+        self._hang_after_s = hang_after_s
+
+    def __call__(self, fn: Callable[..., Any], nproc: int, args: tuple[Any, ...]) -> list[Any]:
+        check_launch(nproc, self._device)
+        return launch(fn, nproc, args, device=self._device, hang_after_s=self._hang_after_s)
+
+
+def verify_subject(
+    subject: Subject,
+    layouts: Sequence[Layout],
+    *,
+    run: Run,
+    tell: Callable[[LayoutResult], None] | None = None,
+    may_narrow: bool = False,
+) -> Verified:
+    """Compares layouts of a subject with one process; see `verify_recipe`.
+
+    Raises:
+        PacelineError: PL720 without layouts or steps, PL722 where the reference can't be repeated.
+    """
+    _check(subject, layouts)
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
+        began_s = time.perf_counter()
+        subject, facts, remarks = _make_reference(subject, folder, run, may_narrow)
+        reference_s = time.perf_counter() - began_s
+        session = _Session(subject, folder, facts, run, tell)
+        results = session.verify(list(layouts))
+    return Verified(
+        results=results,
+        dtype=subject.dtype,
+        reduction=subject.reduction,
+        num_steps=subject.num_steps,
+        clip_norm=facts.clip_norm,
+        num_tensors=facts.num_tensors,
+        num_microbatches=facts.num_microbatches,
+        factor=FACTORS[subject.dtype],
+        tolerances={key: (n.floor, n.scale, n.tolerance) for key, n in facts.noise.items()},
+        reference_s=reference_s,
+        draws=facts.draws,
+        remarks=[*remarks, *session.remarks],
+    )
+
+
+def _make_reference(
+    subject: Subject, folder: str, run: Run, may_narrow: bool
+) -> tuple[Subject, Facts, list[Finding]]:
+    """Train the reference; in fp32 where it fails in fp64 and not in fp32."""
+    try:
+        return subject, run(make_reference, 1, (subject, folder))[0], []
+    except RankFailed as error:
+        if not may_narrow or subject.dtype != "fp64":
+            raise
+        narrower = subject.with_dtype("fp32")
+        try:
+            facts = run(make_reference, 1, (narrower, folder))[0]
+        except (RankFailed, PacelineError):
+            raise error from None  # it was not the type
+        reason = next((line for line in reversed(str(error).splitlines()) if "Error" in line), "").strip()
+        remark = Finding(
+            "PL724",
+            "the model",
+            f"Everything was trained and compared in fp32, because the model fails in fp64: {reason}",
+            "Verifying in fp64 keeps rounding furthest away from faults, where a model can compute in it.",
+            "Nothing needs to be done. In fp32 a fault must be larger to be seen, by some 8 digits.",
+        )
+        return narrower, facts, [remark]
+
+
+class _Session:
+    """Layouts that share a reference."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        folder: str,
+        facts: Facts,
+        run: Run,
+        tell: Callable[[LayoutResult], None] | None,
+    ) -> None:
+        self._subject, self._folder, self._facts, self._run = subject, folder, facts, run
+        self._tell = tell
+        self._watched: set[int] = set()
+        self._narrow_noise: dict[str, Noise] | None = None
+        self.remarks: list[Finding] = []
+
+    def verify(self, layouts: list[Layout]) -> list[LayoutResult]:
+        """Layouts of one number of ranks share a launch."""
+        done: dict[Layout, LayoutResult] = {}
+        for size in sorted({layout.num_ranks for layout in layouts}):
+            group = list(dict.fromkeys(layout for layout in layouts if layout.num_ranks == size))
+            for result, layout in zip(self._verify_group(group, size), group, strict=True):
+                done[layout] = result
+                if self._tell is not None:
+                    self._tell(result)
+        return [done[layout] for layout in layouts]
+
+    def _verify_group(self, layouts: list[Layout], size: int) -> list[LayoutResult]:
+        try:
+            found = self._run(compare_layouts, size, (self._subject, self._folder, layouts))
+        except (RankFailed, PacelineError, JobStuck) as error:
+            if len(layouts) == 1:
+                return [_tell_failure(layouts[0], error)]
+            # One of them ended the ranks: each on its own tells which.
+            return [result for layout in layouts for result in self._verify_group([layout], size)]
+        by_layout: list[list[Compared]] = [list(ranks) for ranks in zip(*found, strict=True)]
+        return [self._judge(layout, ranks, size) for layout, ranks in zip(layouts, by_layout, strict=True)]
+
+    def _judge(self, layout: Layout, ranks: list[Compared], size: int) -> LayoutResult:
+        """Runs a layout that differs again, watched, and says why."""
+        differences = [d for compared in ranks for d in compared.differences]
+        if not differences:
+            return _summarise(layout, ranks, None)
+        case = Case(layout, self._subject.dtype, self._facts, differences)
+        if case.step > 0:
+            try:
+                case = self._watch(case, size)
+            except (RankFailed, PacelineError, JobStuck) as error:
+                return _summarise(layout, ranks, _tell_unexplained(case, error))
+            if self._is_narrow_rounding(case, ranks):
+                noise = self._narrow_noise or {}
+                self._remark_narrow(layout)
+                return _summarise(layout, [_measure_again(compared, noise) for compared in ranks], None)
+        return _summarise(layout, ranks, diagnose(case))
+
+    def _watch(self, case: Case, size: int) -> Case:
+        step = case.step
+        if step not in self._watched:
+            self._run(watch_reference, 1, (self._subject, self._folder, step))
+            self._watched.add(step)
+        observed = self._run(watch_layouts, size, (self._subject, self._folder, [(case.layout, step)]))
+        facts = WatchedFacts.read(Path(self._folder), step)
+        return replace(case, watched=facts, observed=[rank[0] for rank in observed])
+
+    def _is_narrow_rounding(self, case: Case, ranks: list[Compared]) -> bool:
+        """Whether a layout is apart by no more than rounding in the narrower type of the part that is the
+        first to differ; then all else follows from it, and must be within what such rounding does to it."""
+        if not starts_in(case, self._facts.narrow):
+            return False
+        if self._narrow_noise is None:
+            self._narrow_noise = self._run(measure_narrow, 1, (self._subject, self._folder))[0]
+        noise = self._narrow_noise
+        sizes = [pair for compared in ranks for pair in compared.sizes.items()]
+        return all(key in noise and size <= noise[key].tolerance for key, size in sizes)
+
+    def _remark_narrow(self, layout: Layout) -> None:
+        narrow = self._facts.narrow
+        kinds = ", ".join(sorted(set(narrow.values())))
+        names = [name or "the model itself" for name in narrow]
+        self.remarks.append(
+            Finding(
+                "PL725",
+                str(layout),
+                f"It is apart by rounding in {kinds}: the first difference is in a part that computes "
+                f"so, though training is in {self._subject.dtype}. Such parts are {name_some(names, 4)}.",
+                "A model is compared by the precision that it really computes in.",
+                "Nothing needs to be done. To compare more strictly, have the model compute in the type that "
+                "its weights have.",
+            )
+        )
+
+
+def _measure_again(compared: Compared, noise: dict[str, Noise]) -> Compared:
+    """The same in units of another noise."""
+    ratios = [(divide(size, noise[key].tolerance), key) for key, size in compared.sizes.items()]
+    levels = [divide(size, noise[key].level) for key, size in compared.sizes.items()]
+    return replace(
+        compared, worst=max(ratios, default=(1.0, "")), worst_noise=max(levels, default=compared.worst_noise)
+    )
+
+
+def _tell_unexplained(case: Case, error: Exception) -> Finding:
+    """A layout that differs, and whose watched run failed."""
+    first = max(case.first, key=lambda d: d.ratio)
+    return Finding(
+        "PL726",
+        f"{case.layout}, step {case.step}",
+        f"The {first.kind} {first.name} differs {case.name_ranks(d.rank for d in case.first)}, "
+        f"{show_size(first.size, first.tolerance)}. Where it begins is not known, because the run "
+        f"that watches every module failed: {error}",
+        "Every layout gives the numbers of one process, within rounding.",
+        "Train with another layout, and please report it: watching modules must not make a run fail.",
+    )
+
+
+def _summarise(layout: Layout, ranks: list[Compared], finding: Finding | None) -> LayoutResult:
+    refused = next((compared.refused for compared in ranks if compared.refused is not None), None)
+    if refused is not None:
+        found = [Finding(refused.code, str(layout), refused.saw, refused.rule, refused.fix)]
+        return LayoutResult(str(layout), layout.num_ranks, "refused", findings=found)
+    worst = max(compared.worst for compared in ranks)
+    return LayoutResult(
+        layout=str(layout),
+        num_ranks=layout.num_ranks,
+        status="ok" if finding is None else "differs",
+        worst=worst[0],
+        worst_noise=max(compared.worst_noise for compared in ranks),
+        worst_where=worst[1],
+        same_bits=all(compared.same_bits for compared in ranks),
+        num_compared=sum(compared.num_compared for compared in ranks),
+        seconds=max(compared.seconds for compared in ranks),
+        findings=[] if finding is None else [finding],
+    )
+
+
+def _tell_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) -> LayoutResult:
+    """The ranks ended in the middle of a step: refused where Paceline says why, failed otherwise."""
+    if isinstance(error, PacelineError):
+        found = Finding(error.code, str(layout), error.saw, error.rule, error.fix)
+        return LayoutResult(str(layout), layout.num_ranks, "refused", findings=[found])
+    finding = Finding(
+        "PL717",
+        str(layout),
+        f"{'The ranks hang' if isinstance(error, JobStuck) else 'A rank failed'}: {error}",
+        "A layout that one process can train should train.",
+        "Fix what the message says; it names the rank and the line.",
+    )
+    return LayoutResult(str(layout), layout.num_ranks, "failed", findings=[finding])
+
+
+def _check(subject: Subject, layouts: Sequence[Layout]) -> None:
+    if isinstance(subject.num_steps, bool) or not isinstance(subject.num_steps, int) or subject.num_steps < 1:
+        raise PacelineError(
+            "PL720",
+            saw=f"steps={subject.num_steps!r}.",
+            rule="The steps that are compared are counted from 1.",
+            fix="Leave it out for 3: the third sees what the first two left behind.",
+        )
+    if not layouts:
+        raise PacelineError(
+            "PL720",
+            saw="no layout to verify.",
+            rule="A layout is compared with one process.",
+            fix='Name one: layouts=["dp_replicate=2"], or --layout "dp_replicate=2", or --all.',
+        )

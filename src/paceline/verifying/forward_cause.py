@@ -1,0 +1,230 @@
+"""Why a module's output differs, from what was seen at the modules' doors.
+
+A cause is told only where something shows it: a setting that differs on these very ranks, random numbers that
+are others, values that a narrower type gives, a weight of an earlier step. Else the place is told, and that
+the cause is not known.
+"""
+
+from __future__ import annotations
+
+from paceline.verifying.case import Case, Explained, near, show_size, tell_settings
+from paceline.verifying.locate import EventDifference
+from paceline.verifying.settings import FUNCTIONS, PROCESS
+
+_CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
+# A difference of this share of a tensor's largest element is no rounding of any type in use.
+_LARGE = 1e-3
+
+
+def explain_forward(case: Case) -> Explained:
+    """Explain the first difference of a forward."""
+    events = case.events(gradient=False)
+    first = events[0]
+    ranks = {d.rank for d in events if d.order == first.order}
+    which = case.name_ranks(ranks)
+    micro = f"microbatch {first.microbatch}"
+    module, place = find_place(case, first)
+    size = show_size(first.size, first.tolerance)
+    if first.event.is_weight:
+        return _explain_weight(case, first, which, size)
+    if first.event.side == "in" and not first.event.module:
+        return Explained(
+            "PL716",
+            "the batch",
+            f"What went into the model differs {which}, {micro}, {size}.",
+            "Every layout trains on the same global batches.",
+            "Look at the data: an order, an augmentation or a step that depends on the rank.",
+        )
+    saw = f"The first difference {which} is {place}, {micro}, {size}."
+    if first.owner is not None:
+        saw += f" It is what rank {first.owner} of tp should have."
+        return _explain_module(case, first, module, saw)
+    for explain in (explain_settings, _explain_type, _explain_draws, _explain_padding, _explain_stale):
+        found = explain(case, first, module, saw, ranks)
+        if found is not None:
+            return found
+    if first.factor is not None and not near(first.factor, 1.0, 1e-6):
+        axis = case.name_degree(first.factor) or (
+            case.name_degree(1 / first.factor) if first.factor else None
+        )
+        saw += f" It is {first.factor:.6g} times the reference's" + (f": {axis}." if axis else ".")
+    return _explain_module(case, first, module, saw)
+
+
+def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -> Explained:
+    """A module's forward that found another weight than the last update left."""
+    name = first.event.weight
+    finder = first.event.module or "the model"
+    saw = f"The weight {name} that the forward of {finder} finds differs {which}, {size}"
+    if first.rounded_to:
+        return Explained(
+            "PL712",
+            first.event.module,
+            f"{saw}: it is rounded to {first.rounded_to}.",
+            f"dtype {case.dtype} computes and communicates in that type throughout.",
+            f"Look for what gathers or casts weights in {first.rounded_to}.",
+        )
+    if first.stale is not None:
+        after = f"after step {first.stale}" if first.stale else "before the first step"
+        saw += f": it is the weight as it was {after}"
+    return Explained(
+        "PL714",
+        first.event.module,
+        f"{saw}. The weights after the steps before agree.",
+        "A forward uses the weights that the last update left.",
+        "Look for weights that are kept from before: gathered once and not again, or a copy; or for what "
+        "changes a weight between the update and the forward.",
+    )
+
+
+def explain_settings(
+    case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
+) -> Explained | None:
+    """A setting of the module, or a function, that is another one on these ranks and no others."""
+    found = case.settings_of(module, ranks)
+    if not found and not case.settings_of(PROCESS, ranks) and not case.settings_of(FUNCTIONS, ranks):
+        return None
+    kind = "" if case.watched is None else case.watched.modules[module].kind
+    if found:
+        told = f"Of {module or 'the model'} ({kind}), {tell_settings(case, found)}."
+    else:
+        others = [*case.settings_of(FUNCTIONS, ranks), *case.settings_of(PROCESS, ranks)]
+        told = f"There, {tell_settings(case, others)}."
+    return Explained(
+        "PL719",
+        module,
+        f"{saw} {told}",
+        "All ranks run the same code with the same settings.",
+        "Look for what sets this by rank or by world size: a configuration read on one rank, a patch of a "
+        "function, a hook.",
+    )
+
+
+def _explain_draws(
+    case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
+) -> Explained | None:
+    facts = case.watched.modules.get(module) if case.watched is not None else None
+    dropout = 0.0 if facts is None else facts.dropout
+    others = {name for o in case.observed if o.rank in ranks for name in o.other_draws}
+    is_drawn = module in others or first.event.module in others
+    is_dropout = facts is not None and "drop" in facts.kind.lower() and dropout > 0
+    is_large = first.size > _LARGE * first.scale
+    # What a mask inside a fused operation on a part of the heads does shows no zeros, and no draw to compare.
+    is_likely = bool(dropout) and is_large and case.layout.tp > 1 and first.factor is None
+    if not (first.looks_masked or is_drawn or (is_dropout and is_large) or is_likely):
+        return None
+    why = f" {facts.kind} has dropout {dropout:g}." if facts is not None and dropout else ""
+    why += " Other elements are 0, and the rest agrees." if first.looks_masked else ""
+    why += " It drew other random numbers than one process." if is_drawn else ""
+    return Explained(
+        "PL702",
+        module,
+        f"{saw}{why}",
+        "Random numbers depend on seed, step, sample and position only, never on the rank or layout.",
+        "Draw them through nn.Dropout or torch's functions, in the forward; a generator of your own must "
+        "be seeded by what is computed.",
+    )
+
+
+def _explain_padding(
+    case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
+) -> Explained | None:
+    if not first.only_padding:
+        return None
+    return Explained(
+        "PL713",
+        module,
+        f"{saw} Only positions differ that the batch marks as padding.",
+        "What stands in padding must not reach the loss, and should not differ either.",
+        "Look for a statistic, a mask or a split that counts padding.",
+    )
+
+
+def _explain_type(
+    case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
+) -> Explained | None:
+    computed = case.narrower(module) or case.narrower(first.event.module)
+    kind = computed or first.rounded_to
+    if not kind or case.dtype not in ("fp64", "fp32"):
+        return None
+    why = f"This layout computes in {kind} there" if computed else f"Its values are rounded to {kind}"
+    return Explained(
+        "PL712",
+        module,
+        f"{saw} {why}, and one process does not.",
+        f"dtype {case.dtype} computes and communicates in that type throughout.",
+        f"Look for a cast to {kind}, or an autocast, that the layout brings.",
+    )
+
+
+def _explain_stale(
+    case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
+) -> Explained | None:
+    found = [o.stale_copies[module] for o in case.observed if o.rank in ranks and module in o.stale_copies]
+    if not found:
+        return None
+    name, step = found[0]
+    after = f"after step {step}" if step else "before the first step"
+    return Explained(
+        "PL714",
+        module,
+        f"{saw} Its weights agree, but its attribute {name} holds one as it was {after}.",
+        "A forward uses the weights that the last update left.",
+        f"Compute {name} from the weight in every forward, or drop it when the optimizer has made a step.",
+    )
+
+
+def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -> Explained:
+    facts = case.watched.modules.get(module) if case.watched is not None else None
+    if facts is not None and facts.has_parameters and first.event.side == "out":
+        saw += " Its input and its weights agree."
+    if facts is not None and facts.hooks:
+        saw += f" It has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
+    if case.layout.tp > 1:
+        fix = (
+            "Look at how this module is laid out: a sum over tp after a matrix product that was split by "
+            "rows, heads or vocabulary divided in another way than its weights, a copy that went its own way."
+        )
+    else:
+        fix = (
+            "Look at what this code computes besides its input and weights: something that depends on the "
+            "rank or the world size, a value kept from an earlier forward, a collective of its own."
+        )
+    return Explained("PL701", module, saw, "A module gives the same output under every layout.", fix)
+
+
+def find_place(case: Case, first: EventDifference) -> tuple[str, str]:
+    """The module that a forward difference is put to, and where in it."""
+    event = first.event
+    if event.side == "out":
+        return event.module, f"in the output of {event.module or 'the model'}"
+    parent = find_parent(case, event.module)
+    before = _find_earlier(case, first.order, parent)
+    between = f" after {before} and" if before else ""
+    return parent, f"in the code of {parent or 'the model itself'},{between} before {event.module}"
+
+
+def find_parent(case: Case, module: str) -> str:
+    """The module whose code calls a module: the next above it that is no container."""
+    parent = module.rpartition(".")[0]
+    modules = case.watched.modules if case.watched is not None else {}
+    while parent and parent in modules and modules[parent].kind in _CONTAINERS:
+        parent = parent.rpartition(".")[0]
+    return parent
+
+
+def _find_earlier(case: Case, order: int, parent: str) -> str:
+    """The last child of a module that came out before an event."""
+    if case.watched is None:
+        return ""
+    best, found = -1, ""
+    for text, number in case.watched.order.items():
+        name, _, side, _ = text.rsplit("|", 3)
+        if (
+            side == "out"
+            and best < number < order
+            and name.startswith(f"{parent}." if parent else "")
+            and name
+        ):
+            best, found = number, name
+    return found

@@ -1,0 +1,210 @@
+"""What runs on the ranks of a layout: the same steps, each rank comparing its own parts with the reference.
+
+Every rank reads the reference from one memory map and cuts its own part out of it, so comparing costs no
+communication, and a difference is known by its rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import PacelineError
+from paceline.recipe import Layout
+from paceline.train.same_settings import ranks_may_differ
+from paceline.train.trainer import Trainer
+from paceline.verifying.compare import (
+    ANOTHERS_PART,
+    Difference,
+    Noise,
+    divide,
+    find_factor,
+    find_rounding,
+    measure_distance,
+    share_apart,
+)
+from paceline.verifying.observe import list_parts, take_part
+from paceline.verifying.reference import Reference, key_of
+from paceline.verifying.run_steps import KINDS, run_steps
+from paceline.verifying.subject import Opened, Subject
+from paceline.world import start
+
+_NO_NOISE = Noise(0.0, 0.0, 0.0, 0.0)
+# Differences that a rank tells of; a wrong layout differs nearly everywhere after its first step.
+_MAX_TOLD = 2000
+
+
+@dataclass
+class Compared:
+    """What one rank found of one layout.
+
+    Attributes:
+        num_compared: tensors and numbers.
+        worst: the largest difference in units of its tolerance, and what had it.
+        worst_noise: the same in units of ordinary rounding.
+        same_bits: whether nothing differed by a single bit.
+        differences: beyond tolerance, in the order in which a run gives them.
+        sizes: of all that are beyond tolerance, by key.
+        refused: the code and text of the error that every rank met while building.
+        seconds: that the layout took on this rank.
+    """
+
+    num_compared: int = 0
+    worst: tuple[float, str] = (0.0, "")
+    worst_noise: float = 0.0
+    same_bits: bool = True
+    differences: list[Difference] = field(default_factory=list)
+    sizes: dict[str, float] = field(default_factory=dict)
+    refused: PacelineError | None = None
+    seconds: float = 0.0
+
+
+class Comparer:
+    """Compares this rank's parts with the reference's as they come.
+
+    Args:
+        reference: whole tensors.
+        trainer: of the layout.
+        bits: whether the layout promises the reference's bits; then nothing counts as rounding.
+    """
+
+    def __init__(self, reference: Reference, trainer: Trainer, *, bits: bool) -> None:
+        self.found = Compared()
+        self._reference, self._trainer, self._bits = reference, trainer, bits
+        self._rank = trainer.world.rank
+        self._seen: set[str] = set()
+
+    def number(self, step: int, kind: str, value: float) -> None:
+        key = key_of(step, kind)
+        expected = self._reference.facts.numbers[key]
+        size = 0.0 if value == expected or (math.isnan(value) and math.isnan(expected)) else math.inf
+        if size and math.isfinite(value) and math.isfinite(expected):
+            size = abs(value - expected)
+        noise = self._reference.facts.noise[key]
+        factor = value / expected if expected and math.isfinite(value) else None
+        self._note(step, kind, "", size, noise, factor=factor)
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        key = key_of(step, kind, name)
+        self._seen.add(key)
+        if key not in self._reference.keys:
+            self._note(step, kind, name, math.inf, _NO_NOISE, note="one process has none")
+            return
+        expected = self._take_part(owner, self._reference.tensor(key))
+        size, noise = measure_distance(expected, tensor), self._reference.facts.noise[key]
+        if size <= self._allow(noise):
+            self._note(step, kind, name, size, noise)
+            return
+        self._note(
+            step,
+            kind,
+            name,
+            size,
+            noise,
+            factor=find_factor(expected, tensor),
+            share=share_apart(expected, tensor, self._allow(noise)),
+            rounded_to=find_rounding(expected, tensor, self._scales(step)),
+            note=_compare_kinds(expected, tensor) or self._find_owner(key, owner, tensor, noise),
+        )
+
+    def _scales(self, step: int) -> tuple[float, ...]:
+        """What a reduction's sum is divided by after it: the weight of the global batch, or nothing."""
+        return 1.0, self._reference.facts.numbers.get(key_of(step, "weight of the batch"), 1.0)
+
+    def _find_owner(self, key: str, owner: str, tensor: Tensor, noise: Noise) -> str:
+        """Whose part it is, where it is another rank's."""
+        for place, part in enumerate(list_parts(self._trainer, owner, self._reference.tensor(key))):
+            if part.numel() and measure_distance(part, tensor) <= noise.tolerance:
+                return f"{ANOTHERS_PART} {place} of dp_shard"
+        return ""
+
+    def finish(self) -> Compared:
+        """Adds what the reference has and this layout never showed; gives everything, in order."""
+        for key in sorted(self._reference.keys - self._seen):
+            step, kind, name = key.split("/", 2)
+            owner = name.split(" ")[0] if kind == "optimizer" else name
+            if self._take_part(owner, self._reference.tensor(key)).numel():  # a shard may be empty
+                self._note(int(step), kind, name, math.inf, _NO_NOISE, note="this layout has none")
+        order = {kind: number for number, kind in enumerate(KINDS)}
+        self.found.differences.sort(key=lambda d: (d.step, order[d.kind]))
+        return self.found
+
+    def _take_part(self, owner: str, whole: Tensor) -> Tensor:
+        # State of an optimizer that is not laid out as its parameter (a count of steps) is whole everywhere.
+        shape = self._reference.tensor(key_of(0, "initial", owner)).shape
+        return take_part(self._trainer, owner, whole) if whole.shape == shape else whole
+
+    def _allow(self, noise: Noise) -> float:
+        return 0.0 if self._bits else noise.tolerance
+
+    def _note(self, step: int, kind: str, name: str, size: float, noise: Noise, **seen: Any) -> None:
+        found, tolerance = self.found, self._allow(noise)
+        found.num_compared += 1
+        found.same_bits &= size == 0
+        found.worst_noise = max(found.worst_noise, divide(size, noise.level))
+        found.worst = max(found.worst, (divide(size, tolerance), key_of(step, kind, name)))
+        if size > tolerance:
+            found.sizes[key_of(step, kind, name)] = size
+        if size > tolerance and len(found.differences) < _MAX_TOLD:
+            found.differences.append(
+                Difference(
+                    step, kind, name, self._rank, size, tolerance, noise.tolerance, noise.scale, **seen
+                )
+            )
+
+
+def _compare_kinds(expected: Tensor, tensor: Tensor) -> str:
+    """What shapes and types have to say, if they differ."""
+    if expected.shape != tensor.shape:
+        return f"shape {list(tensor.shape)} in place of {list(expected.shape)}"
+    if expected.dtype != tensor.dtype:
+        ours, theirs = (str(t.dtype).removeprefix("torch.") for t in (tensor, expected))
+        return f"{ours} in place of {theirs}"
+    return ""
+
+
+def promises_bits(subject: Subject, layout: Layout) -> bool:
+    """Whether the layout has the bits of one process: exact reduction, and no sum split inside a forward."""
+    return subject.reduction == "exact" and layout.keeps_bits and layout.recompute == "none"
+
+
+def compare_layouts(subject: Subject, folder: str, layouts: list[Layout]) -> list[Compared]:
+    """Trains one layout after another on the ranks that are there, and compares each; collective.
+
+    Returns:
+        What this rank found, by layout.
+    """
+    reference = Reference(Path(folder))
+    with start(**subject.start) as world:
+        opened = subject.open()
+        found = []
+        for layout in layouts:
+            world.barrier()
+            began_s = time.perf_counter()
+            compared = compare_layout(opened, subject, reference, layout)
+            found.append(replace(compared, seconds=time.perf_counter() - began_s))
+            gc.collect()  # the trainer, and with it the threads of its groups
+    return found
+
+
+@ranks_may_differ()
+def compare_layout(opened: Opened, subject: Subject, reference: Reference, layout: Layout) -> Compared:
+    """Trains a layout on the current world and compares it with the reference; collective."""
+    try:
+        trainer = opened.build_trainer(
+            layout, reduction=subject.reduction, clip_norm=reference.facts.clip_norm
+        )
+    except PacelineError as error:  # which all ranks meet alike; one in a step may be a single rank's
+        return Compared(refused=error)
+    try:
+        comparer = Comparer(reference, trainer, bits=promises_bits(subject, layout))
+        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, comparer)
+        return comparer.finish()
+    finally:
+        trainer.close()

@@ -1,0 +1,588 @@
+"""Finds where a layout goes wrong: one step again, on one process and on the layout, every module watched.
+
+Beside the modules' tensors it looks at how the layout made its gradient: the whole gradient is a sum of the
+microbatches' gradients, which the watched reference has one by one, so least squares tell with which factor
+each of them went in. All ones is right; a 0 is a microbatch that was lost, all n a sum in place of a mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.parallel.split import Split
+from paceline.recipe import Layout
+from paceline.train.same_settings import ranks_may_differ
+from paceline.train.trainer import Trainer
+from paceline.verifying.compare import (
+    EPS,
+    FACTORS,
+    Noise,
+    find_factor,
+    find_rounding,
+    largest,
+    looks_masked,
+    measure_distance,
+)
+from paceline.verifying.observe import is_whole, list_optimizer_settings, local, move_last_bits, take_part
+from paceline.verifying.reference import ONE, Facts, Reference, key_of, shuffle_shares
+from paceline.verifying.run_steps import run_steps
+from paceline.verifying.settings import (
+    FUNCTIONS,
+    OPTIMIZER,
+    PROCESS,
+    SettingDifference,
+    compare_settings,
+    list_functions,
+    list_process_settings,
+)
+from paceline.verifying.subject import Opened, Subject
+from paceline.verifying.watch import ONCE, Event, ModuleFacts, Watch, describe_modules
+from paceline.world import start
+
+# Elements of gradients that are kept per microbatch, and those that a least-squares fit is made of.
+_MAX_KEPT = 16_000_000
+_MAX_FITTED = 100_000
+_MAX_TOLD = 400
+
+
+@dataclass(frozen=True)
+class EventDifference:
+    """A tensor at a module's door that is not the reference's.
+
+    Attributes:
+        order: of the event in the reference's forward.
+        microbatch: number in the global batch.
+        event: where.
+        gradient: whether it is the gradient of that tensor.
+        rank: who had it.
+        size, tolerance, scale: as in `Difference`.
+        factor: as in `Difference`.
+        looks_masked: whether other elements are 0 and the rest agrees, as two dropout masks give it.
+        rounded_to: the narrower type that its values were rounded to, empty for none.
+        only_padding: whether all that differs belongs to positions that the batch marks as padding.
+        owner: the rank of tp whose part it is, where it is another one's.
+        stale: the step after which a weight was so, where it is an earlier one than it should be.
+    """
+
+    order: int
+    microbatch: int
+    event: Event
+    gradient: bool
+    rank: int
+    size: float
+    tolerance: float
+    scale: float
+    factor: float | None
+    looks_masked: bool
+    rounded_to: str
+    only_padding: bool = False
+    owner: int | None = None
+    stale: int | None = None
+
+
+@dataclass
+class Observed:
+    """What one rank saw in the watched step.
+
+    Attributes:
+        rank: who.
+        ran: microbatches it ran, in order.
+        differences: in order: forwards first, by event; then gradients, from the last event to the first.
+        num_events: compared.
+        factors: by which each microbatch's gradient went into the sum; `None` where no such sum explains it.
+        moved: the same, less 1, where this explains the difference itself: a factor that is nearly 1.
+        losses: by microbatch, (sum of losses, weight).
+        types: the narrowest types that were computed in, by module in forward, and outside of it.
+        outside: the same outside of forwards, under an empty name.
+        settings: that one process does not have so.
+        other_draws: modules whose forward drew other random numbers than in one process, of the same shapes.
+        stale_copies: by module, attributes that hold one of its weights as it was after an earlier step.
+    """
+
+    rank: int = 0
+    ran: list[int] = field(default_factory=list)
+    differences: list[EventDifference] = field(default_factory=list)
+    num_events: int = 0
+    factors: list[float] | None = None
+    moved: list[float] | None = None
+    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    settings: list[SettingDifference] = field(default_factory=list)
+    other_draws: list[str] = field(default_factory=list)
+    stale_copies: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WatchedFacts:
+    """What is known of the watched step of the reference; JSON-able.
+
+    Attributes:
+        order: of the events, by text.
+        noise: by key, of the events' tensors.
+        modules: facts by name.
+        losses: by microbatch, (sum of losses, weight).
+        gradient_scale: what a microbatch's raw gradient is multiplied with in the mean over the global batch.
+        parameters: names whose gradients were kept by microbatch.
+        types, outside: as in `Observed`.
+        settings: of functions, the process and the optimizer, by owner.
+        changed: weights that a forward of this step found changed since the step before.
+        draws: see `Types`.
+    """
+
+    order: dict[str, int]
+    noise: dict[str, Noise]
+    modules: dict[str, ModuleFacts]
+    losses: dict[int, tuple[float, float]]
+    gradient_scale: float
+    parameters: list[str]
+    types: dict[str, str] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, dict[str, str]] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    draws: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path, step: int) -> WatchedFacts:
+        """Gets it from the folder."""
+        table = json.loads((folder / f"watched-{step}.json").read_text())
+        table |= {
+            "noise": {key: Noise(**value) for key, value in table["noise"].items()},
+            "modules": {name: ModuleFacts(**value) for name, value in table["modules"].items()},
+            "losses": {int(number): tuple(pair) for number, pair in table["losses"].items()},
+        }
+        return cls(**table)
+
+
+def _key(microbatch: int, event: Event, gradient: bool) -> str:
+    return f"{microbatch}/{event}{'/gradient' if gradient else ''}"
+
+
+# ---- the reference
+
+
+class _Keep:
+    """Keeps all events of the reference."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.order: dict[str, int] = {}
+        self.losses: dict[int, tuple[float, float]] = {}
+
+    def event(self, microbatch: int, event: Event, tensor: Tensor, *, gradient: bool) -> None:
+        if not gradient:
+            self.order.setdefault(str(event), len(self.order))
+        self.tensors[_key(microbatch, event, gradient)] = tensor.clone(memory_format=torch.contiguous_format)
+
+    def loss(self, microbatch: int, loss_sum: float, weight: float) -> None:
+        self.losses[microbatch] = (loss_sum, weight)
+
+
+class _Floors:
+    """Notes how far a rerun's events are from the first run's."""
+
+    def __init__(self, kept: _Keep) -> None:
+        self._kept = kept
+        self.floors: dict[str, float] = {}
+
+    def event(self, microbatch: int, event: Event, tensor: Tensor, *, gradient: bool) -> None:
+        key = _key(microbatch, event, gradient)
+        if key in self._kept.tensors:
+            size = measure_distance(self._kept.tensors[key], tensor)
+            self.floors[key] = size if math.isfinite(size) else 0.0
+
+    def loss(self, microbatch: int, loss_sum: float, weight: float) -> None:
+        pass
+
+
+class _Nothing:
+    """Wants to see no tensors of whole steps."""
+
+    def number(self, step: int, kind: str, value: float) -> None:
+        pass
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        pass
+
+
+class _Gradients(_Nothing):
+    """Keeps the whole gradients of one step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.gradients: dict[str, Tensor] = {}
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        if step == self._step and kind == "gradient":
+            self.gradients[name] = tensor.clone()
+
+
+class _ByMicrobatch:
+    """Takes accumulated gradients apart into those of the microbatches."""
+
+    def __init__(self, trainer: Trainer, watch: Watch, num_microbatches: int) -> None:
+        self.parts: dict[str, Tensor] = {}
+        self.names: list[str] = []
+        self._so_far: dict[str, Tensor] = {}
+        self._watch = watch
+        room = _MAX_KEPT
+        named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
+        for name, parameter in sorted(named, key=lambda pair: pair[1].numel()):
+            room -= parameter.numel() * num_microbatches
+            if room < 0 and self.names:
+                break
+            self.names.append(name)
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda parameter, name=name: self._take(name, parameter)
+            )
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        if self._watch.microbatch < 0 or parameter.grad is None:
+            return
+        now = local(parameter.grad).clone()
+        self.parts[f"{self._watch.microbatch}/{name}"] = now - self._so_far.get(name, torch.zeros_like(now))
+        self._so_far[name] = now
+
+
+def watch_reference(subject: Subject, folder: str, step: int) -> None:
+    """Trains the reference up to `step`, which it keeps with every module's tensors, in the folder."""
+    facts = Facts.read(Path(folder))
+    with start(**subject.start):
+        opened = subject.open()
+        kept, found = _Keep(), _Gradients(step)
+        trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=facts.clip_norm)
+        watch = Watch(trainer, kept, subject.dtype)
+        modules = describe_modules(trainer.model)
+        parts = _ByMicrobatch(trainer, watch, facts.num_microbatches[step - 1])
+        _run_watched(trainer, opened, watch, step, found)
+        settings = _list_process(trainer)
+        rerun = _Floors(kept)
+        trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=facts.clip_norm)
+        move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=1)
+        again = Watch(trainer, rerun, subject.dtype)
+        _run_watched(trainer, opened, again, step, _Nothing(), shuffles=True)
+    noise = {
+        key: Noise(rerun.floors.get(key, 0.0), largest(tensor), EPS[subject.dtype], FACTORS[subject.dtype])
+        for key, tensor in kept.tensors.items()
+        if tensor.is_floating_point()
+    }
+    table = WatchedFacts(
+        order=kept.order,
+        noise=noise,
+        modules=modules,
+        losses=kept.losses,
+        gradient_scale=_measure_scale(found.gradients, parts, facts.num_microbatches[step - 1]),
+        parameters=[name for name in parts.names if name in found.gradients],
+        types=watch.types.forward,
+        outside=watch.types.outside,
+        settings=settings,
+        changed=_find_changed(kept, Reference(Path(folder)), step),
+        draws=watch.types.draws,
+    )
+    save_file(kept.tensors, str(Path(folder) / f"watched-{step}.safetensors"))
+    save_file(parts.parts, str(Path(folder) / f"gradients-{step}.safetensors"))
+    (Path(folder) / f"watched-{step}.json").write_text(json.dumps(asdict(table)))
+
+
+def _list_process(trainer: Trainer) -> dict[str, dict[str, str]]:
+    """Settings that are no module's, by owner."""
+    return {
+        FUNCTIONS: list_functions(),
+        PROCESS: list_process_settings(),
+        OPTIMIZER: list_optimizer_settings(trainer),
+    }
+
+
+def _key_after(step: int, name: str) -> str:
+    """The reference's key of a weight as it was after a step; 0 for the start."""
+    return key_of(step, "weight" if step else "initial", name)
+
+
+def _find_changed(kept: _Keep, reference: Reference, step: int) -> list[str]:
+    """Weights that a forward of the step found changed since the step before."""
+    found = []
+    for text in kept.order:
+        event = Event.parse(text)
+        if event.is_weight:
+            key = _key_after(step - 1, event.weight)
+            tensor = kept.tensors[_key(ONCE, event, False)]
+            noise = reference.facts.noise.get(key)
+            if noise is not None and measure_distance(reference.tensor(key), tensor) > noise.tolerance:
+                found.append(event.weight)
+    return found
+
+
+def _run_watched(
+    trainer: Trainer, opened: Opened, watch: Watch, step: int, observer: Any, *, shuffles: bool = False
+) -> None:
+    shares = opened.give_shares(trainer)
+
+    def before(number: int, share: Any) -> None:
+        if number == step:
+            watch.begin(share)
+
+    try:
+        run_steps(
+            trainer, shuffle_shares(shares, 1) if shuffles else shares, step, observer, before_step=before
+        )
+    finally:
+        watch.end()
+        trainer.close()
+
+
+def _measure_scale(gradients: dict[str, Tensor], parts: _ByMicrobatch, num_microbatches: int) -> float:
+    top = bottom = 0.0
+    for name, gradient in gradients.items():
+        found = [parts.parts.get(f"{number}/{name}") for number in range(num_microbatches)]
+        total = sum(
+            (part.double() for part in found if part is not None), torch.zeros_like(gradient.double())
+        )
+        top += float((gradient.double() * total).sum())
+        bottom += float((total * total).sum())
+    return top / bottom if bottom else 1.0
+
+
+# ---- the layouts
+
+
+class _Judge(_Nothing):
+    """Compares a rank's events with the reference's, and keeps its gradients."""
+
+    def __init__(self, folder: Path, step: int, trainer: Trainer) -> None:
+        self.facts = WatchedFacts.read(folder, step)
+        self.found = Observed(rank=trainer.world.rank)
+        self.gradients: dict[str, Tensor] = {}
+        self._folder, self._step, self._trainer = folder, step, trainer
+        layout = trainer.layout
+        self._place = layout.tp, layout.find_place(trainer.world.rank)["tp"]
+        self._reference = Reference(folder)
+
+    @cached_property
+    def _file(self) -> Any:
+        return safe_open(str(self._folder / f"watched-{self._step}.safetensors"), framework="pt")
+
+    @cached_property
+    def _keys(self) -> frozenset[str]:
+        return frozenset(self._file.keys())
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        if step == self._step and kind == "gradient":
+            self.gradients[name] = tensor.clone()
+
+    def loss(self, microbatch: int, loss_sum: float, weight: float) -> None:
+        self.found.losses[microbatch] = (loss_sum, weight)
+
+    def event(self, microbatch: int, event: Event, tensor: Tensor, *, gradient: bool) -> None:
+        key = _key(microbatch, event, gradient)
+        if key not in self._keys:
+            return
+        expected = find_part(self._file.get_tensor(key), tensor, *self._place)
+        if expected is None:
+            return
+        self.found.num_events += 1
+        noise = self.facts.noise.get(key, Noise(0.0, 0.0, 0.0, 0.0))
+        size = measure_distance(expected, tensor)
+        if size <= noise.tolerance or len(self.found.differences) >= _MAX_TOLD:
+            return
+        apart = (expected - tensor).abs() > noise.tolerance
+        self.found.differences.append(
+            EventDifference(
+                order=self.facts.order[str(event)],
+                microbatch=microbatch,
+                event=event,
+                gradient=gradient,
+                rank=self.found.rank,
+                size=size,
+                tolerance=noise.tolerance,
+                scale=noise.scale,
+                factor=find_factor(expected, tensor),
+                looks_masked=looks_masked(expected, tensor, noise.tolerance),
+                rounded_to=find_rounding(expected, tensor),
+                owner=None if event.is_weight else self._find_owner(key, tensor, noise.tolerance),
+                stale=self._find_step(event.weight, tensor) if event.is_weight else None,
+                only_padding=expected.is_floating_point() and self._is_padding(microbatch, apart),
+            )
+        )
+
+    def _find_step(self, name: str, tensor: Tensor) -> int | None:
+        """The earlier step after which the reference had such a weight."""
+        for step in range(self._step - 2, -1, -1):
+            key = _key_after(step, name)
+            if key in self._reference.keys:
+                part = find_part(self._reference.tensor(key), tensor, *self._place)
+                noise = self._reference.facts.noise.get(_key_after(step, name))
+                if (
+                    part is not None
+                    and noise is not None
+                    and measure_distance(part, tensor) <= noise.tolerance
+                ):
+                    return step
+        return None
+
+    def _find_owner(self, key: str, tensor: Tensor, tolerance: float) -> int | None:
+        whole, num_parts = self._file.get_tensor(key), self._trainer.layout.tp
+        if whole.shape == tensor.shape:
+            return None
+        for rank in range(num_parts):
+            part = find_part(whole, tensor, num_parts, rank)
+            if part is not None and measure_distance(part, tensor) <= tolerance:
+                return rank
+        return None
+
+    def _is_padding(self, microbatch: int, apart: Tensor) -> bool:
+        """Whether what differs is where an input of the model says that there is nothing."""
+        if apart.dim() < 2:
+            return False
+        wrong = apart.flatten(2).any(-1) if apart.dim() > 2 else apart
+        for key in self._keys:
+            if not key.startswith(f"{microbatch}/|0|in|"):
+                continue
+            mask = self._file.get_tensor(key)
+            if mask.shape != wrong.shape or mask.is_floating_point() or bool((mask != 0).all()):
+                continue
+            if not bool((wrong & (mask != 0)).any()):
+                return True
+        return False
+
+    def finish(self, watch: Watch) -> Observed:
+        """Everything, in the order of forward and backward."""
+        self.found.ran = watch.ran
+        self.found.differences.sort(
+            key=lambda d: (d.gradient, -d.order if d.gradient else d.order, d.microbatch)
+        )
+        self._fit_factors()
+        self.found.types, self.found.outside = watch.types.forward, watch.types.outside
+        self.found.other_draws = self._compare_draws(watch.types.draws)
+        self.found.settings = self._compare_settings()
+        self.found.stale_copies = self._find_stale_copies()
+        return self.found
+
+    def _compare_draws(self, draws: dict[str, list[str]]) -> list[str]:
+        found = []
+        for key, digests in draws.items():
+            expected = self.facts.draws.get(key, [])
+            shapes = [[digest.rpartition(" ")[0] for digest in each] for each in (expected, digests)]
+            if shapes[0] == shapes[1] and expected != digests:
+                found.append(key.partition("/")[2])
+        return list(dict.fromkeys(found))
+
+    def _compare_settings(self) -> list[SettingDifference]:
+        rank, found = self.found.rank, []
+        for owner, settings in _list_process(self._trainer).items():
+            found += compare_settings(rank, owner, self.facts.settings.get(owner, {}), settings)
+        for name, module in describe_modules(self._trainer.model).items():
+            expected = self.facts.modules.get(name)
+            if expected is not None:
+                found += compare_settings(rank, name, expected.settings, module.settings)
+                hooks = [{"hooks": ", ".join(facts.hooks)} for facts in (expected, module)]
+                found += compare_settings(rank, name, *hooks)
+        return found
+
+    def _find_stale_copies(self) -> dict[str, tuple[str, int]]:
+        """Attributes that hold a weight as it was, in modules whose output differs."""
+        found = {}
+        for name in dict.fromkeys(d.event.module for d in self.found.differences if d.event.side == "out"):
+            module = self._trainer.model.get_submodule(name)
+            copies = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
+            for key, value in copies.items():
+                for weight in module._parameters:
+                    step = self._find_step(f"{name}.{weight}" if name else weight, local(value))
+                    if step is not None:
+                        found[name] = (key, step)
+        return found
+
+    def _fit_factors(self) -> None:
+        """From all gradients; where they have no factors in common, from those that all ranks of tp have."""
+        names = [name for name in self.facts.parameters if name in self.gradients]
+        found, moved = self._fit(names)
+        if found is None and self._trainer.layout.tp > 1:
+            found, moved = self._fit([name for name in names if is_whole(self._trainer, name)])
+        self.found.factors, self.found.moved = found, moved
+
+    def _fit(self, names: list[str]) -> tuple[list[float] | None, list[float] | None]:
+        count = 1 + max(self.facts.losses, default=-1)
+        file: Any = safe_open(str(self._folder / f"gradients-{self._step}.safetensors"), framework="pt")
+        keys = frozenset(file.keys())
+        columns: list[list[Tensor]] = [[] for _ in range(count)]
+        right: list[Tensor] = []
+        for name in names:
+            gradient = self.gradients[name]
+            stride = max(1, gradient.numel() * len(names) // _MAX_FITTED)
+            right.append(gradient.double().flatten()[::stride])
+            for number, column in enumerate(columns):
+                part = torch.zeros_like(gradient)
+                if f"{number}/{name}" in keys:
+                    part = take_part(self._trainer, name, file.get_tensor(f"{number}/{name}"))
+                if part.shape != gradient.shape:
+                    return None, None
+                column.append(self.facts.gradient_scale * part.double().flatten()[::stride])
+        if not right or not count:
+            return None, None
+        matrix, total = torch.stack([torch.cat(column) for column in columns], 1), torch.cat(right)
+        apart = total - matrix.sum(1)
+        is_apart = torch.linalg.vector_norm(apart) > 1e-13 * torch.linalg.vector_norm(total)
+        return fit_sum(matrix, total), fit_sum(matrix, apart) if bool(is_apart) else None
+
+
+def fit_sum(columns: Tensor, total: Tensor) -> list[float] | None:
+    """The factors f with columns @ f = total, or `None` where no factors give it to a thousandth."""
+    if not bool(total.isfinite().all()) or not len(total):
+        return None
+    factors = torch.linalg.lstsq(columns, total[:, None], driver="gelsd").solution[:, 0]
+    left = torch.linalg.vector_norm(columns @ factors - total)
+    norm = torch.linalg.vector_norm(total)
+    if not bool(left <= 1e-3 * norm):
+        return None
+    found: list[float] = factors.tolist()
+    return found
+
+
+def find_part(whole: Tensor, part: Tensor, num_parts: int, rank: int) -> Tensor | None:
+    """What a rank's tensor at a module's door should be: the whole one, or this rank's run of one dimension.
+
+    `None` where the shapes don't say.
+    """
+    if whole.shape == part.shape:
+        return whole
+    if whole.dim() != part.dim():
+        return None
+    dims = [dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim]]
+    if len(dims) != 1 or not part.shape[dims[0]] or whole.shape[dims[0]] != part.shape[dims[0]] * num_parts:
+        return None
+    dim = dims[0]
+    packings = [outer for outer in (1, 2, 3) if whole.shape[dim] % (outer * num_parts) == 0]
+    candidates = [Split(dim, outer, num_parts).take(whole, rank) for outer in packings]
+    return min(candidates, key=lambda candidate: measure_distance(candidate, part))
+
+
+@ranks_may_differ()
+def watch_layouts(subject: Subject, folder: str, cases: list[tuple[Layout, int]]) -> list[Observed]:
+    """Trains each layout up to its step, which is watched, on the ranks that are there; collective.
+
+    Args:
+        subject: what is verified.
+        folder: where `watch_reference` was for each of the steps.
+        cases: layouts of this number of ranks, each with its step.
+    """
+    facts = Facts.read(Path(folder))
+    found = []
+    with start(**subject.start) as world:
+        opened = subject.open()
+        for layout, step in cases:
+            world.barrier()
+            trainer = opened.build_trainer(layout, reduction=subject.reduction, clip_norm=facts.clip_norm)
+            judge = _Judge(Path(folder), step, trainer)
+            watch = Watch(trainer, judge, subject.dtype)
+            _run_watched(trainer, opened, watch, step, judge)
+            found.append(judge.finish(watch))
+    return found

@@ -1,0 +1,354 @@
+"""One process as the reference, and how much of it is rounding.
+
+The reference is trained once. Then it is trained again, several times, in ways that must not matter: with
+every weight moved by its last bit at the start, and, but for the first time, with the microbatches of every
+step in another order.
+Another order is what other ranks do to sums over microbatches. The last bits stand for what splitting
+does inside a forward: a matrix product whose sum is cut in two rounds as if its factors were a last bit
+away (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5). What each tensor moves by
+is its noise floor.
+
+Weights are compared by how far they have moved since the start, because the start of a rerun is moved on
+purpose. Optimizers like AdamW turn a gradient of nearly nothing into a whole step; the reruns go through
+the same optimizer, so the floor of the weights has that in it, element by element.
+
+A buffer that depends on the order of the microbatches by more than rounding is not measured by it: the floor
+of such a buffer is what the first rerun alone gives, which keeps the order. Else a running average that ranks
+never bring together would be its own tolerance.
+
+Where the model computes in a narrower type than the training's (`precision.py`), `measure_narrow` measures
+the noise of that type in further reruns. It is needed only for a layout whose first difference is there.
+
+On disk, in a folder that all ranks read: `reference.safetensors` (keys `step/kind/name`), read as
+memory map, and `reference.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.data.share import Share
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.recipe import Layout
+from paceline.verifying.compare import EPS, FACTORS, Noise, largest, measure_distance
+from paceline.verifying.observe import move_last_bits
+from paceline.verifying.precision import Rounding
+from paceline.verifying.run_steps import run_steps
+from paceline.verifying.subject import Opened, Subject
+from paceline.world import start
+
+ONE = Layout(dp_replicate=1)
+# Reruns that the floor is taken over. Three draws of the largest of many elements: measured, a fourth
+# raises no floor by more than half.
+NUM_RERUNS = 3
+# Reruns apart by this share of a number are no rounding: something random isn't seeded.
+_RANDOM = {"fp64": 1e-6, "fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
+_CLIPPED_SHARE = 0.5
+
+
+def key_of(step: int, kind: str, name: str = "") -> str:
+    """The name of a tensor or number in the reference's files."""
+    return f"{step}/{kind}/{name}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the reference besides its tensors; JSON-able.
+
+    Attributes:
+        numbers: loss, weight of the batch and norm by key.
+        noise: by key, of tensors and numbers.
+        clip_norm: to which gradients were clipped, in the layouts too.
+        num_tensors: compared per layout.
+        num_microbatches: of every step.
+        tied: names of parameters that share their storage.
+        draws: random draws of the forward that depend on more than the sample.
+        narrow: modules that compute in a narrower type than the training's, with that type.
+        ordered: buffers that depend on the order of the microbatches, by more than rounding.
+    """
+
+    numbers: dict[str, float]
+    noise: dict[str, Noise]
+    clip_norm: float
+    num_tensors: int
+    num_microbatches: list[int]
+    tied: list[list[str]]
+    draws: list[Finding]
+    narrow: dict[str, str] = field(default_factory=dict)
+    ordered: list[str] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Puts it into the folder."""
+        (folder / "reference.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Facts:
+        """Gets it from the folder."""
+        table = json.loads((folder / "reference.json").read_text())
+        table["noise"] = {key: Noise(**value) for key, value in table["noise"].items()}
+        table["draws"] = [Finding(**value) for value in table["draws"]]
+        return cls(**table)
+
+
+class Reference:
+    """The reference as a layout's ranks read it: tensors by key, from a memory map."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.facts = Facts.read(folder)
+
+    @cached_property
+    def _file(self) -> Any:
+        return safe_open(str(self._folder / "reference.safetensors"), framework="pt")
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Of all tensors."""
+        return frozenset(self._file.keys())
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor."""
+        found: Tensor = self._file.get_tensor(key)
+        return found
+
+
+class _ReferenceRecorder:
+    """Keeps everything."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, float] = {}
+
+    def number(self, step: int, kind: str, value: float) -> None:
+        self.numbers[key_of(step, kind)] = value
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        self.tensors[key_of(step, kind, name)] = tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _Spread:
+    """Notes how far a rerun is from the first run."""
+
+    def __init__(self, first: _ReferenceRecorder, floors: dict[str, float]) -> None:
+        self._first, self._floors = first, floors
+        self._start: dict[str, Tensor] = {}
+
+    def number(self, step: int, kind: str, value: float) -> None:
+        key = key_of(step, kind)
+        self._note(key, abs(value - self._first.numbers[key]))
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        if kind == "initial":
+            self._start[name] = tensor.clone()
+            return
+        key = key_of(step, kind, name)
+        if key not in self._first.tensors:
+            raise _random_error(key, math.inf)
+        there = self._first.tensors[key]
+        if kind == "weight" and tensor.is_floating_point():
+            moved = tensor - self._start[name]
+            self._note(key, measure_distance(moved, there - self._first.tensors[key_of(0, "initial", name)]))
+        else:
+            self._note(key, measure_distance(tensor, there))
+
+    def _note(self, key: str, size: float) -> None:
+        self._floors[key] = max(self._floors.get(key, 0.0), 0.0 if math.isnan(size) else size)
+
+
+def make_reference(subject: Subject, folder: str) -> Facts:
+    """Trains the reference and its reruns on one rank, and writes them into the folder."""
+    with start(**subject.start):
+        opened = subject.open()
+        first = _train_first(opened, subject)
+        in_order: dict[str, float] = {}
+        narrow = _rerun(opened, subject, first.clip_norm, 1, _Spread(first.found, in_order), shuffles=False)
+        floors = dict(in_order)
+        for number in range(2, NUM_RERUNS + 1):
+            _rerun(opened, subject, first.clip_norm, number, _Spread(first.found, floors))
+    ordered = _find_ordered(first.found, in_order, floors, subject.dtype)
+    facts = Facts(
+        numbers=first.found.numbers,
+        noise=_measure_noise(first.found, floors, subject.dtype),
+        narrow=narrow,
+        ordered=ordered,
+        clip_norm=first.clip_norm,
+        num_tensors=len(first.found.tensors),
+        num_microbatches=first.num_microbatches,
+        tied=first.tied,
+        draws=first.draws,
+    )
+    _check_repeatable(facts, subject.dtype)
+    save_file(first.found.tensors, str(Path(folder) / "reference.safetensors"))
+    facts.write(Path(folder))
+    return facts
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first run; as in `Facts`."""
+
+    found: _ReferenceRecorder
+    clip_norm: float
+    num_microbatches: list[int]
+    tied: list[list[str]]
+    draws: list[Finding]
+
+
+def _train_first(opened: Opened, subject: Subject) -> _First:
+    """Trains once; where the gradients were never clipped, again with a norm that clips."""
+    clip_norm = subject.clip_norm
+    while True:
+        trainer = opened.build_trainer(ONE, reduction=subject.reduction, clip_norm=clip_norm)
+        tied = _list_tied(trainer.model)
+        shares: list[Share] = []
+
+        def keep(_step: int, share: Share, shares: list[Share] = shares) -> None:
+            shares.append(share)
+
+        found = _ReferenceRecorder()
+        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, found, before_step=keep)
+        norms = [value for key, value in found.numbers.items() if key.split("/")[1] == "norm"]
+        finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+        if not clip_norm or not finite or any(norm > clip_norm for norm in finite):
+            counts = [share.num_microbatches for share in shares]
+            return _First(found, clip_norm, counts, tied, trainer.find_random_draws(shares[0]))
+        clip_norm = _CLIPPED_SHARE * min(finite)
+
+
+def _rerun(
+    opened: Opened,
+    subject: Subject,
+    clip_norm: float,
+    number: int,
+    spread: _Spread,
+    *,
+    shuffles: bool = True,
+    narrow_noise: bool = False,
+) -> dict[str, str]:
+    """Train again in a way that must not matter.
+
+    Returns:
+        The modules that compute in a narrower type, with that type.
+    """
+    # The fast reduction adds in the order of the microbatches; the exact one has an order of its own.
+    trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=clip_norm)
+    move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=number)
+    seen = None
+    if narrow_noise or (not shuffles and subject.dtype in ("fp64", "fp32")):
+        seen = Rounding(trainer, EPS[subject.dtype], number if narrow_noise else None)
+    shares = opened.give_shares(trainer)
+    run_steps(trainer, shuffle_shares(shares, number) if shuffles else shares, subject.num_steps, spread)
+    return {} if seen is None else seen.narrow
+
+
+def measure_narrow(subject: Subject, folder: str) -> dict[str, Noise]:
+    """Return the noise of every tensor and number with that of the narrower types that the model computes in.
+
+    Runs on one rank, after `make_reference`.
+    """
+    reference = Reference(Path(folder))
+    first = _ReferenceRecorder()
+    first.numbers = dict(reference.facts.numbers)
+    first.tensors = {key: reference.tensor(key) for key in reference.keys}
+    floors = {key: noise.floor for key, noise in reference.facts.noise.items()}
+    with start(**subject.start):
+        opened = subject.open()
+        for number in range(1, NUM_RERUNS + 1):
+            spread = _Spread(first, floors)
+            clip_norm = reference.facts.clip_norm
+            _rerun(opened, subject, clip_norm, number, spread, shuffles=False, narrow_noise=True)
+    return _measure_noise(first, floors, subject.dtype)
+
+
+def _find_ordered(
+    first: _ReferenceRecorder, in_order: dict[str, float], floors: dict[str, float], dtype: str
+) -> list[str]:
+    """Name the buffers that depend on the order of the microbatches, and take it out of their floors."""
+    found = []
+    for key, noise in _measure_noise(first, in_order, dtype).items():
+        _, kind, name = key.split("/", 2)
+        if kind == "buffer" and floors.get(key, 0.0) > noise.tolerance:
+            floors[key] = in_order.get(key, 0.0)
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def shuffle_shares(shares: Iterator[Share], seed: int) -> Iterator[Share]:
+    """The same global batches with their microbatches in another order; each keeps its number, and with it
+    its seeds and its place in BatchNorm's running statistics."""
+    generator = random.Random(seed)
+    for share in shares:
+        order = list(range(len(share.microbatches)))
+        generator.shuffle(order)
+        if order == sorted(order):
+            order = order[1:] + order[:1]
+        yield replace(
+            share,
+            microbatches=[share.microbatches[place] for place in order],
+            samples=[share.samples[place] for place in order],
+        )
+
+
+def _measure_noise(first: _ReferenceRecorder, floors: dict[str, float], dtype: str) -> dict[str, Noise]:
+    scales = {key: largest(tensor) for key, tensor in first.tensors.items()}
+    tops: dict[str, float] = {}
+    for key, scale in scales.items():
+        kind = _kind_of(key)
+        tops[kind] = max(tops.get(kind, 0.0), scale if math.isfinite(scale) else 0.0)
+    factor, noise = FACTORS[dtype], {}
+    for key, tensor in first.tensors.items():
+        kind = _kind_of(key)
+        if kind.endswith("initial") or not tensor.is_floating_point():
+            noise[key] = Noise(0.0, scales[key], 0.0, factor)  # to the last bit
+            continue
+        # Weights keep the type that they are stored in, also where forwards compute in 16 bits.
+        eps = torch.finfo(tensor.dtype).eps if kind.endswith("weight") else EPS[dtype]
+        noise[key] = Noise(floors.get(key, 0.0), scales[key] or tops[kind], eps, factor)
+    for key, value in first.numbers.items():
+        eps = EPS["fp64"] if _kind_of(key).endswith("weight of the batch") else EPS[dtype]
+        scale = abs(value) if math.isfinite(value) else 0.0
+        noise[key] = Noise(floors.get(key, 0.0), scale, eps, factor)
+    return noise
+
+
+def _kind_of(key: str) -> str:
+    return "/".join(key.split("/", 2)[:2])
+
+
+def _check_repeatable(facts: Facts, dtype: str) -> None:
+    for key, value in facts.numbers.items():
+        floor = facts.noise[key].floor
+        if _kind_of(key).endswith(("loss", "norm")) and floor > _RANDOM[dtype] * abs(value):
+            raise _random_error(key, floor / abs(value) if value else math.inf)
+
+
+def _random_error(key: str, apart: float) -> PacelineError:
+    step, kind, _ = key.split("/", 2)
+    return PacelineError(
+        "PL722",
+        saw=f"one process, trained again with its microbatches in another order, gave another {kind} at step "
+        f"{step}: apart by {apart:.1e} of it.",
+        rule="A reference must be repeatable, or nothing can be compared with it.",
+        fix="Draw random numbers from torch's, numpy's or Python's global generators, which are seeded per "
+        "microbatch; give the same batch for the same step; and carry no state from one forward to the next.",
+    )
+
+
+def _list_tied(model: torch.nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

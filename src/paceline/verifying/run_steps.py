@@ -1,0 +1,72 @@
+"""Takes the steps that are compared, and shows every number and tensor on the way to an observer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.data.share import Share
+from paceline.train.trainer import Trainer
+from paceline.verifying.observe import list_optimizer_state, list_tensors, local
+
+# In the order in which a step gives them, so that the first difference is that of the first kind.
+KINDS = ("initial", "weight of the batch", "loss", "gradient", "norm", "weight", "buffer", "optimizer")
+
+
+class Observer(Protocol):
+    """Who wants to see what the steps came to."""
+
+    def number(self, step: int, kind: str, value: float) -> None:
+        """Loss, weight of the batch or global norm of a step."""
+
+    def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
+        """This rank's part of a tensor; laid out as parameter or buffer `owner` where shapes agree. Valid
+        during the call only."""
+
+
+def run_steps(
+    trainer: Trainer,
+    shares: Iterator[Share],
+    num_steps: int,
+    observer: Observer,
+    *,
+    before_step: Callable[[int, Share], None] | None = None,
+) -> None:
+    """Takes `num_steps` optimizer steps; collective.
+
+    Order: initial weights and buffers as step 0; per step gradients (after reduction, before clipping), the
+    batch's weight, loss and global norm, weights and buffers; at the end the optimizer's state.
+
+    Raises:
+        StopIteration: never; `shares` has no end.
+    """
+    show_state(trainer, 0, observer, initial=True)
+    current = 0
+
+    def show_gradients(gradients: dict[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            observer.tensor(current, "gradient", name, name, local(gradient))
+
+    trainer.on_gradients(show_gradients)
+    for number in range(1, num_steps + 1):
+        current = number
+        share = next(shares)
+        if before_step is not None:
+            before_step(number, share)
+        step = trainer.step(share)
+        update = next(iter(step.updates.values()))
+        observer.number(number, "weight of the batch", update.weight)
+        observer.number(number, "loss", math.nan if step.skipped else update.loss)
+        observer.number(number, "norm", update.grad_norm)
+        show_state(trainer, number, observer)
+    for name, key, tensor in list_optimizer_state(trainer):
+        observer.tensor(num_steps, "optimizer", f"{name} {key}", name, tensor)
+
+
+def show_state(trainer: Trainer, step: int, observer: Observer, *, initial: bool = False) -> None:
+    """Shows weights and buffers as they are after `step`."""
+    for kind, name, tensor in list_tensors(trainer):
+        observer.tensor(step, "initial" if initial else kind, name, name, tensor)

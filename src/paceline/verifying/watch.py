@@ -1,0 +1,250 @@
+"""Shows what goes into and comes out of every module in one step, forward and backward.
+
+An event is a tensor at the door of a module: `in` before its forward, `out` after it. Inputs count, because a
+module's own code between two children (attention between its projections) shows at the door of the next
+one. The weights that a module has when its forward begins are events too, `weight NAME`, once per step: a
+shard that was gathered in another type, or not gathered again, shows there. Events are numbered per
+microbatch in the order of the forward; gradients of these tensors carry the numbers of theirs, so that
+backward is the same numbers downwards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.data.share import Share
+from paceline.train.batches import weigh
+from paceline.train.trainer import Trainer
+from paceline.verifying.compare import EPS
+from paceline.verifying.observe import has_part_of_gradient, is_trial, local, place_batch, wrap_functions
+from paceline.verifying.precision import Modules, Types
+from paceline.verifying.settings import list_hooks, list_module_settings
+
+# How the side of a weight's event begins, and the number of the microbatch that it carries.
+WEIGHT = "weight "
+ONCE = -1
+
+
+@dataclass(frozen=True)
+class Event:
+    """A tensor at the door of a module.
+
+    Attributes:
+        module: full name, empty for the model itself.
+        call: which of the module's calls in this microbatch, from 0.
+        side: `"in"`, `"out"` or `"weight NAME"`.
+        place: which of the tensors there.
+    """
+
+    module: str
+    call: int
+    side: str
+    place: int
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a weight that a forward found."""
+        return self.side.startswith(WEIGHT)
+
+    @property
+    def weight(self) -> str:
+        """The full name of that weight."""
+        key = self.side.removeprefix(WEIGHT)
+        return f"{self.module}.{key}" if self.module else key
+
+    def __str__(self) -> str:
+        return f"{self.module}|{self.call}|{self.side}|{self.place}"
+
+    @classmethod
+    def parse(cls, text: str) -> Event:
+        """Reads what `str` gave."""
+        module, call, side, place = text.rsplit("|", 3)
+        return cls(module, int(call), side, int(place))
+
+
+class Sink(Protocol):
+    """Who gets the events."""
+
+    def event(self, microbatch: int, event: Event, tensor: Tensor, *, gradient: bool) -> None:
+        """A tensor, or its gradient; valid during the call only."""
+
+    def loss(self, microbatch: int, loss_sum: float, weight: float) -> None:
+        """What the loss function gave."""
+
+
+class Watch:
+    """Hooks on all modules of a trainer, at work in the one step that `begin` names.
+
+    Args:
+        trainer: whose model is watched.
+        sink: who gets the events.
+        dtype: of training.
+
+    Attributes:
+        ran: numbers of the microbatches that this rank ran forward in that step, in order.
+        microbatch: the number of the one that runs, -1 outside.
+        types: the narrowest types that were computed in.
+    """
+
+    def __init__(self, trainer: Trainer, sink: Sink, dtype: str) -> None:
+        self.ran: list[int] = []
+        self.microbatch = -1
+        self._trainer, self._sink = trainer, sink
+        self._waiting: list[tuple[int, Any]] | None = None
+        self._inside = False
+        self._calls: Counter[str] = Counter()
+        self._shown: set[str] = set()
+        self.modules = Modules(trainer.model)
+        self.types = Types(self.modules, EPS[dtype])
+        wrap_functions(trainer, self._forward, self._loss)
+        for name, module in trainer.model.named_modules():
+            self._hook(name, module)
+
+    def begin(self, share: Share) -> None:
+        """The next step is the one to watch."""
+        self._waiting = list(share.microbatches)
+        self.ran = []
+        self.types.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """It is over."""
+        if self._waiting is not None:
+            self.types.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._waiting = None
+
+    def _forward(self, inner: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
+        if self._waiting is None or is_trial(self._trainer):
+            return inner(model, batch)
+        self.microbatch = self._identify(batch)
+        if self.microbatch < 0:  # a round that a rank takes for others' sake
+            return inner(model, batch)
+        self.ran.append(self.microbatch)
+        self.types.microbatch = self.microbatch
+        self._calls.clear()
+        with self._watching():
+            return inner(model, batch)
+
+    def _loss(self, inner: Callable[..., Any], output: Any, batch: Any) -> Any:
+        result = inner(output, batch)
+        if self._waiting is not None and self.microbatch >= 0 and not is_trial(self._trainer):
+            loss_sum, weight = weigh(result, batch)
+            self._sink.loss(self.microbatch, float(loss_sum.detach()), float(weight.detach()))
+        return result
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        self._inside = self.types.is_forward = True  # forwards that backward runs again are no events
+        try:
+            yield
+        finally:
+            self._inside = self.types.is_forward = False
+
+    def _identify(self, batch: Any) -> int:
+        """The number of a microbatch, by its contents: a rank may have skipped one."""
+        assert self._waiting is not None
+        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        for place, (number, other) in enumerate(self._waiting):
+            there = [
+                leaf for leaf in tree_leaves(place_batch(self._trainer, other)) if isinstance(leaf, Tensor)
+            ]
+            if len(there) == len(leaves) and all(map(torch.equal, there, leaves)):
+                del self._waiting[place]
+                return number
+        return -1
+
+    def _hook(self, name: str, module: nn.Module) -> None:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._inside:
+                self._show(name, "in", (args, kwargs))
+                self._show_weights(name, _module)
+
+        def after(_module: nn.Module, args: Any, output: Any) -> None:
+            if self._inside:
+                self._show(name, "out", output)
+                self._calls[name] += 1
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def _show(self, name: str, side: str, nest: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
+        for place, tensor in enumerate(tensors):
+            event, microbatch = Event(name, self._calls[name], side, place), self.microbatch
+            self._sink.event(microbatch, event, local(tensor), gradient=False)
+            if tensor.requires_grad and not has_part_of_gradient(tensor):
+
+                def show(gradient: Tensor, event: Event = event, microbatch: int = microbatch) -> None:
+                    self._sink.event(microbatch, event, local(gradient), gradient=True)
+
+                tensor.register_hook(show)  # type: ignore[no-untyped-call]
+
+    def _show_weights(self, name: str, module: nn.Module) -> None:
+        if name in self._shown:
+            return
+        self._shown.add(name)
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not hasattr(parameter, "to_local"):  # gathered, or never cut
+                event = Event(name, 0, f"{WEIGHT}{key}", 0)
+                self._sink.event(ONCE, event, local(parameter), gradient=False)
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What a cause may follow from; JSON-able.
+
+    Attributes:
+        kind: name of its class.
+        dropout: the largest of its settings with "drop" in the name, or `p` of a dropout module.
+        has_parameters: whether it has parameters of its own.
+        settings: see `list_module_settings`.
+        hooks: names of those that users put on it.
+    """
+
+    kind: str
+    dropout: float
+    has_parameters: bool
+    settings: dict[str, str] = field(default_factory=dict)
+    hooks: list[str] = field(default_factory=list)
+
+
+def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
+    """Facts of every module, by name."""
+    return {
+        name: ModuleFacts(
+            type(module).__name__,
+            _find_dropout(module),
+            any(True for _ in module.parameters(recurse=False)),
+            list_module_settings(module),
+            list_hooks(module),
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def _find_dropout(module: nn.Module) -> float:
+    """Of the module's own settings and of those in a settings object that it keeps."""
+    kind = type(module).__name__.lower()
+    found = [0.0]
+    for key, value in vars(module).items():
+        if "drop" in key.lower() or (key == "p" and "drop" in kind):
+            found.append(_read_rate(value))
+        elif (
+            not key.startswith("_")
+            and hasattr(value, "__dict__")
+            and not isinstance(value, nn.Module | Tensor)
+        ):
+            settings = vars(value).items()
+            found += [_read_rate(rate) for name, rate in settings if "drop" in name.lower()]
+    return max(found)
+
+
+def _read_rate(value: Any) -> float:
+    return value if isinstance(value, float) and 0 < value < 1 else 0.0

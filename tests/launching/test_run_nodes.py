@@ -1,0 +1,41 @@
+"""`paceline run` on two nodes, which are network namespaces; all cases: tests/chaos/launcher.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.launcher_cases.interrupts import check_partitioned, check_waiting
+from tests.chaos.launcher_cases.two_nodes import check_cause_is_elsewhere, check_sums, check_unknown_name
+from tests.launching.nodes import why_no_nodes
+
+pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nodes_can_be_made() -> None:
+    if reason := why_no_nodes():
+        pytest.skip(reason)
+
+
+def test_own_name_that_stands_for_the_loopback(tmp_path: Path) -> None:
+    check_sums(tmp_path, meeting="c10d by name", own_name="loopback")
+
+
+def test_an_endpoint_that_does_not_resolve_is_told_at_once(tmp_path: Path) -> None:
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "nowhere.invalid:29501"]
+    check_unknown_name(tmp_path, words=words)
+
+
+def test_the_node_of_the_cause_tells_it(tmp_path: Path) -> None:
+    check_cause_is_elsewhere(tmp_path, meeting="c10d by address")
+
+
+def test_a_signal_ends_the_wait_for_a_node(tmp_path: Path) -> None:
+    check_waiting(tmp_path, meeting="c10d", node=0, name="SIGINT")
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_launcher_that_is_cut_off(tmp_path: Path) -> None:
+    check_partitioned(tmp_path, meeting="c10d")

@@ -1,0 +1,57 @@
+"""`paceline run` on scripts that nobody would write on purpose: one clear message each."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.launching.rank.script import Script, check_script
+from tests.launching.launched import Launched, paceline_run
+
+pytestmark = pytest.mark.timeout(100)
+
+
+def test_a_pipe_is_no_script(tmp_path: Path) -> None:
+    """Reading it would wait for a writer."""
+    os.mkfifo(tmp_path / "train.py")
+    with pytest.raises(PacelineError, match=r"train\.py is no file: a pipe") as raised:
+        check_script(Script(str(tmp_path / "train.py"), (), False))
+    assert raised.value.code == "PL340"
+
+
+def test_a_keyboard_interrupt_of_the_scripts_own_is_its_error(tmp_path: Path) -> None:
+    path = tmp_path / "interrupts.py"
+    path.write_text("def give_up():\n    raise KeyboardInterrupt\n\n\ngive_up()\n")
+    with Launched(tmp_path / "job", paceline_run(str(path))) as job:
+        assert job.wait(80) == 1
+        assert "rank 0 failed first, at " in job.text
+        assert "interrupts.py:2 in give_up: KeyboardInterrupt [PL330]" in job.text
+        assert "error_file" not in job.text
+        assert "paceline/launch" not in job.text
+
+
+FORKS = """
+import os, time
+if os.fork() == 0:
+    os.close(1)
+    os.close(2)
+    time.sleep(4)
+    open("lived on", "w").close()
+    os._exit(0)
+"""
+
+
+def test_what_a_script_has_forked_lives_on_after_a_good_end(tmp_path: Path) -> None:
+    """As under torchrun."""
+    path = tmp_path / "forks.py"
+    path.write_text(FORKS)
+    with Launched(tmp_path / "job", paceline_run(str(path))) as job:
+        assert job.wait(80) == 0
+        end_s = time.monotonic() + 30
+        while not (job.work / "lived on").exists() and time.monotonic() < end_s:
+            time.sleep(0.2)
+        assert (job.work / "lived on").exists()

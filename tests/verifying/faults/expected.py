@@ -1,0 +1,161 @@
+"""Where each fault is planted, and what verify must report; docs/tables/verify-faults.md is made of this."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.verifying.faults import FAULTS
+
+
+class Expected(NamedTuple):
+    """What a test plants and wants to read.
+
+    Attributes:
+        kind: of model: a recipe's, or `tied` (`models.py`).
+        layout: that is faulty.
+        code: of the cause.
+        place: in the finding's `where`.
+        words: in the message.
+    """
+
+    kind: str
+    layout: str
+    code: str
+    place: str
+    words: list[str]
+
+
+EXPECTED: dict[str, Expected] = {
+    "not_summed_on_one_rank": Expected(
+        "gpt", "dp_replicate=2", "PL705", "step 1", ["on rank 1 only", "0 for the others"]
+    ),
+    "averaged_twice": Expected(
+        "gpt", "dp_replicate=2", "PL703", "step 1", ["1/2 of", "dp_replicate=2", "on all 2 ranks"]
+    ),
+    "summed_twice": Expected(
+        "gpt", "dp_replicate=4", "PL703", "step 1", ["4 times", "summed over dp_replicate=4 again"]
+    ),
+    "clipped_before_reduction": Expected(
+        "gpt", "dp_replicate=2", "PL706", "step 1", ["factor of its own", "clipping"]
+    ),
+    "microbatch_dropped": Expected(
+        "gpt", "dp_replicate=2", "PL704", "step 1", ["Microbatch 2 of 4", "rank 1"]
+    ),
+    "gradient_overwritten": Expected(
+        "gpt", "dp_replicate=2", "PL704", "step 1", ["nothing of microbatch 0, 2"]
+    ),
+    "mean_of_means": Expected(
+        "encoder", "dp_replicate=2", "PL706", "step 1", ["mean of the microbatches' means"]
+    ),
+    "dropout_by_rank": Expected(
+        "gpt",
+        "dp_replicate=2",
+        "PL702",
+        "step 1",
+        ["after rotary and before layers.0", "Other elements are 0", "rank 1 only"],
+    ),
+    "wrong_seed": Expected(
+        "encoder", "dp_replicate=2", "PL702", "step 1, dropout", ["Dropout has dropout 0.1", "on all 2 ranks"]
+    ),
+    "dropout_the_same_every_step": Expected(
+        "encoder", "dp_replicate=2", "PL702", "step 2, dropout", ["dropout 0.1"]
+    ),
+    "statistics_unsynchronised": Expected(
+        "resnet", "dp_replicate=2", "PL710", "stem_norm.running", ["on all 2 ranks"]
+    ),
+    "norm_of_a_part": Expected("gpt", "dp_replicate=2", "PL708", "step 1", ["times the reference's"]),
+    "another_start_on_one_rank": Expected(
+        "gpt", "dp_replicate=2", "PL700", "before step 1", ["on rank 1 only"]
+    ),
+    "rounded_to_bf16": Expected("gpt", "dp_replicate=2", "PL712", "the sum of gradients", ["bf16"]),
+    "row_sum_missing": Expected(
+        "gpt", "tp=2", "PL701", "layers.0.self_attn.o_proj", ["in the output of layers.0.self_attn.o_proj"]
+    ),
+    "row_sum_twice": Expected("gpt", "tp=2", "PL701", "layers.0.self_attn.o_proj", ["2 times", "tp=2"]),
+    "bias_on_every_rank": Expected("encoder", "tp=2", "PL701", "encoder.layers.0.linear2", ["in the output"]),
+    "entry_sum_missing": Expected(
+        "gpt", "tp=2", "PL707", "layers.1.self_attn.v_proj", ["gives to its input"]
+    ),
+    "entry_sum_twice": Expected(
+        "gpt", "tp=2", "PL707", "layers.1.input_layernorm", ["arrives at the output", "2 times", "tp=2"]
+    ),
+    "summed_over_tp_in_place_of_dp": Expected(
+        "gpt", "dp_replicate=2 tp=2", "PL705", "the sum of gradients", ["summed over tp=2 in place of dp"]
+    ),
+    "norm_per_part": Expected("gpt", "tp=2", "PL708", "the global norm", ["a shard's own norm"]),
+    "whole_parts_counted_on_every_rank": Expected(
+        "gpt", "tp=2", "PL708", "the global norm", ["copies counted on every rank"]
+    ),
+    "tied_weights_untied": Expected("tied", "tp=2", "PL711", "head.weight", ["Only tied parameters"]),
+    "heads_share_masks": Expected(
+        "gpt",
+        "tp=2",
+        "PL702",
+        "layers.0.self_attn",
+        ["on rank 1 only", "before layers.0.self_attn.o_proj", "dropout 0.1"],
+    ),
+    "residual_masks_differ": Expected(
+        "gpt", "tp=2", "PL702", "step 1", ["on rank 1 only", "before layers.0", "Other elements are 0"]
+    ),
+    "partial_gradients_not_summed": Expected(
+        "gpt", "tp=2 sequence=true", "PL707", "layernorm", ["needs its gradient summed"]
+    ),
+    "sequence_takes_another_part": Expected(
+        "gpt", "tp=2 sequence=true", "PL701", "step 1", ["before layers.0", "what rank 1 of tp should have"]
+    ),
+    "sequence_scatters_without_sum": Expected(
+        "gpt", "tp=2 sequence=true", "PL701", "layers.0.self_attn.o_proj", ["in the output"]
+    ),
+    "rows_off_by_one": Expected("tied", "tp=2", "PL701", "table", ["in the output of table"]),
+    "ignored_targets_counted": Expected(
+        "tied", "tp=2", "PL718", "the loss", ["What the loss function gives"]
+    ),
+    "maximum_of_a_part": Expected("tied", "tp=2", "PL718", "the loss", ["a split vocabulary"]),
+    "vocabulary_gradient_of_own_part": Expected(
+        "tied", "tp=2", "PL707", "step 1", ["at the output of the model itself"]
+    ),
+    "start_by_rank": Expected(
+        "gpt", "tp=2", "PL700", "before step 1", ["on rank 1 only", "depend on the rank"]
+    ),
+    "resumed_with_old_masks": Expected("gpt", "tp=2", "PL702", "step 2", ["Other elements are 0"]),
+    "sums_rounded_to_bf16": Expected("encoder", "tp=2", "PL712", "encoder.layers.0.self_attn", ["bf16"]),
+    "averaged_over_shards": Expected(
+        "gpt", "dp_shard=2", "PL703", "the sum of gradients", ["1/2 of", "dp_shard=2"]
+    ),
+    "own_gradient_only": Expected("gpt", "dp_shard=2", "PL705", "the sum of gradients", ["own microbatches"]),
+    "chunk_of_another_rank": Expected(
+        "gpt", "dp_shard=2", "PL703", "the sum of gradients", ["part of rank 1 of dp_shard for rank 0"]
+    ),
+    "shard_gradients_in_bf16": Expected("gpt", "dp_shard=2", "PL712", "the sum of gradients", ["bf16"]),
+    "gathered_in_bf16": Expected("gpt", "dp_shard=2", "PL712", "embed_tokens", ["bf16"]),
+    "gathered_once_for_all": Expected(
+        "gpt", "dp_shard=2 zero=2", "PL714", "step 2, embed_tokens", ["gathered once and not again"]
+    ),
+    "sharded_microbatch_dropped": Expected(
+        "gpt", "dp_shard=2", "PL704", "the global batch", ["Microbatch 2 of 4", "rank 1"]
+    ),
+    "gradient_of_a_microbatch_lost": Expected(
+        "gpt", "dp_shard=2", "PL704", "the sum of gradients", ["nothing of microbatch 2"]
+    ),
+    "idle_round_counted": Expected("gpt", "dp_shard=3", "PL703", "the sum of gradients", ["idle round"]),
+    "sharded_gradient_overwritten": Expected(
+        "gpt", "dp_shard=2 zero=3", "PL704", "the sum of gradients", ["nothing of microbatch 0, 2"]
+    ),
+    "replicas_not_summed": Expected(
+        "gpt", "dp_replicate=2 dp_shard=2", "PL705", "the sum of gradients", ["own replica", "dp_replicate"]
+    ),
+    "optimizer_skips_a_shard": Expected(
+        "gpt", "dp_shard=2", "PL709", "layers", ["on rank 1 only", "Gradients and their norm agree"]
+    ),
+}
+
+
+def table() -> str:
+    """All of them, in Markdown."""
+    lines = ["| planted | in | found at | cause |", "|---|---|---|---|"]
+    for name, fault in FAULTS.items():
+        expected = EXPECTED[name]
+        what = (fault.__doc__ or "").strip().rstrip(".")
+        place = expected.place if not expected.place.startswith(("step", "before")) else expected.words[0]
+        lines.append(f"| {what} | {expected.kind}, `{expected.layout}` | {place} | {expected.code} |")
+    return "\n".join(lines)

@@ -1,0 +1,332 @@
+"""From numbers to causes, without ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.recipe import Layout
+from paceline.verifying.case import Case
+from paceline.verifying.cause import diagnose
+from paceline.verifying.compare import (
+    Difference,
+    Noise,
+    find_factor,
+    find_rounding,
+    looks_masked,
+    measure_distance,
+    share_apart,
+)
+from paceline.verifying.locate import EventDifference, Observed, WatchedFacts, find_part, fit_sum
+from paceline.verifying.reference import Facts
+from paceline.verifying.watch import Event, ModuleFacts
+
+
+@pytest.fixture
+def matrix() -> Tensor:
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_distance(matrix: Tensor) -> None:
+    assert measure_distance(matrix, matrix.clone()) == 0
+    assert measure_distance(matrix, matrix + 1e-3) == pytest.approx(1e-3)
+    assert measure_distance(matrix, matrix[1:]) == float("inf")
+    assert measure_distance(matrix, matrix.float()) == float("inf"), "another type is another tensor"
+    holey = matrix.clone()
+    holey[0, 0] = torch.nan
+    assert measure_distance(holey, holey.clone()) == 0
+    assert measure_distance(matrix, holey) == float("inf")
+    assert measure_distance(torch.tensor([1, 2]), torch.tensor([1, 5])) == 3
+    assert measure_distance(torch.zeros(0), torch.zeros(0)) == 0
+
+
+def test_factor_and_share(matrix: Tensor) -> None:
+    assert find_factor(matrix, 2 * matrix) == pytest.approx(2)
+    assert find_factor(matrix, matrix.flip(0)) is None
+    assert find_factor(torch.zeros(3), torch.ones(3)) is None
+    other = matrix.clone()
+    other[0] += 1
+    assert share_apart(matrix, other, 1e-9) == pytest.approx(1 / 12)
+
+
+def test_rounding_and_masks(matrix: Tensor) -> None:
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
+        rounded = matrix.to(dtype).double()
+        assert find_rounding(matrix, rounded) == name
+        assert find_rounding(matrix, rounded / 7) == "", "the size is another"
+        assert find_rounding(matrix / 7, rounded / 7) == ""
+        assert find_rounding(matrix / 7, rounded / 7, (1.0, 7.0)) == name
+        halves = [part.to(dtype).double() for part in (0.3 * matrix, 0.7 * matrix)]
+        assert find_rounding(matrix, halves[0] + halves[1]) == name, "a sum of what was rounded"
+    single = matrix.float()
+    assert find_rounding(single, single.bfloat16().float()) == "bf16"
+    for like in (
+        2 * matrix,
+        matrix * (1 + 2**-10),
+        matrix + 1e-3 * matrix.sin(),
+        matrix + 1e-3 * matrix.flip(0),
+    ):
+        assert find_rounding(matrix, like) == "", "differences of that size, and no rounding"
+    big = matrix.repeat(10, 10)
+    one, other = (torch.dropout(big, 0.3, True) for _ in range(2))
+    assert looks_masked(one, other, 1e-12)
+    assert not looks_masked(one, 2 * one, 1e-12)
+    assert not looks_masked(one.relu(), (one + 0.1).relu(), 1e-12), "other zeros, and the rest differs too"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_ranks_part_is_found(matrix: Tensor, dim: int, rank: int) -> None:
+    part = matrix.chunk(2, dim)[rank]
+    assert torch.equal(find_part(matrix, part, 2, rank), part)  # type: ignore[arg-type]
+    packed = torch.cat([piece.chunk(2, 0)[rank] for piece in matrix.chunk(3, 0)])  # heads of q, k and v
+    assert torch.equal(find_part(matrix, packed, 2, rank), packed)  # type: ignore[arg-type]
+    assert find_part(matrix, matrix, 2, rank) is matrix
+    assert find_part(matrix, matrix[:5], 2, rank) is None
+    assert find_part(matrix, matrix[:6, :3], 2, rank) is None
+
+
+def test_a_sum_is_taken_apart() -> None:
+    columns = torch.randn(500, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wanted = torch.tensor([1.0, 0.0, 2.0, 0.5], dtype=torch.float64)
+    assert fit_sum(columns, columns @ wanted) == pytest.approx(wanted.tolist(), abs=1e-9)
+    assert fit_sum(columns, torch.randn(500, dtype=torch.float64)) is None
+
+
+# ---- causes
+
+FACTS = Facts(
+    numbers={"1/loss/": 2.0},
+    noise={},
+    clip_norm=1.0,
+    num_tensors=5,
+    num_microbatches=[4, 4],
+    tied=[["embed.weight", "head.weight"]],
+    draws=[],
+)
+WATCHED = WatchedFacts(
+    order={
+        "|0|in|0": 0,
+        "block|0|in|0": 1,
+        "block.up|0|in|0": 2,
+        "block.up|0|out|0": 3,
+        "block.down|0|in|0": 4,
+    }
+    | {"block.down|0|out|0": 5, "block|0|out|0": 6, "|0|out|0": 7},
+    noise={},
+    modules={
+        "": ModuleFacts("Model", 0.0, False),
+        "block": ModuleFacts("Block", 0.1, False),
+        "block.up": ModuleFacts("Linear", 0.0, True),
+        "block.down": ModuleFacts("Linear", 0.0, True),
+    },
+    losses=dict.fromkeys(range(4), (8.0, 4.0)),
+    gradient_scale=1.0,
+    parameters=[],
+)
+LAYOUT = Layout(dp_replicate=2, tp=2)
+
+
+def differ(
+    kind: str, name: str = "", ranks: tuple[int, ...] = (0, 1, 2, 3), step: int = 1, **seen: object
+) -> list[Difference]:
+    shape = {"size": 0.5, "tolerance": 1e-13, "rounding": 1e-13, "scale": 1.0} | seen
+    return [Difference(step, kind, name, rank, **shape) for rank in ranks]  # type: ignore[arg-type]
+
+
+def event(text: str, rank: int = 0, *, gradient: bool = False, **seen: object) -> EventDifference:
+    shape = {"size": 0.5, "tolerance": 1e-13, "scale": 1.0, "factor": None, "looks_masked": False}
+    shape |= {"rounded_to": "", **seen}
+    return EventDifference(
+        order=WATCHED.order[text],
+        microbatch=0,
+        event=Event.parse(text),
+        gradient=gradient,
+        rank=rank,
+        **shape,  # type: ignore[arg-type]
+    )
+
+
+def observe(events: dict[int, list[EventDifference]] | None = None, **seen: object) -> list[Observed]:
+    """Ranks 0 and 1 ran microbatches 0 and 1, ranks 2 and 3 the others."""
+    found = []
+    for rank in range(4):
+        ran = [0, 1] if rank < 2 else [2, 3]
+        observed = Observed(rank=rank, ran=ran, factors=[1.0] * 4, losses=dict.fromkeys(ran, (8.0, 4.0)))
+        observed.differences = (events or {}).get(rank, [])
+        found.append(replace(observed, **seen))  # type: ignore[arg-type]
+    return found
+
+
+def explain(differences: list[Difference], observed: list[Observed]) -> tuple[str, str, str]:
+    finding = diagnose(Case(LAYOUT, "fp64", FACTS, differences, WATCHED, observed))
+    assert finding.where.startswith("dp_replicate=2 tp=2, step ")
+    return finding.code, finding.where.partition("step ")[2], finding.saw
+
+
+def test_an_output_that_differs_is_put_to_its_module() -> None:
+    down = [event("block.down|0|out|0", rank, factor=0.5) for rank in range(4)]
+    code, where, saw = explain(differ("loss"), observe({rank: [down[rank]] for rank in range(4)}))
+    assert (code, where) == ("PL701", "1, block.down")
+    assert "in the output of block.down" in saw
+    assert "on all 4 ranks" in saw
+    assert "0.5 times the reference's: dp_replicate=2" in saw
+
+
+def test_code_between_two_modules_is_put_to_their_parent() -> None:
+    inside = event("block.down|0|in|0", 3, size=1e-9)
+    code, where, saw = explain(differ("loss"), observe({3: [inside]}))
+    assert (code, where) == ("PL701", "1, block")
+    assert "in the code of block, after block.up and before block.down" in saw
+    assert "on rank 3 only" in saw
+    code, _, saw = explain(differ("loss"), observe({3: [replace(inside, size=0.5)]}))
+    assert code == "PL702", "a large difference inside a module with dropout"
+    assert "dropout 0.1" in saw
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        ({"looks_masked": True}, "PL702"),
+        ({"rounded_to": "bf16"}, "PL712"),
+        ({"only_padding": True}, "PL713"),
+    ],
+)
+def test_how_an_output_differs_tells_the_cause(seen: dict[str, bool], code: str) -> None:
+    assert explain(differ("loss"), observe({0: [event("block.up|0|out|0", **seen)]}))[0] == code
+
+
+def test_weights_from_before_the_update() -> None:
+    output = event("block.up|0|out|0")
+    found = explain(differ("loss", step=2), observe({0: [output]}))
+    assert found[:2] == ("PL701", "2, block.up"), "nothing shows that it is the weights"
+    copies = {"block.up": ("cached", 0)}
+    found = explain(differ("loss", step=2), observe({0: [output]}, stale_copies=copies))
+    assert found[:2] == ("PL714", "2, block.up")
+    assert "attribute cached holds one as it was before the first step" in found[2]
+    watched = replace(WATCHED, order=WATCHED.order | {"block.up|0|weight weight|0": 2})
+    with_weight = replace(output, event=Event.parse("block.up|0|weight weight|0"), order=2, stale=1)
+    case = Case(LAYOUT, "fp64", FACTS, differ("loss", step=2), watched, observe({0: [with_weight]}))
+    assert "block.up.weight that the forward of block.up finds" in diagnose(case).saw
+    assert "as it was after step 1" in diagnose(case).saw
+    rounded = observe({0: [replace(with_weight, rounded_to="bf16")]})
+    assert diagnose(replace(case, observed=rounded)).code == "PL712"
+
+
+def test_another_batch() -> None:
+    assert explain(differ("loss"), observe({1: [event("|0|in|0", 1)]}))[:2] == ("PL716", "1, the batch")
+
+
+def test_backward_starts_at_the_end() -> None:
+    events = {0: [event(text, gradient=True) for text in ("block.up|0|out|0", "block.down|0|in|0")]}
+    code, where, saw = explain(differ("gradient", "block.up.weight"), observe(events))
+    assert (code, where) == ("PL707", "1, block.down")
+    assert "the gradient that block.down gives to its input" in saw
+
+
+@pytest.mark.parametrize(
+    ("factors", "code", "words"),
+    [
+        ([2.0] * 4, "PL703", "summed over dp_replicate=2"),
+        ([0.25] * 4, "PL703", "averaged over all ranks=4"),
+        ([1.3] * 4, "PL703", "1.3 times"),
+        ([1.0, 1.0, 0.0, 0.0], "PL705", "nothing of the microbatches of ranks 2 to 3"),
+        ([0.0, 0.0, 1.0, 1.0], "PL705", "nothing of the microbatches of ranks 0 to 1"),
+        ([1.0, 0.0, 1.0, 1.0], "PL704", "nothing of microbatch 1"),
+        ([0.3, 0.3, 0.7, 0.7], "PL706", "a factor of its own: 0.3, 0.7"),
+        ([2.0, 1.0, 2.0, 1.0], "PL704", "only the last microbatch of each rank went in as it should"),
+        ([1.0, 1.5, 0.5, 1.2], "PL703", "1, 1.5, 0.5, 1.2"),
+    ],
+)
+def test_factors_of_microbatches_tell_the_cause(factors: list[float], code: str, words: str) -> None:
+    found = explain(differ("gradient", "block.up.weight"), observe(factors=factors))
+    assert found[0] == code
+    assert words in found[2]
+
+
+def test_a_rank_that_keeps_its_own_is_told_from_one_that_is_missing() -> None:
+    observed = observe()
+    for rank, each in enumerate(observed):
+        each.factors = [1.0, 1.0, 0.0, 0.0] if rank < 2 else [0.0, 0.0, 1.0, 1.0]
+    code, _, saw = explain(differ("gradient", "block.up.weight"), observed)
+    assert code == "PL705"
+    assert "own microbatches and no other rank's" in saw
+
+
+def test_factors_that_are_nearly_one_tell_the_cause_too() -> None:
+    for moved, code, words in (
+        ([1e-9] * 4, "PL703", "1+1e-09 times"),
+        ([0.0, 0.0, 1e-9, 1e-9], "PL706", "factor of its own: 1+0, 1+1e-09"),
+    ):
+        found = explain(differ("gradient", "block.up.weight"), observe(moved=moved))
+        assert found[0] == code
+        assert words in found[2]
+
+
+def test_a_mean_of_means_is_told_from_clipping() -> None:
+    losses = {0: (8.0, 4.0), 1: (8.0, 2.0), 2: (8.0, 8.0), 3: (8.0, 4.0)}
+    watched = replace(WATCHED, losses=losses)
+    observed = [
+        replace(o, losses={n: losses[n] for n in o.ran}) for o in observe(factors=[1.0, 2.0, 0.5, 1.0])
+    ]
+    case = Case(LAYOUT, "fp64", FACTS, differ("gradient", "x"), watched, observed)
+    assert "the mean of the microbatches' means" in diagnose(case).saw
+    observed = [replace(o, factors=[1.0, 1.0, 0.5, 0.5]) for o in observed]
+    assert "the mean of the ranks' means" in diagnose(replace(case, observed=observed)).saw
+
+
+@pytest.mark.parametrize(
+    ("differences", "code", "where"),
+    [
+        (differ("norm", factor=0.7), "PL708", "1, the global norm"),
+        (differ("buffer", "norm.mean", ranks=(1,)), "PL710", "1, norm.mean"),
+        (differ("weight", "block.up.weight"), "PL709", "1, block.up.weight"),
+        (differ("weight", "head.weight"), "PL711", "1, head.weight"),
+        (differ("gradient", "embed.weight"), "PL711", "1, embed.weight"),
+        (differ("gradient", "block.up.weight", factor=2.0), "PL707", "1, block.up"),
+        (differ("gradient", "block.up.weight", rounded_to="bf16"), "PL712", "1, the sum of gradients"),
+        (differ("optimizer", "block.up.weight exp_avg", factor=0.25), "PL709", "1, block.up.weight"),
+        (differ("loss", factor=2.0), "PL718", "1, the loss"),
+        (differ("weight of the batch"), "PL718", "1, the loss"),
+        (differ("weight", "block.up.weight", size=1e-14), "PL715", "1, block.up.weight"),
+        (differ("weight", "x", step=3) + differ("norm", step=2), "PL708", "2, the global norm"),
+    ],
+)
+def test_what_differs_when_all_outputs_agree(differences: list[Difference], code: str, where: str) -> None:
+    assert explain(differences, observe())[:2] == (code, where)
+
+
+def test_the_loss_function_is_told_from_the_sum_of_losses() -> None:
+    right = explain(differ("loss"), observe())[2]
+    assert "Every microbatch's loss agrees" in right
+    wrong = observe()
+    wrong[1].losses[1] = (4.0, 4.0)
+    assert "the loss function gives for microbatch 1" in explain(differ("loss"), wrong)[2]
+
+
+def test_a_start_that_differs_needs_no_second_look() -> None:
+    case = Case(LAYOUT, "fp64", FACTS, differ("initial", "block.up.weight", ranks=(2,), step=0))
+    finding = diagnose(case)
+    assert finding.code == "PL700"
+    assert finding.where == "dp_replicate=2 tp=2, before step 1, block.up.weight"
+    assert "on rank 2 only" in finding.saw
+
+
+def test_lost_and_repeated_microbatches() -> None:
+    lost = observe()
+    for observed in lost[2:]:
+        observed.ran = [2]
+    assert "Microbatch 3 of 4 ran on no rank; it belongs to rank 2" in explain(differ("loss"), lost)[2]
+    twice = observe()
+    for observed in twice[2:]:
+        observed.ran = [1, 2, 3]
+    assert "Microbatch 1 of 4 ran more than once" in explain(differ("loss"), twice)[2]
+
+
+def test_a_tolerance_is_the_larger_of_noise_and_last_bit() -> None:
+    assert Noise(1e-14, 1.0, 2e-16, 100.0).tolerance == pytest.approx(1e-12)
+    assert Noise(0.0, 1.0, 2e-16, 100.0).tolerance == pytest.approx(2e-14)
+    assert Noise(0.0, 0.0, 0.0, 100.0).tolerance == 0

@@ -1,0 +1,142 @@
+"""`paceline verify`: exit codes, what it prints, and which layouts it takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from paceline.cli.main import main
+from paceline.cli.verify import Asked, as_plain, choose_layouts, list_ranks
+from paceline.cli.verify_report import as_table, describe_end, describe_layout, describe_markdown
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.recipe import Layout, load_recipe
+from paceline.verifying.check import LayoutResult, Verified
+from tests.train.cases import text_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "gpt.toml"
+    path.write_text(tomli_w.dumps(text_recipe(tmp_path / "text")))
+    return str(path)
+
+
+def test_a_right_layout_ends_with_0(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", recipe, "--layout", "dp_replicate=2", "--steps", "1", "--tolerances"]) == 0
+    out = capsys.readouterr().out
+    assert "1 layout, against one process; 1 steps of 16 samples in microbatches of 5, fp64" in out
+    assert "dp_replicate=2" in out
+    assert "every bit the same" in out
+    assert "1 layout: 1 the same as one process." in out
+    assert "1/gradient/norm.weight" in out
+
+
+def test_json_has_everything(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--layout", "dp_replicate=2", "--steps", "1", "--dtype", "fp32", "--set", "train.reduction=fast"]
+    assert main(["verify", recipe, *words, "--json"]) == 0
+    captured = capsys.readouterr()
+    table = json.loads(captured.out)
+    assert table["ok"]
+    assert (table["dtype"], table["reduction"], table["num_steps"]) == ("fp32", "fast", 1)
+    (result,) = table["results"]
+    assert (result["layout"], result["status"], result["findings"]) == ("dp_replicate=2", "ok", [])
+    assert 0 < result["worst"] < 1
+    assert len(table["tolerances"]["1/loss/"]) == 3
+    assert "dp_replicate=2" in captured.err, "progress goes beside the object"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--all"], "--all without --nproc"),
+        (["--all", "--nproc", "2", "--layout", "tp=2"], "--all with --layout"),
+        (["--nproc", "0"], "--nproc 0"),
+        (["--layout", "dp_replicate=2", "--steps", "0"], "steps=0"),
+        (["--layout", "dp_replicate=two"], "PL110"),
+        (["--layout", "tp=3"], "tp=3"),
+        (["--layout", "dp_replicate=3", "--nproc", "2"], "PL113"),
+    ],
+)
+def test_wrong_input_ends_with_2(
+    recipe: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", recipe, *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def choose(recipe: str, *layouts: str, **flags: Any) -> Asked:
+    settings = {"layouts": list(layouts), "all": False, "nproc": None, **flags}
+    return choose_layouts(load_recipe(recipe), argparse.Namespace(**settings))
+
+
+def test_which_layouts_are_taken(recipe: str) -> None:
+    assert choose(recipe).layouts == [Layout(1)], "the recipe's own"
+    assert choose(recipe, nproc=4).layouts == [Layout(4)]
+    assert choose(recipe, "tp=2").layouts == [Layout(1, tp=2)]
+    assert choose(recipe, "tp=2", "dp_shard=2", nproc=4).layouts == [Layout(2, tp=2), Layout(2, dp_shard=2)]
+    assert choose(recipe, "tp=2", "dp_replicate=1 tp=2").layouts == [Layout(1, tp=2)], "each once"
+    everything = choose(recipe, all=True, nproc=4)
+    assert {layout.num_ranks for layout in everything.layouts} == {1, 2, 4}
+    assert everything.num_candidates == len(everything.layouts) + len(everything.refused)
+    assert all(findings for _, findings in everything.refused), "each with its reason"
+    with pytest.raises(PacelineError):
+        choose(recipe, "tp=8 dp_replicate=1")
+    assert list_ranks(8) == [1, 2, 4, 8]
+    assert list_ranks(6) == [1, 2, 4, 6]
+    assert list_ranks(1) == [1]
+
+
+WRONG = Finding(
+    "PL703", "dp_replicate=2, step 1, the sum of gradients", "It is 1/2.", "It is a sum.", "Look."
+)
+VERIFIED = Verified(
+    results=[
+        LayoutResult("dp_replicate=1", 1, "ok", same_bits=True, num_compared=10, seconds=0.1),
+        LayoutResult("dp_replicate=2", 2, "differs", float("inf"), 3.0, "1/gradient/x", findings=[WRONG]),
+        LayoutResult("dp_replicate=4", 4, "ok", 0.02, 2.0, "2/loss/", num_compared=10, seconds=0.2),
+    ],
+    dtype="fp64",
+    reduction="fast",
+    num_steps=2,
+    clip_norm=0.5,
+    num_tensors=5,
+    num_microbatches=[4, 4],
+    factor=100.0,
+    tolerances={"1/gradient/x": (1e-16, 1.0, 1e-14), "0/initial/x": (0.0, 1.0, 0.0)},
+    reference_s=1.0,
+    draws=[],
+)
+
+
+def test_what_people_read() -> None:
+    asked = Asked(
+        [Layout(1), Layout(2), Layout(4)], 5, [(Layout(1, tp=2), [WRONG]), (Layout(1, tp=4), [WRONG])]
+    )
+    lines = [describe_layout(result) for result in VERIFIED.results]
+    assert "every bit the same" in lines[0]
+    assert "DIFFERS" in lines[1]
+    assert "inf times its tolerance, gradient of x, step 1" in lines[1]
+    assert "at 0.02 of its tolerance, loss, step 2" in lines[2]
+    end = describe_end(VERIFIED, asked)
+    assert "3 layouts: 2 the same as one process, 1 not the same." in end
+    assert "3 of 5 layouts are legal" in end
+    assert "   2  It is 1/2. It is a sum. [PL703]" in end
+    assert str(WRONG) in end
+    table = describe_markdown(VERIFIED, asked).splitlines()
+    assert table[2] == "| 1 | `dp_replicate=1` | ok | 0 | 0 | every bit the same |"
+    assert table[3] == "| 2 | `dp_replicate=2` | DIFFERS | inf | 3 | gradient of x, step 1 |"
+
+
+def test_json_knows_no_infinity() -> None:
+    text = json.dumps(as_table(VERIFIED, Asked([])), allow_nan=False)
+    assert json.loads(text)["results"][1]["worst"] == "inf"
+    assert not json.loads(text)["ok"]
+    assert as_plain({"a": [1.0, (float("-inf"),)]}) == {"a": [1.0, ["-inf"]]}
