@@ -129,9 +129,9 @@ class Layout(Degrees):
 
     def find_place(self, rank: int) -> dict[str, int]:
         """Return a rank's number along every axis."""
-        place = {}
-        for axis, degree in reversed(self.degrees.items()):
-            rank, place[axis] = divmod(rank, degree)
+        place = self.degrees
+        for axis in reversed(place):
+            rank, place[axis] = divmod(rank, place[axis])
         return place
 
     def find_dp_rank(self, rank: int) -> int:

@@ -1,0 +1,145 @@
+"""The table of axes: what follows from it, and that another row is all that a new axis needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.recipe import Layout
+from paceline.recipe.axes import AXES, OPEN, list_axes
+
+# Two axes that do nothing but replicate, at places where the other axes of data are not neighbours: the ranks
+# of one compute the same as each other, those of the other share out data.
+ROWS = {
+    "dp_shard": '    echo: int = _ranks("Ranks that compute the same as each other.", change_cost=0.5)\n',
+    "tp": '    spread: int = _ranks("Ranks that replicate.", shares_data=True)\n',
+}
+RECIPE = """
+[model]
+kind = "gpt"
+layers = 1
+hidden = 16
+heads = 2
+[data]
+kind = "text"
+files = ["python-stdlib"]
+tokenizer = "bytes"
+seq_len = 16
+[train]
+steps = 2
+global_batch_size = 8
+microbatch_size = 1
+eval_samples = 8
+[optimizer]
+kind = "adamw"
+[layout]
+echo = 2
+spread = 2
+"""
+FOLLOWS = """
+import sys
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.recipe import Layout, Rules, dump_recipe, load_recipe, refuse_layout
+from paceline.recipe.legal import list_candidates
+from paceline.recipe.schema import LayoutSection
+
+layout = Layout.parse("echo=2 dp_shard=3 spread=2")
+assert str(layout) == "dp_replicate=auto echo=2 dp_shard=3 spread=2"
+assert layout.fewest_ranks == 12
+layout = layout.resolve(24)
+assert list(layout.degrees.items()) == [
+    ("dp_replicate", 2), ("echo", 2), ("dp_shard", 3), ("spread", 2), ("tp", 1)
+]
+assert (layout.num_ranks, layout.dp, layout.num_replicas, layout.num_sample_parts) == (24, 12, 4, 1)
+assert layout.divides_model and layout.keeps_bits
+assert layout.find_place(23) == {"dp_replicate": 1, "echo": 1, "dp_shard": 2, "spread": 1, "tp": 0}
+assert [layout.find_dp_rank(rank) for rank in (0, 5, 6, 11, 12, 23)] == [0, 5, 0, 5, 6, 11]
+assert layout.list_dp_ranks(6) == [12, 18]
+assert layout.list_groups(["echo"])[:2] == [[0, 6], [1, 7]]
+assert LayoutSection.of(layout).to_layout() == layout
+
+try:
+    Layout.parse("echo=3").resolve(4)
+except PacelineError as error:
+    assert "echo=3" in str(error), error
+else:
+    raise AssertionError("3 does not divide 4")
+try:
+    Layout.parse("ecco=3")
+except PacelineError as error:
+    assert "dp_replicate, echo, dp_shard, spread, tp, cp" in str(error), error
+
+candidates = list(list_candidates(4, ("none",), ("none",)))
+assert {c.num_ranks for c in candidates} == {4} and len(set(candidates)) == len(candidates)
+assert sum(c.echo * c.spread == 4 for c in candidates) == 3 * 6
+
+recipe = load_recipe(sys.argv[1], ["layout.dp_replicate=1"])
+assert recipe.layout.to_layout() == Layout(dp_replicate=1, echo=2, spread=2)
+assert "echo = 2" in dump_recipe(recipe)
+refuse_layout(recipe, recipe.layout.to_layout(), 4)
+# The fewest steps of the cheapest axis come first.
+near = Rules.of(recipe).nearest(Layout.parse("dp_replicate=1 echo=2"), 4)
+assert str(near[0]) == "dp_replicate=1 echo=4", near
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package whose table has two more rows, with a recipe beside it; no other line differs."""
+    folder = tmp_path_factory.mktemp("made_up")
+    assert paceline.__file__ is not None
+    shutil.copytree(
+        Path(paceline.__file__).parent, folder / "paceline", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    table = folder / "paceline" / "recipe" / "axes.py"
+    text = table.read_text()
+    for before, row in ROWS.items():
+        assert text.count(f"    {before}: int = _ranks(") == 1
+        text = text.replace(f"    {before}: int = _ranks(", f"{row}    {before}: int = _ranks(")
+    table.write_text(text)
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
+def run_on(folder: Path, *words: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_row_is_all_that_a_layout_needs(made_up: Path) -> None:
+    run_on(made_up, "-c", FOLLOWS, "recipe.toml")
+
+
+def test_the_table() -> None:
+    assert list_axes() == ("dp_replicate", "dp_shard", "tp")
+    assert list_axes(shares_data=True) == ("dp_replicate", "dp_shard")
+    assert list_axes(shares_data=True, divides_model=False) == (OPEN,)
+    assert list_axes(divides_sample=True) == ("tp",)
+    assert all(axis.help.endswith(".") and "\n" not in axis.help for axis in AXES)
+
+
+@pytest.mark.parametrize("text", ["dp_replicate=2 dp_shard=2 tp=2", "dp_replicate=3 tp=2", "dp_shard=4"])
+def test_places_and_groups(text: str) -> None:
+    layout = Layout.parse(text).close()
+    places = [layout.find_place(rank) for rank in range(layout.num_ranks)]
+    assert places == sorted(places, key=lambda place: list(place.values()))
+    assert len({tuple(place.values()) for place in places}) == layout.num_ranks
+    for rank, place in enumerate(places):
+        assert layout.find_dp_rank(rank) == rank // layout.tp
+        assert rank == (place["dp_replicate"] * layout.dp_shard + place["dp_shard"]) * layout.tp + place["tp"]
+    assert layout.list_groups(()) == [[rank] for rank in range(layout.num_ranks)]
+    assert layout.list_groups(list_axes()) == [list(range(layout.num_ranks))]
+    assert [layout.list_dp_ranks(place) for place in range(layout.dp)] == layout.list_groups(("tp",))
