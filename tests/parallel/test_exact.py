@@ -112,7 +112,7 @@ def train_deep(world: Any, num_steps: int, delays: bool, without_memory: bool) -
             trainer.loader(Steps(), global_batch_size=GLOBAL_BATCH, shuffle=False, epochs=1),
             num_steps,
         )
-        replica = trainer._updates["model"]._reducer
+        replica = trainer._updates["model"].runner._replica
         assert len(seen) == num_steps
         return trained, 0 if replica is None else count_buckets(replica)
     finally:

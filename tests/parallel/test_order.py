@@ -47,7 +47,7 @@ def lay_out(world: Any) -> tuple[list[str], bool]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    return records, laid_out.reducer is None
+    return records, laid_out.replica is None
 
 
 def test_the_order_is_told(ranks: Pool) -> None:
@@ -100,5 +100,5 @@ def test_synchronised_batchnorm_replaces_layers_on_cuda() -> None:
 
 def test_a_hook_without_anybody_to_talk_to_is_told(caplog: pytest.LogCaptureFixture) -> None:
     hook: Any = (None, lambda state, bucket: torch.futures.Future())
-    assert lay(nn.Linear(2, 2), None, comm_hook=hook).reducer is None
+    assert lay(nn.Linear(2, 2), None, comm_hook=hook).replica is None
     assert "comm_hook is not used" in caplog.text

@@ -132,7 +132,7 @@ def train_recurrent(_world: World) -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline.train.rounds").addHandler(handler)
+    logging.getLogger("paceline.train.runners.runner").addHandler(handler)
     trainer = paceline.Trainer(
         Recurrent(),
         forward=lambda module, batch: module(batch["x"]),
@@ -141,5 +141,5 @@ def train_recurrent(_world: World) -> list[str]:
     )
     for _ in range(3):
         trainer.step({"x": torch.randn(4, 6, 16)})
-    logging.getLogger("paceline.train.rounds").removeHandler(handler)
+    logging.getLogger("paceline.train.runners.runner").removeHandler(handler)
     return told

@@ -91,7 +91,9 @@ class RunningStatistics:
         """Starts the moving average from zero."""
         for layer in self._active:
             for buffer in _buffers(layer):
-                buffer.zero_()
+                # Not in place for autograd: another microbatch's backward may still be to come, whose forward
+                # has kept these buffers (and needs none of their values).
+                buffer.data.zero_()
         if self._num_started == 1:
             self._made_first = [buffer.read() for buffer in self._kept]
         self._num_started += 1

@@ -70,15 +70,17 @@ class LaidOut:
     """What became of a model.
 
     Attributes:
-        reducer: what sums the gradients over dp, or `None` where there is nobody to sum with.
-        exact: sums a rank's own microbatches in the order of the tree, unless `reducer` does.
+        replica: sums the gradients over dp_replicate, where ranks hold copies of all that dp sees.
+        shards: gathers parameters and sums gradients, where the ranks of dp_shard hold parts.
+        exact: sums a rank's own microbatches in the order of the tree, unless `shards` does.
         placement: where its parts are.
         masks: its dropout.
         plan: how tp splits it.
         lent: the exact reduction's group, borrowed from the mesh.
     """
 
-    reducer: Replica | Shards | None
+    replica: Replica | None
+    shards: Shards | None
     exact: ExactReduction | None
     placement: Placement
     masks: Masks
@@ -129,7 +131,8 @@ def parallelize(
         apply_recompute(model, find_blocks(model), layout.recompute)
         log.info("recompute: %s", layout.recompute)
     placement = Placement(model, mesh, plan.splits, plan.partial) if plan else Placement(model, mesh)
-    reducer: Replica | Shards | None = None
+    replica: Replica | None = None
+    shards: Shards | None = None
     exact: ExactReduction | None = None
     lent: dist.ProcessGroup | None = None
     if settings.compile:
@@ -139,7 +142,7 @@ def parallelize(
         assert mesh is not None
         lent = mesh.borrow_group(mesh.dp) if settings.exact else None
         # Last but for the values: it replaces every parameter, and its hooks go around all others.
-        reducer = Shards(
+        shards = Shards(
             model,
             mesh,
             settings.shard,
@@ -150,8 +153,8 @@ def parallelize(
     if construction is not None:
         # Now that each rank knows its part: one whole tensor at a time, of which it keeps that.
         _fill(model, construction, placement, device)
-    if isinstance(reducer, Shards):
-        reducer.offload()  # where there are values now
+    if shards is not None:
+        shards.offload()  # where there are values now
     if layout.dp_shard == 1:
         replicas = mesh is not None and mesh.replicas.size > 1
         if settings.exact:
@@ -161,7 +164,7 @@ def parallelize(
             assert mesh is not None
             replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
             # Last: DDP broadcasts what the parameters are by now, and hooks these very tensors.
-            reducer = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook)
+            replica = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook)
             log.info(
                 "replicate: DistributedDataParallel over %s, %s reduction",
                 " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),
@@ -169,7 +172,7 @@ def parallelize(
             )
         elif settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank has nobody to communicate with")
-    return LaidOut(reducer, exact, placement, masks, plan, lent)
+    return LaidOut(replica, shards, exact, placement, masks, plan, lent)
 
 
 def align_with_main(model: nn.Module) -> None:

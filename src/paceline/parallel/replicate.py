@@ -36,10 +36,10 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.hook_state import HookState
+from paceline.parallel.objective import Compute
 from paceline.recipe.schema import DdpSection
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
-Compute = Callable[[Any], tuple[Tensor, Tensor]]
 
 # torch 2.13 renamed it and deprecates the old name.
 _BUFFERS_ARGUMENT = (

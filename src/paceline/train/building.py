@@ -18,7 +18,7 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import Construction, construct
 from paceline.parallel.construct.values import place_values
-from paceline.parallel.order import Settings, parallelize
+from paceline.parallel.order import LaidOut, Settings, parallelize
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
@@ -26,6 +26,9 @@ from paceline.seeds import derive_seed
 from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
+from paceline.train.runners.runner import Runner
+from paceline.train.runners.sharded import ShardedRunner
+from paceline.train.runners.whole import WholeRunner
 from paceline.train.settings import BuiltOptimizer
 from paceline.train.update import Update, Updated
 
@@ -113,7 +116,8 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
     update = Update(
         name,
         model,
-        laid_out,
+        build_runner(name, model, laid_out, settings),
+        laid_out.placement,
         settings.mesh,
         optimizer,
         schedule,
@@ -122,8 +126,6 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
         statistics=settings.statistics,
         precision=settings.precision,
         clip_norm=settings.clip_norm,
-        seed=settings.seed,
-        track_used=laying_out.tracks_use,
     )
     if update.not_updated:
         log.warning(
@@ -133,6 +135,20 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
             ", ".join(update.not_updated[:3]),
         )
     return update
+
+
+def build_runner(name: str, model: nn.Module, laid_out: LaidOut, settings: UpdateSettings) -> Runner:
+    """The runner of a laid-out model's microbatches: the one choice between the ways to run them."""
+    common = {
+        "statistics": settings.statistics,
+        "precision": settings.precision,
+        "seed": settings.seed,
+        "track_used": settings.laying_out.tracks_use,
+    }
+    if laid_out.shards is not None:
+        assert settings.mesh is not None
+        return ShardedRunner(name, model, laid_out, settings.mesh, **common)
+    return WholeRunner(name, model, laid_out, settings.mesh, **common)
 
 
 def refuse_illegal(built: Built, settings: Settings, precision: Precision, world_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,15 @@ from torch import Tensor, nn
 
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
-from paceline.generators import seed_generators
 from paceline.mesh import Mesh
+from paceline.parallel.objective import Objective
 from paceline.seeds import derive_seed
-from paceline.train.batches import lend_batch, weigh
+from paceline.train.batches import weigh
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.precision import Precision
+from paceline.train.runners.runner import Runner
 
 Metric = Callable[[Any, Any], Any]
-# In place of a microbatch's number, where a rank runs one only because the others do.
-_IDLE = -1
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
+    runner: Runner,
     loader: Loader,
     *,
     forward: Callable[[Any, Any], Any],
@@ -66,16 +67,15 @@ def evaluate(
     """Runs the model in eval mode over all samples of a loader; collective.
 
     Every rank runs its microbatches; one collective at the end carries each microbatch's sums in a slot
-    of its own, so that their sum has the same order on every layout. Where the model is divided, a rank with
-    fewer microbatches than another runs one more of them for nothing, because forwards talk. With a global
-    loss,
-    loss and metrics are those of whole global batches.
+    of its own, so that their sum has the same order on every layout. With a global loss, loss and metrics are
+    those of whole global batches.
 
     Raises:
         PacelineError: PL411 for a loader without samples, or without any weight in them.
     """
 
-    def measure(output: Any, batch: Any, samples: Any) -> Tensor:
+    def measure(output: Any, batch: Any, samples: Any = None) -> Tensor:
+        samples = batch if samples is None else samples
         sums = [weigh(loss(output, batch), samples)]
         sums += [
             weigh(metric(output, batch), samples, by=f"the metric {name!r}")
@@ -83,33 +83,26 @@ def evaluate(
         ]
         return torch.stack([value.double().to(precision.device) for pair in sums for value in pair])
 
+    objective: Objective[Any] = Objective(lambda batch: forward(model, batch), measure)
+    if global_loss is not None:
+        objective = Objective(global_loss.run, lambda output, batch: output)
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     rows: list[tuple[int, Tensor]] = []
     num_microbatches = num_samples = 0
     try:
         for share in loader.iterate_once():
-            rounds = list(share.microbatches)
-            if mesh is not None and mesh.dp_shard.size > 1 and len(set(share.num_owned)) > 1:
-                num_idle = max(share.num_owned) - len(rounds)
-                rounds += [(_IDLE, lend_batch(share, mesh.dp))] * num_idle
-            outputs = []
-            for index, batch in rounds:
-                seed_generators(derive_seed(seed, num_microbatches + index), precision.device)
-                batch = precision.place_batch(batch)
-                with precision.autocast():
-                    output = forward(model, batch) if global_loss is None else global_loss.run(batch)
-                    if index != _IDLE:
-                        outputs.append(output)
-                    row = None if global_loss is not None else measure(output, batch, batch)
-                if row is not None and index != _IDLE and (mesh is None or mesh.tp.rank == 0):
-                    rows.append((num_microbatches + index, row))
+            first = num_microbatches
+            results = runner.evaluate(objective, share, partial(_derive_seed_of, seed, first))
             if global_loss is not None:
-                whole, batch = global_loss.join(outputs, share)
+                whole, batch = global_loss.join(results, share)
                 with precision.autocast():
                     row = measure(whole, batch, torch.empty(share.num_samples))
-                if mesh is None or (mesh.tp.rank == 0 and mesh.dp.rank == 0):
-                    rows.append((num_microbatches, row))
+                if runner.reports and (mesh is None or mesh.dp.rank == 0):
+                    rows.append((first, row))
+            elif runner.reports:
+                numbers = (first + index for index, _ in share.microbatches)
+                rows += zip(numbers, results, strict=True)
             num_microbatches += share.num_microbatches
             num_samples += share.num_samples
     finally:
@@ -133,3 +126,8 @@ def evaluate(
     pairs = zip(columns[::2], columns[1::2], strict=True)
     means = [total / weight if weight else math.nan for total, weight in pairs]
     return Evaluation(means[0], columns[1], num_samples, dict(zip(metrics, means[1:], strict=True)))
+
+
+def _derive_seed_of(seed: int, first: int, index: int) -> int:
+    """The seed of a microbatch, by its number among those of all global batches."""
+    return derive_seed(seed, first + index)

@@ -32,11 +32,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
-from paceline.parallel.replicate import Compute
+from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.tensor.vocabulary import CutTensor
 from paceline.train.batches import weigh
 from paceline.train.precision import Precision
-from paceline.train.rounds import MicrobatchRunner
+from paceline.train.runners.runner import Runner
 from paceline.train.whole_batch import Whole, gather_batch, gather_whole
 
 
@@ -65,20 +65,19 @@ class GlobalLoss:
         self._dp = mesh.dp if mesh is not None and mesh.dp.size > 1 else None
         self._precision = precision
 
-    def prepare(
-        self, rounds: MicrobatchRunner, share: Share, *, step: int, phase: int
-    ) -> tuple[Compute, Share]:
+    def prepare(self, runner: Runner, share: Share, *, step: int, phase: int) -> tuple[Loss, Share]:
         """Runs both the first pass and the loss; collective.
 
         Args:
-            rounds: of the model.
+            runner: of the model.
             share: this rank's microbatches.
             step, phase: as for `Work`, so that both passes draw the same.
 
         Returns:
-            What `Update.run` takes: the second pass as a computation, and the share that it is for.
+            What `Update.run` takes: the second pass as an objective, and the share that it is for.
         """
-        outputs = rounds.run_forward(self.run, share, step=step, phase=phase)
+        first_pass: Objective[Any] = Objective(self.run, lambda output, batch: output)
+        outputs = runner.run_forward(first_pass, share, step=step, phase=phase)
         counts = self._count_samples(share)
         whole = gather_whole(
             [(number, out) for (number, _), out in zip(share.microbatches, outputs, strict=True)],
@@ -87,7 +86,7 @@ class GlobalLoss:
             "output",
         )
         batch = gather_batch(share.microbatches, counts, self._dp, self._precision.place_batch)
-        total, weight, gradients = self._differentiate(whole, batch, share.num_samples, rounds)
+        total, weight, gradients = self._differentiate(whole, batch, share.num_samples, runner)
         microbatches = []
         for number, own in share.microbatches:
             start = sum(counts[:number])
@@ -104,7 +103,8 @@ class GlobalLoss:
             # The loss is told once, too.
             told = (total, weight) if number == 0 else (torch.zeros_like(total), torch.zeros_like(weight))
             microbatches.append((number, {"batch": own, "gradients": slices, "loss": told}))
-        return self._compute, dataclasses.replace(share, microbatches=microbatches)
+        second_pass = Objective(lambda item: self.run(item["batch"]), _begin)
+        return second_pass, dataclasses.replace(share, microbatches=microbatches)
 
     def join(self, outputs: list[Any], share: Share) -> tuple[Any, Any]:
         """The output and the batch of a whole global batch, from this rank's outputs; collective."""
@@ -118,23 +118,8 @@ class GlobalLoss:
         leaves, spec = tree_flatten(self._forward(self._model, batch))
         return tree_unflatten([x.whole() if isinstance(x, CutTensor) else x for x in leaves], spec)
 
-    def _compute(self, item: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The second pass of a microbatch: a number with the value of the loss, whose backward begins with
-        the gradient of the outputs."""
-        total, weight = item["loss"]
-        leaves = tree_flatten(self.run(item["batch"]))[0]
-        pairs = [
-            (leaf, gradient)
-            for leaf, gradient in zip(leaves, item["gradients"], strict=True)
-            if gradient is not None and leaf.requires_grad
-        ]
-        if not pairs:
-            return total, weight
-        outputs, gradients = zip(*pairs, strict=True)
-        return _Begin.apply(total, len(outputs), *outputs, *gradients), weight  # type: ignore[no-untyped-call]
-
     def _differentiate(
-        self, whole: Whole, batch: Any, num_samples: int, rounds: MicrobatchRunner
+        self, whole: Whole, batch: Any, num_samples: int, runner: Runner
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """The loss, its weight, and the gradient of its sum by every leaf of the output."""
         leaves = [
@@ -156,11 +141,11 @@ class GlobalLoss:
         _check_inputs(total, learned)
         # In fp16 small gradients of outputs would vanish here already.
         unit = 2.0 ** math.ceil(math.log2(num_samples))
-        scaled = total if rounds.scaler is None else rounds.scaler.scale(total / unit)
+        scaled = total if runner.scaler is None else runner.scaler.scale(total / unit)
         found = iter(torch.autograd.grad(scaled, learned, allow_unused=True))
         by_leaf = [next(found) if any(leaf is x for x in learned) else None for leaf in leaves]
-        if rounds.scaler is not None:
-            factor = unit * rounds.scaler.scale_of_gradients()
+        if runner.scaler is not None:
+            factor = unit * runner.scaler.scale_of_gradients()
             by_leaf = [None if g is None else g.float() * factor for g in by_leaf]
         return total.detach(), weight.detach().to(total.device), by_leaf
 
@@ -175,6 +160,21 @@ class GlobalLoss:
         found: list[Any] = [None] * self._dp.size
         torch.distributed.all_gather_object(found, own, group=self._dp.group)
         return [count for counts in found for _, count in sorted(counts)]
+
+
+def _begin(output: Any, item: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The loss of a microbatch's second pass: a number with the value of the global loss, whose backward
+    begins with the gradient of the outputs."""
+    total, weight = item["loss"]
+    pairs = [
+        (leaf, gradient)
+        for leaf, gradient in zip(tree_flatten(output)[0], item["gradients"], strict=True)
+        if gradient is not None and leaf.requires_grad
+    ]
+    if not pairs:
+        return total, weight
+    outputs, gradients = zip(*pairs, strict=True)
+    return _Begin.apply(total, len(outputs), *outputs, *gradients), weight  # type: ignore[no-untyped-call]
 
 
 class _Begin(torch.autograd.Function):

@@ -28,9 +28,9 @@ from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
-from paceline.parallel.replicate import Compute
+from paceline.parallel.objective import Loss
 from paceline.train.batches import count_samples
-from paceline.train.rounds import MicrobatchRunner
+from paceline.train.runners.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Probe:
 
     Args:
         models: that a loss may run.
-        rounds: of the model that is updated.
+        runner: of the model that is updated.
         mesh: the ranks, or `None` in a world of one.
         is_divided: whether forwards of the model talk to other ranks.
         dtype: of the training.
@@ -62,14 +62,14 @@ class Probe:
     def __init__(
         self,
         models: list[nn.Module],
-        rounds: MicrobatchRunner,
+        runner: Runner,
         mesh: Mesh | None,
         *,
         is_divided: bool,
         dtype: str,
     ) -> None:
         self._models = models
-        self._rounds = rounds
+        self._runner = runner
         self._mesh = mesh
         self._is_divided = is_divided
         self._tolerance = _TOLERANCE[dtype]
@@ -89,38 +89,27 @@ class Probe:
         if self._norm is not None and self._is_main:
             log.warning("%s", _tell_batchnorm(self._norm, share))
 
-    def check_cut(
-        self,
-        compute: Compute,
-        share: Share,
-        *,
-        forward: Callable[[Any], Any] | None,
-        loss: Callable[[Any, Any], tuple[Tensor, Tensor]] | None,
-    ) -> None:
+    def check_cut(self, objective: Loss, share: Share) -> None:
         """Raises PL413 where the loss of a microbatch is not that of its samples added up.
 
         With BatchNorm only the loss on given outputs is looked at.
 
         Args:
-            compute: from a batch on the device to (sum of losses, weight).
+            objective: forward and loss.
             share: of the first global batch.
-            forward, loss: its two parts, where there are two: from a batch to its output, and from (output,
-                batch) to the same.
         """
         halves = self._cut(share)
-        if halves is None or (self._norm is not None and loss is None):
+        if halves is None or (self._norm is not None and not objective.has_output):
             return
         try:
             with self._undone():
                 if self._norm is None:
-                    found = self._measure(compute, halves)
+                    found = self._measure(objective, halves)
                 else:
-                    assert forward is not None
-                    assert loss is not None
-                    found = self._measure_loss(forward, loss, halves)
+                    found = self._measure_loss(objective, halves)
         except Exception:  # a batch that can't be cut like that, as packed sequences
             return
-        if self._differ(*found) and not self._rounds.draws_unsafely:
+        if self._differ(*found) and not self._runner.draws_unsafely:
             whole, _, cut = found
             raise _cut_error(whole[0] / whole[1], cut[0] / cut[1], len(halves.whole[1]), share)
 
@@ -153,7 +142,7 @@ class Probe:
         batch, samples = share.microbatches[0][1], share.samples[0]
         before = [(buffer.tensor, buffer.tensor._version) for buffer in buffers]
         with self._undone():
-            self._rounds.try_forward(run, batch, samples, "probe")
+            self._runner.try_forward(run, batch, samples, "probe")
             after = [buffer.read() for buffer in buffers]
             # Written to, if only with the value that it had: an iteration may have converged for now.
             changed = [
@@ -168,36 +157,36 @@ class Probe:
             return changed, changed
         with self._undone():
             try:
-                self._rounds.try_forward(run, *halves.parts[1], "other")
+                self._runner.try_forward(run, *halves.parts[1], "other")
             except Exception:
                 return changed, changed
             again = [buffer.read() for buffer in buffers]
         return changed, [n for n in changed if not _same(after[n], again[n])]
 
-    def _measure(self, compute: Compute, halves: Halves) -> tuple[Sums, Sums, Sums]:
+    def _measure(self, objective: Loss, halves: Halves) -> tuple[Sums, Sums, Sums]:
         """(sum of losses, weight) of a batch whole, whole with other random numbers, and cut in two."""
 
         def run(batch: Any, samples: Sequence[int], seed: str) -> Sums:
-            total, weight = self._rounds.try_forward(compute, batch, samples, seed)
+            total, weight = self._runner.try_forward(objective, batch, samples, seed)
             return float(total), float(weight)
 
         parts = [run(*part, "probe") for part in halves.parts]
         return run(*halves.whole, "probe"), run(*halves.whole, "other"), _add(parts)
 
-    def _measure_loss(
-        self, forward: Callable[[Any], Any], loss: Callable[[Any, Any], Any], halves: Halves
-    ) -> tuple[Sums, Sums, Sums]:
+    def _measure_loss(self, objective: Loss, halves: Halves) -> tuple[Sums, Sums, Sums]:
         """The same of the loss by itself: on one output, and on the rows of it."""
         batch, samples = halves.whole
         size, first = len(samples), len(halves.parts[0][1])
-        output, placed = self._rounds.try_forward(lambda x: (forward(x), x), batch, samples, "probe")
+        output, placed = self._runner.try_forward(
+            lambda x: (objective.forward(x), x), batch, samples, "probe"
+        )
 
         def run(start: int, stop: int, seed: str) -> Sums:
             def rows(tensor: Tensor) -> Tensor:
                 return tensor[start:stop] if tensor.dim() and len(tensor) == size else tensor
 
             cut = [tree_map_only(Tensor, rows, nest) for nest in (output, placed)]
-            total, weight = self._rounds.try_forward(lambda _: loss(*cut), batch, samples, seed)
+            total, weight = self._runner.try_forward(lambda _: objective.loss(*cut), batch, samples, seed)
             return float(total), float(weight)
 
         parts = [run(0, first, "probe"), run(first, size, "probe")]

@@ -22,8 +22,9 @@ from paceline.finding import Finding
 from paceline.generators import preserved_generators
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import Settings, align_with_main
-from paceline.parallel.replicate import CommHook, Compute
+from paceline.parallel.replicate import CommHook
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
 from paceline.recipe.explain import validate_section
@@ -489,14 +490,17 @@ class Trainer:
         done: dict[str, Updated] = {}
         comm_s = 0.0
 
-        def update(name: str, loss: Callable[[Any, Any], Any]) -> Updated:
+        def run(name: str, objective: Loss) -> Updated:
             nonlocal comm_s
-            updated = self._run_update(name, loss, share, phase=len(phases))
+            updated = self._run_update(name, objective, share, phase=len(phases))
             phases.append(name)
             done[name] = updated
             comm_s += updated.comm_s
             self._stop_signum = self._stop_signum or updated.stop_signum
             return updated
+
+        def update(name: str, loss: Callable[[Any, Any], Any]) -> Updated:
+            return run(name, Objective(lambda batch: loss(self.models, batch), weigh, has_output=False))
 
         phases: list[str] = []
         with (
@@ -505,7 +509,7 @@ class Trainer:
             explain_single_sample(share),
         ):
             if self._user_step is None:
-                update("model", self._one_model_loss)
+                run("model", self._objective())
             else:
                 self._user_step(update)
         if not done:
@@ -549,9 +553,7 @@ class Trainer:
         """
         self._require_loss()
         with preserved_generators(self.world.device):
-            return self._updates["model"].rounds.find_random(
-                lambda microbatch: weigh(self._one_model_loss(self.models, microbatch), microbatch), batch
-            )
+            return self._updates["model"].runner.find_random(self._objective(), batch)
 
     def evaluate(self, loader: Loader, metrics: Mapping[str, Metric] | None = None) -> Evaluation:
         """Mean loss, and other means, over all of a loader's samples; collective. One model only.
@@ -565,6 +567,7 @@ class Trainer:
         with preserved_generators(self.world.device), explain_out_of_memory(None, self.world):
             result = evaluate(
                 self.model,
+                self._updates["model"].runner,
                 loader,
                 forward=self._forward,
                 loss=self._loss,  # type: ignore[arg-type]
@@ -705,11 +708,15 @@ class Trainer:
         with self._precision.autocast():
             return self._forward(model, self._precision.place_batch(cut_batch(batch)))
 
-    def _one_model_loss(self, models: dict[str, nn.Module], batch: Any) -> Any:
-        assert self._loss is not None
-        return self._loss(self._forward(models["model"], batch), batch)
+    def _objective(self) -> Loss:
+        """Forward and loss of the only model."""
+        model, forward, loss = self.models["model"], self._forward, self._loss
+        assert loss is not None
+        return Objective(
+            lambda batch: forward(model, batch), lambda output, batch: weigh(loss(output, batch), batch)
+        )
 
-    def _run_update(self, name: str, loss: Callable[[Any, Any], Any], share: Share, *, phase: int) -> Updated:
+    def _run_update(self, name: str, objective: Loss, share: Share, *, phase: int) -> Updated:
         if name not in self._updates:
             raise PacelineError(
                 "PL404",
@@ -722,51 +729,47 @@ class Trainer:
         frozen = [p for model in others for p in model.parameters() if p.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(False)
-        rounds = self._updates[name].rounds
-        compute: Compute = lambda batch: weigh(loss(self.models, batch), batch)  # noqa: E731
+        runner = self._updates[name].runner
         try:
             if name not in self._probed:
                 self._probed.add(name)
-                self._probe(name, compute, share)
+                self._probe(name, objective, share)
             if self._global_loss is not None:
-                compute, share = self._global_loss.prepare(rounds, share, step=self.step_number, phase=phase)
+                objective, share = self._global_loss.prepare(
+                    runner, share, step=self.step_number, phase=phase
+                )
             return self._updates[name].run(
-                compute,
+                objective,
                 share,
                 step=self.step_number,
                 phase=phase,
                 stop_signum=self._requests.signum,
                 settings=self._settings,
-                count_flops=rounds.flops_per_sample is None and self.world.is_main,
+                count_flops=runner.flops_per_sample is None and self.world.is_main,
             )
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(True)
 
-    def _probe(self, name: str, compute: Compute, share: Share) -> None:
+    def _probe(self, name: str, objective: Loss, share: Share) -> None:
         """Before the first update of a start: what the cut into microbatches does to it; collective."""
-        update, loss = self._updates[name], self._loss
+        update = self._updates[name]
         is_divided = update.placement.is_divided
         models, mesh = list(self.models.values()), self._mesh
-        probe = Probe(models, update.rounds, mesh, is_divided=is_divided, dtype=self._precision.name)
-        run = compute if self._global_loss is None else self._global_loss.run
+        probe = Probe(models, update.runner, mesh, is_divided=is_divided, dtype=self._precision.name)
+        run = objective if self._global_loss is None else self._global_loss.run
         self._statistics.keep(probe.find_buffers(run, share), self._dp)
         if self.microbatch_size is not None or share.source is None or share.num_microbatches == 1:
             return  # chosen by the user, or nothing is cut
         probe.tell_batchnorm(share)
         if self._global_loss is None:
-            probe.check_cut(
-                compute,
-                share,
-                forward=None if loss is None else lambda batch: self._forward(self.model, batch),
-                loss=None if loss is None else lambda output, batch: weigh(loss(output, batch), batch),
-            )
+            probe.check_cut(objective, share)
 
     def _record(self, step: Step) -> None:
         writer = self._open_writer()
         if writer is None:
             return
-        flops = [update.rounds.flops_per_sample for update in self._updates.values()]
+        flops = [update.runner.flops_per_sample for update in self._updates.values()]
         writer.write(
             describe_step(
                 step,

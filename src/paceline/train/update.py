@@ -16,7 +16,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,13 @@ from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.norm import measure_norm
-from paceline.parallel.order import LaidOut
-from paceline.parallel.placement import local
-from paceline.parallel.replicate import Compute, Replica
-from paceline.parallel.shard.shards import Shards
+from paceline.parallel.objective import Loss
+from paceline.parallel.placement import Placement, local
 from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.copies import Copies
 from paceline.train.precision import Precision
-from paceline.train.rounds import Launch, MicrobatchRunner, Work
+from paceline.train.runners.runner import Runner
+from paceline.train.runners.work import Launch, Work
 from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
 from paceline.train.state.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
@@ -82,7 +81,8 @@ class Update:
     Args:
         name: of the model, for messages and checkpoints.
         model: on its device.
-        laid_out: what became of it: who reduces its gradients, and where its parts are.
+        runner: of its microbatches.
+        placement: where its parts are.
         mesh: the ranks, or `None` in a world of one.
         optimizer: over the model's parameters.
         schedule: a learning-rate scheduler stepped once per update, or `None`.
@@ -91,15 +91,14 @@ class Update:
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
         clip_norm: global norm to clip to, 0 for none.
-        seed: base of the microbatches' seeds.
-        track_used: find parameters that no microbatch used, and leave them without a gradient.
     """
 
     def __init__(
         self,
         name: str,
         model: nn.Module,
-        laid_out: LaidOut,
+        runner: Runner,
+        placement: Placement,
         mesh: Mesh | None,
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler | None,
@@ -109,8 +108,6 @@ class Update:
         statistics: RunningStatistics,
         precision: Precision,
         clip_norm: float,
-        seed: int,
-        track_used: bool,
     ) -> None:
         self.name = name
         self.model = model
@@ -119,33 +116,20 @@ class Update:
         self.settings = built.describe(schedule)
         self._built = built
         self.gradient_hooks: list[GradientHook] = []
-        self.placement = laid_out.placement
-        self._reducer = laid_out.reducer
-        self._exact = laid_out.exact
-        self._lent = laid_out.lent
+        self.runner = runner
+        self.placement = placement
         self._mesh = mesh
         self._is_exact = is_exact
         self._statistics = statistics
         self._precision = precision
         self._clip_norm = clip_norm
-        self._scaler = precision.build_scaler()
+        self._scaler = runner.scaler
         self._unit: float | None = None
         self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._updated = [(n, p) for n, p in self._named if id(p) in mine]
-        self.rounds = MicrobatchRunner(
-            name,
-            model,
-            laid_out,
-            mesh,
-            statistics=statistics,
-            precision=precision,
-            scaler=self._scaler,
-            seed=seed,
-            track_used=track_used,
-        )
         self._board = self._make_board()
-        self._copies = Copies(name, model, optimizer, laid_out.placement, mesh)
+        self._copies = Copies(name, model, optimizer, placement, mesh)
 
     @property
     def lr(self) -> float:
@@ -155,7 +139,7 @@ class Update:
     @property
     def hook_state(self) -> HookState | None:
         """What the communication hook keeps on this rank between steps, if anything."""
-        return self._reducer.hook_state if isinstance(self._reducer, Replica) else None
+        return self.runner.hook_state
 
     @property
     def not_updated(self) -> list[str]:
@@ -165,7 +149,7 @@ class Update:
 
     def run(
         self,
-        compute: Compute,
+        objective: Loss,
         share: Share,
         *,
         step: int,
@@ -177,7 +161,7 @@ class Update:
         """One update from a global batch; collective.
 
         Args:
-            compute: from a batch on the device to (sum of losses, weight).
+            objective: forward and loss.
             share: this rank's microbatches.
             step: number of the optimizer step, from 1.
             phase: number of this update within the step.
@@ -187,11 +171,11 @@ class Update:
         """
         for _, parameter in self._named:  # those that the optimizer leaves alone too
             parameter.grad = None
-        is_talking = self._mesh is not None and not (self._reducer is not None and self._reducer.silent)
+        runner, is_talking = self.runner, self.runner.is_talking
         agreement = Agreement(
             share.num_microbatches,
             self._statistics.num_values,
-            len(self._named) if self.rounds.used is not None else 0,
+            len(self._named) if runner.used is not None else 0,
             self._precision.device,
             dist.group.WORLD if is_talking else None,
             self._board if is_talking and share.num_microbatches else None,
@@ -199,13 +183,12 @@ class Update:
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
         # Of the step before: this one's is complete only after its last backward.
-        signature = self._reducer.signature if isinstance(self._reducer, Shards) else 0
         copies = self._copies.digest(step) if is_talking else (0,) * NUM_COPIES
-        told = RankMessage(stop_signum, step, signature, settings.digest, copies)
+        told = RankMessage(stop_signum, step, runner.signature, settings.digest, copies)
         hook_memory = None if self.hook_state is None else self.hook_state.read()
-        launch = Launch(agreement, told, self.rounds.used)
-        work = Work(compute, share, step, phase, self._unit, launch)
-        comm_s = self.rounds.run(work, is_talking=is_talking, count_flops=count_flops)
+        launch = Launch(agreement, told, runner.used)
+        work = Work(objective, share, step, phase, self._unit, launch)
+        comm_s = runner.run(work, count_flops=count_flops)
         updated = self._finish(agreement, settings, comm_s)
         if updated.skipped and self.hook_state is not None and hook_memory is not None:
             self.hook_state.write(hook_memory, self._precision.device)  # else it would add inf to later steps
@@ -216,9 +199,9 @@ class Update:
         self._copies.check_all()
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Inside, `run` computes this rank's share and communicates nothing, see `Replica.silenced`."""
+        """Inside, `run` computes this rank's share and communicates nothing."""
         self._copies.give_up()
-        return nullcontext() if self._reducer is None else self._reducer.silenced()
+        return self.runner.silenced()
 
     def state_dict(self) -> dict[str, Any]:
         """Schedule, scaler, unit and counted operations; the optimizer's own state is `optimizer_state`."""
@@ -228,7 +211,7 @@ class Update:
             "unit": self._unit,
             # Counting goes with other kernels (a fused RMSNorm comes apart), so a resumed run that counted
             # again would not have the bits of one that was never stopped.
-            "flops_per_sample": self.rounds.flops_per_sample,
+            "flops_per_sample": self.runner.flops_per_sample,
         }
 
     def load(
@@ -253,16 +236,11 @@ class Update:
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._unit = state["unit"]
-        self.rounds.flops_per_sample = state["flops_per_sample"]
+        self.runner.flops_per_sample = state["flops_per_sample"]
 
     def close(self) -> None:
         """Ends what runs beside the training."""
-        if self._exact is not None:
-            self._exact.close()
-        if self._lent is not None:
-            assert self._mesh is not None
-            self._mesh.return_group(self._lent)
-            self._lent = None
+        self.runner.close()
 
     def optimizer_pieces(self) -> Any:
         """The optimizer's state by parameter name, with this rank's pieces of what is divided."""
@@ -279,22 +257,15 @@ class Update:
     def load_optimizer_state(self, state: Any) -> None:
         """Puts back what `optimizer_state` gave, each rank its part."""
         load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state, self.placement)
-        if isinstance(self._reducer, Shards):
-            self._reducer.offload_state(self.optimizer)
+        self.runner.adopt_state(self.optimizer)
 
     def _make_board(self) -> NumberBoard | None:
-        """A board for what ranks agree on, where summing all ranks' gradients is the meeting that it needs.
-
-        A hook of the user's may not wait for all ranks, and the use of parameters is known only when the
-        gradients are summed.
-        """
-        reducer = self._reducer
-        is_meeting = isinstance(reducer, Replica) and reducer.waits_for_all and self.rounds.used is None
-        if not is_meeting or self._mesh is None or self._precision.device.type != "cpu":
+        """A board for what ranks agree on, where summing the gradients is the meeting that it needs."""
+        if not self.runner.is_meeting or self._precision.device.type != "cpu":
             return None
         world = dist.group.WORLD
         assert world is not None
-        return NumberBoard(world) if self._mesh.dp_replicate.size == world.size() else None
+        return NumberBoard(world)
 
     def _finish(self, agreement: Agreement, settings: StepSettings, comm_s: float) -> Updated:
         """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""
@@ -312,12 +283,11 @@ class Update:
         if agreed.used is not None:
             self._drop_unused(agreed.used)
         elif agreed.all_leave_out:
-            self._drop_unused(self.rounds.agree_on_used())
+            self._drop_unused(self.runner.agree_on_used())
         weight = math.fsum(agreed.weights)
         loss = math.fsum(agreed.losses) / weight if weight and _all_finite(agreed.losses) else math.nan
         scale = self._unit / weight if weight else 0.0
-        if self._reducer is not None:
-            scale *= self._reducer.gradient_scale
+        scale *= self.runner.gradient_scale
         if self._scaler is not None:
             scale *= self._scaler.scale_of_gradients()
         norm *= scale
@@ -378,10 +348,7 @@ class Update:
             scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPS))
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
-        if isinstance(self._reducer, Shards):
-            self._reducer.step(self.optimizer)
-        else:
-            self.optimizer.step()
+        self.runner.step(self.optimizer)
 
     def _step_schedule(self, *, was_skipped: bool) -> None:
         """The rate depends on the number of the step, so a skipped step moves it too."""
@@ -398,7 +365,7 @@ class Update:
         for (_, parameter), is_used in zip(self._named, used, strict=True):
             if not is_used:
                 parameter.grad = None
-        self.rounds.forget_used()
+        self.runner.forget_used()
 
 
 def _all_finite(values: list[float]) -> bool:

@@ -170,7 +170,9 @@ def verify(
         settings=settings,
     )
     resolved = [resolve_layout(layout) for layout in layouts]
-    return verify_subject(subject, resolved, run=Runner(device, hang_after_s), may_narrow=dtype == "auto")
+    return verify_subject(
+        subject, resolved, run=RankLauncher(device, hang_after_s), may_narrow=dtype == "auto"
+    )
 
 
 def verify_recipe(
@@ -193,7 +195,7 @@ def verify_recipe(
         may_narrow: whether a recipe in fp64 may be trained in fp32 where its model does not compute in fp64.
     """
     subject = RecipeSubject(recipe, steps)
-    runner = run or Runner(recipe.train.device)
+    runner = run or RankLauncher(recipe.train.device)
     return verify_subject(subject, layouts, run=runner, tell=tell, may_narrow=may_narrow)
 
 
@@ -208,7 +210,7 @@ def resolve_layout(layout: str | Layout) -> Layout:
     return layout.close()
 
 
-class Runner:
+class RankLauncher:
     """Starts ranks by `paceline.launch`."""
 
     def __init__(self, device: str, hang_after_s: float | None = HANG_AFTER_S) -> None:

@@ -125,7 +125,7 @@ def wrap_functions(
 
 def is_trial(trainer: Trainer) -> bool:
     """Whether a forward runs that is no step's: the trainer tries out what the model does to a batch."""
-    return trainer._updates["model"].rounds.is_trying
+    return trainer._updates["model"].runner.is_trying
 
 
 def place_batch(trainer: Trainer, batch: Any) -> Any:

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.replicate import Replica
-from paceline.train import rounds, update
-from paceline.train.rounds import MicrobatchRunner
+from paceline.train import update
+from paceline.train.runners import runner
+from paceline.train.runners.runner import Runner
 from paceline.train.update import Update
 
 
@@ -86,10 +88,10 @@ def microbatch_dropped() -> Iterator[None]:
     """Rank 1 leaves out its first microbatch."""
     right = Update.run
 
-    def run(self: Update, compute: Any, share: Any, **settings: Any) -> Any:
+    def run(self: Update, objective: Loss, share: Any, **settings: Any) -> Any:
         if dist.get_rank() == 1:
             share = replace(share, microbatches=share.microbatches[1:], samples=share.samples[1:])
-        return right(self, compute, share, **settings)
+        return right(self, objective, share, **settings)
 
     with mock.patch.object(Update, "run", run):
         yield
@@ -98,15 +100,15 @@ def microbatch_dropped() -> Iterator[None]:
 @contextlib.contextmanager
 def gradient_overwritten() -> Iterator[None]:
     """Each microbatch's gradient overwrites the one before."""
-    right = MicrobatchRunner._run_microbatch
+    right = Runner._run_microbatch
 
-    def run(self: MicrobatchRunner, *args: Any, **settings: Any) -> float:
+    def run(self: Runner, *args: Any, **settings: Any) -> float:
         for parameter in self._trained:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         return right(self, *args, **settings)
 
-    with mock.patch.object(MicrobatchRunner, "_run_microbatch", run):
+    with mock.patch.object(Runner, "_run_microbatch", run):
         yield
 
 
@@ -115,13 +117,13 @@ def mean_of_means() -> Iterator[None]:
     """Backward from each microbatch's mean, as if all had as many targets."""
     right = Update.run
 
-    def run(self: Update, compute: Any, share: Any, **settings: Any) -> Any:
-        def weigh(batch: Any) -> Any:
-            total, weight = compute(batch)
+    def run(self: Update, objective: Loss, share: Any, **settings: Any) -> Any:
+        def average(output: Any, batch: Any) -> Any:
+            total, weight = objective.loss(output, batch)
             mean = total / weight
             return mean + (total - mean).detach(), weight
 
-        return right(self, weigh, share, **settings)
+        return right(self, Objective(objective.forward, average), share, **settings)
 
     with mock.patch.object(Update, "run", run):
         yield
@@ -130,24 +132,24 @@ def mean_of_means() -> Iterator[None]:
 @contextlib.contextmanager
 def dropout_by_rank() -> Iterator[None]:
     """Seeds of microbatches depend on the rank; those of rank 0 are right."""
-    right = rounds.derive_seed
-    with mock.patch.object(rounds, "derive_seed", lambda seed, *parts: right(seed + dist.get_rank(), *parts)):
+    right = runner.derive_seed
+    with mock.patch.object(runner, "derive_seed", lambda seed, *parts: right(seed + dist.get_rank(), *parts)):
         yield
 
 
 @contextlib.contextmanager
 def wrong_seed() -> Iterator[None]:
     """Seeds of microbatches are another run's."""
-    right = rounds.derive_seed
-    with mock.patch.object(rounds, "derive_seed", lambda seed, *parts: right(seed + 1, *parts)):
+    right = runner.derive_seed
+    with mock.patch.object(runner, "derive_seed", lambda seed, *parts: right(seed + 1, *parts)):
         yield
 
 
 @contextlib.contextmanager
 def dropout_the_same_every_step() -> Iterator[None]:
     """From the second step on, seeds do not depend on the step."""
-    right = rounds.derive_seed
-    with mock.patch.object(rounds, "derive_seed", lambda seed, step, *parts: right(seed, 1, *parts)):
+    right = runner.derive_seed
+    with mock.patch.object(runner, "derive_seed", lambda seed, step, *parts: right(seed, 1, *parts)):
         yield
 
 

@@ -280,14 +280,14 @@ def start_by_rank() -> Iterator[None]:
 @contextlib.contextmanager
 def resumed_with_old_masks() -> Iterator[None]:
     """From the second step on, dropout repeats the masks of the step before, as after a miscounted resume."""
-    from paceline.train import rounds
+    from paceline.train.runners import runner
 
-    right = rounds.derive_seed
+    right = runner.derive_seed
 
     def derive(seed: int, step: Any, *parts: Any) -> int:
         return right(seed, max(1, step - 1) if isinstance(step, int) else step, *parts)
 
-    with mock.patch.object(rounds, "derive_seed", derive):
+    with mock.patch.object(runner, "derive_seed", derive):
         yield
 
 

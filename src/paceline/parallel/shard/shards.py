@@ -40,6 +40,7 @@ from paceline.comm.exchange import MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
+from paceline.parallel.objective import Compute
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
 from paceline.parallel.shard.disk import Disk
 from paceline.parallel.shard.gradient_exchange import (
@@ -59,7 +60,6 @@ log = logging.getLogger(__name__)
 
 # Part of torch's message where an operation meets a shard and a plain tensor.
 _MIXED = "mixed torch.Tensor and DTensor"
-Compute = Callable[[Any], tuple[Tensor, Tensor]]
 
 
 class Shards:

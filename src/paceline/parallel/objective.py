@@ -1,0 +1,39 @@
+"""`Objective`: what is computed from a batch, in two parts that can run on different ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+Result = TypeVar("Result")
+# From a batch on the device to (sum of losses, weight).
+Compute = Callable[[Any], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Objective(Generic[Result]):
+    """A forward and what is computed from its output, for example the loss.
+
+    A rank that holds a whole model calls the objective. Ranks that hold stages of it run `forward` on every
+    stage and `loss` on the last one.
+
+    Attributes:
+        forward: from a batch on the device to the model's output.
+        loss: from (output, batch) to the result; in training (sum of losses, weight).
+        has_output: whether `forward` gives the output of one model. The loss over several models comes in one
+            piece, and `forward` computes all of it.
+    """
+
+    forward: Callable[[Any], Any]
+    loss: Callable[[Any, Any], Result]
+    has_output: bool = True
+
+    def __call__(self, batch: Any) -> Result:
+        """Runs both on one batch."""
+        return self.loss(self.forward(batch), batch)
+
+
+Loss = Objective[tuple[Tensor, Tensor]]

@@ -1,0 +1,377 @@
+"""`Runner`: the protocol between an update and a layout, and what all runners do with one microbatch.
+
+An update knows losses, weights and optimizers. Its runner knows which microbatches this rank computes, in
+which order, and in which of them ranks communicate. Per update:
+
+1. `run` computes the microbatches. Afterwards the parameters hold gradients that are summed over dp, and the
+   agreement (`agreement.py`) is under way.
+2. `step` applies an optimizer.
+
+`run_forward` and `evaluate` compute forwards only. `silenced` switches communication off, for measuring.
+
+A runner of its own kind implements `_run_rounds` from `_start`, `_forward` and `_backward`, which do one
+microbatch each. They may be called in any order as long as a microbatch's forward comes before its backward;
+both run inside of `_drawing`, which may be entered once for both or once for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.data.share import Share
+from paceline.errors import PacelineError
+from paceline.finding import Finding
+from paceline.generators import seed_generators
+from paceline.mesh import Mesh
+from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.dropout.find import find_random
+from paceline.parallel.hook_state import HookState
+from paceline.parallel.objective import Loss, Objective
+from paceline.parallel.order import LaidOut
+from paceline.seeds import derive_seed
+from paceline.train.batches import count_samples
+from paceline.train.precision import Precision
+from paceline.train.runners.work import Work
+
+log = logging.getLogger(__name__)
+
+# In place of a microbatch's number, where a rank runs one only because the others do.
+IDLE = -1
+Result = TypeVar("Result")
+# The number of a microbatch in the global batch, and its batch.
+Microbatch = tuple[int, Any]
+
+
+class Runner(ABC):
+    """Runs the microbatches of a model's updates; gradients are left in the parameters, summed over dp.
+
+    Args:
+        name: of the model, for messages.
+        model: on its device, laid out.
+        laid_out: what became of it.
+        mesh: the ranks, or `None` in a world of one.
+        statistics: BatchNorm's running statistics of all models that the loss runs.
+        precision: dtype and device.
+        seed: base of the microbatches' seeds.
+        track_used: find parameters that no microbatch used.
+
+    Attributes:
+        scaler: of losses, or `None`.
+        used: by trained parameter, whether a microbatch of this update has used it; `None` where that isn't
+            tracked.
+        flops_per_sample: forward and backward, once they were counted.
+        is_trying: whether a forward runs that is no step's (`try_forward`).
+        reports: whether this rank reports the losses of its microbatches, so that a sum over ranks counts
+            each once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        laid_out: LaidOut,
+        mesh: Mesh | None,
+        *,
+        statistics: RunningStatistics,
+        precision: Precision,
+        seed: int,
+        track_used: bool,
+    ) -> None:
+        self.scaler = precision.build_scaler()
+        self.flops_per_sample: float | None = None
+        self.is_trying = False
+        self.reports = mesh is None or mesh.reports
+        self._name = name
+        self._model = model
+        self._masks = laid_out.masks
+        self._lent = laid_out.lent
+        self._num_unsafe_told = 0
+        self._mesh = mesh
+        self._statistics = statistics
+        self._precision = precision
+        self._seed = seed
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.used: list[bool] | None = [False] * len(self._trained) if track_used else None
+
+    # What a layout decides
+
+    @abstractmethod
+    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
+        """Runs the microbatches and starts the agreement; collective. Returns the seconds of waiting."""
+
+    @abstractmethod
+    def _compute(self, objective: Loss, batch: Any) -> tuple[Tensor, Tensor]:
+        """Runs an objective on one microbatch with a graph: (sum of losses, weight)."""
+
+    @abstractmethod
+    def _propagate(self, scaled: Tensor) -> float:
+        """Runs backward of one microbatch. Returns the seconds that it waited for other ranks."""
+
+    @property
+    def gradient_scale(self) -> float:
+        """What a summed gradient must be multiplied with to be the sum over the ranks."""
+        return 1.0
+
+    @property
+    def signature(self) -> int:
+        """A number that is the same on all ranks unless they communicated otherwise in the update before."""
+        return 0
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is communicated at the moment, see `silenced`."""
+        return False
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether no rank of the world ends a last backward before all have begun it."""
+        return False
+
+    @property
+    def hook_state(self) -> HookState | None:
+        """What the communication hook keeps on this rank between steps, if anything."""
+        return None
+
+    @abstractmethod
+    def _before_backward(self, work: Work, *, is_last: bool) -> None:
+        """Is called between a microbatch's forward and its backward."""
+
+    @abstractmethod
+    def _after_backward(self, work: Work, *, is_last: bool) -> None:
+        """Is called after a microbatch's backward."""
+
+    def _list_microbatches(self, share: Share) -> list[Microbatch]:
+        """The forwards that this rank takes part in, with those that it runs for other ranks' sake."""
+        return list(share.microbatches)
+
+    def silenced(self) -> AbstractContextManager[None]:
+        """Inside, `run` communicates nothing: for timing compute alone."""
+        return nullcontext()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Runs the optimizer's step."""
+        optimizer.step()
+
+    @abstractmethod
+    def adopt_state(self, optimizer: Optimizer) -> None:
+        """Moves an optimizer's state, loaded from a checkpoint, to where the layout keeps it."""
+
+    def agree_on_used(self) -> list[bool]:
+        """By trained parameter, whether any rank has used it; collective over the world.
+
+        Is asked for only where every rank has told that it left some out.
+        """
+        raise AssertionError(f"{type(self).__name__} tracks the use of parameters")
+
+    def close(self) -> None:
+        """Ends what runs beside the training."""
+        if self._lent is not None:
+            assert self._mesh is not None
+            self._mesh.return_group(self._lent)
+            self._lent = None
+
+    # What an update and its callers use
+
+    @property
+    def is_talking(self) -> bool:
+        """Whether `run` communicates with other ranks."""
+        return self._mesh is not None and not self.silent
+
+    def run(self, work: Work, *, count_flops: bool) -> float:
+        """Runs a rank's microbatches of one update; collective. Returns the seconds of waiting for others.
+
+        Args:
+            work: what is to be run.
+            count_flops: whether to count the floating-point operations of the first microbatch.
+        """
+        self._statistics.begin(work.share.num_owned)
+        comm_s = self._run_rounds(work, count_flops=count_flops)
+        self._tell_unsafe_draws()
+        return comm_s
+
+    def forget_used(self) -> None:
+        """Forgets which parameters were used, before the next update."""
+        if self.used is not None:
+            self.used = [False] * len(self._trained)
+
+    def run_forward(
+        self, objective: Objective[Result], share: Share, *, step: int, phase: int
+    ) -> list[Result]:
+        """Runs a forward of each of this rank's microbatches, with the random numbers of `run`.
+
+        No graph is kept and no statistics are changed. Collective where the model is divided.
+
+        Args:
+            objective: what is computed; its results are returned.
+            share: this rank's microbatches.
+            step, phase: as in `Work`.
+        """
+        samples = dict(zip((number for number, _ in share.microbatches), share.samples, strict=True))
+
+        def around(index: int, batch: Any) -> AbstractContextManager[None]:
+            self._statistics.start_microbatch()
+            known = range(count_samples(batch)) if index == IDLE else samples[index]
+            return self._masks.drawing(derive_seed(self._seed, step, phase), known)
+
+        self._statistics.begin()
+        seed_of: Callable[[int], int] = lambda index: derive_seed(self._seed, step, phase, index)  # noqa: E731
+        results = self._forward_all(objective, share, seed_of, around)
+        self._statistics.restore()
+        return results
+
+    def evaluate(
+        self, objective: Objective[Result], share: Share, seed_of: Callable[[int], int]
+    ) -> list[Result]:
+        """Runs a forward of each of this rank's microbatches, as a model in eval mode computes it.
+
+        No graph is kept. Collective where the model is divided.
+
+        Args:
+            objective: what is computed; its results are returned.
+            share: this rank's microbatches.
+            seed_of: from the number of a microbatch to the seed of its generators.
+        """
+        return self._forward_all(objective, share, seed_of, lambda index, batch: nullcontext())
+
+    @property
+    def draws_unsafely(self) -> bool:
+        """Whether some dropout was drawn that does not depend on its sample alone."""
+        return bool(self._masks.unsafe)
+
+    def try_forward(self, run: Callable[[Any], Any], batch: Any, samples: Sequence[int], word: str) -> Any:
+        """Runs something on one batch, with random numbers that are no step's, and puts statistics back.
+
+        Args:
+            run: from a batch on the device to anything.
+            batch: of which.
+            samples: the numbers of its samples.
+            word: gives the generators another seed; dropout by sample stays.
+        """
+        seed_generators(derive_seed(self._seed, "try", word), self._precision.device)
+        placed = self._precision.place_batch(batch)
+        self._statistics.begin()
+        self._statistics.start_microbatch()
+        self.is_trying = True
+        try:
+            with self._masks.drawing(derive_seed(self._seed, "try"), samples), self._precision.autocast():
+                return run(placed)
+        finally:
+            self.is_trying = False
+            self._statistics.restore()
+
+    def find_random(self, objective: Loss, share: Share) -> list[Finding]:
+        """Random draws of a forward of the first microbatch that don't depend on its samples alone.
+
+        In a world of one process. The model's state stays as it is; compiled code runs eagerly.
+        """
+        batch = self._precision.place_batch(share.microbatches[0][1])
+
+        def forward() -> None:
+            drawing = self._masks.drawing(derive_seed(self._seed, "find random"), share.samples[0])
+            with drawing, self._precision.autocast():
+                self._compute(objective, batch)
+
+        self._statistics.begin()
+        self._statistics.start_microbatch()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            found = find_random(self._model, forward)
+        self._statistics.restore()
+        unsafe = self._masks.unsafe
+        named = {finding.where for finding in unsafe}  # an LSTM's draws show in the forward as well
+        return [*unsafe, *(finding for finding in found if finding.where not in named)]
+
+    # One microbatch
+
+    def _run_microbatch(self, work: Work, number: int, *, is_last: bool) -> float:
+        """Forward and backward of one microbatch; in the step's last one the agreement travels along."""
+        index, batch = work.share.microbatches[number]
+        batch = self._start(work, index, batch)
+        with self._drawing(work, work.share.samples[number]):
+            loss_sum = self._forward(work, index, batch)
+            self._before_backward(work, is_last=is_last)
+            comm_s = self._backward(loss_sum, work.unit)
+        self._after_backward(work, is_last=is_last)
+        return comm_s
+
+    def _start(self, work: Work, index: int | str, batch: Any) -> Any:
+        """Sets generators and statistics for microbatch `index`; returns its batch on the device."""
+        seed_generators(derive_seed(self._seed, work.step, work.phase, index), self._precision.device)
+        batch = self._precision.place_batch(batch)
+        self._statistics.start_microbatch()
+        return batch
+
+    def _forward(self, work: Work, index: int, batch: Any) -> Tensor:
+        """The sum of losses of microbatch `index`; its slot of the agreement is filled."""
+        with self._precision.autocast():
+            loss_sum, weight = self._compute(work.objective, batch)
+        if not loss_sum.requires_grad:
+            raise _constant_loss_error(self._name, index)
+        statistics = self._statistics.read_microbatch() if self._statistics.num_values else None
+        if self.reports:
+            work.launch.agreement.put_microbatch(index, loss_sum, weight, statistics)
+        return loss_sum
+
+    def _backward(self, loss_sum: Tensor, unit: float) -> float:
+        scaled = loss_sum / unit
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        return self._propagate(scaled)
+
+    def _drawing(self, work: Work, samples: Sequence[int]) -> AbstractContextManager[None]:
+        """Around a microbatch: its dropout depends on the step and the samples alone."""
+        return self._masks.drawing(derive_seed(self._seed, work.step, work.phase), samples)
+
+    @torch.no_grad()
+    def _forward_all(
+        self,
+        objective: Objective[Result],
+        share: Share,
+        seed_of: Callable[[int], int],
+        around: Callable[[int, Any], AbstractContextManager[None]],
+    ) -> list[Result]:
+        results = []
+        for index, batch in self._list_microbatches(share):
+            seed_generators(seed_of(index), self._precision.device)
+            placed = self._precision.place_batch(batch)
+            with around(index, batch), self._precision.autocast():
+                result = objective(placed)
+            if index != IDLE:
+                results.append(result)
+        return results
+
+    @contextmanager
+    def _counting_flops(self, share: Share) -> Iterator[None]:
+        """Counts operations eagerly: a compiled graph has none that could be counted.
+
+        Under tp those of this rank stand for an equal part of all.
+        """
+        with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
+            yield
+        num_samples = math.ceil(share.num_samples / share.num_microbatches)
+        num_parts = 1 if self._mesh is None else self._mesh.tp.size
+        self.flops_per_sample = counter.get_total_flops() * num_parts / num_samples
+
+    def _tell_unsafe_draws(self) -> None:
+        for finding in self._masks.unsafe[self._num_unsafe_told :]:
+            log.warning("%s", finding)
+        self._num_unsafe_told = len(self._masks.unsafe)
+
+
+def _constant_loss_error(name: str, index: int) -> PacelineError:
+    return PacelineError(
+        "PL412",
+        saw=f"the loss of microbatch {index} does not depend on any trained parameter of {name}.",
+        rule="Its gradient is what an update applies.",
+        fix="Compute the loss from the model's output, outside of torch.no_grad() and without detach(); "
+        "where a microbatch has no targets return output.sum() * 0.",
+    )

@@ -1,0 +1,114 @@
+"""Runs microbatches where ranks of dp_shard gather parameters in each forward.
+
+All ranks of dp take as many rounds as the one with the most microbatches, because in each forward all of
+them gather. A rank without a microbatch of its own runs an idle round: any microbatch, whose gradients count
+nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.data.share import Share
+from paceline.mesh import Mesh
+from paceline.parallel.objective import Loss
+from paceline.parallel.order import LaidOut
+from paceline.train.batches import count_samples, lend_batch
+from paceline.train.runners.runner import IDLE, Microbatch, Runner
+from paceline.train.runners.work import Work
+
+
+class ShardedRunner(Runner):
+    """Runs the microbatches of a model whose parameters are gathered.
+
+    Args:
+        name, model, mesh, settings: as for `Runner`; it always finds parameters that no microbatch used.
+        laid_out: what became of the model.
+    """
+
+    def __init__(self, name: str, model: nn.Module, laid_out: LaidOut, mesh: Mesh, **settings: Any) -> None:
+        super().__init__(name, model, laid_out, mesh, **settings)
+        assert laid_out.shards is not None
+        assert self.used is not None
+        self._shards = laid_out.shards
+        self._dp = mesh.dp
+
+    @property
+    def gradient_scale(self) -> float:
+        return self._shards.gradient_scale
+
+    @property
+    def silent(self) -> bool:
+        return self._shards.silent
+
+    @property
+    def signature(self) -> int:
+        return self._shards.signature
+
+    def silenced(self) -> AbstractContextManager[None]:
+        return self._shards.silenced()
+
+    def step(self, optimizer: Optimizer) -> None:
+        self._shards.step(optimizer)
+
+    def adopt_state(self, optimizer: Optimizer) -> None:
+        self._shards.offload_state(optimizer)
+
+    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
+        """As many rounds on every rank, because in each forward all of them gather parameters."""
+        share, shards, comm_s = work.share, self._shards, 0.0
+        shards.begin(share.num_owned)
+        if not shards.num_rounds:
+            work.launch.now()
+            return 0.0
+        lent = None
+        if min(share.num_owned) < shards.num_rounds:
+            lent = lend_batch(share, self._dp)
+        for number in range(shards.num_rounds):
+            is_last = number == shards.num_rounds - 1
+            is_own = number < len(share.microbatches)
+            with shards.synchronising(is_last, share.microbatches[number][0] if is_own else None):
+                if is_own:
+                    with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
+                        comm_s += self._run_microbatch(work, number, is_last=is_last)
+                else:
+                    comm_s += self._run_idle(work, lent, is_last=is_last)
+        if not shards.silent:
+            shards.check_reduced()
+        return comm_s
+
+    def _run_idle(self, work: Work, batch: Any, *, is_last: bool) -> float:
+        """A round in which this rank has no microbatch of its own: its loss counts nothing."""
+        batch = self._start(work, "idle", batch)
+        with self._drawing(work, range(count_samples(batch))):
+            with self._precision.autocast():
+                loss_sum, _ = self._compute(work.objective, batch)
+            comm_s = self._backward(loss_sum, work.unit)
+        self._after_backward(work, is_last=is_last)
+        return comm_s
+
+    def _compute(self, objective: Loss, batch: Any) -> tuple[Tensor, Tensor]:
+        return self._shards.forward(objective, batch)
+
+    def _propagate(self, scaled: Tensor) -> float:
+        return self._shards.backward(scaled)
+
+    def _before_backward(self, work: Work, *, is_last: bool) -> None:
+        """Does nothing: which parameters were used is known after backward."""
+
+    def _after_backward(self, work: Work, *, is_last: bool) -> None:
+        """Reads which parameters were used: gradients of zeros reach all of them, the shards know better."""
+        if is_last:
+            assert self.used is not None
+            self.used[:] = [id(p) in self._shards.used for p in self._trained]
+            work.launch.now()
+
+    def _list_microbatches(self, share: Share) -> list[Microbatch]:
+        own = super()._list_microbatches(share)
+        if len(set(share.num_owned)) == 1:
+            return own
+        return own + [(IDLE, lend_batch(share, self._dp))] * (max(share.num_owned) - len(own))

@@ -1,0 +1,46 @@
+"""What a runner is given: the microbatches of one update, and the start of the agreement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.data.share import Share
+from paceline.parallel.objective import Loss
+from paceline.train.agreement import Agreement, RankMessage
+
+
+@dataclass
+class Launch:
+    """Starts the agreement at the right moment of the last microbatch."""
+
+    agreement: Agreement
+    told: RankMessage
+    used: list[bool] | None
+    is_done: bool = False
+
+    def now(self, *, leaves_out: bool = False) -> None:
+        if self.used is not None:
+            self.agreement.put_used(self.used)
+        self.agreement.launch(replace(self.told, leaves_out=leaves_out))
+        self.is_done = True
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the microbatches of one update have in common.
+
+    Attributes:
+        objective: forward and loss.
+        share: this rank's microbatches.
+        step: number of the optimizer step, from 1.
+        phase: number of the update within the step.
+        unit: what losses are divided by.
+        launch: starts the agreement.
+    """
+
+    objective: Loss
+    share: Share
+    step: int
+    phase: int
+    unit: float
+    launch: Launch
