@@ -227,7 +227,7 @@ def test_the_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     set_place(monkeypatch, place_of(1, 2, port))
-    with pytest.raises(PacelineError, match=rf"rank 1 of 2 found nobody at 127.0.0.1:{port}") as caught:
+    with pytest.raises(PacelineError, match=rf"rank 1 of 2 found no store at 127.0.0.1:{port}") as caught:
         start(device="cpu", timeout_s=0.5)
     assert caught.value.code == "PL310"
 

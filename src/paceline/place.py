@@ -79,7 +79,7 @@ def read_environment(environ: Mapping[str, str]) -> RankPlace:
         raise PacelineError(
             "PL302",
             saw=f"WORLD_SIZE={env['WORLD_SIZE']}, but {place.launcher} started {place.world_size} ranks.",
-            rule="All that is set must tell of the same world.",
+            rule="All variables that are set must agree.",
             fix="Unset WORLD_SIZE, or set RANK, LOCAL_RANK and LOCAL_WORLD_SIZE too.",
         )
     return place
@@ -235,7 +235,8 @@ def _from_mpi(env: Mapping[str, str]) -> RankPlace:
         raise PacelineError(
             "PL303",
             saw=f"mpirun started {world_size} ranks, {local_size} of them here, and MASTER_ADDR is not set.",
-            rule="Ranks on several machines meet at rank 0's machine, and Open MPI does not tell its name.",
+            rule="Ranks on several machines connect to rank 0's machine, and Open MPI does not provide its "
+            "name.",
             fix="Add -x MASTER_ADDR=<rank 0's host> to mpirun.",
         )
     # Open MPI's NODE_RANK counts within the node; which node this is follows only where nodes are alike.
@@ -308,7 +309,7 @@ def _check(place: RankPlace) -> None:
         raise PacelineError(
             "PL302",
             saw=f"The environment says {wrong} (launcher: {place.launcher}).",
-            rule="Ranks count from 0 and stay below the number of ranks.",
+            rule="Ranks are numbered from 0 to the number of ranks - 1.",
             fix="Let torchrun, srun or mpirun set these variables, or unset them for a plain process.",
         )
 
@@ -319,8 +320,8 @@ def _half_set(env: Mapping[str, str], needed: tuple[str, ...], launcher: str) ->
     return PacelineError(
         "PL300",
         saw=f"Set: {there or 'nothing'}. Missing: {missing}.",
-        rule=f"A rank started by {launcher} has all of them, a plain process none.",
-        fix=f"Start with {launcher}, set the missing ones (LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 where each "
+        rule=f"A rank started by {launcher} has all of them; a plain process has none.",
+        fix=f"Start with {launcher}, set the missing ones (LOCAL_RANK=0 and LOCAL_WORLD_SIZE=1 if each "
         "machine runs one process), or unset all of them.",
     )
 
@@ -329,6 +330,6 @@ def _bad_list(text: str) -> PacelineError:
     return PacelineError(
         "PL304",
         saw=f"SLURM's list {text!r}.",
-        rule="A node list reads like node[0-2,5],other and tasks per node like 2(x3),1.",
+        rule="A node list has the form node[0-2,5],other, and tasks per node the form 2(x3),1.",
         fix="Set MASTER_ADDR to rank 0's host, and start with srun.",
     )

@@ -127,8 +127,9 @@ class World:
         num_usable = usable_cores() // self.local_world_size
         if self.device.type == "cpu" and self.is_main and num_usable > num_threads:
             log.warning(
-                "%d CPU thread per rank, where %d cores per rank are usable: the number of threads changes "
-                "bits, so it must not follow from the number of ranks. threads_per_rank sets another one",
+                "using %d CPU thread per rank although %d cores per rank are usable: the thread count "
+                "affects the last bits of results, so it is not derived from the number of ranks; pass "
+                "threads_per_rank to change it",
                 num_threads,
                 num_usable,
             )
@@ -271,8 +272,8 @@ def current_world() -> World:
     if not _current:
         raise PacelineError(
             "PL315",
-            saw="no world is started in this process.",
-            rule="Training needs to know which rank this is.",
+            saw="no world was started in this process.",
+            rule="Training needs this process's rank and the number of ranks.",
             fix="Put the training inside `with paceline.start() as world:`.",
         )
     return _current[-1]
@@ -307,7 +308,7 @@ def _pick_device(device: str, place: RankPlace) -> torch.device:
             "PL305",
             saw=f"device={device!r}.",
             rule='A device is "auto", "cpu" or "cuda"; which CUDA device follows from the local rank.',
-            fix="Hide devices with CUDA_VISIBLE_DEVICES to choose among them.",
+            fix="To select CUDA devices, set CUDA_VISIBLE_DEVICES.",
         )
     if device == "cpu":
         return torch.device("cpu")
@@ -321,15 +322,15 @@ def _pick_device(device: str, place: RankPlace) -> torch.device:
     if num_devices == 0:
         raise PacelineError(
             "PL306",
-            saw='device="cuda", but torch finds no CUDA device here.',
-            rule="Each rank on this node needs a device of its own.",
+            saw='device="cuda", but torch finds no CUDA device.',
+            rule="Each rank on this node needs its own device.",
             fix='Use device="cpu", or check the driver, CUDA_VISIBLE_DEVICES and torch itself '
             f"(torch {torch.__version__}, CUDA {torch.version.cuda}).",
         )
     raise PacelineError(
         "PL307",
         saw=f"{needed} ranks on this node, but {num_devices} CUDA devices.",
-        rule="Each rank needs a device of its own.",
+        rule="Each rank needs its own device.",
         fix=f'Start at most {num_devices} ranks per node, or use device="cpu".',
     )
 
@@ -357,7 +358,7 @@ def _set_threads(threads: int | str, place: RankPlace, undo: contextlib.ExitStac
             raise PacelineError(
                 "PL316",
                 saw=f"threads_per_rank={threads} in a rank that was forked from a notebook or a shell.",
-                rule="OpenMP's threads don't survive a fork, and computing with several would hang.",
+                rule="OpenMP's threads do not survive a fork, and computing with several threads would hang.",
                 fix='Use "auto" or 1, or put the function that you launch into a module.',
             )
         wanted = threads
@@ -385,7 +386,7 @@ def _make_deterministic(undo: contextlib.ExitStack) -> None:
             raise PacelineError(
                 "PL314",
                 saw=f"deterministic=True after CUDA has started, with {name} unset.",
-                rule="cuBLAS reads that variable once, at its start.",
+                rule="cuBLAS reads that variable only when it starts.",
                 fix=f"Call paceline.start() before the first CUDA call, or set {name}=:4096:8.",
             )
         os.environ[name] = ":4096:8"
@@ -474,13 +475,13 @@ def _host_store(place: RankPlace, timeout_s: float) -> Store:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise PacelineError(
                 "PL309",
-                saw=f"rank 0 can't open {address}: the port is taken.",
+                saw=f"rank 0 cannot open {address}: the port is taken.",
                 rule="The ranks of a run meet at one port of rank 0's machine, and no other run may hold it.",
                 fix="Set MASTER_PORT to a free port on all ranks, or end the run that holds it.",
             ) from None
         raise PacelineError(
             "PL309",
-            saw=f"rank 0 can't open {address}: {_first_line(error)}.",
+            saw=f"rank 0 cannot open {address}: {_first_line(error)}.",
             rule="The ranks of a run meet at one port of rank 0's machine.",
             fix="Set MASTER_ADDR to an address of rank 0's machine, MASTER_PORT to a free port above 1023.",
         ) from None
@@ -501,11 +502,11 @@ def _reach_store(place: RankPlace, timeout_s: float, deadline: float) -> Store:
         if time.monotonic() > deadline:
             raise PacelineError(
                 "PL310",
-                saw=f"rank {place.rank} of {place.world_size} found nobody at {address} "
-                f"within {timeout_s:g} s ({why}).",
+                saw=f"rank {place.rank} of {place.world_size} found no store at {address} within "
+                f"{timeout_s:g} s ({why}).",
                 rule="Rank 0 opens that port and every rank connects to it.",
                 fix="Check that rank 0 has started, that MASTER_ADDR and MASTER_PORT are the same on all "
-                "ranks, and that no firewall stands between.",
+                "ranks, and that no firewall blocks the port.",
             )
         time.sleep(0.1)
     try:
@@ -519,8 +520,8 @@ def _reach_store(place: RankPlace, timeout_s: float, deadline: float) -> Store:
     except dist.DistError as error:
         raise PacelineError(
             "PL310",
-            saw=f"rank {place.rank} of {place.world_size} reached {address}, but what answers there "
-            f"is no store of torch: {_first_line(error)}.",
+            saw=f"rank {place.rank} of {place.world_size} reached {address}, but what answers there is not "
+            f"a torch store: {_first_line(error)}.",
             rule="Rank 0 opens that port and every rank connects to it.",
             fix="Set MASTER_PORT to a port that no other program uses.",
         ) from None
@@ -533,8 +534,8 @@ def _not_all_came(store: Store, place: RankPlace, timeout_s: float) -> PacelineE
         "PL311",
         saw=f"{place.world_size - len(missing)} of {place.world_size} ranks met at "
         f"{place.master_addr}:{place.master_port} within {timeout_s:g} s; missing: rank {shown}.",
-        rule="Training starts when every rank is there.",
-        fix="Look at the log of a missing rank; start as many ranks as WORLD_SIZE says, or raise timeout_s.",
+        rule="Training starts when every rank has joined.",
+        fix="Read the log of a missing rank, start as many ranks as WORLD_SIZE states, or raise timeout_s.",
     )
 
 
@@ -554,9 +555,10 @@ def _init_group(store: Store, place: RankPlace, backend: str, device: torch.devi
             "PL312",
             saw=f"rank {place.rank} of {place.world_size} met the others at the store, but {backend} could "
             f"not connect to them: {_first_line(error)}.",
-            rule="Every rank must reach every other at the address that its machine's name stands for.",
+            rule="Every rank must reach every other rank at the address that its host name resolves to.",
             fix="Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface between the "
-            "machines, for example eth0; a name that stands for 127.0.1.1 in /etc/hosts is the usual cause.",
+            "machines, for example eth0; the usual cause is a host name that /etc/hosts resolves to "
+            "127.0.1.1.",
         ) from error
 
 

@@ -587,7 +587,7 @@ def test_a_folder_that_can_not_be_listed_is_not_an_empty_run(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(PacelineError, match="can't be read: Permission denied") as caught:
+    with pytest.raises(PacelineError, match="cannot be read: Permission denied") as caught:
         folder.load_newest()
     assert caught.value.code == "PL514"
 

@@ -89,7 +89,7 @@ CASES = {
     "recipe missing": Case(
         ["train", "recipes.toml"], ["recipes.toml does not exist", "recipe.toml", "PL120"]
     ),
-    "recipe unreadable": Case(_train(), ["can't be read", "PL121"], before=_as_a_folder),
+    "recipe unreadable": Case(_train(), ["cannot be read", "PL121"], before=_as_a_folder),
     "recipe not utf-8": Case(_train(), ["UTF-8", "PL121"], before=_write("recipe.toml", b"\xff\xfe=1")),
     "recipe not toml": Case(
         _train(), ["not TOML", "line 1", "PL122"], before=_write("recipe.toml", "model kind")
@@ -129,7 +129,7 @@ CASES = {
         _set("model={kind='resnet'}", "data={kind='cifar10', folder='cifar'}"),
         ["cifar", "data_batch_1.bin", "PL2"],
     ),
-    "out is a file": Case(_train(), ["out", "can't be", "--out", "PL532"], before=_write("out", "a file")),
+    "out is a file": Case(_train(), ["out", "cannot be", "--out", "PL532"], before=_write("out", "a file")),
     "no ranks": Case(_train("--nproc", "0"), ["nproc=0", "from 1", "PL320"]),
     "too many ranks": Case(_train("--nproc", "5000"), ["5000", "cores", "PL321"]),
     "no gpu": Case(_set("train.device=cuda"), ["cuda", "PL3"]),

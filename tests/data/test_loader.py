@@ -482,8 +482,8 @@ def test_odd_samples_are_named() -> None:
     rows = [{"x": torch.zeros(3 if n != 5 else 4)} for n in range(8)]
     with pytest.raises(PacelineError, match="PL258") as caught:
         list(make(rows, shuffle=False, name="the rows"))
-    assert "sample 5 of the rows doesn't go with sample 3" in str(caught.value)
-    with pytest.raises(PacelineError, match="sample 6 of the rows can't be made into a batch"):
+    assert "sample 5 of the rows does not go with sample 3" in str(caught.value)
+    with pytest.raises(PacelineError, match="sample 6 of the rows cannot be made into a batch"):
         list(make([*range(6), object(), 7], shuffle=False, name="the rows"))
 
 

@@ -59,11 +59,11 @@ class Case:
 
 IMPOSSIBLE = {
     "fewer places than ranks": Case(
-        GPT, "dp_replicate=2", 8, "PL113", "there are 8 ranks", "multiply", "dp_replicate=8"
+        GPT, "dp_replicate=2", 8, "PL113", "there are 8 ranks", "product of", "dp_replicate=8"
     ),
-    "ranks that tp doesn't divide": Case(GPT, "tp=4", 6, "PL113", "tp=4", "multiply", "Start 4 or 8"),
+    "ranks that tp doesn't divide": Case(GPT, "tp=4", 6, "PL113", "tp=4", "product of", "Start 4 or 8"),
     "more places than ranks": Case(
-        GPT, "dp_replicate=2 dp_shard=2 tp=2", 4, "PL113", "dp_shard=2", "multiply", "Start 8 ranks"
+        GPT, "dp_replicate=2 dp_shard=2 tp=2", 4, "PL113", "dp_shard=2", "product of", "Start 8 ranks"
     ),
     "part of a head": Case(
         GPT,
@@ -154,7 +154,7 @@ IMPOSSIBLE = {
         2,
         "PL130",
         "param_dtype=bf16 with train.dtype=fp32",
-        "of the run",
+        "must be the same",
         "train.dtype=bf16",
         ("shard.param_dtype=bf16", "train.reduction=fast"),
     ),
@@ -210,7 +210,7 @@ IMPOSSIBLE = {
         2,
         "PL149",
         "without BatchNorm",
-        "there are none",
+        "has none",
         "out",
         ("train.sync_batchnorm=true", "train.reduction=fast"),
     ),

@@ -379,7 +379,7 @@ def test_a_shorter_run_shortens_the_warm_up_of_the_file(
     told: list[str] = []
     assert load_recipe(path, settings, remark=told.append).optimizer.warmup_steps == warmup
     assert len(told) == remarks
-    assert all(f"warmup_steps={warmup} in place of 50" in text for text in told)
+    assert all(f"warmup_steps={warmup} instead of 50" in text for text in told)
 
 
 def test_a_warm_up_that_does_not_fit_the_file_is_refused(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_wrong_use_is_told(case: str) -> None:
 
 
 def test_a_trainer_needs_a_world() -> None:
-    with pytest.raises(PacelineError, match="no world is started"):
+    with pytest.raises(PacelineError, match="no world was started"):
         build()
 
 

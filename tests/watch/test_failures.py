@@ -96,7 +96,7 @@ def test_an_error_that_a_mismatch_may_have_led_to(tmp_path: Path) -> None:
     with run(tmp_path, "broadcast and error") as job:
         assert job.wait(_END_S) == 1
         assert "rank 1 failed first" in job.text
-        after = job.text[job.text.index("The ranks' collectives don't match either: ") :]
+        after = job.text[job.text.index("The ranks' collectives do not match either: ") :]
         assert "different sizes in broadcast number 4 of world" in after
         assert "rank 1 gives [8]" in after
         assert at("BROADCASTS") in after

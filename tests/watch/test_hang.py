@@ -138,7 +138,7 @@ def test_a_stopped_rank_that_had_issued_the_call() -> None:
     job.process(2, state="stopped")
     verdict = explain(job)
     assert verdict.code == "PL809"
-    assert verdict.headline.startswith("rank 2 doesn't finish all_reduce number 57 of world")
+    assert verdict.headline.startswith("rank 2 does not finish all_reduce number 57 of world")
 
 
 def test_an_unreachable_node() -> None:
@@ -148,7 +148,7 @@ def test_an_unreachable_node() -> None:
     verdict = explain(job)
     assert verdict.code == "PL812"
     assert verdict.headline.startswith("ranks 4-7 never came to")
-    assert "they are on node-b, which doesn't answer" in verdict.headline
+    assert "they are on node-b, which does not answer" in verdict.headline
 
 
 def test_a_rank_that_does_not_answer_is_told_by_its_native_stack() -> None:

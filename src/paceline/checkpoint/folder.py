@@ -237,7 +237,7 @@ class CheckpointFolder:
             files.rename(path, trash)
             files.sync_folder(self.path)
         except OSError as error:
-            logger.warning("%s can't be removed: %s", path, error)
+            logger.warning("%s cannot be removed: %s", path, error)
             return
         self._remove(trash)
 
@@ -248,7 +248,7 @@ class CheckpointFolder:
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning("%s can't be removed: %s", path, error)
+            logger.warning("%s cannot be removed: %s", path, error)
 
 
 class Save:
@@ -304,7 +304,7 @@ class Save:
         try:
             self._checkpoints._let_go(self._step)
         except OSError as error:  # the save itself is done
-            logger.warning("old checkpoints in %s can't be removed: %s", self._checkpoints.path, error)
+            logger.warning("old checkpoints in %s cannot be removed: %s", self._checkpoints.path, error)
         return path
 
     def _clear_up(self) -> None:
@@ -321,7 +321,7 @@ class Save:
             raise PacelineError(
                 "PL510",
                 saw=f"Another process is saving a checkpoint in {path}.",
-                rule="Two runs can't share a folder: each would delete the other's checkpoints.",
+                rule="Two runs cannot share a folder: each would delete the other's checkpoints.",
                 fix="Stop the other run, or give this one another --out.",
             ) from None
         except OSError as error:

@@ -102,7 +102,7 @@ def list_at(path: str | Path) -> list[Path]:
                 return list(found.values())
         saw = f"{path} holds no checkpoint." if path.exists() else f"{path} does not exist."
     except OSError as error:  # no permission, or a name that is too long
-        saw = f"{path} can't be looked at: {error.strerror}."
+        saw = f"{path} cannot be looked at: {error.strerror}."
     raise PacelineError(
         "PL514",
         saw=saw,
@@ -178,7 +178,7 @@ def unreadable_error(path: Path | str, error: Exception) -> PacelineError:
     # Someone changes it while we read, or no Paceline wrote it.
     return PacelineError(
         "PL506",
-        saw=f"{path} can't be read ({error}).",
+        saw=f"{path} cannot be read ({error}).",
         rule="The files of a checkpoint fit together.",
         fix="Stop whatever writes there and try again, or use another checkpoint.",
     )

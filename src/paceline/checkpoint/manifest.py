@@ -87,13 +87,13 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise BadManifestError("is missing") from None
     except OSError as error:
-        raise BadManifestError(f"can't be read ({error.strerror})") from None
+        raise BadManifestError(f"cannot be read ({error.strerror})") from None
     version = re.search(rb'"format_version": (\d+)', text)
     seals = _SEAL.findall(text)
     if len(seals) != 1 or hashlib.sha256(_seal(text, _ZEROS)).hexdigest().encode() != seals[0]:
         newer = version is not None and int(version[1]) > FORMAT_VERSION
         raise BadManifestError(
-            "was altered: its bytes don't have the hash that it states"
+            "was altered: its bytes do not have the hash that it states"
             + (f" (and it states format version {int(version[1])})" if newer and version else "")
         )
     try:

@@ -50,7 +50,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
     except OSError as error:
         raise PacelineError(
             "PL514",
-            saw=f"{folder} can't be read: {error.strerror}.",
+            saw=f"{folder} cannot be read: {error.strerror}.",
             rule="A run's checkpoints are found by listing that folder.",
             fix="Fix its permissions, or the disk.",
         ) from error

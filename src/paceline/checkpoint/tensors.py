@@ -312,7 +312,7 @@ def _read_aliases(metadata: Mapping[str, str] | None, stored: Iterable[str]) -> 
     if not isinstance(aliases, dict) or any(
         name in names or kept not in names for name, kept in aliases.items()
     ):
-        raise ValueError("its aliases don't fit its tensors")
+        raise ValueError("its aliases do not fit its tensors")
     return aliases
 
 

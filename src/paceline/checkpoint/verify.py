@@ -51,11 +51,11 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
             if num_bytes != record.num_bytes:
                 code, found = "PL501", f"{name} has {num_bytes} bytes, the manifest says {record.num_bytes}."
             elif read_all and hash_file(file).sha256 != record.sha256:
-                code, found = "PL502", f"{name} was altered: its bytes don't have the hash of the manifest."
+                code, found = "PL502", f"{name} was altered: its bytes do not have the hash of the manifest."
         except FileNotFoundError:
             code, found = "PL500", f"{name} is missing."
         except OSError as error:
-            code, found = "PL500", f"{name} can't be read ({error.strerror})."
+            code, found = "PL500", f"{name} cannot be read ({error.strerror})."
         if found is not None:
             rule = "A checkpoint is used only if all of it is as it was written."
             findings.append(Finding(code, str(file), found, rule, _FALL_BACK))

@@ -108,7 +108,7 @@ def _check_place() -> None:
     except OSError as error:
         raise PacelineError(
             "PL604",
-            saw=f"the working folder can't be found ({error.strerror}).",
+            saw=f"the working folder cannot be found ({error.strerror}).",
             rule="Relative paths, such as runs/demo, start there.",
             fix="Change to a folder that exists: cd ~",
         ) from None

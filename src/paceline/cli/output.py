@@ -28,7 +28,7 @@ class _Output(io.FileIO):
         except OSError as error:
             raise PacelineError(
                 "PL603",
-                saw=f"standard output can't be written: {error.strerror}.",
+                saw=f"standard output cannot be written: {error.strerror}.",
                 rule="A command prints its result there.",
                 fix="Send it to a file on a disk with space, or to a terminal.",
             ) from None

@@ -31,7 +31,7 @@ def add_watching_flags(parser: argparse._ActionsContainer) -> None:
         "--keep-alive", action="store_true", help="tell of a hang and leave the ranks as they are"
     )
     parser.add_argument(
-        "--no-watch", action="store_true", help="don't record collectives, nor watch for hangs"
+        "--no-watch", action="store_true", help="do not record collectives, nor watch for hangs"
     )
 
 

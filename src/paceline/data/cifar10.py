@@ -91,7 +91,7 @@ def _map_file(path: Path) -> npt.NDArray[np.uint8]:
     except OSError as error:
         raise PacelineError(
             "PL207",
-            saw=f"{path} can't be read: {error.strerror or error}.",
+            saw=f"{path} cannot be read: {error.strerror or error}.",
             rule="All files of data.folder are used.",
             fix="Fix its permissions (chmod +r).",
         ) from None

@@ -319,12 +319,12 @@ def _uncollatable(name: str, samples: list[Any], labels: Sequence[int], error: E
 
     alone = [label for label, sample in zip(labels, samples, strict=True) if fails(sample)]
     if alone:
-        saw = f"sample {alone[0]} of {name} can't be made into a batch: {error}."
+        saw = f"sample {alone[0]} of {name} cannot be made into a batch: {error}."
     else:
         odd = [n for n, sample in enumerate(samples) if fails(samples[0], sample)]
-        saw = f"samples {list(labels)} of {name} can't be made into a batch: {error}."
+        saw = f"samples {list(labels)} of {name} cannot be made into a batch: {error}."
         if odd:
-            saw = f"sample {labels[odd[0]]} of {name} doesn't go with sample {labels[0]}: {error}."
+            saw = f"sample {labels[odd[0]]} of {name} does not go with sample {labels[0]}: {error}."
     return PacelineError(
         "PL258",
         saw=saw,

@@ -222,7 +222,7 @@ def unreadable(path: Path, error: OSError) -> PacelineError:
     """PL201 for a file of the corpus."""
     return PacelineError(
         "PL201",
-        saw=f"{path} can't be read: {error.strerror or error}.",
+        saw=f"{path} cannot be read: {error.strerror or error}.",
         rule="Every file that data.files matches becomes part of the text.",
         fix="Change its permissions (chmod +r, of a folder +rx), or choose patterns that leave it out.",
     )

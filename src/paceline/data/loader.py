@@ -306,7 +306,7 @@ class Loader:
             raise PacelineError(
                 "PL255",
                 saw=f"shuffle=True, but {self.name} is a stream.",
-                rule="A stream is read front to back; its samples can't be drawn in another order.",
+                rule="A stream is read front to back; its samples cannot be drawn in another order.",
                 fix="Leave shuffle out and shuffle in the stream, seeded in its set_epoch(epoch).",
             )
         return False

@@ -111,7 +111,7 @@ def load_tokenizer(path: Path) -> FileTokenizer:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise PacelineError(
             "PL203",
-            saw=f"data.tokenizer={str(path)!r} can't be loaded: {reason}.",
+            saw=f"data.tokenizer={str(path)!r} cannot be loaded: {reason}.",
             rule='It is "bytes", "bpe", or the path of a tokenizer.json of Hugging Face\'s tokenizers.',
             fix='Check the path, or set data.tokenizer="bytes".',
         ) from None

@@ -184,7 +184,7 @@ def _refused_by_disk(cache_dir: Path) -> Iterator[None]:
             ) from None
         raise PacelineError(
             "PL204",
-            saw=f"data.cache_dir={str(cache_dir)!r} can't be written: {reason}.",
+            saw=f"data.cache_dir={str(cache_dir)!r} cannot be written: {reason}.",
             rule="A corpus is kept there as token ids between runs.",
             fix="Set data.cache_dir to a folder that you may write to.",
         ) from None

@@ -153,7 +153,7 @@ def check_launch(nproc: int, device: str = "auto") -> None:
             "PL323",
             saw="This process is already one of several ranks "
             f"(RANK={os.environ.get('RANK') or os.environ.get('SLURM_PROCID', '?')}).",
-            rule="torchrun, srun or mpirun has started the ranks, and ranks don't start ranks.",
+            rule="torchrun, srun or mpirun has started the ranks, and ranks do not start ranks.",
             fix="Call the function itself, or start this script with plain python.",
         )
     _check_room(nproc, device)
@@ -170,7 +170,7 @@ def _check_room(nproc: int, device: str) -> None:
             "PL322",
             saw=f'nproc={nproc} with device="cuda", and this machine shows {torch.cuda.device_count()} '
             "CUDA devices.",
-            rule="Each rank needs a device of its own.",
+            rule="Each rank needs its own device.",
             fix='Start as many ranks as there are devices, or use device="cpu".',
         )
     cores = usable_cores()
@@ -218,7 +218,7 @@ def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> RankCall:
     if uses_cuda or not hasattr(os, "fork"):
         raise PacelineError(
             "PL324",
-            saw=f"{name} can't be sent to another process ({trouble}), and "
+            saw=f"{name} cannot be sent to another process ({trouble}), and "
             + ("this process uses CUDA already." if uses_cuda else "this system has no fork."),
             rule="Such a function is reached by forking this process, and CUDA does not survive a fork.",
             fix="Put the function into a module and import it, or call launch() before CUDA is first used.",
@@ -392,7 +392,7 @@ def _make_log_dir(path: str | os.PathLike[str]) -> Path:
     except OSError as error:
         raise PacelineError(
             "PL326",
-            saw=f"log_dir={str(folder)!r} can't be made: {error.strerror}.",
+            saw=f"log_dir={str(folder)!r} cannot be made: {error.strerror}.",
             rule="Each rank writes its log there.",
             fix="Choose a folder that you may write to.",
         ) from None

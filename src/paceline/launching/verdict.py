@@ -112,7 +112,7 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
     if why is not None and is_cause:
         job.keeps_logs = True
         return JobStuck(why, logs)
-    hints = [] if why is None else [f"The ranks' collectives don't match either: {why.text}"]
+    hints = [] if why is None else [f"The ranks' collectives do not match either: {why.text}"]
     if ranks.keeper_died:
         hints.append("The process that ranks are forked from was killed, and the ranks with it.")
     elif cause.code == -signal.SIGKILL and process is not None:

@@ -186,8 +186,8 @@ def _explain(details: list[ErrorDetails]) -> PacelineError:
         return PacelineError(
             "PL101",
             saw=f"{key}={format_value(detail['input'])}.",
-            rule=f"{key} is a table of keys.",
-            fix=f"Write [{key}] on a line of its own and its keys below, or --set {key}.KEY=VALUE.",
+            rule=f"{key} is a table.",
+            fix=f"Write [{key}] on its own line and the keys below it, or --set {key}.KEY=VALUE.",
         )
     return PacelineError(
         "PL101",

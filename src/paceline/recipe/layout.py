@@ -63,7 +63,7 @@ class Layout(Degrees):
                 raise PacelineError(
                     "PL110",
                     saw=f"layout has {word!r}.",
-                    rule=f"A layout is word=value pairs with a space between; degrees: {', '.join(known)}; "
+                    rule=f"A layout is word=value pairs separated by spaces; degrees: {', '.join(known)}; "
                     f"settings: {', '.join(CHOICES)}.",
                     fix='Write for example layout = "dp_replicate=2 tp=2".',
                 )
@@ -214,8 +214,8 @@ def check_degree(axis: str, degree: int) -> None:
         raise PacelineError(
             "PL111",
             saw=f"layout.{axis}={degree}.",
-            rule=f"This version lays out {', '.join(list_axes())} only.",
-            fix=f"Leave {axis} out and use the other axes for all ranks.",
+            rule=f"This version supports only {', '.join(list_axes())}.",
+            fix=f"Leave {axis} out and give its ranks to the other axes.",
         )
 
 
@@ -257,10 +257,10 @@ def _product_error(layout: Layout, world_size: int) -> PacelineError:
     elif world_size % inner == 0:
         fix = f"Start {layout.num_ranks} ranks, or set {OPEN}={world_size // inner}, or leave it out."
     else:
-        fix = f"Start {layout.num_ranks} ranks, or choose degrees with the product {world_size}."
+        fix = f"Start {layout.num_ranks} ranks, or choose degrees whose product is {world_size}."
     return PacelineError(
         "PL113",
         saw=f"layout.{given}, but there are {world_size} ranks.",
-        rule="The degrees of a layout multiply to the number of ranks.",
+        rule="The product of a layout's degrees must equal the number of ranks.",
         fix=fix,
     )

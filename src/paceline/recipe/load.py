@@ -64,7 +64,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise PacelineError(
             "PL121",
-            saw=f"{str(path)[-200:]} can't be read: {error.strerror}.",
+            saw=f"{str(path)[-200:]} cannot be read: {error.strerror}.",
             rule="A recipe is a readable UTF-8 text file.",
             fix="Check the path and its permissions.",
         ) from None
@@ -72,7 +72,7 @@ def _read_text(path: Path) -> str:
         is_utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
         raise PacelineError(
             "PL121",
-            saw=f"{path} can't be read: "
+            saw=f"{path} cannot be read: "
             + ("it begins with the byte order mark of UTF-16." if is_utf16 else f"{error}."),
             rule="A recipe is a readable UTF-8 text file.",
             fix="Save it as UTF-8.",
@@ -83,9 +83,9 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        reason, fix = str(error), 'Fix that place; strings need quotes: kind = "gpt".'
+        reason, fix = str(error), 'Correct that line; strings need quotes: kind = "gpt".'
     except RecursionError:
-        reason, fix = "it nests too many tables or lists", f"Nest at most {_MOST_LEVELS} of them."
+        reason, fix = "it nests tables or lists too deeply", f"Nest at most {_MOST_LEVELS} levels."
     except ValueError:  # Python's own limit, against numbers that take minutes to read
         reason, fix = "it holds an integer of thousands of digits", "Write a number of at most 19 digits."
     raise PacelineError(
@@ -137,9 +137,9 @@ def _shorten_warmup(
     table["optimizer"]["warmup_steps"] = shorter
     if remark is not None:
         remark(
-            f"optimizer.warmup_steps={shorter} in place of {warmup}: the recipe warms up for {warmup} of "
-            f"{planned} steps, and this run has train.steps={steps}. --set optimizer.warmup_steps=N sets "
-            "another number."
+            f"optimizer.warmup_steps={shorter} instead of {warmup}: the recipe warms up for {warmup} of "
+            f"{planned} steps, and this run has train.steps={steps}. To set another number, use --set "
+            "optimizer.warmup_steps=N."
         )
 
 
@@ -153,7 +153,7 @@ def _check_values(table: dict[str, Any], where: str) -> None:
     for name, value, level in _walk(table):
         saw = None
         if level > _MOST_LEVELS:
-            saw, fix = f"{name} is nested more than {_MOST_LEVELS} deep", "Take the inner levels out."
+            saw, fix = f"{name} is nested more than {_MOST_LEVELS} deep", "Remove the inner levels."
         elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
             saw, fix = f"{name} is an integer of {value.bit_length()} bits", "Write a smaller number."
         elif isinstance(value, str) and not _is_plain(value):

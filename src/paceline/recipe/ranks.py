@@ -118,7 +118,7 @@ class DdpSection(Section):
             raise broken_rule(
                 "PL115",
                 "ddp.static_graph=true with ddp.find_unused_parameters=true.",
-                "A static graph is searched once, so there is nothing left to find.",
+                "With a static graph, DDP does not search for unused parameters.",
                 "Set one of them.",
             )
         return self

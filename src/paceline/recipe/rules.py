@@ -30,8 +30,8 @@ def tp_has_matrices(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[
         yield Finding(
             "PL135",
             "layout.tp",
-            f"layout.tp={layout.tp} for a model that has nothing to split.",
-            "tp divides linear layers, attention heads and embeddings; all ranks of an axis would compute "
+            f"layout.tp={layout.tp} for a model with nothing to split.",
+            "tp splits linear layers, attention heads and embeddings; without any, all ranks of tp compute "
             "the same.",
             f"Set tp=1 and give its {layout.tp} ranks to dp_replicate or dp_shard.",
         )
@@ -63,7 +63,7 @@ def tp_divides_widths(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterato
                 "PL134",
                 "layout.tp",
                 f"layout.tp={layout.tp} does not divide {name}={size}.",
-                "Each rank holds an equal part of the features between two matrices.",
+                "Each rank holds an equal part of the features between the two matrices.",
                 _choose_tp(model, name, layout.tp),
             )
 
@@ -77,7 +77,8 @@ def sequence_has_tp(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[
             "PL136",
             "layout.sequence",
             f"layout.sequence=true with layout.tp={layout.tp}.",
-            "Activations are split along the sequence over the ranks of tp, and one rank has all of it.",
+            "Activations are split along the sequence over the ranks of tp; with one rank there is nothing "
+            "to split.",
             "Set tp=2 or more, or leave sequence out.",
         )
     elif model.seq_len is not None and model.seq_len % layout.tp != 0:
@@ -99,7 +100,7 @@ def zero_has_shards(_: ModelFacts, __: RunFacts, layout: Layout) -> Iterator[Fin
             "PL138",
             "layout.zero",
             f"layout.zero={layout.zero} with layout.dp_shard=1.",
-            "zero says what is sharded over dp_shard; over one rank nothing is.",
+            "zero selects what dp_shard shards; on one rank, nothing is sharded.",
             f"Set dp_shard=2 or more, or leave zero out (={Layout.zero}).",
         )
 
@@ -111,7 +112,7 @@ def offload_has_shards(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "PL139",
             "layout.offload",
             f"layout.offload={layout.offload} with layout.dp_shard=1.",
-            "What is offloaded are the shards of dp_shard.",
+            "offload moves the shards of dp_shard; without it there are none.",
             "Set dp_shard=2 or more, or leave offload out.",
         )
     if layout.offload == "cpu" and run.device == "cpu":
@@ -119,7 +120,7 @@ def offload_has_shards(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "PL147",
             "layout.offload",
             "layout.offload=cpu on the CPU.",
-            "It moves state from a GPU's memory to the CPU's, and there is only the latter.",
+            "It moves state from GPU memory to CPU memory, where it already is.",
             "Use offload=disk, or leave it out.",
         )
     if layout.offload != "disk" and run.shard.offload_folder is not None:
@@ -127,7 +128,7 @@ def offload_has_shards(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "PL146",
             "shard.offload_folder",
             f'shard.offload_folder="{run.shard.offload_folder}" with layout.offload={layout.offload}.',
-            "The folder is for the files of offload=disk; nothing else is written there.",
+            "The folder is only used for the files of offload=disk.",
             "Set offload=disk, or leave the folder out.",
         )
 
@@ -140,7 +141,7 @@ def recompute_has_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iter
             "layout.recompute",
             f"layout.recompute={layout.recompute} for a model without repeated blocks.",
             "Backward computes the activations inside a block again from the block's input.",
-            "Leave recompute out, or give the model a ModuleList of equal blocks.",
+            "Leave recompute out, or put the model's repeated layers into an nn.ModuleList.",
         )
 
 
@@ -151,7 +152,7 @@ def shards_have_rows(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator
             "PL144",
             "layout.dp_shard",
             f"layout.dp_shard={layout.dp_shard}, but no parameter has more than {model.max_rows} rows.",
-            "Each parameter is dealt out by rows, so the ranks behind the last row would hold nothing.",
+            "Each parameter is split by rows, so ranks beyond the last row would hold nothing.",
             f"Set dp_shard={largest_divisor(layout.dp_shard, model.max_rows)} and give the other ranks to "
             "dp_replicate.",
         )
@@ -167,7 +168,7 @@ def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterat
                 "PL140",
                 "shard",
                 f"{changed} with layout.dp_shard=1.",
-                "The settings in [shard] are those of dp_shard, which one rank has no use for.",
+                "The settings in [shard] configure dp_shard, which is not used here.",
                 "Set dp_shard=2 or more, or leave them out.",
             )
         return
@@ -185,7 +186,7 @@ def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterat
             "PL130",
             "shard.param_dtype",
             f"shard.param_dtype={shard.param_dtype} with train.dtype={run.dtype}.",
-            "The model computes in the type that its parameters are gathered in, so it is that of the run.",
+            "The model computes in the type that its parameters are gathered in, so both must be the same.",
             f"Set train.dtype={shard.param_dtype}, or leave param_dtype out.",
         )
     narrows = [
@@ -217,8 +218,8 @@ def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterato
         else f"with layout.dp_replicate=1 {name_degrees(layout, shares_data=False)}."
     )
     rule = (
-        "DistributedDataParallel has the buckets and hooks, and it is used with dp_shard=1 and dp_replicate "
-        "above 1 only."
+        "Buckets and hooks belong to DistributedDataParallel, which is used only with dp_shard=1 and "
+        "dp_replicate above 1."
     )
     changed = list_changed(run.ddp)
     if changed:
@@ -237,7 +238,7 @@ def batchnorm_is_there(model: ModelFacts, run: RunFacts, layout: Layout) -> Iter
             "PL149",
             "train.sync_batchnorm",
             "train.sync_batchnorm=true for a model without BatchNorm.",
-            "It gathers BatchNorm's statistics over all ranks, and there are none.",
+            "It gathers BatchNorm's statistics over all ranks, and this model has none.",
             "Leave sync_batchnorm out.",
         )
     elif layout.dp == 1 and layout.num_ranks > 1:
@@ -246,7 +247,7 @@ def batchnorm_is_there(model: ModelFacts, run: RunFacts, layout: Layout) -> Iter
             "train.sync_batchnorm",
             f"train.sync_batchnorm=true with {name_degrees(layout, shares_data=False)} and one rank of data.",
             "It gathers BatchNorm's statistics over "
-            f"{' and '.join(list_axes(shares_data=True))}; the other ranks see the same samples.",
+            f"{' and '.join(list_axes(shares_data=True))}; the other ranks have the same samples.",
             "Leave sync_batchnorm out, or set dp_replicate=2 or more.",
         )
 
@@ -273,7 +274,8 @@ def vocabulary_stays_whole(model: ModelFacts, _: RunFacts, layout: Layout) -> It
             "PL150",
             "layout.tp",
             f"layout.tp={layout.tp} does not divide the vocabulary of {model.vocab_size}.",
-            "The embedding, the logits and the loss stay whole on every rank of tp: more memory and time.",
+            "The embedding, the logits and the loss stay whole on every rank of tp, which takes more memory "
+            "and time.",
             f"A vocabulary of {-(-model.vocab_size // layout.tp) * layout.tp} could be split.",
         )
 
@@ -287,8 +289,9 @@ def ranks_are_idle(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fin
             "layout",
             f"a global batch of {run.num_microbatches} microbatch{'es' * (run.num_microbatches != 1)} for "
             f"{layout.dp} ranks of data.",
-            f"One rank computes a microbatch, so {layout.dp - run.num_microbatches} add nothing{sharded}.",
-            "Lower train.microbatch_size or raise train.global_batch_size (both change the run), or take "
+            f"Each microbatch is computed by one rank, so {layout.dp - run.num_microbatches} compute "
+            f"nothing{sharded}.",
+            "Lower train.microbatch_size or raise train.global_batch_size (both change the run), or use "
             "fewer ranks.",
         )
 
@@ -316,8 +319,8 @@ def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Ite
             "PL152",
             "layout",
             f"{changed} on one rank.",
-            "These say how ranks communicate, so they have no effect here.",
-            "Nothing to fix, if the recipe is meant for several ranks too.",
+            "They control how ranks communicate, so they have no effect here.",
+            "Leave them if the recipe is also meant for several ranks.",
         )
 
 

@@ -37,8 +37,8 @@ def _check_heads(hidden: int, heads: int, *, even: bool) -> None:
         raise broken_rule(
             "PL103",
             f"model.hidden={hidden} / model.heads={heads} gives heads of width {hidden // heads}.",
-            "Rotary positions turn pairs of features, so the width of a head is even.",
-            "Choose hidden and heads with hidden / heads even.",
+            "Rotary position embeddings rotate pairs of features, so the width of a head must be even.",
+            "Choose hidden and heads such that hidden / heads is even.",
         )
 
 
@@ -150,7 +150,7 @@ class TokenFiles(Section):
             raise broken_rule(
                 "PL105",
                 f"data.tokenizer={self.tokenizer!r} with data.vocab_size={self.vocab_size}.",
-                "vocab_size is the size that a BPE tokenizer is trained to, and nothing else.",
+                "vocab_size is the vocabulary size that a BPE tokenizer is trained to.",
                 'Set both tokenizer="bpe" and vocab_size=4096, or neither.',
             )
         if self.tokenizer == "bpe" and self.vocab_size is not None and self.vocab_size < 257:
@@ -262,7 +262,7 @@ class TrainSection(Section):
                 "PL108",
                 f"train.microbatch_size={self.microbatch_size} is more than "
                 f"train.global_batch_size={self.global_batch_size}.",
-                "A global batch is cut into microbatches.",
+                "A global batch is divided into microbatches.",
                 f"Set microbatch_size to {self.global_batch_size} or less.",
             )
         if self.sync_batchnorm and self.reduction == "exact":
@@ -277,14 +277,14 @@ class TrainSection(Section):
             raise broken_rule(
                 "PL107",
                 "neither train.steps nor train.epochs is set.",
-                "One of them says when the run is over.",
+                "Exactly one of them sets the length of the run.",
                 "Set train.steps=100, or train.epochs=1.",
             )
         if self.steps is not None and self.epochs is not None:
             raise broken_rule(
                 "PL107",
                 f"both train.steps={self.steps} and train.epochs={self.epochs} are set.",
-                "One of them says when the run is over.",
+                "Exactly one of them sets the length of the run.",
                 "Leave one out; from the command line: --set train.steps=none.",
             )
         return self
@@ -313,7 +313,7 @@ class ScheduleFields(Section):
                 f"optimizer.lr_scaling={self.lr_scaling!r} with "
                 f"optimizer.base_batch_size={self.base_batch_size}.",
                 "Linear scaling multiplies lr by global_batch_size / base_batch_size, so it needs that "
-                "number, and nothing else does.",
+                "number, and only it does.",
                 "Set both or neither.",
             )
         return self

@@ -44,7 +44,7 @@ def check_belongings(folder: Path, written: Sequence[str] = (RECIPE, METRICS, EV
     except OSError as error:
         raise PacelineError(
             "PL532",
-            saw=f"{error.filename or folder} can't be looked at: {error.strerror}.",
+            saw=f"{error.filename or folder} cannot be looked at: {error.strerror}.",
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder with --out, or change its permissions.",
         ) from None

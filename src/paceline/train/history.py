@@ -95,7 +95,7 @@ class History:
             self._has_warned = True
             log.warning(
                 "%s on %s does not hold the checkpoints that rank 0 writes: the nodes share no disk there. "
-                "Without the node of rank 0 this run can't go on. Use a folder on a shared disk. [PL318]",
+                "Without the node of rank 0 this run cannot go on. Use a folder on a shared disk. [PL318]",
                 self._folder,
                 socket.gethostname(),
             )

@@ -135,7 +135,7 @@ class MetricsWriter:
             self._has_failed = True
             raise PacelineError(
                 "PL523",
-                saw=f"{self._path} can't be written: {error.strerror or error}.",
+                saw=f"{self._path} cannot be written: {error.strerror or error}.",
                 rule="Every step of a run leaves a row of metrics there.",
                 fix="Free space, or change the file's permissions; the same command then goes on from the "
                 "last checkpoint.",

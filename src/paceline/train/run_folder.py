@@ -57,7 +57,7 @@ def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None =
     except OSError as error:
         raise PacelineError(
             "PL532",
-            saw=f"{folder} can't be written to: {error.strerror}.",
+            saw=f"{folder} cannot be written to: {error.strerror}.",
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder with --out, or change its permissions.",
         ) from None
@@ -92,7 +92,7 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise PacelineError(
             "PL532",
-            saw=f"{folder} can't be made or written to, because of {nearest}.",
+            saw=f"{folder} cannot be made or written to, because of {nearest}.",
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder with --out, or change its permissions.",
         )
@@ -177,7 +177,7 @@ def _write_recipe(path: Path, recipe: Recipe) -> None:
 def _unwritable(path: Path, error: OSError) -> PacelineError:
     return PacelineError(
         "PL532",
-        saw=f"{path} can't be written: {error.strerror}.",
+        saw=f"{path} cannot be written: {error.strerror}.",
         rule="A run's folder says what the run is.",
         fix="Free some space, or choose another folder with --out.",
     )

@@ -208,8 +208,8 @@ def tell_unknown_settings() -> None:
         "PL519",
         "the checkpoint",
         "it was saved by a version that did not record the run's settings.",
-        "A changed batch size, learning rate or data set can't be noticed. The optimizer keeps the learning "
-        "rate that was saved.",
+        "A changed batch size, learning rate or data set cannot be noticed. The optimizer keeps the "
+        "learning rate that was saved.",
         "Check them yourself; the next checkpoint records them.",
     )
     log.warning("%s", finding)

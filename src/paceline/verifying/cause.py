@@ -143,7 +143,7 @@ def _explain_loss(case: Case) -> Explained | None:
     factor = f", {first.factor:.6g} times the reference's," if first.factor else ""
     if apart:
         saw = f"What the loss function gives for microbatch {name_some(list(map(str, apart)))} differs"
-        rule = "The loss of a microbatch doesn't depend on the layout."
+        rule = "The loss of a microbatch does not depend on the layout."
         fix = "Look at the loss: a mean over what a rank has, or a sum over a split vocabulary left out."
     else:
         saw = f"Every microbatch's loss agrees, but the {first.kind}{factor} differs"

@@ -254,7 +254,7 @@ def _explain_common(case: Case, rank: int, factors: list[float], which: str) -> 
     summed, divided = case.name_degree(factor), case.name_degree(1 / factor) if factor else None
     if summed is not None:
         saw = f"the gradient {which} is {factor:.4g} times the reference's: summed over {summed} again."
-        fix = "Look for a second sum over that axis, or a mean that should follow the sum and doesn't."
+        fix = "Look for a second sum over that axis, or a mean that should follow the sum and does not."
     elif divided is not None:
         saw = (
             f"the gradient {which} is 1/{1 / factor:.4g} of the reference's: averaged over {divided} as well."
@@ -394,7 +394,7 @@ def _explain_parameters(case: Case) -> Explained:
         first.name.rpartition(".")[0],
         f"All outputs agree, but the gradient of {name_some(names)} differs {which}{note}, "
         f"{show_size(first.size, first.tolerance)}.{scaled}",
-        "A parameter's gradient doesn't depend on how its module is laid out.",
+        "A parameter's gradient does not depend on how its module is laid out.",
         "A parameter that is whole on ranks which compute on parts needs its gradient summed over them; look "
         "for that sum, missing or done twice."
         if case.layout.tp > 1

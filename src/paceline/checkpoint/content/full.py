@@ -108,13 +108,13 @@ class Full:
         try:
             stored.list_tensors(MODEL)
         except UnreadableTensorsError as error:
-            problems.append((_tensors(MODEL), f"can't be read ({error})"))
+            problems.append((_tensors(MODEL), f"cannot be read ({error})"))
         for name in TREES:
             try:
                 wanted = set(tree.list_references(stored.read_structure(name)))
                 there = set(stored.list_tensors(name))
             except (OSError, ValueError) as error:
-                problems.append((_structure(name), f"can't be read ({error})"))
+                problems.append((_structure(name), f"cannot be read ({error})"))
                 continue
             problems += [
                 (_structure(name), f"refers to tensor {tensor!r}, which {_tensors(name)} lacks")

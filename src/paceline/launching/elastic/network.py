@@ -155,7 +155,7 @@ def _find_own_address(host: str, meeting: str, interfaces: str) -> str | None:
     listed = ", ".join(f"{name} {address}" for address, name in candidates.items()) or "none"
     raise PacelineError(
         "PL347",
-        saw=f"The name {host!r} stands for {meeting} on this node, which other nodes can't reach, and "
+        saw=f"The name {host!r} stands for {meeting} on this node, which other nodes cannot reach, and "
         f"{'several interfaces could serve' if candidates else 'there is no other interface'}: {listed}.",
         rule="Ranks on other nodes connect to the address that this node tells them.",
         fix=f"Give this node's address by --local-addr, or set {_INTERFACE} (and NCCL_SOCKET_IFNAME); "

@@ -126,7 +126,7 @@ def _start_over(start: Start, variables: list[str]) -> None:
             saw=f"The script set {', '.join(variables)} before it imported torch, with threads or processes "
             "of its own running.",
             rule="The warm start has imported torch already, which reads them then; and such a script "
-            "can't be started over without harm.",
+            "cannot be started over without harm.",
             fix="Start it with paceline run --cold, or set the variables before paceline run.",
         )
     with suppress(OSError):

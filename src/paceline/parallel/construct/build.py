@@ -119,7 +119,7 @@ class Construction:
                 ) from error
             raise PacelineError(
                 "PL456",
-                saw=f"The {what} {name} can't be made again: {type(error).__name__}: {error}.",
+                saw=f"The {what} {name} cannot be made again: {type(error).__name__}: {error}.",
                 rule="A factory is recorded on the meta device and its operations are done again on the CPU.",
                 fix=BUILT,
             ) from error

@@ -307,7 +307,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags or self.record.is_random(numbers):
             self.refuse(
                 "PL456",
-                saw=f"{where()} calls {name} on values that depend on random numbers, and torch can't tell "
+                saw=f"{where()} calls {name} on values that depend on random numbers, and torch cannot tell "
                 "the shape or value of its result without them.",
                 rule="A factory runs on the meta device, where random numbers have no values yet.",
                 fix=BUILT,

@@ -138,7 +138,8 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> 
     if strided:
         raise PacelineError(
             "PL440",
-            saw=f"parameters that don't lie in memory in the order of their dimensions: {_shorten(strided)}.",
+            saw="parameters that do not lie in memory in the order of their dimensions: "
+            f"{_shorten(strided)}.",
             rule="Sharding cuts every parameter along its first dimension into pieces of memory (a model in "
             "channels_last has others).",
             fix="Call model.to(memory_format=torch.contiguous_format) before handing it over, or use "

@@ -251,7 +251,7 @@ class _Planner:
         if atom.pinned or atom in self.chosen:
             return False
         if atom.size % self.num_ranks:
-            atom.pin(f"{atom.size} places can't be divided by {self.num_ranks}")
+            atom.pin(f"{atom.size} places cannot be divided by {self.num_ranks}")
             return False
         for number in self.holders[atom]:
             if sum(other is atom for _, _, other in self.atoms[number]) > 1:

@@ -122,7 +122,7 @@ def _read_stretch(
     shape = trace.shapes[first.inputs[keys[0]]]
     if len(shape) != 3 or shape[DIM] % num_ranks:
         shown = "x".join(map(str, shape))
-        raise _refuse(f"{first.module} takes {shown}, whose dimension {DIM} {num_ranks} ranks can't divide")
+        raise _refuse(f"{first.module} takes {shown}, whose dimension {DIM} {num_ranks} ranks cannot divide")
     inside = [n for call in calls for n in range(call.first, call.last)]
     walk = _Walk(trace, flow, modules, shape, stream, plan)
     for number in inside:

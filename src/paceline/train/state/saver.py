@@ -306,7 +306,7 @@ def _make_folder(folder: Path) -> None:
     except OSError as error:
         raise PacelineError(
             "PL532",
-            saw=f"{folder} can't be written to: {error.strerror}.",
+            saw=f"{folder} cannot be written to: {error.strerror}.",
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder, or change its permissions.",
         ) from None

@@ -95,7 +95,7 @@ def _unpack(body: bytes) -> Message:
         if kind == "ask":
             return Ask(**value)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"a message that can't be read: {error!r}") from error
+        raise ValueError(f"a message that cannot be read: {error!r}") from error
     raise ValueError(f"a message of the kind {kind!r}")
 
 

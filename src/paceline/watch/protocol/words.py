@@ -64,7 +64,7 @@ _PLURALS = {
     "is": "are",
     "was": "were",
     "has": "have",
-    "hasn't": "haven't",
+    "does": "do",
     "waits": "wait",
     "computes": "compute",
     "stands": "stand",
@@ -81,7 +81,7 @@ def to_plural(words: str) -> str:
     """`waits in all_reduce` gives `wait in all_reduce`: what is said of one rank, of several."""
     verb, _, rest = words.partition(" ")
     plural = f"{_PLURALS.get(verb, verb)} {rest}"
-    return plural.replace("its script", "their scripts").replace("and doesn't", "and don't")
+    return plural.replace("its script", "their scripts").replace("and does not", "and do not")
 
 
 def name_group(group: Group | None, name: str, world_size: int = 0) -> str:

@@ -213,7 +213,7 @@ class WatchedProcess:
 
     def _send(self, data: bytes) -> None:
         if not self._sending.acquire(timeout=_REST_S):
-            raise OSError("another message doesn't get through")
+            raise OSError("another message does not get through")
         try:
             if not self._is_ours():
                 raise OSError("the descriptor is another's now")

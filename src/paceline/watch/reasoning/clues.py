@@ -133,7 +133,7 @@ def _explain_no_sync(there: Side, source: Source) -> list[str]:
 
 
 def _explain_backward(there: Side) -> str:
-    its = pick(there.ranks, "its loss doesn't", "their losses don't")
+    its = pick(there.ranks, "its loss does not", "their losses do not")
     return (
         f"Likely cause: {there.name} came past backward without the all-reduce of all gradients: parameters "
         f"that {its} use (find_unused_parameters=True), no_sync() there alone, or fewer backward passes."

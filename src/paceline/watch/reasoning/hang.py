@@ -189,7 +189,7 @@ def _name_absence(waiter: State, root: State, seen: Seen) -> str:
         return f"never sent what rank {waiter.rank} wants ({name_wait(waiter, seen.world_size)})"
     report = seen.reports.get(root.rank)
     if report is not None and any(c.group == call.group and c.number >= call.number for c in report.calls):
-        return f"doesn't finish {name_wait(waiter, seen.world_size)}"
+        return f"does not finish {name_wait(waiter, seen.world_size)}"
     return f"never came to {name_wait(waiter, seen.world_size)}"
 
 
@@ -333,7 +333,7 @@ def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, sou
             "PL810", headline, list_places(states.values()), more=_list_clues(same, [], source)
         )
     headline = (
-        f"all ranks have come to {name_wait(first, seen.world_size)}{name_at(first.frames)}, and it hasn't "
+        f"all ranks have come to {name_wait(first, seen.world_size)}{name_at(first.frames)}, and it has not "
         f"completed for {since}"
     )
     if first.kind == "building":

@@ -14,7 +14,7 @@ _RULES = {
     "applied": "The reduction gives such a gradient to all ranks, the optimizer puts it into the weights, "
     "and what is computed with these is not finite either.",
     "skipped": "Such a step is left out by a GradScaler or by the script. That helps against one bad batch "
-    "or a scale that is too large; here the model doesn't learn any more.",
+    "or a scale that is too large; here the model does not learn any more.",
     "raised": "An exception has ended the script before the optimizer took a step with it. After the "
     "reduction all ranks have such a gradient, whosever it was.",
     "inherited": "Such weights give no gradient that is finite. The step before has made them so, by a "
@@ -111,7 +111,7 @@ def _list_hints(found: Mapping[int, NotFinite]) -> tuple[str, ...]:
     own = [one for one in found.values() if one.effect != "inherited"]
     if not own or not all(one.is_at_end for one in own):
         return ()
-    return ("That is the model's end: the loss itself may be what isn't finite.",)
+    return ("That is the model's end: the loss itself may be what is not finite.",)
 
 
 def _name_module(found: NotFinite) -> str:

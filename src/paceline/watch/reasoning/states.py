@@ -114,7 +114,7 @@ def _find_state(rank: int, seen: Seen, source: Source) -> State:
     if building is not None and not _is_in_call(main, report):
         return State(rank, "building", f"waits in {building}", frames=own, operation=building)
     if report is not None and report.phase == "starting":
-        return State(rank, "elsewhere", "hasn't come to its script's first line yet", frames=own)
+        return State(rank, "elsewhere", "has not come to its script's first line yet", frames=own)
     call = None if report is None else _find_wait(main, report, process, source)
     if call is not None and report is not None:
         return _describe_wait(rank, call, report, own)
@@ -133,7 +133,7 @@ def _see_from_outside(process: Process, own: tuple[Frame, ...], report: Report |
     """What the process's state alone tells."""
     rank = process.rank
     if process.state == "unreachable":
-        return State(rank, "unreachable", f"is on {process.node}, which doesn't answer")
+        return State(rank, "unreachable", f"is on {process.node}, which does not answer")
     if process.state == "ended":
         is_well = process.exit_code in (0, None) and not process.is_out_of_memory
         words = name_exit(process.exit_code, process.is_out_of_memory)
@@ -203,7 +203,7 @@ def _describe_activity(rank: int, main: tuple[Frame, ...], process: Process | No
     if activity is not None:
         return State(rank, "elsewhere", activity.words, activity.short, own)
     if not main:
-        return State(rank, "silent", "lives and doesn't answer")
+        return State(rank, "silent", "lives and does not answer")
     distributed = find_distributed(main)
     if distributed is not None:
         return State(rank, "unrecorded", f"waits in {distributed}", frames=own, operation=distributed)

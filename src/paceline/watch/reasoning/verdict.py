@@ -59,7 +59,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "PL807": Advice(
         "Every rank of the job has to call new_group, init_device_mesh and the like, in the same order, "
-        "also for groups that it isn't in.",
+        "also for groups that it is not in.",
         "Take the call out of the branch; or give `use_local_synchronization=True` on all members.",
     ),
     "PL808": Advice(
@@ -78,7 +78,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "PL811": Advice(
         "A job moves when its ranks compute or communicate.",
-        "Look at the lines above: what is waited for there doesn't come.",
+        "Look at the lines above: what is waited for there does not come.",
     ),
     "PL812": Advice(
         "A collective needs all of its group's machines.",
