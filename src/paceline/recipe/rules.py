@@ -305,8 +305,8 @@ def exact_bits_depend_on_axes(_: ModelFacts, run: RunFacts, layout: Layout) -> I
             f"layout.{axis}",
             f'layout.{axis}={degree} with train.reduction="exact".',
             f"Weights have the same bits under any {', '.join(list_axes(keeps_bits=True))} and zero, but "
-            f"not those of another {axis}: a sum that is split over ranks adds up in another order.",
-            f"Nothing to fix; compare hashes among layouts of the same {axis}.",
+            f"not under another {axis}, because a sum that is split over ranks has another order.",
+            f"Compare hashes only among layouts with the same {axis}; nothing else needs to be done.",
         )
 
 
