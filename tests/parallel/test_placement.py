@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -54,6 +56,12 @@ def take_apart(world: Any, layout: str, dtype: torch.dtype) -> None:
         moment = torch.zeros_like(parameter) + 1
         assert placement.lies_as(moment, parameter)
         assert torch.equal(placement.whole(name, moment), torch.ones_like(wholes[name])), name
+        axes = ["dp_shard"] * (mesh.dp_shard.size > 1) + ["tp"] * (name in splits)
+        assert [axis.name for axis in placement.part_axes(name, parameter)] == axes
+        assert placement.sum_axis(name) == mesh.dp
+        held = torch.tensor(float(placement.counts(name, parameter)), dtype=torch.float64)
+        dist.all_reduce(held, group=mesh.model.group)
+        assert held == math.prod(mesh.axes[axis].size for axis in axes), name  # each part once
         is_divided = mesh.dp_shard.size > 1 or name in splits
         assert placement.divides(name, parameter, wholes[name]) == is_divided
         assert not placement.divides(name, parameter, wholes[name][None])

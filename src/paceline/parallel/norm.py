@@ -48,9 +48,7 @@ def measure_norm(
         counted = [
             local(gradient)
             for name, gradient in gradients
-            if gradient is not None
-            and (name in placement.splits or mesh.tp.rank == 0)
-            and (isinstance(gradient, DTensor) or mesh.dp_shard.rank == 0)
+            if gradient is not None and placement.counts(name, gradient)
         ]
         counted = [gradient for gradient in counted if gradient.numel()]
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -86,15 +84,19 @@ def _add_rows(
         ordered = _order_rows([rows[place] for place in shards], totals, mesh) if shards else []
         for place, whole in zip(shards, ordered, strict=True):
             rows[place] = whole
-    cut = [name in placement.splits for name, _ in gradients]
-    like = parameters[0]
-    of_cut = _add_squares([r for r, is_cut in zip(rows, cut, strict=True) if is_cut], like)
-    of_whole = _add_squares([r for r, is_cut in zip(rows, cut, strict=True) if not is_cut], like)
-    if mesh is not None and mesh.tp.size > 1:
-        parts = [torch.empty_like(of_cut) for _ in range(mesh.tp.size)]
-        dist.all_gather(parts, of_cut, group=mesh.tp.group)
-        of_cut = torch.stack(parts).sum()
-    return of_cut + of_whole
+    # By the axis whose ranks hold the parts of a split tensor; under the empty name those that no split cuts.
+    by_axis: dict[str, list[Tensor]] = {}
+    for (name, _), own in zip(gradients, rows, strict=True):
+        split = placement.splits.get(name)
+        by_axis.setdefault("" if split is None else split.axis, []).append(own)
+    total = _add_squares(by_axis.pop("", []), parameters[0])
+    for name in sorted(by_axis):
+        assert mesh is not None
+        axis, own = mesh.axes[name], _add_squares(by_axis[name], parameters[0])
+        parts = [torch.empty_like(own) for _ in range(axis.size)]
+        dist.all_gather(parts, own, group=axis.group)
+        total = torch.stack(parts).sum() + total
+    return total
 
 
 def _count_rows(parameter: Tensor) -> int:

@@ -130,7 +130,9 @@ def parallelize(
         # Before sharding: a block is gathered again before it is computed again.
         apply_recompute(model, find_blocks(model), layout.recompute)
         log.info("recompute: %s", layout.recompute)
-    placement = Placement(model, mesh, plan.splits, plan.partial) if plan else Placement(model, mesh)
+    placement = Placement(model, mesh)
+    if plan is not None:
+        placement = Placement(model, mesh, plan.splits, dict.fromkeys(plan.partial, "tp"))
     replica: Replica | None = None
     shards: Shards | None = None
     exact: ExactReduction | None = None

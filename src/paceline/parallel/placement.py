@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from paceline.mesh import Mesh
+from paceline.mesh import Axis, Mesh
 from paceline.parallel.split import Split
+from paceline.recipe.axes import list_axes
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -30,8 +31,8 @@ class Placement:
     Args:
         model: laid out.
         mesh: the ranks, or `None` for one.
-        splits: by full name, what tp divides; buffers too, tied names each.
-        partial: names of whole parameters of whose gradient a rank of tp has a part only.
+        splits: by full name, what an axis divides by a `Split`; buffers too, tied names each.
+        partial: by name of a whole parameter, the axis whose ranks each have a part of its gradient only.
     """
 
     def __init__(
@@ -39,17 +40,53 @@ class Placement:
         model: nn.Module,
         mesh: Mesh | None,
         splits: Mapping[str, Split] | None = None,
-        partial: set[str] | None = None,
+        partial: Mapping[str, str] | None = None,
     ) -> None:
         self.splits = dict(splits or {})
-        self.partial = partial or set()
+        self.partial = dict(partial or {})
         self._model = model
         self._mesh = mesh
 
     @property
     def is_divided(self) -> bool:
         """Whether any rank lacks a part of the model."""
-        return self._mesh is not None and (self._mesh.dp_shard.size > 1 or self._mesh.tp.size > 1)
+        return self._mesh is not None and self._mesh.model.size > 1
+
+    def part_axes(self, name: str, tensor: Tensor) -> tuple[Axis, ...]:
+        """The axes whose ranks hold different parts of a tensor; none of a tensor that is whole.
+
+        Args:
+            name: of the parameter or buffer that it is or belongs to.
+            tensor: laid out as that one.
+        """
+        found = []
+        if isinstance(tensor, DTensor):
+            found.append(self._axis("dp_shard"))
+        if name in self.splits:
+            found.append(self._axis(self.splits[name].axis))
+        return tuple(found)
+
+    def sum_axis(self, name: str) -> Axis | None:
+        """The ranks over which the gradient of a parameter is summed; `None` for this rank alone.
+
+        Those that train on different microbatches with this parameter, so all of dp. An axis whose ranks
+        exchange samples, and not gradients, for some parameters makes a difference here.
+        """
+        return None if self._mesh is None else self._mesh.dp
+
+    def counts(self, name: str, tensor: Tensor) -> bool:
+        """Whether this rank counts a tensor in a sum over the ranks of one copy, which counts each part once.
+
+        Of the ranks along an axis that hold the same, the first does.
+        """
+        if self._mesh is None:
+            return True
+        parted = {axis.name for axis in self.part_axes(name, tensor)}
+        return all(self._axis(axis).rank == 0 for axis in list_axes(divides_model=True) if axis not in parted)
+
+    def _axis(self, name: str) -> Axis:
+        assert self._mesh is not None
+        return self._mesh.axes[name]
 
     def whole_shape(self, name: str, parameter: Tensor) -> list[int]:
         """The shape of the whole tensor of this name."""
@@ -57,7 +94,7 @@ class Placement:
         return list(parameter.shape) if split is None else split.whole_shape(parameter.shape)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole tensor; collective over dp_shard and tp, every rank gets it.
+        """The whole tensor; collective over the axes that hold its parts, every rank gets it.
 
         Args:
             name: of the parameter or buffer that it is or belongs to.
@@ -71,8 +108,7 @@ class Placement:
             return tensor
         if split is None:
             return tensor
-        assert self._mesh is not None
-        axis = self._mesh.tp
+        axis = self._axis(split.axis)
         own = tensor.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(axis.size)]
         dist.all_gather(parts, own, group=axis.group)
@@ -100,8 +136,7 @@ class Placement:
         """What this rank has of a whole tensor that lies as `parameter` does; may share its memory."""
         split = self.splits.get(name)
         if split is not None:
-            assert self._mesh is not None
-            whole = split.take(whole, self._mesh.tp.rank)
+            whole = split.take(whole, self._axis(split.axis).rank)
         if not isinstance(parameter, DTensor):
             return whole
         assert self._mesh is not None
@@ -131,18 +166,21 @@ class Placement:
         )
 
     def add_up_partial(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Adds up over tp what ranks have of the gradients of whole parameters; collective over tp, one
-        all-reduce per dtype. A missing gradient counts as zero where another rank can't know."""
-        if self._mesh is None or self._mesh.tp.size == 1 or not self.partial:
+        """Adds up what ranks have of whole parameters' gradients, over the axes of `partial`; collective.
+
+        Costs one all-reduce per axis and dtype. A missing gradient counts as zero where another rank can't
+        know.
+        """
+        if not self.partial:
             return
-        found: dict[torch.dtype, list[Tensor]] = {}
+        found: dict[tuple[str, torch.dtype], list[Tensor]] = {}
         for name, gradient in gradients.items():
             if name in self.partial and gradient is not None:
                 part = local(gradient)
-                found.setdefault(part.dtype, []).append(part)
-        for parts in found.values():
+                found.setdefault((self.partial[name], part.dtype), []).append(part)
+        for (axis, _), parts in found.items():
             flat = torch.cat([part.reshape(-1) for part in parts])
-            dist.all_reduce(flat, group=self._mesh.tp.group)
+            dist.all_reduce(flat, group=self._axis(axis).group)
             start = 0
             for part in parts:
                 part.copy_(flat[start : start + part.numel()].view_as(part))

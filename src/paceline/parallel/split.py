@@ -1,4 +1,4 @@
-"""`Split`: how tp divides one dimension of a tensor, and how the parts become whole again.
+"""`Split`: how an axis divides one dimension of a tensor, and how the parts become whole again.
 
 A parameter may be divided twice: over tp by a `Split` of one of its dimensions (each rank then holds a plain
 tensor, its own part), and over dp_shard as torch's DTensor, by rows of what tp has left. Everything else is
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """One dimension of a tensor, divided over tp.
+    """One dimension of a tensor, divided over an axis of the layout.
 
     The dimension is seen as [outer, n, inner], and n is divided into equal runs. A plain column or row split
     has outer 1 (Megatron-LM, Shoeybi et al. 2019, section 3); queries, keys and values packed into one
@@ -25,15 +25,17 @@ class Split:
     Attributes:
         dim: the dimension, not negative.
         outer: how often the divided part repeats.
-        num_ranks: degree of tp.
+        num_ranks: degree of the axis.
+        axis: the axis of the layout whose ranks hold the parts.
     """
 
     dim: int
     outer: int
     num_ranks: int
+    axis: str = "tp"
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of a tp rank, contiguous; a copy."""
+        """The part of a rank of the axis, contiguous; a copy."""
         size = whole.shape[self.dim]
         assert size % (self.outer * self.num_ranks) == 0, (tuple(whole.shape), self)
         folded = _fold(whole, self.dim, (self.outer, self.num_ranks, -1))
@@ -41,7 +43,7 @@ class Split:
         return part.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, from the parts of all tp ranks in their order."""
+        """The whole tensor, from the parts of all ranks of the axis in their order."""
         assert len(parts) == self.num_ranks
         folded = [_fold(part, self.dim, (self.outer, -1)) for part in parts]
         return torch.stack(folded, self.dim + 1).flatten(self.dim, self.dim + 2)
