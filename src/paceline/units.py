@@ -18,12 +18,18 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{seconds:.1f} s" if seconds < 60 else _format_minutes(round(seconds))
+
+
+def format_wait(seconds: float) -> str:
+    """`62 s`, `4 min 10 s`; whole seconds, for waits that nobody measures in milliseconds."""
+    whole = max(0, round(seconds))
+    return f"{whole} s" if whole < 120 else _format_minutes(whole)
+
+
+def _format_minutes(seconds: int) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def format_count(count: float) -> str:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
+from paceline.phrases import first_line
 from paceline.place import Launcher, RankPlace, read_environment, usable_cores
 from paceline.torch_seams.groups import forget_group_count
 
@@ -481,7 +482,7 @@ def _host_store(place: RankPlace, timeout_s: float) -> Store:
             ) from None
         raise PacelineError(
             "PL309",
-            saw=f"rank 0 cannot open {address}: {_first_line(error)}.",
+            saw=f"rank 0 cannot open {address}: {first_line(error)}.",
             rule="The ranks of a run meet at one port of rank 0's machine.",
             fix="Set MASTER_ADDR to an address of rank 0's machine, MASTER_PORT to a free port above 1023.",
         ) from None
@@ -521,7 +522,7 @@ def _reach_store(place: RankPlace, timeout_s: float, deadline: float) -> Store:
         raise PacelineError(
             "PL310",
             saw=f"rank {place.rank} of {place.world_size} reached {address}, but what answers there is not "
-            f"a torch store: {_first_line(error)}.",
+            f"a torch store: {first_line(error)}.",
             rule="Rank 0 opens that port and every rank connects to it.",
             fix="Set MASTER_PORT to a port that no other program uses.",
         ) from None
@@ -554,7 +555,7 @@ def _init_group(store: Store, place: RankPlace, backend: str, device: torch.devi
         raise PacelineError(
             "PL312",
             saw=f"rank {place.rank} of {place.world_size} met the others at the store, but {backend} could "
-            f"not connect to them: {_first_line(error)}.",
+            f"not connect to them: {first_line(error)}.",
             rule="Every rank must reach every other rank at the address that its host name resolves to.",
             fix="Set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface between the "
             "machines, for example eth0; the usual cause is a host name that /etc/hosts resolves to "
@@ -575,7 +576,3 @@ def _abandon_group(device: torch.device) -> None:
     thread = threading.Thread(target=destroy, name="paceline-abandon", daemon=True)
     thread.start()
     thread.join(_ABANDON_S)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Frame, Group, Stack, Verdict
-from paceline.watch.protocol.words import name_ranks
 from paceline.watch.reasoning.hang import explain_hang
 from tests.watch.situations import (
     BACKWARD,

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import paceline
 from paceline.cli.output import forget_output, standard_streams
-from paceline.cli.watching import as_table, describe_error, tell
+from paceline.cli.watching import as_table, tell
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.launching.ending.endings import PumpLost, RankFailed
 from paceline.launching.rank.script import Become, run_as_main
@@ -150,7 +150,7 @@ def _tell(error: PacelineError, *, as_json: bool) -> int:
         forget_output()
     elif as_json:
         problems = error.problems if isinstance(error, RecipeErrors) else [error]
-        found = [describe_error(problem) for problem in problems]
+        found = [as_table(problem) for problem in problems]
         print(json.dumps({"error": found[0], "errors": found}))
         return error.exit_code
     with contextlib.suppress(OSError):  # where that can't be written either, the exit code is what is left

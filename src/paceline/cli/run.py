@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.cli.watching import add_watching_flags, as_table, build_watcher, describe_error, tell
+from paceline.cli.watching import add_watching_flags, as_table, build_watcher, tell
 from paceline.errors import PacelineError
 
 _DESCRIPTION = """
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         _tell_end(args, as_table(end), str(end))
         code = end.exit_code
     except PacelineError as error:
-        _tell_end(args, describe_error(error), str(error))
+        _tell_end(args, as_table(error), str(error))
         code = error.exit_code
     # All that was ours is closed. Python's own end, with torch loaded, would hold up the shell's prompt, and
     # the agent's thread may be waiting in torch for a node that is gone.

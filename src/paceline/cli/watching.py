@@ -74,13 +74,10 @@ def _tell_on(said: Said, *, as_json: bool) -> None:
         tell(said.text)
 
 
-def describe_error(error: PacelineError) -> dict[str, Any]:
-    """A mistake, as JSON."""
-    return {"code": error.code, "saw": error.saw, "rule": error.rule, "fix": error.fix}
-
-
-def as_table(end: RankFailed | JobStuck | PumpLost) -> dict[str, Any]:
+def as_table(end: PacelineError | RankFailed | JobStuck | PumpLost) -> dict[str, Any]:
     """What ended a job, as JSON: a finding, and what belongs to it."""
+    if isinstance(end, PacelineError):
+        return {"code": end.code, "saw": end.saw, "rule": end.rule, "fix": end.fix}
     if isinstance(end, JobStuck):
         return {**end.said.table, "hint": end.hint}
     page = read_pages()[end.code]

@@ -101,7 +101,7 @@ def launch(
         SystemExit: the ranks stopped because they were asked to (130 for Ctrl-C, 143 for SIGTERM).
     """
     check_launch(nproc, device)
-    watcher = watcher or _build_watcher(hang_after_s)
+    watcher = watcher or _choose_watcher(hang_after_s)
     call = _choose_call(fn, tuple(args))
     logs = None if log_dir is None else _make_log_dir(log_dir)
     ranks = fork_keeper_for_call(call) if call.is_forked else _take_keeper()
@@ -117,7 +117,7 @@ def launch(
             ranks.finish(kills=True)
 
 
-def _build_watcher(hang_after_s: float | None) -> Watcher | None:
+def _choose_watcher(hang_after_s: float | None) -> Watcher | None:
     if hang_after_s is None or watching_module.build_default is None:
         return None
     if not hang_after_s > 0:

@@ -37,6 +37,7 @@ from paceline.mesh import Axis
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Compute
+from paceline.phrases import name_some
 from paceline.recipe.schema import DdpSection
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -259,7 +260,7 @@ class Replica:
             return
         named = self._loss_module.model.named_parameters()
         unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        shown = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        shown = name_some(unused, 8)
         raise PacelineError(
             "PL421",
             saw=f"{len(unused)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",

@@ -35,9 +35,10 @@ from torch.optim import Optimizer
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
+from paceline.phrases import name_ranks
 from paceline.recipe.axes import list_axes
 from paceline.train.agreement import NUM_COPIES, Numbers
-from paceline.train.same_settings import is_comparing, name_ranks
+from paceline.train.same_settings import is_comparing
 
 # Digests of one step, in the order in which they travel. Optimizer state is compared as what tp divides is.
 _WHOLE, _CUT, _STATE = range(NUM_COPIES)

@@ -29,6 +29,7 @@ from paceline.finding import Finding
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
 from paceline.parallel.objective import Loss
+from paceline.phrases import name_some
 from paceline.train.batches import count_samples
 from paceline.train.runners.runner import Runner
 
@@ -310,7 +311,7 @@ def _tell_batchnorm(name: str, share: Share) -> Finding:
 
 
 def _tell_dependent(names: list[str]) -> Finding:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    shown = name_some(names, 5)
     return Finding(
         "PL416",
         shown,

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
+from paceline.phrases import name_ranks
 from paceline.train.agreement import Numbers
 
 _MISSING = "missing"
@@ -137,15 +138,6 @@ def describe_by_rank(values: Sequence[str]) -> str:
     ordered = sorted(ranks.items(), key=lambda item: (len(item[1]), item[1]))
     shown = [f"{_shorten(value)} on {name_ranks(members)}" for value, members in ordered[:_MAX_SHOWN]]
     return ", ".join(shown) + (" ..." if len(ordered) > _MAX_SHOWN else "")
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0 and 2`, `ranks 0, 1, 2 and 5 more`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _MAX_SHOWN:
-        return f"ranks {', '.join(map(str, ranks[:3]))} and {len(ranks) - 3} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def describe_code(function: Any) -> str:

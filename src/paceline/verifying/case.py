@@ -153,13 +153,6 @@ def tell_settings(case: Case, differences: Sequence[SettingDifference]) -> str:
     return "; ".join(parts)
 
 
-def name_some(names: Sequence[str], limit: int = 3) -> str:
-    """The first few of some names, and how many more there are."""
-    different = list(dict.fromkeys(names))
-    more = len(different) - limit
-    return ", ".join(different[:limit]) + (f" and {more} more" if more > 0 else "")
-
-
 def show_size(size: float, tolerance: float) -> str:
     """`by 3.1e-02, where rounding stays below 1.2e-13`."""
     return f"by {size:.1e}, where rounding stays below {tolerance:.1e}"

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from paceline.finding import Finding
+from paceline.phrases import name_some
 from paceline.recipe.axes import list_axes
 from paceline.verifying import gradient_cause
-from paceline.verifying.case import Case, Explained, name_some, near, show_size, tell_settings
+from paceline.verifying.case import Case, Explained, near, show_size, tell_settings
 from paceline.verifying.compare import Difference
 from paceline.verifying.forward_cause import explain_forward, find_parent, find_place
 from paceline.verifying.precision import LOSS

@@ -17,8 +17,9 @@ from paceline.finding import Finding
 from paceline.launching.ending.endings import RankFailed
 from paceline.launching.local import check_launch, launch
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck
+from paceline.phrases import name_some
 from paceline.recipe import Layout, Recipe
-from paceline.verifying.case import Case, name_some, show_size
+from paceline.verifying.case import Case, show_size
 from paceline.verifying.cause import diagnose, starts_in
 from paceline.verifying.compare import FACTORS, Noise, divide
 from paceline.verifying.layouts import Compared, compare_layouts

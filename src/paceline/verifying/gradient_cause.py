@@ -6,9 +6,9 @@ the factors tell the cause; where no factors explain it, backward went wrong ins
 
 from __future__ import annotations
 
+from paceline.phrases import name_ranks, name_some
 from paceline.recipe.axes import list_axes
-from paceline.train.same_settings import name_ranks
-from paceline.verifying.case import Case, Explained, name_some, near, show_size
+from paceline.verifying.case import Case, Explained, near, show_size
 from paceline.verifying.compare import ANOTHERS_PART
 from paceline.verifying.forward_cause import explain_settings
 from paceline.verifying.settings import FUNCTIONS, OPTIMIZER

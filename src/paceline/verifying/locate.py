@@ -33,7 +33,13 @@ from paceline.verifying.compare import (
     looks_masked,
     measure_distance,
 )
-from paceline.verifying.observe import is_whole, list_optimizer_settings, local, move_last_bits, take_part
+from paceline.verifying.observe import (
+    is_whole,
+    list_optimizer_settings,
+    move_last_bits,
+    take_local,
+    take_part,
+)
 from paceline.verifying.reference import ONE, Facts, Reference, key_of, shuffle_shares
 from paceline.verifying.run_steps import run_steps
 from paceline.verifying.settings import (
@@ -249,7 +255,7 @@ class _ByMicrobatch:
     def _take(self, name: str, parameter: Tensor) -> None:
         if self._watch.microbatch < 0 or parameter.grad is None:
             return
-        now = local(parameter.grad).clone()
+        now = take_local(parameter.grad).clone()
         self.parts[f"{self._watch.microbatch}/{name}"] = now - self._so_far.get(name, torch.zeros_like(now))
         self._so_far[name] = now
 
@@ -496,7 +502,7 @@ class _Judge(_Nothing):
             copies = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
             for key, value in copies.items():
                 for weight in module._parameters:
-                    step = self._find_step(f"{name}.{weight}" if name else weight, local(value))
+                    step = self._find_step(f"{name}.{weight}" if name else weight, take_local(value))
                     if step is not None:
                         found[name] = (key, step)
         return found

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.parallel.placement import local
 from paceline.parallel.tensor.collectives import ADDING_UP
 from paceline.torch_seams.autograd import is_view
 from paceline.train.trainer import Trainer
@@ -23,9 +24,9 @@ def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
     are not saved come too.
     """
     for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
-        yield "weight", name, local(parameter)
+        yield "weight", name, take_local(parameter)
     for name, buffer in trainer.model.named_buffers(remove_duplicate=False):
-        yield "buffer", name, local(buffer)
+        yield "buffer", name, take_local(buffer)
 
 
 def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
@@ -36,7 +37,7 @@ def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield names[id(parameter)], key, local(value)
+                    yield names[id(parameter)], key, take_local(value)
 
 
 def list_optimizer_settings(trainer: Trainer) -> dict[str, str]:
@@ -103,12 +104,9 @@ def has_part_of_gradient(tensor: Tensor) -> bool:
     return False
 
 
-def local(tensor: Tensor) -> Tensor:
+def take_local(tensor: Tensor) -> Tensor:
     """A plain, detached tensor on the CPU; of a DTensor this rank's part. No copy where there needn't be."""
-    tensor = tensor.detach()
-    to_local = getattr(tensor, "to_local", None)
-    plain: Tensor = tensor if to_local is None else to_local()
-    return plain.cpu()
+    return local(tensor.detach()).cpu()
 
 
 def wrap_functions(

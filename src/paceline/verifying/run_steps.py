@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.data.share import Share
 from paceline.train.trainer import Trainer
-from paceline.verifying.observe import list_optimizer_state, list_tensors, local
+from paceline.verifying.observe import list_optimizer_state, list_tensors, take_local
 
 # In the order in which a step gives them, so that the first difference is that of the first kind.
 KINDS = ("initial", "weight of the batch", "loss", "gradient", "norm", "weight", "buffer", "optimizer")
@@ -48,7 +48,7 @@ def run_steps(
 
     def show_gradients(gradients: dict[str, Tensor]) -> None:
         for name, gradient in gradients.items():
-            observer.tensor(current, "gradient", name, name, local(gradient))
+            observer.tensor(current, "gradient", name, name, take_local(gradient))
 
     trainer.on_gradients(show_gradients)
     for number in range(1, num_steps + 1):

@@ -24,7 +24,7 @@ from paceline.data.share import Share
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
 from paceline.verifying.compare import EPS
-from paceline.verifying.observe import has_part_of_gradient, is_trial, local, place_batch, wrap_functions
+from paceline.verifying.observe import has_part_of_gradient, is_trial, place_batch, take_local, wrap_functions
 from paceline.verifying.precision import Modules, Types
 from paceline.verifying.settings import list_hooks, list_module_settings
 
@@ -178,11 +178,11 @@ class Watch:
         tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
         for place, tensor in enumerate(tensors):
             event, microbatch = Event(name, self._calls[name], side, place), self.microbatch
-            self._sink.event(microbatch, event, local(tensor), gradient=False)
+            self._sink.event(microbatch, event, take_local(tensor), gradient=False)
             if tensor.requires_grad and not has_part_of_gradient(tensor):
 
                 def show(gradient: Tensor, event: Event = event, microbatch: int = microbatch) -> None:
-                    self._sink.event(microbatch, event, local(gradient), gradient=True)
+                    self._sink.event(microbatch, event, take_local(gradient), gradient=True)
 
                 tensor.register_hook(show)  # type: ignore[no-untyped-call]
 
@@ -193,7 +193,7 @@ class Watch:
         for key, parameter in module._parameters.items():
             if parameter is not None and not hasattr(parameter, "to_local"):  # gathered, or never cut
                 event = Event(name, 0, f"{WEIGHT}{key}", 0)
-                self._sink.event(ONCE, event, local(parameter), gradient=False)
+                self._sink.event(ONCE, event, take_local(parameter), gradient=False)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from paceline.parallel.construct.replay import (
     seeded_generators,
 )
 from paceline.parallel.out_of_memory import is_out_of_memory
+from paceline.phrases import name_some
 from paceline.seeds import derive_seed
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ def uninitialised_error(names: list[str]) -> PacelineError:
     """The error for parameters whose memory nobody wrote."""
     return PacelineError(
         "PL459",
-        saw=f"Nobody writes all of {_list(names)}: what it holds after construction is left to chance.",
+        saw=f"Nobody writes all of {name_some(names)}: what it holds after construction is left to chance.",
         rule="Every rank must start with the same weights, so every element of a parameter needs a value.",
         fix="Initialise it in the factory (torch.zeros, or torch.nn.init on it).",
     )
@@ -200,7 +201,7 @@ def lost_error(names: list[str]) -> PacelineError:
     """The error for tensors whose values the record doesn't know."""
     return PacelineError(
         "PL458",
-        saw=f"The values of {_list(names)} were not made by the factory while it ran.",
+        saw=f"The values of {name_some(names)} were not made by the factory while it ran.",
         rule="A factory makes all of its model's tensors, and not on the meta device, which keeps no values: "
         "only then can each be made again by itself.",
         fix=f"Build it inside of the factory, and without torch.device('meta'). {BUILT}",
@@ -292,9 +293,3 @@ def _make_attribute(
         )
     made = Construction(construction.model, {name: window}, frozenset(), construction._record)
     holder[key] = made.fill(name)
-
-
-def _list(names: list[str]) -> str:
-    """A few of them."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -22,6 +22,7 @@ from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.parallel.shard.torch_records import check_torch, list_records
+from paceline.phrases import name_some
 from paceline.recipe.schema import ShardSection
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> 
         raise PacelineError(
             "PL440",
             saw="parameters that do not lie in memory in the order of their dimensions: "
-            f"{_shorten(strided)}.",
+            f"{name_some(strided, 8)}.",
             rule="Sharding cuts every parameter along its first dimension into pieces of memory (a model in "
             "channels_last has others).",
             fix="Call model.to(memory_format=torch.contiguous_format) before handing it over, or use "
@@ -222,7 +223,3 @@ def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _is_view(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and value._base is not None
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -54,6 +54,7 @@ from paceline.parallel.shard.setup import Unit, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
 from paceline.parallel.shard.torch_records import clear_gradients, forget_iteration, gathered, list_records
 from paceline.parallel.shard.whole import WholeParameters, split_groups
+from paceline.phrases import name_some
 from paceline.recipe.schema import ShardSection
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ class Shards:
         ]
         if not missing:
             return
-        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        shown = name_some(missing, 8)
         raise PacelineError(
             "PL441",
             saw=f"{len(missing)} parameters got no gradient on rank {dist.get_rank()}: {shown}.",

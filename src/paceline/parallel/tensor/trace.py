@@ -30,6 +30,7 @@ from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.tensor.calls import SUMMED, CallSite, Site, find_site, run_inside
 from paceline.parallel.tensor.hooks import change_input, change_output
 from paceline.parallel.tensor.sizes import SIZED
+from paceline.phrases import first_line
 
 # Where torch keeps its stand-ins for operations on tensors without numbers.
 _META_KERNELS = "torch/_meta_registrations.py"
@@ -244,7 +245,7 @@ def trace_forward(
 def _forward_error(model: nn.Module, recorder: _ForwardRecorder, error: Exception) -> PacelineError:
     """Tell why the trial forward failed: by torch's stand-in for an operation, or by the model or batch."""
     saw = f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
-    saw += f"{type(error).__name__}: {_first_line(error)}"
+    saw += f"{type(error).__name__}: {first_line(error)}"
     rule = "What tensor parallelism may split is read off one forward on tensors without numbers."
     fix = (
         "Give an example batch that the forward accepts. Where a value of a tensor decides what is computed "
@@ -464,7 +465,3 @@ class _Functions(TorchFunctionMode):
 
 def _all_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return list(model.named_buffers(remove_duplicate=False))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:300]

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import PacelineError
 from paceline.parallel.placement import Placement
+from paceline.phrases import name_some
 from paceline.train.state.pieces import OwnPart
 
 # How the arithmetic is carried out on the device at hand, not what it is: these stay as the optimizer
@@ -126,7 +127,7 @@ def _names_of(optimizer: Optimizer, named_parameters: NamedParameters) -> dict[t
     if unnamed:
         raise PacelineError(
             "PL511",
-            saw=f"The optimizer has parameters that the model does not name: {_some(unnamed)}.",
+            saw=f"The optimizer has parameters that the model does not name: {name_some(unnamed, 5)}.",
             rule="State is saved by parameter name, so that it fits again in any order.",
             fix="Build the optimizer from the model's named_parameters(), and register other tensors that "
             "it trains as nn.Parameter of the model.",
@@ -147,16 +148,16 @@ def _check_fits(
     here = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
     problems = []
     if missing := sorted(here - saved.keys()):
-        problems.append(f"it lacks {_some(missing)}")
+        problems.append(f"it lacks {name_some(missing, 5)}")
     if extra := sorted(saved.keys() - here):
-        problems.append(f"it has {_some(extra)}, which are not trained here")
+        problems.append(f"it has {name_some(extra, 5)}, which are not trained here")
     misshapen = [
         f"{name} ({saved[name]['shape']} there, {shapes[name]} here)"
         for name in here
         if name in saved and list(saved[name]["shape"]) != shapes[name]
     ]
     if misshapen:
-        problems.append(f"shapes differ: {_some(misshapen)}")
+        problems.append(f"shapes differ: {name_some(misshapen, 5)}")
     if problems:
         raise _of_another("; ".join(problems) + ".")
 
@@ -236,11 +237,6 @@ def _map_items(value: Any, function: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)([function(item) for item in value])
     return value
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def _of_another(saw: str) -> PacelineError:

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.phrases import name_ranks
 from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Call, Frame, Group
 
 # More pieces than this, and a list of ranks is cut.
-_MANY_PIECES = 6
 _MANY_TENSORS = 3
-# Shorter runs are listed: "ranks 0 and 1", not "ranks 0-1".
-_SHORT_RUN = 3
 _LABELS = {"", "undefined", "default_pg", "world"}
 _PACKAGE = str(Path(__file__).resolve().parents[2])
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`, `ranks 0-31`, `ranks 0, 8 ... 56 (8 of them)`."""
-    ordered = sorted(set(ranks))
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    pieces = _list_runs(ordered)
-    step = ordered[1] - ordered[0] if len(ordered) > 1 else 0
-    if len(pieces) > _MANY_PIECES:
-        if all(b - a == step for a, b in itertools.pairwise(ordered)):
-            return f"ranks {ordered[0]}, {ordered[1]} ... {ordered[-1]} ({len(ordered)} of them)"
-        shown = pieces[: _MANY_PIECES - 1]
-        num_shown = sum(len(piece) for piece in shown)
-        return f"ranks {', '.join(map(_name_run, shown))} and {len(ordered) - num_shown} others"
-    return f"ranks {join([_name_run(piece) for piece in pieces])}"
-
-
-def _list_runs(ordered: Sequence[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return [part for run in runs for part in ([run] if len(run) >= _SHORT_RUN else [[rank] for rank in run])]
-
-
-def _name_run(run: Sequence[int]) -> str:
-    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
-
-
-def join(pieces: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return pieces[0] if len(pieces) == 1 else f"{', '.join(pieces[:-1])} and {pieces[-1]}"
 
 
 def pick(ranks: Sequence[int] | frozenset[int], one: str, several: str) -> str:
@@ -174,14 +136,3 @@ def name_exit(exit_code: int | None, is_out_of_memory: bool) -> str:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:
         return f"was killed by signal {-exit_code}"
-
-
-def name_duration(seconds: float) -> str:
-    """`62 s`, `4 min 10 s`; whole seconds, as nobody waits in milliseconds here."""
-    whole = max(0, round(seconds))
-    if whole < 120:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

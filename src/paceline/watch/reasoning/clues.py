@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.phrases import join, name_ranks
 from paceline.watch.protocol.report import Frame
-from paceline.watch.protocol.words import join, name_line, name_ranks, pick
+from paceline.watch.protocol.words import name_line, pick
 from paceline.watch.reasoning.source import Loop, Source, SourceSpot
 
 # More would be guesses side by side.

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Call, Report, Seen, SharedPlace, Stack, Verdict
-from paceline.watch.protocol.words import is_pairwise, name_ranks, own_frames, pick, sequence_of
+from paceline.watch.protocol.words import is_pairwise, own_frames, pick, sequence_of
 from paceline.watch.reasoning.activity import is_in_torch, waits_for_device
 from paceline.watch.reasoning.clues import Side, list_clues
 from paceline.watch.reasoning.hang import explain_hang

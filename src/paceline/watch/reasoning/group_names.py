@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from paceline.phrases import join, name_ranks
+from paceline.units import format_wait
 from paceline.watch.protocol.report import Frame, Group, Seen, Verdict
-from paceline.watch.protocol.words import join, name_duration, name_ranks, pick
+from paceline.watch.protocol.words import pick
 from paceline.watch.reasoning.mismatch import find_partial_group, find_shared_names, find_skipped_group
 from paceline.watch.reasoning.states import State
 from paceline.watch.reasoning.verdict import build_verdict, list_places, name_at
@@ -49,7 +51,7 @@ def explain_building(
         # The call in a branch is rather that of the fewest.
         (line, few), *others = sorted(by_line.items(), key=lambda item: (len(item[1]), item[1]))
         rest = sorted(rank for _, ranks in others for rank in ranks)
-        since = name_duration(max(max(state.since_s for state in waiters), seen.quiet_s))
+        since = format_wait(max(max(state.since_s for state in waiters), seen.quiet_s))
         what = waiters[0].operation
         where = [
             f"{name_ranks(ranks)} {pick(ranks, 'waits', 'wait')} in {what}{name_at(other)}"

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from paceline.phrases import name_ranks
+from paceline.units import format_wait
 from paceline.watch.protocol.report import Seen, Verdict
-from paceline.watch.protocol.words import is_pairwise, name_duration, name_ranks, pick
+from paceline.watch.protocol.words import is_pairwise, pick
 from paceline.watch.reasoning.clues import Side, explain_joining, list_clues
 from paceline.watch.reasoning.group_names import explain_building, explain_groups
 from paceline.watch.reasoning.mismatch import (
@@ -201,7 +203,7 @@ def _name_waiting(waiters: Sequence[State], seen: Seen) -> str:
 
 
 def _name_since(waiters: Sequence[State], seen: Seen) -> str:
-    return name_duration(max(max(state.since_s for state in waiters), seen.quiet_s))
+    return format_wait(max(max(state.since_s for state in waiters), seen.quiet_s))
 
 
 def _name_fix(code: str, root: State, seen: Seen) -> str:
@@ -357,7 +359,7 @@ def _tell_still(states: Mapping[int, State], seen: Seen) -> Verdict:
     grave = min(living, key=lambda s: (_GRAVITY.index(s.kind), s.rank))
     alike = [s for s in living if _is_alike(s, grave)]
     code = {"stopped": "PL809", "unreachable": "PL812", "missing": "PL810"}.get(grave.kind, "PL811")
-    headline = f"no rank waits in a collective, and none has moved for {name_duration(seen.quiet_s)}: "
+    headline = f"no rank waits in a collective, and none has moved for {format_wait(seen.quiet_s)}: "
     return build_verdict(
         code, headline + name_states(alike), list_places(states.values()), fix=_name_fix(code, grave, seen)
     )

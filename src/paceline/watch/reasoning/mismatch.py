@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from paceline.phrases import join, name_ranks
 from paceline.watch.protocol.report import Call, Frame, Group, Report, SharedPlace, Verdict
 from paceline.watch.protocol.words import (
     describe_tensors,
-    join,
     name_group,
     name_place,
-    name_ranks,
     own_frames,
     pick,
     sequence_of,

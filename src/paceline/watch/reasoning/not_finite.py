@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.phrases import join, name_ranks
 from paceline.watch.protocol.report import Effect, NotFinite, SharedPlace, Verdict
-from paceline.watch.protocol.words import join, name_ranks, pick
+from paceline.watch.protocol.words import pick
 
 # Each rank tells within two beats, and a rank that sees it a pass later is no first one.
 _WAIT_S = 2.5

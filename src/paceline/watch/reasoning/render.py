@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 from paceline.finding import Finding
 from paceline.launching.watcher import Said
+from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
-from paceline.watch.protocol.words import name_place, name_ranks, to_plural
+from paceline.watch.protocol.words import name_place, to_plural
 
 WIDTH = 100
 # Of a stack: more lines of the user's code than this are left out in the middle.

@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Frame, PlaceTime, SharedPlace, Verdict
-from paceline.watch.protocol.words import name_line, name_place, name_ranks, own_frames, pick, to_plural
+from paceline.watch.protocol.words import name_line, name_place, own_frames, pick, to_plural
 from paceline.watch.reasoning.activity import find_activity, find_distributed
 from paceline.watch.reasoning.pace import PaceBook, Slow
 from paceline.watch.reasoning.source import Source

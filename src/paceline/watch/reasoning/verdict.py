@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
-from paceline.watch.protocol.words import name_call, name_group, name_place, name_ranks, to_plural
+from paceline.watch.protocol.words import name_call, name_group, name_place, to_plural
 from paceline.watch.reasoning.states import State
 
 # More places than this: what few ranks do by themselves at the end of the list isn't told.
