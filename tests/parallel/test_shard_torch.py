@@ -14,7 +14,8 @@ from paceline.parallel.shard.torch_records import check_torch, list_groups, list
 
 class Module:
     def __init__(self, **state: Any) -> None:
-        self._state = SimpleNamespace(_pre_forward=None, _post_forward=None, **state)
+        names = ("_pre_forward", "_post_forward", "_pre_backward", "_register_pre_backward_hook")
+        self._state = SimpleNamespace(**dict.fromkeys(names), **state)
 
     def _get_fsdp_state(self) -> Any:
         return self._state
@@ -39,10 +40,13 @@ def test_one_group_or_several() -> None:
     assert list_records(empty) == []
 
 
+def build_group(record: Record) -> Any:
+    names = ("post_backward", "reduce_grads", "_register_post_backward_hook")
+    return SimpleNamespace(fsdp_params=[record], **dict.fromkeys(names))
+
+
 def test_every_name_is_there() -> None:
-    module: Any = Module(
-        _fsdp_param_groups=[SimpleNamespace(fsdp_params=[Record()], post_backward=1, reduce_grads=1)]
-    )
+    module: Any = Module(_fsdp_param_groups=[build_group(Record())])
     check_torch([module])
 
 
@@ -56,9 +60,7 @@ def test_a_missing_name_is_refused_with_the_version(missing: str) -> None:
     states: dict[str, dict[str, Any]] = {
         "FSDPState._fsdp_param_groups": {},
         "FSDPParamGroup.fsdp_params": {"_fsdp_param_groups": [SimpleNamespace()]},
-        "FSDPParam.sharded_size": {
-            "_fsdp_param_group": SimpleNamespace(fsdp_params=[record], post_backward=1, reduce_grads=1)
-        },
+        "FSDPParam.sharded_size": {"_fsdp_param_group": build_group(record)},
     }
     module: Any = Module(**states[missing])
     with pytest.raises(PacelineError, match="PL449") as caught:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
@@ -76,8 +75,6 @@ def apply_sharding(
     # Kept whole on every rank, see `shard_whole.py`.
     arguments["ignored_params"] = {parameter for parameter in before.values() if not parameter.dim()}
     for name, block in [*blocks, ("", model)]:
-        # Before fully_shard adds its own hook, which must see what this one gives.
-        block.register_forward_hook(_copy_views)
         fully_shard(
             block,
             # The root's parameters are needed again as soon as backward begins.
@@ -208,18 +205,3 @@ def prefetch_last(units: list[Unit], ahead: int) -> None:
     """
     *blocks, root = [unit.module for unit in units]
     root.set_modules_to_backward_prefetch(blocks[::-1][:ahead] or [root])
-
-
-def _copy_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """A module's output as tensors of their own.
-
-    fully_shard hangs its gathering for backward on the output. Changed in place (`x += y`) a view would drop
-    that without a word, and backward would see freed parameters.
-    """
-    if not torch.is_grad_enabled() or not any(map(_is_view, tree_leaves(output))):
-        return None
-    return tree_map_only(Tensor, lambda tensor: tensor.clone() if _is_view(tensor) else tensor, output)
-
-
-def _is_view(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value._base is not None

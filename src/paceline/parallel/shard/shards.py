@@ -50,6 +50,7 @@ from paceline.parallel.shard.gradient_exchange import (
     StepProgress,
     SumChunks,
 )
+from paceline.parallel.shard.marks import Marks
 from paceline.parallel.shard.setup import Unit, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
 from paceline.parallel.shard.torch_records import clear_gradients, forget_iteration, gathered, list_records
@@ -119,7 +120,9 @@ class Shards:
         self._chunks = self._build_chunks(mesh, exact_group)
         exchange = None if exact_group is None else self.exchange.exchange
         self._whole = WholeParameters(model, self._rounds, self.group, exchange)
-        self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch)
+        *blocks, root = [unit.module for unit in self.units]
+        self._marks = Marks(root, blocks, mesh.device_mesh.device_type)
+        self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch, self._marks)
         model.register_forward_hook(self._reshard_without_backward)
         self.offload()
         log.info(
@@ -184,6 +187,7 @@ class Shards:
         """
         self._rounds.index, self._rounds.is_last = index, sync
         self._skipped.begin_round()
+        self._marks.clear()
         module = self.units[-1].module
         if self._sums_once:
             module.set_requires_gradient_sync(sync)
@@ -227,6 +231,7 @@ class Shards:
         Gives the seconds that this round's forward and backward waited for communication; 0 under CUDA,
         where the host doesn't wait.
         """
+        loss = self._marks.tie_loss(loss)
         if self._rounds.index is not None:
             loss.backward()  # type: ignore[no-untyped-call]
         elif loss.requires_grad:

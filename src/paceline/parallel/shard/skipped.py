@@ -4,9 +4,9 @@ Ranks compute different microbatches in the same round. Where a forward leaves b
 random), each rank leaves out others. All ranks must gather and sum the same blocks in the same order all the
 same, so a rank takes part in the collectives of the blocks that it leaves out:
 
-- The blocks have an order. When a block is called, those before it that were not called are passed by first:
-  torch's hooks run around nothing, on tensors that go into the called block (or come out of the model, for
-  the last blocks). So forward gathers them in their place, and backward gathers and sums them in theirs.
+- The blocks have an order. When a block is called, those before it that were not called are passed by first.
+  The last blocks are passed by when the model returns. Forward gathers them in their place. Two marks, see
+  `marks.py`, have backward gather and sum them in theirs.
 - A parameter that backward has not reached joins the sum with -0.0, which changes no bit of anything.
 
 The order is that of the definition. Where the first step calls them in another one, the same in every
@@ -19,13 +19,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
 
 from paceline.errors import PacelineError
 from paceline.parallel.shard.gradient_exchange import StepProgress
+from paceline.parallel.shard.marks import Marks
 from paceline.parallel.shard.setup import Unit, prefetch_last
-from paceline.parallel.shard.torch_records import act_before_sums, gathered, leave_block, reach_block
+from paceline.parallel.shard.torch_records import (
+    act_before_sums,
+    begin_backward,
+    end_backward,
+    gathered,
+    pass_block,
+)
 
 
 class Skipped:
@@ -36,16 +42,20 @@ class Skipped:
         units: its blocks, and the model last.
         rounds: of this model.
         ahead: how many blocks ahead are gathered.
+        marks: of this model.
 
     Attributes:
         used: ids of the sharded parameters that a microbatch of this rank has used since `begin`.
     """
 
-    def __init__(self, model: nn.Module, units: list[Unit], rounds: StepProgress, ahead: int) -> None:
+    def __init__(
+        self, model: nn.Module, units: list[Unit], rounds: StepProgress, ahead: int, marks: Marks
+    ) -> None:
         self.used: set[int] = set()
         self._rounds = rounds
         self._units = units
         self._ahead = ahead
+        self._marks = marks
         self._blocks = units[:-1]
         self._order: list[int] | None = list(range(len(self._blocks)))
         self._place: int | None = None  # in the order; of a forward that has a backward
@@ -63,7 +73,7 @@ class Skipped:
             assert isinstance(unit.module, nn.Module)
             # Before torch's own, which gathers.
             hook = torch.compiler.disable(self._entry(number))  # type: ignore[no-untyped-call]
-            unit.module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            unit.module.register_forward_pre_hook(hook, prepend=True)
 
     def begin(self) -> None:
         """Start a step."""
@@ -81,48 +91,38 @@ class Skipped:
         self._calls = []
 
     def _entry(self, number: int) -> Any:
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def enter(_module: nn.Module, _args: Any) -> None:
             # Without a place it is run again in backward, or has no backward.
             if self._place is None or self._order is None:
-                return None
+                return
             self._calls.append(number)
             if number not in self._order[self._place :]:
                 self._is_ordered = False
                 if self._is_settled:
                     raise self._order_error()
-                return None
+                return
             place = self._order.index(number, self._place)
             skipped, self._place = self._order[self._place : place], place + 1
             for block in skipped:
-                args, kwargs = self._pass_by(block, (args, kwargs))
-            return (args, kwargs) if skipped else None
+                self._pass_by(block)
 
         return enter
 
-    def _end_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def _end_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if self._place is None or self._order is None:
-            return None
+            return
         rest, self._place = self._order[self._place :], None
         if not self._is_settled:
             self._seen.add(tuple(self._calls))
         for block in rest:
-            output = self._pass_by(block, ((output,), {}))[0][0]
-        return output if rest else None
+            self._pass_by(block)
 
-    def _pass_by(self, number: int, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _pass_by(self, number: int) -> None:
         module = self._blocks[number].module
-        args, kwargs = reach_block(module, *inputs)
-        leaves, structure = tree_flatten((args, kwargs))
-        floats = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        carriers = [place for place in floats if leaves[place].requires_grad] or floats
-        if not carriers:
-            raise _carriers_error(self._blocks[number].name)
-        anchor = torch.empty(0, requires_grad=True)
-        passed = _PassBy.apply(anchor, *(leaves[place] for place in carriers))  # type: ignore[no-untyped-call]
-        for place, tensor in zip(carriers, passed, strict=True):
-            leaves[place] = tensor
-        result: tuple[Any, Any] = leave_block(module, args, tree_unflatten(leaves, structure))
-        return result
+        pass_block(module)
+        # Backward meets the second one first.
+        self._marks.add(lambda: end_backward(module), is_needed=True)
+        self._marks.add(lambda: begin_backward(module), is_needed=True)
 
     def _completion(self, number: int) -> Any:
         def complete(records: Sequence[Any], is_summed: bool) -> None:
@@ -132,8 +132,8 @@ class Skipped:
             if self._rounds.index is not None:
                 self.used |= {id(record.sharded_param) for record in reached}
             if not self._visited:
-                # torch repeats that for every output that gets its gradient later (an encoder's, that goes
-                # into the decoder too). Where a block was passed by, the output is a copy, and gets none.
+                # torch repeats that for every output of the model that gets its gradient later, which may
+                # be on some ranks only.
                 prefetch_last(self._units, 0)
             is_again = number in self._visited
             self._visited.add(number)
@@ -167,26 +167,3 @@ class Skipped:
             "leaves out included.",
             fix="Define the blocks in the order in which forward calls them, or use dp_shard=1.",
         )
-
-
-class _PassBy(torch.autograd.Function):
-    """Copies tensors; `anchor` makes the copies require a gradient, for torch's hooks to hang on them."""
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, *tensors: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.clone() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *gradients
-
-
-def _carriers_error(name: str) -> PacelineError:
-    return PacelineError(
-        "PL443",
-        saw=f"a forward leaves {name} out, and there is no floating-point tensor in its place.",
-        rule="Backward reaches a block that was left out through the inputs of the next one, or through the "
-        "model's output, in tuples, lists and dicts.",
-        fix="Give the next block, or the model's output, as such tensors; or use dp_shard=1.",
-    )

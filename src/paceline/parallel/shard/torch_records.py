@@ -8,11 +8,13 @@ installed torch, so that a version without one is refused by name and not by an 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, _common_utils
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import PacelineError
 
@@ -28,6 +30,10 @@ else:
         AllGather = ReduceScatter = object
         _missing.append(f"{_API}.AllGather and ReduceScatter")
 
+# From torch 2.13 on; they find tensors in data classes too.
+_collect: Any = getattr(_common_utils, "collect_grad_tensors", None)
+_replace: Any = getattr(_common_utils, "replace_grad_tensors", None)
+
 # Set by torch on every record; `_unsharded_param` from the first gather on.
 _ATTRIBUTES = (
     "sharded_param",
@@ -41,15 +47,20 @@ __all__ = [
     "AllGather",
     "ReduceScatter",
     "act_before_sums",
+    "begin_backward",
     "check_torch",
     "clear_gradients",
+    "end_backward",
+    "find_trained",
     "forget_iteration",
     "gathered",
-    "leave_block",
     "list_groups",
     "list_records",
     "move_shard",
-    "reach_block",
+    "pass_block",
+    "replace_trained",
+    "set_input_hook",
+    "set_output_hook",
 ]
 
 
@@ -122,17 +133,70 @@ def _acting(
     return run
 
 
-def reach_block(module: FSDPModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Do what torch does when a block is called: gather its parameters, and sum in backward behind it."""
-    state: Any = module._get_fsdp_state()
-    inputs: tuple[Any, Any] = state._pre_forward(module, args, kwargs)
-    return inputs
+def set_input_hook(module: FSDPModule, act: Callable[..., tuple[Any, Any]]) -> None:
+    """Call `act` in place of what torch does to a block's inputs so that backward ends the block.
+
+    Args:
+        module: sharded.
+        act: gets torch's function, one that ends the block's backward, and the call's arguments and keyword
+            arguments; returns these two.
+    """
+    for group in list_groups(module):
+        register = group._register_post_backward_hook
+        group._register_post_backward_hook = partial(act, register, partial(_end, group))
 
 
-def leave_block(module: FSDPModule, args: Any, output: Any) -> Any:
-    """Do what torch does when a block returns: free its parameters, and gather them in backward before it."""
+def set_output_hook(module: FSDPModule, act: Callable[..., Any]) -> None:
+    """Call `act` in place of what torch does to a block's output so that backward begins the block.
+
+    Args:
+        module: sharded.
+        act: gets torch's function and the output; returns the output.
+    """
     state: Any = module._get_fsdp_state()
-    return state._post_forward(module, args, output)
+    state._register_pre_backward_hook = partial(act, state._register_pre_backward_hook)
+
+
+def pass_block(module: FSDPModule) -> None:
+    """Do what torch does around a block's forward: gather its parameters, and free them again."""
+    state: Any = module._get_fsdp_state()
+    state._pre_forward(module, (), {})
+    state._post_forward(module, (), None)
+
+
+def begin_backward(module: FSDPModule) -> None:
+    """Do what torch does before a block's backward: gather its parameters."""
+    state: Any = module._get_fsdp_state()
+    state._pre_backward(None)
+
+
+def end_backward(module: FSDPModule) -> None:
+    """Do what torch does after a block's backward: free its parameters and sum its gradients."""
+    for group in list_groups(module):
+        _end(group)
+
+
+def _end(group: Any) -> None:
+    group.post_backward()
+
+
+def find_trained(value: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists and dicts that require a gradient."""
+    if _collect is not None:
+        return list(_collect(value))
+    return [leaf for leaf in tree_leaves(value) if _is_trained(leaf)]
+
+
+def replace_trained(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a value with other tensors in place of those that `find_trained` gives, in this order."""
+    if _replace is not None:
+        return _replace(value, iter(tensors))
+    others = iter(tensors)
+    return tree_map(lambda leaf: next(others) if _is_trained(leaf) else leaf, value)
+
+
+def _is_trained(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def forget_iteration(root: FSDPModule) -> None:
@@ -158,12 +222,13 @@ def check_torch(modules: list[FSDPModule]) -> None:
         if missing:
             break
         state = module._get_fsdp_state()
-        missing += [f"FSDPState.{n}" for n in ("_pre_forward", "_post_forward") if not hasattr(state, n)]
+        names = ("_pre_forward", "_post_forward", "_pre_backward", "_register_pre_backward_hook")
+        missing += [f"FSDPState.{name}" for name in names if not hasattr(state, name)]
         if not any(hasattr(state, name) for name in ("_fsdp_param_groups", "_fsdp_param_group")):
             missing.append("FSDPState._fsdp_param_groups")
             break
         groups = list_groups(module)
-        names = ("fsdp_params", "post_backward", "reduce_grads")
+        names = ("fsdp_params", "post_backward", "reduce_grads", "_register_post_backward_hook")
         missing += [
             f"FSDPParamGroup.{name}" for name in names for group in groups if not hasattr(group, name)
         ]

@@ -1,0 +1,216 @@
+"""Marks in backward: the instants at which a block's parameters are gathered and its gradients are summed.
+
+torch puts a node of autograd around the inputs of a block, to learn that the block's backward is over. Such a
+node collects the gradient of an input over the block before it hands it on. Where several blocks take one
+tensor (an encoder's output in all blocks of a decoder, a bias that blocks share), its gradient is then added
+up in another order than in one process: `(a + b) + (c + d)` in place of `((a + b) + c) + d`. The last bits
+differ.
+
+A mark lies beside the tensors. It is a node made when the block is called, and its only result is an empty
+tensor, its token. All tokens are tied to the model's output and to the loss, so backward knows all marks from
+its start. Autograd runs the newest node that is ready. So it runs a mark after the nodes that were made
+later, which are the block's, and before those that were made earlier. What flows through the block is left
+alone, and the gradient of each tensor is added up in the order of one process.
+
+A tie collects gradients too. But it is the newest consumer of what it is tied to, so it collects those that
+come first in one process as well. Two ties are needed. Without the one to the output, a loss on another
+device would start the marks before the model's backward. Without the one to the loss, a loss of something
+else than the output would not start them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from paceline.parallel.shard.torch_records import (
+    begin_backward,
+    find_trained,
+    replace_trained,
+    set_input_hook,
+    set_output_hook,
+)
+
+Register = Callable[..., Any]
+
+
+class Marks:
+    """The marks of a sharded model.
+
+    Args:
+        model: sharded.
+        blocks: its sharded modules, without itself.
+        device_type: where it is; the marks run in line with its backward.
+    """
+
+    def __init__(self, model: FSDPModule, blocks: Sequence[FSDPModule], device_type: str) -> None:
+        # Makes tokens require a gradient. Tensors of the model would do too, but backward would then
+        # go from the token to them, even where the loss doesn't depend on them.
+        self._anchor = torch.empty(0, device=device_type, requires_grad=True)
+        self._tokens: list[Tensor] = []
+        self._num_tied = 0  # tokens that are tied to an output
+        self._is_needed = False
+        self._starts: dict[int, int] = {}  # by id of a block that is being called, its mark's number
+        self._call = _Call()
+        self._is_open = False
+        for module in (*blocks, model):
+            set_input_hook(module, self._entry(module))
+            set_output_hook(module, self._exit(module, is_root=module is model))
+        assert isinstance(model, nn.Module)
+        opening = torch.compiler.disable(self._open)  # type: ignore[no-untyped-call]
+        # Before torch's own, which calls the entry.
+        model.register_forward_pre_hook(opening, prepend=True)
+
+    def add(self, act: Callable[[], object], *, is_needed: bool = False) -> int:
+        """Set a mark here, and return its number; nodes made later have higher ones.
+
+        Args:
+            act: is called in backward, after the nodes made from now on and before those made up to now. If
+                backward reaches nothing of this call of the model, it is not called.
+            is_needed: whether the mark must be met even where nothing else has a gradient.
+        """
+        token: Tensor = _Mark.apply(act, self._call, self._anchor)  # type: ignore[no-untyped-call]
+        self._tokens.append(token)
+        self._is_needed |= is_needed
+        return _number(token)
+
+    def tie_loss(self, loss: Tensor) -> Tensor:
+        """Return a loss whose backward knows the marks of all forwards since the last one."""
+        tokens = list(self._tokens) if loss.requires_grad or self._is_needed else []
+        self.clear()
+        if not tokens:
+            return loss
+        (tied,) = _Tie.apply(1, loss, *tokens)  # type: ignore[no-untyped-call]
+        return tied  # type: ignore[no-any-return]
+
+    def clear(self) -> None:
+        """Drop what a forward that raised has left."""
+        self._tokens.clear()
+        self._num_tied = 0
+        self._is_needed = False
+        self._starts.clear()
+        self._is_open = False
+
+    def _open(self, _module: nn.Module, _args: Any) -> None:
+        self._is_open = torch.is_grad_enabled()
+        self._call = _Call()
+
+    def _entry(self, module: FSDPModule) -> Callable[[Register, Callable[[], None], Any, Any], Any]:
+        def enter(register: Register, finish: Callable[[], None], args: Any, kwargs: Any) -> Any:
+            if not self._is_open:
+                # There is no backward; or one is running, and computes the block again for itself.
+                return register(args, kwargs)
+            if find_trained((args, kwargs)):
+                self._starts[id(module)] = self.add(finish)
+            return args, kwargs
+
+        return enter
+
+    def _exit(self, module: FSDPModule, *, is_root: bool) -> Callable[[Register, Any], Any]:
+        def leave(register: Register, output: Any) -> Any:
+            start = self._starts.pop(id(module), None)
+            if is_root:
+                self._is_open, start = False, None
+            if not torch.is_grad_enabled():
+                return register(output)
+            output = _copy_views(output, start)
+            if is_root:
+                # What can't be tied doesn't say in time whether backward comes through here. It mostly does.
+                trained = find_trained(output)
+                self._call.is_reached = not trained or not all(map(_is_real, trained))
+                output = _tie(output, self._tokens[self._num_tied :])
+                self._num_tied = len(self._tokens)
+            trained = find_trained(output)
+            made = trained if is_root else [tensor for tensor in trained if _is_made(tensor, start)]
+            for tensor in made:
+                tensor.register_hook(self._call.reach)  # type: ignore[no-untyped-call]
+            # An input that is handed on gets its gradient when the block's own backward is long over.
+            register(made)
+            if trained and not made:
+                self.add(lambda: begin_backward(module))
+            return output
+
+        return leave
+
+
+class _Call:
+    """A call of the model; `is_reached` once a backward has come to one of its blocks."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def reach(self, _gradient: Tensor) -> None:
+        self.is_reached = True
+
+
+class _Mark(torch.autograd.Function):
+    """Gives a token, and acts in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, act: Callable[[], object], call: _Call, anchor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.act, ctx.call = act, call
+        return torch.empty_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        if ctx.call.is_reached:
+            ctx.act()
+        return None, None, None
+
+
+class _Tie(torch.autograd.Function):
+    """Hands the first tensors on; the rest are tokens, whose marks come after it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, num_tensors: int, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.num_tokens = len(tensors) - num_tensors
+        # Not the tensors themselves, of which autograd would make views, nor copies.
+        return tuple(tensor.detach() for tensor in tensors[:num_tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *gradients, *(None,) * ctx.num_tokens
+
+
+def _tie(value: Any, tokens: list[Tensor]) -> Any:
+    """The same tensors, whose backward knows the marks."""
+    trained = find_trained(value)
+    # A tensor that is there twice stays one, whose gradient is added up in one place.
+    tensors = {id(tensor): tensor for tensor in trained if _is_real(tensor)}
+    if not tokens or not tensors:
+        return value
+    tied = _Tie.apply(len(tensors), *tensors.values(), *tokens)  # type: ignore[no-untyped-call]
+    places = dict(zip(tensors, tied, strict=True))
+    return replace_trained(value, [places.get(id(tensor), tensor) for tensor in trained])
+
+
+def _is_real(value: Any) -> bool:
+    """Whether a value is a tensor for autograd; logits of which a rank has a part only pass for one."""
+    return issubclass(type(value), Tensor)
+
+
+def _number(tensor: Tensor) -> int:
+    """When autograd made a tensor's node; -1 for a tensor that is no result."""
+    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+
+
+def _is_made(tensor: Tensor, start: int | None) -> bool:
+    """Whether a tensor was computed after a mark, if there is one."""
+    return start is None or _number(tensor) > start
+
+
+def _copy_views(output: Any, start: int | None) -> Any:
+    """A module's output, with the views that were made after a mark as tensors of their own.
+
+    fully_shard hangs its gathering for backward on the output. Changed in place (`x += y`) a view would drop
+    that without a word, and backward would see freed parameters.
+    """
+    trained = find_trained(output)
+    copies = {id(t): t.clone() for t in trained if t._base is not None and _is_made(t, start)}
+    return replace_trained(output, [copies.get(id(t), t) for t in trained]) if copies else output
