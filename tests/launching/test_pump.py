@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -86,6 +87,24 @@ def test_what_is_not_shown_is_logged(tmp_path: Path) -> None:
         pump.drain()
     assert screen.read_bytes() == b""
     assert sorted(log.read_bytes().splitlines()) == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("text", [b"a line\n", b"no end"])
+def test_a_full_disk_is_reported_and_ends_nothing(text: bytes, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with screen_to(Path("/dev/full")) as pump:
+        out, err = open_streams(pump, "", "", str(log), shows=True, persists=False)
+        os.write(out, text)
+        pump.drain()
+        time.sleep(0.2)
+        os.write(out, b", more\n")
+        for fd in (out, err):
+            os.close(fd)
+        pump.drain()
+        assert pump.lost is not None
+        error, to = pump.lost
+        assert (error.errno, to) == (errno.ENOSPC, 1)
+    assert log.read_bytes() == text + b", more\n"
 
 
 READER_GONE = """

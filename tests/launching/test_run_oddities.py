@@ -55,3 +55,24 @@ def test_what_a_script_has_forked_lives_on_after_a_good_end(tmp_path: Path) -> N
         while not (job.work / "lived on").exists() and time.monotonic() < end_s:
             time.sleep(0.2)
         assert (job.work / "lived on").exists()
+
+
+PRINTS = """
+import os
+for number in range(3):
+    print("line", number, flush=True)
+open(f"rank {os.environ['RANK']} went on", "w").close()
+"""
+
+
+def test_output_on_a_full_disk_fails_a_run_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "prints.py"
+    path.write_text(PRINTS)
+    full = lambda command: ["bash", "-c", 'exec "$@" >/dev/full', "run", *command]  # noqa: E731
+    with Launched(tmp_path / "job", paceline_run("--nproc-per-node", "2", str(path)), around=full) as job:
+        assert job.wait(80) == 2
+        assert "standard output cannot be written: No space left on device." in job.text
+        assert job.text.rstrip().endswith("[PL603]")
+        assert all((job.work / f"rank {rank} went on").exists() for rank in range(2))
+        (log,) = job.work.glob("logs/*/rank-0001.log")
+        assert log.read_text() == "line 0\nline 1\nline 2\n"

@@ -42,7 +42,7 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         JobStuck: the watcher has found that the ranks can't go on.
         RankFailed: a rank failed; the first one that did not just lose its peer.
         Interrupted: the job was asked to stop.
-        PacelineError: PL344 where the ranks could not be started.
+        PacelineError: PL344 where the ranks could not be started, PL603 where output could not be written.
         OSError: too few files may be open.
     """
     if stop.lost:
@@ -60,6 +60,7 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         raise Interrupted(job.rounds.asked, stop.num_killed)
     _tell_late_settings(job)
     if error is None:
+        _refuse_lost_output(job)
         return
     if cause is None:
         # Nobody asked this job to stop: the script itself raised KeyboardInterrupt, or left by such a code.
@@ -90,6 +91,25 @@ def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
     what = cause.error() or RankFailed(cause.rank, cause.code, cause.trace)
     log.warning("%s", (why.text if why is not None and is_cause else str(what)).splitlines()[0])
     log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
+
+
+def _refuse_lost_output(job: Job) -> None:
+    """Raise after a run that ended well, if a full disk did not take all that ranks have printed.
+
+    The ranks ran on, because hours of training are worth more than lines of output. But whoever reads only
+    the exit code must not take the output for complete.
+    """
+    if job.pump.lost is None:
+        return
+    error, to = job.pump.lost
+    job.keeps_logs = True
+    raise PacelineError(
+        "PL603",
+        saw=f"standard {'output' if to == 1 else 'error'} cannot be written: {error.strerror}. All ranks "
+        "ended well, but some of what they printed is missing there.",
+        rule="What ranks print goes there, and to their logs.",
+        fix=f"Read the logs in {job.logs}; send the output to a file on a disk with space.",
+    )
 
 
 def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:

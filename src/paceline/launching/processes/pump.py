@@ -9,14 +9,16 @@ stopped stops only those who write to it.
 
 Protocol, on one socket (`SOCK_SEQPACKET`): a message `{"log": path, "to": 1, 2 or 0, "persists": bool}` with
 one file descriptor to read from; `drain` is answered with `dry` once everything that was written has been
-passed on. Where the socket ends, launcher and keeper have gone, both: after some seconds it kills whoever
-still writes to its pipes, and leaves.
+passed on, and with `dry ERRNO TO` if a full disk has kept some of it off stdout or stderr. Where the socket
+ends, launcher and keeper have gone, both: after some seconds it kills whoever still writes to its pipes, and
+leaves.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -39,6 +41,8 @@ _GRACE_S = 12.0
 # The number of a pseudo-terminal (ioctl_tty(2)).
 _TIOCGPTN = 0x80045430
 DRAIN, DRY = b"drain", b"dry"
+# There is no room, but somebody may make some: unlike a reader that has gone, it is no reason to end a rank.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass
@@ -66,6 +70,7 @@ class _Pump:
         self._inputs.register(channel, selectors.EVENT_READ, None)
         self._streams: dict[int, _Stream] = {}
         self._is_draining = False
+        self._lost = b""  # errno and stream of the first output that could not be written
         self._alone_s: float | None = None
         self._last_s = time.monotonic()
 
@@ -106,7 +111,7 @@ class _Pump:
         if self._is_draining:
             self._is_draining = False
             with contextlib.suppress(OSError):
-                self._channel.send(DRY)
+                self._channel.send(DRY + self._lost)
 
     def _read(self, fd: int, stream: _Stream) -> None:
         try:
@@ -150,11 +155,21 @@ class _Pump:
         stream.since_s = time.monotonic()
         try:
             _write_all(stream.to, data)
-        except OSError:  # whoever read the output has gone
+        except OSError as error:
+            if self._is_full(stream, error):
+                return
+            # Whoever read the output has gone.
             stream.rest = b""
             stream.to = 0
             if not stream.persists:  # the rank shall notice, as it would without us
                 self._close(fd, stream)
+
+    def _is_full(self, stream: _Stream, error: OSError) -> bool:
+        """Whether output was lost to a full disk, which is reported at the end."""
+        if error.errno not in _FULL:
+            return False
+        self._lost = self._lost or b" %d %d" % (error.errno, stream.to)
+        return True
 
     def _log(self, stream: _Stream, data: bytes) -> None:
         *lines, last = (stream.log_rest + data).split(b"\n")
@@ -164,9 +179,12 @@ class _Pump:
             _write_all(stream.log, b"".join(_plain(line) + b"\n" for line in lines))
 
     def _close(self, fd: int, stream: _Stream) -> None:
-        with contextlib.suppress(OSError):
-            if stream.to:
+        if stream.to:
+            try:
                 _write_all(stream.to, stream.rest)
+            except OSError as error:
+                self._is_full(stream, error)
+        with contextlib.suppress(OSError):
             if stream.log_rest:
                 _write_all(stream.log, _plain(stream.log_rest) + b"\n")
         self._inputs.unregister(fd)

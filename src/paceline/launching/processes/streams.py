@@ -19,9 +19,15 @@ _DRY_S = 3.0
 
 
 class Pump:
-    """The process that copies (`pump.py`), and the socket to it. It writes where this process does."""
+    """The process that copies (`pump.py`), and the socket to it. It writes where this process does.
+
+    Attributes:
+        lost: the error and the stream (1 or 2) of the first output that a full disk did not take, as far as
+            `drain` knows; None if nothing was lost.
+    """
 
     def __init__(self) -> None:
+        self.lost: tuple[OSError, int] | None = None
         self._channel, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
             command = [sys.executable, "-I", "-S", str(Path(pump.__file__)), str(its.fileno())]
@@ -55,7 +61,10 @@ class Pump:
         with contextlib.suppress(OSError):
             self._channel.settimeout(_DRY_S)
             self._channel.send(pump.DRAIN)
-            self._channel.recv(16)
+            _, *lost = self._channel.recv(32).split() or [b""]
+            if lost:
+                number, to = map(int, lost)
+                self.lost = OSError(number, os.strerror(number)), to
 
     def close(self) -> None:
         """Ends the process."""
