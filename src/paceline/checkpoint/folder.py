@@ -40,7 +40,14 @@ from paceline.checkpoint.load import (
     read,
     refuse_newer,
 )
-from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest
+from paceline.checkpoint.manifest import (
+    FILE_NAME,
+    BadManifestError,
+    Manifest,
+    NewerFormatError,
+    dump_manifest,
+    read_manifest,
+)
 from paceline.checkpoint.names import (
     CHECKPOINTS,
     LOCK,
@@ -51,7 +58,7 @@ from paceline.checkpoint.names import (
     step_name,
 )
 from paceline.checkpoint.tensors import FileRecord, HashedFile
-from paceline.checkpoint.verify import is_usable, verify
+from paceline.checkpoint.verify import check_fits, is_usable, verify
 from paceline.errors import PacelineError
 from paceline.units import format_bytes
 
@@ -79,6 +86,16 @@ class CheckpointFolder:
     def steps(self) -> dict[int, Path]:
         """Step to checkpoint, by rising step, valid or not."""
         return list_checkpoints(self.path)
+
+    def list_runs(self) -> dict[Path, str]:
+        """Return the id of the run that wrote each checkpoint, where its manifest can be read and has one."""
+        found = {}
+        for path in self.steps().values():
+            with contextlib.suppress(BadManifestError, NewerFormatError):
+                run = read_manifest(path).identity.get("run")
+                if isinstance(run, str):
+                    found[path] = run
+        return found
 
     def save(self, step: int, content: Prepared, *, identity: dict[str, Any]) -> Path:
         """Commit a checkpoint that this process alone writes, and let go of those that need not be kept.
@@ -119,6 +136,29 @@ class CheckpointFolder:
         json.dumps(identity)  # a TypeError is the caller's mistake, and better now than half way
         return Save(self, step, num_bytes, identity)
 
+    @contextlib.contextmanager
+    def explained(self, step: int, num_bytes: int) -> Iterator[None]:
+        """Turn what the file system says of a save into errors of ours.
+
+        Args:
+            step: that is saved.
+            num_bytes: about how many bytes it takes.
+
+        Raises:
+            PacelineError: PL508, PL510.
+        """
+        try:
+            yield
+        except files.BusyError:
+            raise PacelineError(
+                "PL510",
+                saw=f"Another process is saving a checkpoint in {self.path}.",
+                rule="Two runs cannot share a folder: each would delete the other's checkpoints.",
+                fix="Stop the other run, or give this one another --out.",
+            ) from None
+        except OSError as error:
+            raise _save_failed_error(step, self.path, num_bytes, error) from error
+
     def load_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
         """The newest valid checkpoint, or `None` where the run has none at all.
 
@@ -156,7 +196,8 @@ class CheckpointFolder:
                 file.write(dump_manifest(manifest))
             files.sync_folder(tmp)
             aside = self._make_room(final)
-            if findings := verify(tmp, read_all=False):
+            findings = verify(tmp, read_all=False) or check_fits(tmp, manifest)
+            if findings:
                 raise OSError(errno.EIO, findings[0].saw)
             files.rename(tmp, final)
         except BaseException:
@@ -206,7 +247,7 @@ class CheckpointFolder:
         """Removes checkpoints beyond the newest `keep` valid ones; never the one just saved.
 
         Those of later steps (left from before a fall-back) count only if every hash is right, so that
-        a broken one can't push out the newest valid one. For older ones the manifest and the sizes
+        a broken one cannot push out the newest valid one. For older ones the manifest and the sizes
         are enough, since the one just saved is newer and known to be whole. A broken one never counts.
         """
         num_valid = 0
@@ -276,7 +317,7 @@ class Save:
 
     def __enter__(self) -> Save:
         with contextlib.ExitStack() as held:
-            held.enter_context(self._explained())
+            held.enter_context(self._checkpoints.explained(self._step, self._num_bytes))
             held.enter_context(_saving)
             files.make_folder(self._checkpoints.path)
             if held.enter_context(files.lock(self._checkpoints.path / LOCK)):
@@ -311,22 +352,6 @@ class Save:
         if self.folder.exists():
             self._checkpoints._remove(self.folder)
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turns what the file system says into errors of ours."""
-        path = self._checkpoints.path
-        try:
-            yield
-        except files.BusyError:
-            raise PacelineError(
-                "PL510",
-                saw=f"Another process is saving a checkpoint in {path}.",
-                rule="Two runs cannot share a folder: each would delete the other's checkpoints.",
-                fix="Stop the other run, or give this one another --out.",
-            ) from None
-        except OSError as error:
-            raise _save_failed(self._step, path, self._num_bytes, error) from error
-
 
 def _look(path: Path) -> object:
     """What a folder looks like without reading it: names, sizes and times of its files."""
@@ -334,7 +359,7 @@ def _look(path: Path) -> object:
     return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
 
 
-def _save_failed(step: int, folder: Path, num_bytes: int, error: OSError) -> PacelineError:
+def _save_failed_error(step: int, folder: Path, num_bytes: int, error: OSError) -> PacelineError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         try:
             free = f", {format_bytes(files.free_bytes(folder))} free"

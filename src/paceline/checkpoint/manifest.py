@@ -100,6 +100,9 @@ def read_manifest(folder: Path) -> Manifest:
         table = json.loads(text)
         if table["format_version"] > FORMAT_VERSION:
             raise NewerFormatError(table["format_version"])
+        for name in table["files"]:
+            if Path(name).name != name or name == FILE_NAME:
+                raise ValueError(f"{name!r} cannot be a file of it")
         return Manifest(
             step=int(table["step"]),
             files={name: FileRecord(**record) for name, record in table["files"].items()},

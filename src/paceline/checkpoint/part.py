@@ -12,6 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+
+# More than any layout makes; a hostile file could ask for any amount of memory.
+_MAX_CELLS = 1 << 24
+
 Run = tuple[int, int]
 Slices = tuple[slice, ...]
 
@@ -89,6 +94,33 @@ class Part:
                     for start, place, size in zip(starts, places, sizes, strict=True)
                 )
                 yield Part(self.whole, runs)
+
+
+def count_covers(parts: Sequence[Part]) -> tuple[int, int]:
+    """Return the least and the most often that parts of one whole cover any of its numbers.
+
+    Raises:
+        ValueError: for parts that are cut too finely to have been cut by a layout.
+    """
+    whole = parts[0].whole
+    edges = [
+        sorted({0, size, *(edge for part in parts for run in part.runs[dim] for edge in run)})
+        for dim, size in enumerate(whole)
+    ]
+    # Between neighbouring edges all numbers are covered alike, so one count stands for them.
+    shape = [len(each) - 1 for each in edges]
+    if math.prod(shape) > _MAX_CELLS:
+        raise ValueError(f"cut into {math.prod(shape)} pieces")
+    counts = np.zeros(shape, np.int32)
+    if not counts.size:
+        return 1, 1
+    for part in parts:
+        cells = [
+            [n for start, stop in runs for n in range(each.index(start), each.index(stop))]
+            for runs, each in zip(part.runs, edges, strict=True)
+        ]
+        counts[np.ix_(*cells) if cells else ()] += 1
+    return int(counts.min()), int(counts.max())
 
 
 def _overlap(own: Sequence[Run], other: Sequence[Run]) -> list[tuple[slice, slice]]:

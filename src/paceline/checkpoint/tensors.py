@@ -10,6 +10,7 @@ and tensors that are one and the same are stored once, with the other names in t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -156,27 +157,28 @@ def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, keep_aliases: bool = True
+    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
-    """Writes a new safetensors file, durable on return.
+    """Write a new safetensors file, durable on return. Tied tensors are stored once.
 
     Args:
         path: where; nothing may be there yet.
         tensors: each fit to be stored (`why_not_storable`), of any device.
-        keep_aliases: store tied tensors once, with the other names in the metadata. Without it every
-            name gets its own bytes, which is what other readers expect.
+        metadata: for the header, beside the names of tied tensors.
 
     Returns:
         Size and hash of the file.
     """
-    aliases = find_aliases(tensors) if keep_aliases else {}
+    aliases = find_aliases(tensors)
     infos = {
         name: TensorInfo(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
         for name, tensor in tensors.items()
         if name not in aliases
     }
-    metadata = {"aliases": json.dumps(aliases, sort_keys=True)} if aliases else {}
-    return stream_tensors(path, infos, metadata, lambda name: [tensor_bytes(tensors[name])])
+    described = {"aliases": json.dumps(aliases, sort_keys=True)} if aliases else {}
+    return stream_tensors(
+        path, infos, described | dict(metadata or {}), lambda name: [tensor_bytes(tensors[name])]
+    )
 
 
 def stream_tensors(
@@ -219,7 +221,15 @@ def write_text(path: Path, text: str) -> FileRecord:
 
 
 class UnreadableTensorsError(ValueError):
-    """A file that is not safetensors, or whose aliases don't fit its tensors."""
+    """A file that is not safetensors, or files that don't fit together.
+
+    Attributes:
+        file: its name, where it is one file's fault.
+    """
+
+    def __init__(self, reason: str, *, file: str = "") -> None:
+        super().__init__(reason)
+        self.file = file
 
 
 @dataclass(frozen=True)
@@ -258,32 +268,56 @@ def read_tensor(path: Path, name: str, part: Part | None = None) -> torch.Tensor
     Raises:
         UnreadableTensorsError: the file is not such a file, or lacks the tensor.
     """
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            if part is None or part.is_whole:
-                whole: torch.Tensor = file.get_tensor(name).clone()
-                return whole
-            stored = file.get_slice(name)
-            return copy_blocks(
-                part, [(Part.all_of(stored.get_shape()), stored)], torch_dtype(stored.get_dtype())
-            )
-    except (OSError, ValueError, IndexError, safetensors.SafetensorError) as error:
-        raise UnreadableTensorsError(f"{path.name}: {error}") from None
+    with _opened(path) as file:
+        if part is None or part.is_whole:
+            whole: torch.Tensor = file.get_tensor(name).clone()
+            return whole
+        stored = file.get_slice(name)
+        found = torch.empty(part.shape, dtype=torch_dtype(stored.get_dtype()))
+        copy_blocks(Part.all_of(stored.get_shape()), stored, part, found)
+    return found
 
 
-def copy_blocks(part: Part, sources: Iterable[tuple[Part, Any]], dtype: torch.dtype) -> torch.Tensor:
-    """Put a part together from others that cover it.
+def read_into(path: Path, name: str, source: Part, wanted: Part, found: torch.Tensor) -> None:
+    """Read what one tensor of a safetensors file has of a part.
 
     Args:
-        part: wanted.
-        sources: parts, each with a tensor or a slice of a file that has its values.
-        dtype: of the tensor.
+        path: of the file.
+        name: of the tensor, not of an alias.
+        source: which part of the whole the tensor is.
+        wanted: the part to read.
+        found: its values, filled in where the tensor has them.
+
+    Raises:
+        UnreadableTensorsError: the file is not such a file, or lacks the tensor.
     """
-    found = torch.empty(part.shape, dtype=dtype)
-    for source, values in sources:
-        for here, there in part.overlap(source):
-            found[here] = values[there]
-    return found
+    with _opened(path) as file:
+        if source == wanted:
+            found.copy_(file.get_tensor(name))
+        else:
+            copy_blocks(source, file.get_slice(name), wanted, found)
+
+
+def copy_blocks(source: Part, values: Any, wanted: Part, found: torch.Tensor) -> None:
+    """Copy what one part has of another.
+
+    Args:
+        source: the one.
+        values: of it: a tensor, or a slice of a file.
+        wanted: the other.
+        found: its values, to be filled in.
+    """
+    for here, there in wanted.overlap(source):
+        found[here] = values[there]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, ValueError, IndexError, RuntimeError, safetensors.SafetensorError) as error:
+        raise UnreadableTensorsError(f"{path.name}: {error}", file=path.name) from None
 
 
 def read_infos(path: Path) -> dict[str, TensorInfo]:
@@ -292,22 +326,25 @@ def read_infos(path: Path) -> dict[str, TensorInfo]:
     Raises:
         UnreadableTensorsError: it is not such a file.
     """
+    return read_header(path)[0]
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The same, and the header's metadata."""
     infos: dict[str, TensorInfo] = {}
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                infos[name] = TensorInfo(str(part.get_dtype()), tuple(part.get_shape()))
-            aliases = _read_aliases(file.metadata(), infos)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UnreadableTensorsError(f"{path.name}: {error}") from None
+    with _opened(path) as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            infos[name] = TensorInfo(str(part.get_dtype()), tuple(part.get_shape()))
+        aliases = _read_aliases(metadata, infos)
     for name, kept in aliases.items():
         infos[name] = TensorInfo(infos[kept].dtype, infos[kept].shape, alias_of=kept)
-    return dict(sorted(infos.items()))
+    return dict(sorted(infos.items())), metadata
 
 
-def _read_aliases(metadata: Mapping[str, str] | None, stored: Iterable[str]) -> dict[str, str]:
-    aliases = json.loads((metadata or {}).get("aliases", "{}"))
+def _read_aliases(metadata: Mapping[str, str], stored: Iterable[str]) -> dict[str, str]:
+    aliases = json.loads(metadata.get("aliases", "{}"))
     names = list(stored)
     if not isinstance(aliases, dict) or any(
         name in names or kept not in names for name, kept in aliases.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 from paceline.checkpoint.content import find_content
@@ -9,6 +10,7 @@ from paceline.checkpoint.manifest import (
     FILE_NAME,
     FORMAT_VERSION,
     BadManifestError,
+    Manifest,
     NewerFormatError,
     read_manifest,
 )
@@ -47,8 +49,11 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
         file = path / name
         found, code = None, ""
         try:
-            num_bytes = file.stat().st_size
-            if num_bytes != record.num_bytes:
+            status = file.lstat()
+            num_bytes = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                code, found = "PL500", f"{name} is not a plain file."
+            elif num_bytes != record.num_bytes:
                 code, found = "PL501", f"{name} has {num_bytes} bytes, the manifest says {record.num_bytes}."
             elif read_all and hash_file(file).sha256 != record.sha256:
                 code, found = "PL502", f"{name} was altered: its bytes do not have the hash of the manifest."
@@ -62,13 +67,19 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
     step = step_of(path)
     if step is not None and step != manifest.step:
         findings.append(_unfit(path, f"the folder's name says step {step}, its manifest {manifest.step}."))
-    content = find_content(manifest.content)
-    if content is None:
+    if find_content(manifest.content) is None:
         findings.append(_unfit(path, f"its content is of kind {manifest.content!r}."))
     elif read_all and not findings:
-        findings += [_unfit(path / name, f"{name} {saw}.") for name, saw in content.check(path)]
+        findings += check_fits(path, manifest)
     findings += _extra_files(path, {*manifest.files, FILE_NAME})
     return findings
+
+
+def check_fits(path: Path, manifest: Manifest) -> list[Finding]:
+    """Return PL506 for files that do not fit together, from structures and headers alone."""
+    content = find_content(manifest.content)
+    assert content is not None
+    return [_unfit(path / name, f"{name} {saw}.") for name, saw in content.check(path)]
 
 
 def is_usable(findings: list[Finding]) -> bool:

@@ -48,6 +48,17 @@ class Split:
         folded = [_fold(part, self.dim, (self.outer, -1)) for part in parts]
         return torch.stack(folded, self.dim + 1).flatten(self.dim, self.dim + 2)
 
+    def runs(self, size: int, rank: int) -> list[tuple[int, int]]:
+        """Return the indices that a rank has of the dimension, as runs (start, stop) of the whole.
+
+        Args:
+            size: of the whole dimension.
+            rank: of the axis.
+        """
+        inner = size // (self.outer * self.num_ranks)
+        starts = [(number * self.num_ranks + rank) * inner for number in range(self.outer)]
+        return [(start, start + inner) for start in starts]
+
     def whole_shape(self, part: Sequence[int]) -> list[int]:
         """The shape of the whole tensor, from that of a part."""
         return [size * (self.num_ranks if dim == self.dim else 1) for dim, size in enumerate(part)]

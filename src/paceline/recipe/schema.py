@@ -370,6 +370,9 @@ class CheckpointSection(Section):
     """Save every so many steps, and at the end; 0: at the end only."""
     keep: PositiveInt = 3
     """How many checkpoints stay on disk; the newest valid one always does."""
+    mode: Literal["full", "sharded"] = "full"
+    """Who writes. `"full"`: rank 0 gathers and writes whole tensors. `"sharded"`: every rank writes its share
+    into a folder that all ranks must see. Checkpoints of either kind load under any layout."""
 
 
 class MetricsSection(Section):

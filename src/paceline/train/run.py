@@ -118,6 +118,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         compile=train.compile,
         max_skipped_in_a_row=train.max_skipped_in_a_row,
         keep=recipe.checkpoint.keep,
+        checkpoint_mode=recipe.checkpoint.mode,
         tensorboard=recipe.metrics.tensorboard,
         tokens_per_sample=data.tokens_per_sample,
         peak_flops=recipe.metrics.peak_flops,

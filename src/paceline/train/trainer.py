@@ -125,6 +125,8 @@ class Trainer:
         compile: `torch.compile` the models.
         max_skipped_in_a_row: steps in a row with a non-finite loss or gradient before giving up.
         keep: checkpoints to keep.
+        checkpoint_mode: `"full"`: rank 0 writes whole tensors; `"sharded"`: every rank writes its share, into
+            a folder that all ranks must see. Either loads under any layout.
         tensorboard: write event files into the run's folder.
         tokens_per_sample: for tokens/s in the metrics.
         peak_flops: of one rank's device, for MFU. Default: known for common GPUs.
@@ -159,6 +161,7 @@ class Trainer:
         compile: bool = False,
         max_skipped_in_a_row: int = 10,
         keep: int = 3,
+        checkpoint_mode: Literal["full", "sharded"] = "full",
         tensorboard: bool = False,
         tokens_per_sample: int | None = None,
         peak_flops: float | None = None,
@@ -267,7 +270,8 @@ class Trainer:
         self._saver = Saver(
             self.world,
             keep=keep,
-            layout=str(self.layout),
+            mode=checkpoint_mode,
+            layout=self.layout,
             reduction=reduction,
             recipe_toml=recipe_toml,
             bucket_cap_mb=settings.laying_out.ddp.bucket_cap_mb,

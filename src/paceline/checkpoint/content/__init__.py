@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from paceline.checkpoint.content.full import Full
 from paceline.checkpoint.content.protocol import Content
+from paceline.checkpoint.content.sharded import Sharded
 
-_CONTENTS: dict[str, Content] = {content.name: content for content in (Full(),)}
+_CONTENTS: dict[str, Content] = {content.name: content for content in (Full(), Sharded())}
 
 
 def find_content(name: str) -> Content | None:

@@ -84,7 +84,7 @@ def prepare(
         recipe_toml: the resolved recipe, where there is one.
 
     Raises:
-        PacelineError: PL507, with the path to what can't be stored.
+        PacelineError: PL507, with the path to what cannot be stored.
     """
     for name, tensor in model.items():
         refuse_unstorable(f"model.{name}", tensor)
@@ -113,7 +113,7 @@ class Full:
             try:
                 wanted = set(tree.list_references(stored.read_structure(name)))
                 there = set(stored.list_tensors(name))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 problems.append((_structure(name), f"cannot be read ({error})"))
                 continue
             problems += [
@@ -134,24 +134,26 @@ class FullStored:
         folder: of the checkpoint.
     """
 
+    is_shared = False
+
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def list_tensors(self, group: str) -> dict[str, TensorInfo]:
         """Return what the header of a group's file says."""
-        return read_infos(self._folder / _tensors(group))
+        return read_infos(self.folder / _tensors(group))
 
     def read_structure(self, group: str) -> Any:
         """Return the structure of a tree."""
-        return json.loads((self._folder / _structure(group)).read_bytes())
+        return json.loads((self.folder / _structure(group)).read_bytes())
 
     def read(self, group: str, name: str, part: Part | None = None) -> torch.Tensor:
         """Read a tensor or a part of it."""
-        return read_tensor(self._folder / _tensors(group), name, part)
+        return read_tensor(self.folder / _tensors(group), name, part)
 
     def read_recipe(self) -> str | None:
         """Return the recipe's text, where there is one."""
-        path = self._folder / RECIPE
+        path = self.folder / RECIPE
         return path.read_bytes().decode() if path.exists() else None
 
 

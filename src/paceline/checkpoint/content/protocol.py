@@ -47,7 +47,14 @@ class Stored(Protocol):
     """A checkpoint that a content wrote, read tensor by tensor. A group is `MODEL` or one of `TREES`.
 
     Every method raises `OSError` or `ValueError` for files that do not fit together.
+
+    Attributes:
+        folder: of the checkpoint.
+        is_shared: whether all ranks wrote it, into a folder that all see, so that each may read by itself.
     """
+
+    folder: Path
+    is_shared: bool
 
     def list_tensors(self, group: str) -> dict[str, TensorInfo]:
         """Return the dtypes and whole shapes of a group's tensors by name, without reading them."""

@@ -22,7 +22,7 @@ def gather_hooks(updates: Mapping[str, Update], bucket_cap_mb: float) -> Saved:
         bucket_cap_mb: hooks count their state by bucket.
 
     Raises:
-        PacelineError: PL516 for a state that can't be copied.
+        PacelineError: PL516 for a state that cannot be copied.
     """
     return {
         name: {"bucket_cap_mb": bucket_cap_mb, "states": gather_hook_state(update.hook_state)}

@@ -39,8 +39,8 @@ def optimizer_state_by_name(
     Args:
         optimizer: any `torch.optim.Optimizer` whose state is in `.state`, as torch's own all are.
         named_parameters: `model.named_parameters()`; more than the optimizer has is fine (frozen ones).
-        placement: where the model's parts are; left out, every tensor is whole. Where it divides the model,
-            the tree has pieces in place of what lies as a parameter does (`pieces.py`).
+        placement: where the model's parts are; left out, every tensor is whole. With it the tree has an
+            `OwnPart` in place of what is laid out as a parameter.
 
     Raises:
         PacelineError: PL511 where the optimizer has a parameter without a name.
@@ -53,10 +53,9 @@ def optimizer_state_by_name(
             shape = list(parameter.shape)
             if placement is not None:
                 shape = placement.whole_shape(name, parameter)
-                if placement.is_divided and (name in placement.splits or isinstance(parameter, DTensor)):
-                    for key, value in state.items():
-                        if placement.lies_as(value, parameter):
-                            state[key] = OwnPart(name, value)
+                for key, value in state.items():
+                    if placement.lies_as(value, parameter):
+                        state[key] = OwnPart(name, value)
             parameters[name] = {"shape": shape, "group": number, "state": state}
     options = [
         {key: value for key, value in group.items() if key not in _NOT_OPTIONS}

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
+from paceline.checkpoint.part import Part, Run
 from paceline.parallel.placement import Placement
+from paceline.parallel.split import Split
+from paceline.recipe.layout import Layout
 from paceline.train.state.pieces import OwnPart
 from paceline.train.update import Update
 
@@ -18,11 +21,20 @@ from paceline.train.update import Update
 Names = tuple[Any, ...]
 
 
-def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the models' tensors by full name, which begins with the model's name where there are several."""
+def model_tensors(models: Mapping[str, nn.Module], *, keep_vars: bool = False) -> dict[str, Any]:
+    """Return the models' tensors by full name, which begins with the model's name where there are several.
+
+    Args:
+        models: by name.
+        keep_vars: return parameters as they are, so that tied names give one and the same.
+    """
     if len(models) == 1:
-        return next(iter(models.values())).state_dict()
-    return {f"{name}.{key}": t for name, model in models.items() for key, t in model.state_dict().items()}
+        return next(iter(models.values())).state_dict(keep_vars=keep_vars)
+    return {
+        f"{name}.{key}": tensor
+        for name, model in models.items()
+        for key, tensor in model.state_dict(keep_vars=keep_vars).items()
+    }
 
 
 def find_placement(models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Placement | None:
@@ -34,22 +46,28 @@ def find_placement(models: Mapping[str, nn.Module], updates: Mapping[str, Update
 
 
 class Parts:
-    """This rank's parts of a run's tensors, by the names that lead to them in a checkpoint.
+    """Which rank has which parts of a run's tensors, by the names that lead to them in a checkpoint.
 
     Args:
         models: of the trainer, laid out.
         updates: of the trainer.
+        layout: of the trainer, resolved.
+        rank: this one.
 
     Attributes:
         placement: of the only model, or `None` where nothing is divided.
+        rank: this one.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], updates: Mapping[str, Update], layout: Layout, rank: int
+    ) -> None:
         self.placement = find_placement(models, updates)
+        self.rank = rank
         self._models = models
-        self._tensors: dict[str, Any] = {}
-        if self.placement is not None:
-            self._tensors = next(iter(models.values())).state_dict(keep_vars=True)
+        self._layout = layout
+        self._tensors = model_tensors(models, keep_vars=True)
+        self._holders: dict[Any, list[tuple[Part, tuple[int, ...]]]] = {}
 
     @property
     def is_divided(self) -> bool:
@@ -57,15 +75,68 @@ class Parts:
         return self.placement is not None
 
     def list_model(self) -> dict[str, Any]:
-        """Return the models' tensors by full name, pieces of what is divided. Tied names share theirs."""
-        if self.placement is None:
-            return model_tensors(self._models)
+        """Return the models' tensors by full name. Tied names share theirs.
+
+        Parameters, and buffers that are divided, are `OwnPart`.
+        """
         made: dict[int, Any] = {}
         for name, tensor in self._tensors.items():
             if id(tensor) not in made:
-                is_piece = isinstance(tensor, DTensor) or name in self.placement.splits
-                made[id(tensor)] = OwnPart(name, tensor.detach()) if is_piece else tensor.detach()
+                is_own = isinstance(tensor, nn.Parameter) or self._is_divided(name, tensor)
+                made[id(tensor)] = OwnPart(name, tensor.detach()) if is_own else tensor.detach()
         return {name: made[id(tensor)] for name, tensor in self._tensors.items()}
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether a tensor of the models is a parameter, which has the same bits in all copies."""
+        return isinstance(self._tensors.get(name), nn.Parameter)
+
+    def list_holders(self, own: OwnPart) -> list[tuple[Part, tuple[int, ...]]]:
+        """Return the different parts of a tensor, each with the ranks that hold it; alike on every rank."""
+        shape, split, is_sharded = self._describe(own)
+        key = (shape, split, is_sharded)
+        if key not in self._holders:
+            found: dict[Part, list[int]] = {}
+            for rank in range(self._layout.num_ranks):
+                found.setdefault(self._part_at(rank, shape, split, is_sharded), []).append(rank)
+            self._holders[key] = [(part, tuple(ranks)) for part, ranks in found.items()]
+        return self._holders[key]
+
+    def find_part(self, names: Names, shape: tuple[int, ...]) -> Part | None:
+        """Return this rank's part of a tensor of a checkpoint, or `None` where it has all of it.
+
+        Args:
+            names: that lead to the tensor.
+            shape: of the whole tensor.
+        """
+        name = _name_in_checkpoint(names)
+        tensor = self._tensors.get(name) if isinstance(name, str) else None
+        if self.placement is None or tensor is None or not self._is_divided(str(name), tensor):
+            return None
+        whole, split, is_sharded = self._describe(OwnPart(str(name), tensor))
+        return self._part_at(self.rank, whole, split, is_sharded) if whole == shape else None
+
+    def _describe(self, own: OwnPart) -> tuple[tuple[int, ...], Split | None, bool]:
+        """A tensor's whole shape, how tp divides it, and whether dp_shard divides the rest by rows."""
+        if self.placement is None:
+            return tuple(own.tensor.shape), None, False
+        is_sharded = isinstance(own.tensor, DTensor)
+        if isinstance(own.tensor, DTensor):
+            assert tuple(own.tensor.placements) == (Shard(0),), own.tensor.placements
+        whole = tuple(self.placement.whole_shape(own.name, own.tensor))
+        return whole, self.placement.splits.get(own.name), is_sharded
+
+    def _part_at(self, rank: int, shape: tuple[int, ...], split: Split | None, is_sharded: bool) -> Part:
+        """The part of a rank, from its place in the layout."""
+        places = self._layout.find_place(rank)
+        runs = [[(0, size)] for size in shape]
+        if split is not None:
+            runs[split.dim] = split.runs(shape[split.dim], places[split.axis])
+        if is_sharded:
+            runs[0] = _cut_rows(runs[0], places["dp_shard"], self._layout.dp_shard)
+        return Part(shape, tuple(tuple(each) for each in runs))
+
+    def _is_divided(self, name: str, tensor: Any) -> bool:
+        return self.placement is not None and (isinstance(tensor, DTensor) or name in self.placement.splits)
 
     def list_tracked(self, state: Any) -> Any:
         """Return a tracked object's state with pieces in it. What is named like a parameter (an average of
@@ -131,6 +202,20 @@ def _name_in_checkpoint(names: Names) -> Any:
     if len(names) > 1 and names[0] == "model":
         return names[1]
     return names[3] if len(names) > 3 and names[0] == "optimizer" else None
+
+
+def _cut_rows(runs: list[Run], place: int, degree: int) -> list[Run]:
+    """What a rank of dp_shard has of rows: as DTensor cuts, the last ranks may have fewer, or none."""
+    num_rows = sum(stop - start for start, stop in runs)
+    most = -(-num_rows // degree)
+    first, last = place * most, (place + 1) * most
+    found, before = [], 0
+    for start, stop in runs:
+        here = max(start, start + first - before), min(stop, start + last - before)
+        if here[0] < here[1]:
+            found.append(here)
+        before += stop - start
+    return found
 
 
 def _lie_as(part: torch.Tensor, like: DTensor) -> DTensor:

@@ -1,7 +1,7 @@
 """The tensors of a run as the layout has cut them: pieces, and how they become whole.
 
-A tree of state holds an `OwnPart` wherever this rank has a part of a tensor only. So what is saved is listed
-without talking to other ranks; a content of whole tensors then has the pieces joined.
+A tree of state holds an `OwnPart` wherever the layout says which ranks have which parts of a tensor. So what
+is saved is listed without talking to other ranks; a content of whole tensors then has the parts joined.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.parallel.placement import Placement
 
 @dataclass(frozen=True)
 class OwnPart:
-    """This rank's part of a tensor that the layout divides.
+    """A tensor that is or belongs to a parameter or buffer: all of it, or this rank's part.
 
     Attributes:
         name: of the parameter or buffer that it is or belongs to.
@@ -39,10 +39,10 @@ def join_pieces(tree: Any, placement: Placement | None, *, keep: bool = True) ->
     made: dict[int, Any] = {}
 
     def join(piece: OwnPart) -> Any:
-        assert placement is not None
         if id(piece) not in made:
-            whole = placement.whole(piece.name, piece.tensor)
-            made[id(piece)] = whole.cpu() if keep else None
+            whole = piece.tensor if placement is None else placement.whole(piece.name, piece.tensor)
+            is_new = whole is not piece.tensor  # what was whole before stays on its device
+            made[id(piece)] = None if not keep else whole.cpu() if is_new else whole
         return made[id(piece)]
 
     return tree_map_only(OwnPart, join, tree)

@@ -1,8 +1,9 @@
-"""Checks that a checkpoint is of the models and optimizers at hand."""
+"""Checks that a checkpoint is of the run, the models and the optimizers at hand."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
@@ -46,4 +47,24 @@ def check_model(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, A
             saw=f"the checkpoint is of another model: {shown}.",
             rule="A run goes on with the model it began with.",
             fix="Choose another run folder, or build the model as it was.",
+        )
+
+
+def check_one_run(runs: Mapping[Path, str], folder: Path) -> None:
+    """Raise PL526 where a run's folder has checkpoints of several runs.
+
+    Args:
+        runs: checkpoints with the ids of the runs that wrote them, by rising step.
+        folder: of the run.
+    """
+    by_run: dict[str, Path] = {run: path for path, run in runs.items()}
+    if len(by_run) > 1:
+        *_, other, newest = by_run.values()
+        raise PacelineError(
+            "PL526",
+            saw=f"{folder} has checkpoints of {len(by_run)} runs: {newest.name} is not of the run that wrote "
+            f"{other.name}.",
+            rule="A run goes on from its own newest checkpoint, and removes its own old ones.",
+            fix="Move the checkpoints of the other run elsewhere. To go on from a copied one, put it into a "
+            "folder of its own.",
         )

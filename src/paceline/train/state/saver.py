@@ -8,6 +8,7 @@ sends each tensor to the others, so only rank 0 needs to see the files.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity
-from paceline.checkpoint.content import full
 from paceline.checkpoint.content.protocol import read_all
+from paceline.checkpoint.content.sharded import NAME as SHARDED
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.generators import read_generators, write_generators
 from paceline.parallel.placement import local
+from paceline.recipe.layout import Layout
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
 from paceline.train.history import History
 from paceline.train.settings import (
@@ -37,10 +39,10 @@ from paceline.train.settings import (
 )
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.parts import Parts, model_tensors
-from paceline.train.state.pieces import join_pieces
-from paceline.train.state.same_model import check_model, check_optimizers
+from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
 from paceline.train.state.tracked import Tracked
 from paceline.train.state.transfer import load_on_main, run_on_main
+from paceline.train.state.write import RunState, write_full, write_sharded
 from paceline.train.update import Update
 from paceline.world import World
 
@@ -53,8 +55,9 @@ class Saver:
     Args:
         world: the ranks.
         keep: checkpoints to keep.
-        layout: as text, for the checkpoint's identity.
-        reduction: the same.
+        mode: which content checkpoints have, `"full"` or `"sharded"`.
+        layout: resolved.
+        reduction: for the checkpoint's identity.
         recipe_toml: the recipe to put beside the state.
         settings: what the run's result depends on, see `settings.py`.
         bucket_cap_mb: of DistributedDataParallel.
@@ -71,7 +74,8 @@ class Saver:
         world: World,
         *,
         keep: int,
-        layout: str,
+        mode: str,
+        layout: Layout,
         reduction: str,
         recipe_toml: str | None,
         settings: Settings,
@@ -81,6 +85,7 @@ class Saver:
         self._open_folder: OpenFolder | None = None
         self._world = world
         self._keep = keep
+        self._mode = mode
         self._layout = layout
         self._reduction = reduction
         self._recipe_toml = recipe_toml
@@ -92,6 +97,8 @@ class Saver:
         self._accept: tuple[str, ...] = ()
         self._is_complete = True
         self._last: tuple[int, Path] | None = None
+        # Rank 0's: which run this is, from its first start on, and the number of this start.
+        self._run_id, self._generation = secrets.token_hex(8), 1
         self._history: History | None = None
 
     def save(
@@ -106,25 +113,21 @@ class Saver:
         if self._last is not None and self._last[0] == step:
             return self._last[1]
         folder = self._require_folder()
-        # Together, while all ranks are here; only rank 0 keeps what comes of it.
-        keep = self._world.is_main
-        parts = Parts(models, updates)
-        model = join_pieces(parts.list_model(), parts.placement, keep=keep)
-        optimizers = {name: update.optimizer_state(keep=keep) for name, update in updates.items()}
         hooks = gather_hooks(updates, self._bucket_cap_mb)
-        tracked: dict[str, Any] = {}
-        if keep or parts.is_divided:
-            tracked = join_pieces(self.tracked.read(parts), parts.placement, keep=keep)
+        parts = self._parts(models, updates)
 
-        def write() -> Path:
+        def describe() -> dict[str, Any]:
             assert self._open_folder is not None
             self._open_folder.check()
             state = self._describe_state(updates, counters, loaders)
-            state |= {"hooks": hooks, "tracked": tracked | self.tracked.loaded}
-            content = full.prepare(model, optimizers, state, self._recipe_toml)
-            return folder.save(step, content, identity=self._describe())
+            return state | {"hooks": hooks, "tracked": self.tracked.loaded}
 
-        path = run_on_main(self._world, write)
+        optimizers = {name: update.optimizer_pieces() for name, update in updates.items()}
+        reads = self._world.is_main or parts.is_divided  # elsewhere it would only cost memory
+        tracked = self.tracked.read(parts) if reads else {}
+        state = RunState(parts, optimizers, tracked, describe, self._recipe_toml)
+        write = write_sharded if self._mode == SHARDED else write_full
+        path = write(self._world, folder, step, state, self._describe())
         self._last = (step, path)
         assert self._history is not None
         self._history.note_commit(step)
@@ -144,21 +147,26 @@ class Saver:
             The counters that were saved, or `None` where there is no checkpoint.
         """
         self.folder, self._last = folder, None
+        self._run_id, self._generation = secrets.token_hex(8), 1
         self._history = History(self._world, folder)
         self._history.check()
         self._accept = tuple(accept)
         hooks: Saved = {}
-        parts = Parts(models, updates)
+        parts = self._parts(models, updates)
 
         def read() -> Any:
             _make_folder(folder)
             self._open_folder = OpenFolder(folder)
-            loaded = CheckpointFolder(folder, keep=self._keep).open_newest(on_skip=_warn_of_skip)
+            checkpoints = CheckpointFolder(folder, keep=self._keep)
+            loaded = checkpoints.open_newest(on_skip=_warn_of_skip)
             if loaded is None:
                 return None
+            check_one_run(checkpoints.list_runs(), folder)
+            self._run_id = loaded.identity.get("run", self._run_id)
+            self._generation = loaded.identity.get("generation", 0) + 1
             for finding in check_identity(loaded.identity, self._describe()):
                 log.warning("%s", finding)
-            # Here, where tensors are whole: a rank can't tell a part from a whole tensor of a smaller model.
+            # Here, where tensors are whole: a rank cannot tell a part from a whole tensor of a smaller model.
             check_optimizers(set(updates), set(loaded.optimizer))
             check_model(parts.whole_shapes(), loaded.model)
             state = read_all(loaded.state)
@@ -175,7 +183,7 @@ class Saver:
                 "hooks": list(hooks),
             }
 
-        tree = load_on_main(self._world, read, parts.cut)
+        tree = load_on_main(self._world, read, parts.cut, parts.find_part)
         if tree is None:
             return None
         _load_models(models, tree["model"])
@@ -270,13 +278,17 @@ class Saver:
             "rng": read_generators(self._world.device),
         }
 
+    def _parts(self, models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Parts:
+        return Parts(models, updates, self._layout, self._world.rank)
+
     def _describe(self) -> dict[str, Any]:
-        return describe_identity(
+        identity = describe_identity(
             self._world.device,
             world_size=self._world.world_size,
-            layout=self._layout,
+            layout=str(self._layout),
             reduction=self._reduction,
         )
+        return identity | {"run": self._run_id, "generation": self._generation}
 
     def _require_folder(self) -> CheckpointFolder:
         if self.folder is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -10,13 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
-from paceline.checkpoint.content.protocol import StoredTensor, read_all
+from paceline.checkpoint.content import find_content
+from paceline.checkpoint.content.protocol import Stored, StoredTensor
 from paceline.checkpoint.load import unreadable_error
+from paceline.checkpoint.manifest import FILE_NAME, read_manifest
+from paceline.checkpoint.part import Part
 from paceline.errors import PacelineError
 from paceline.world import World
 
 T = TypeVar("T")
 Cut = Callable[[tuple[Any, ...], Tensor], Tensor]
+FindPart = Callable[[tuple[Any, ...], tuple[int, ...]], Part | None]
 _TENSORS = (Tensor, StoredTensor)
 
 
@@ -41,77 +47,127 @@ def run_on_main(world: World, do: Callable[[], T]) -> T:
     return result
 
 
-def load_on_main(world: World, load: Callable[[], Any], cut: Cut | None = None) -> Any:
+def gather(world: World, value: T) -> list[T]:
+    """Return every rank's value on every rank, by rank; collective. Values are pickled."""
+    if world.world_size == 1:
+        return [value]
+    found: list[Any] = [None] * world.world_size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def load_on_main(
+    world: World, load: Callable[[], Any], cut: Cut | None = None, find_part: FindPart | None = None
+) -> Any:
     """Runs `load` on rank 0 and gives every rank the tree of tensors that it returned.
 
     Collective. Tensors travel one by one as they are on the CPU, and a rank keeps what `cut` leaves of each,
-    so no rank holds all of those that are unread; and only rank 0 needs to see the files.
+    so no rank holds all of those that are unread; and only rank 0 needs to see the files. With `find_part`
+    every rank reads its parts of the unread tensors of a sharded checkpoint by itself, if all see the files.
 
     Args:
         world: the ranks.
         load: gives the tree: dicts by name, lists, tensors (read or not) and values that can be pickled.
         cut: from the names that lead to a tensor, and the tensor, to what this rank keeps of it.
+        find_part: from the names that lead to a tensor, and its shape, to the part that this rank keeps.
     """
     tree: Any = None
 
     def describe() -> Any:
         nonlocal tree
         tree = load()
-        return tree_map_only(
-            _TENSORS, lambda tensor: _SentSeparately(torch.Size(tensor.shape), tensor.dtype), tree
-        )
+        return tree_map_only(_TENSORS, _SentSeparately.describe, tree), _find_shared_folder(tree)
 
-    skeleton = run_on_main(world, describe)
-    if world.world_size == 1:
-        return read_all(tree)
-    own = _Source([leaf for leaf in tree_leaves(tree) if isinstance(leaf, _TENSORS)])
+    skeleton, shared = run_on_main(world, describe)
+    stored: Stored | None = None
+    if find_part is not None and shared is not None:
+        sees = _digest(shared[0]) == shared[1]
+        stored = _open(shared[0]) if all(gather(world, sees)) else None
+    sent = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor if stored else _TENSORS)]
+    own = _Source(sent)
 
     def receive(path: Any, hole: Any) -> Any:
         if not isinstance(hole, _SentSeparately):
             return hole
-        tensor = own.take(hole) if world.is_main else torch.empty(hole.shape, dtype=hole.dtype)
-        if tensor.numel():
+        names = tuple(getattr(key, "key", None) for key in path)
+        if stored is not None and find_part is not None and hole.where is not None:
+            part = find_part(names, tuple(hole.shape))
+            return own.read(StoredTensor(stored, *hole.where, tuple(hole.shape), hole.dtype), part)
+        tensor = own.take() if world.is_main else torch.empty(hole.shape, dtype=hole.dtype)
+        if tensor.numel() and world.world_size > 1:
             # As bytes: gloo doesn't know every dtype, and bits are what matters here.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
-        names = tuple(getattr(key, "key", None) for key in path)
         return tensor if cut is None else cut(names, tensor)
 
     found = tree_map_with_path(receive, skeleton)
-    run_on_main(world, own.check)
+    for error in gather(world, own.error):
+        if error is not None:
+            error.on_every_rank = True
+            raise error
     return found
 
 
+def _find_shared_folder(tree: Any) -> tuple[Path, str] | None:
+    """The folder of the sharded checkpoint that a tree is of, and a digest of its manifest."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, StoredTensor) and leaf.stored.is_shared:
+            return leaf.stored.folder, _digest(leaf.stored.folder)
+    return None
+
+
+def _digest(folder: Path) -> str:
+    try:
+        return hashlib.sha256((folder / FILE_NAME).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _open(folder: Path) -> Stored:
+    content = find_content(read_manifest(folder).content)
+    assert content is not None  # rank 0 has found it
+    return content.open(folder)
+
+
 class _Source:
-    """The tensors of rank 0 in order, read one at a time where they are in a checkpoint.
+    """What this rank reads: the tensors that rank 0 sends, in order, or its own parts.
+
+    The other ranks wait for what is sent, so what cannot be read is told afterwards.
 
     Args:
-        leaves: tensors, read or not.
+        leaves: tensors to be sent, read or not.
+
+    Attributes:
+        error: the first thing that could not be read.
     """
 
     def __init__(self, leaves: list[Tensor | StoredTensor]) -> None:
         self._leaves = iter(leaves)
-        self._error: PacelineError | None = None
+        self.error: PacelineError | None = None
 
-    def take(self, hole: _SentSeparately) -> Tensor:
-        """Return the next one. The other ranks wait for it, so what can't be read is told afterwards."""
+    def take(self) -> Tensor:
+        """Return the next one to send."""
         leaf = next(self._leaves)
-        if isinstance(leaf, Tensor):
-            return leaf.contiguous()
-        try:
-            return leaf.read()
-        except (OSError, ValueError) as error:
-            self._error = unreadable_error(leaf.name, error)
-            return torch.zeros(hole.shape, dtype=hole.dtype)
+        return leaf.contiguous() if isinstance(leaf, Tensor) else self.read(leaf, None)
 
-    def check(self) -> None:
-        """Raise what went wrong."""
-        if self._error is not None:
-            raise self._error
+    def read(self, tensor: StoredTensor, part: Part | None) -> Tensor:
+        """Return a part of a tensor, or all of it."""
+        try:
+            return tensor.read(part)
+        except (OSError, ValueError) as error:
+            self.error = self.error or unreadable_error(tensor.stored.folder, error)
+            return torch.zeros(tensor.shape if part is None else part.shape, dtype=tensor.dtype)
 
 
 class _SentSeparately:
-    """Where a tensor goes that is sent by itself."""
+    """Where a tensor goes that is sent by itself, or read by each rank."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, where: tuple[str, str] | None) -> None:
         self.shape = shape
         self.dtype = dtype
+        self.where = where
+
+    @staticmethod
+    def describe(tensor: Tensor | StoredTensor) -> _SentSeparately:
+        """The place of a tensor, read or not."""
+        where = None if isinstance(tensor, Tensor) else (tensor.group, tensor.name)
+        return _SentSeparately(torch.Size(tensor.shape), tensor.dtype, where)

@@ -1,0 +1,246 @@
+"""Writes what a run saves: whole tensors by rank 0, or every rank its share of the parts.
+
+Protocol of a sharded save, all ranks together:
+
+1. Each rank lists what it holds, plans who writes what, and prepares its own share. Ranks compare digests of
+   what they planned from, so that a part without a writer is noticed before anything is written.
+2. Rank 0 takes the folder's lock and makes the temporary folder. All ranks look for it.
+3. Each rank writes its file. Rank 0 collects names, sizes and hashes.
+4. Rank 0 checks that the parts make every tensor whole, and commits by the rename. All ranks learn of it.
+
+An error on any rank ends the save on all of them with that rank's message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from paceline.checkpoint import CheckpointFolder, tree
+from paceline.checkpoint.content import full
+from paceline.checkpoint.content.protocol import MODEL
+from paceline.checkpoint.content.sharded import NAME as SHARDED
+from paceline.checkpoint.content.sharded import PreparedShare
+from paceline.checkpoint.folder import Save
+from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
+from paceline.checkpoint.tensors import FileRecord, refuse_unstorable
+from paceline.errors import PacelineError
+from paceline.parallel.placement import local
+from paceline.train.state.parts import Parts
+from paceline.train.state.pieces import OwnPart, join_pieces
+from paceline.train.state.transfer import gather, run_on_main
+from paceline.world import World
+
+# How long a disk that several nodes share may take to show a new folder.
+_APPEARS_S = 10.0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that a run saves, as this rank has it.
+
+    Attributes:
+        parts: of the models.
+        optimizers: trees by model, with `OwnPart`.
+        tracked: states of the user's objects by name, with `OwnPart`.
+        describe: returns everything else; called on rank 0 only.
+        recipe_toml: the resolved recipe, where there is one.
+    """
+
+    parts: Parts
+    optimizers: Mapping[str, Any]
+    tracked: Mapping[str, Any]
+    describe: Callable[[], dict[str, Any]]
+    recipe_toml: str | None
+
+
+def write_full(
+    world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
+) -> Path:
+    """Write a checkpoint of whole tensors by rank 0; collective."""
+    keep = world.is_main
+    placement = state.parts.placement
+    model = join_pieces(state.parts.list_model(), placement, keep=keep)
+    optimizers = join_pieces(state.optimizers, placement, keep=keep)
+    tracked = join_pieces(state.tracked, placement, keep=keep)
+
+    def write() -> Path:
+        described = state.describe()
+        described["tracked"] = tracked | described["tracked"]
+        content = full.prepare(model, optimizers, described, state.recipe_toml)
+        return folder.save(step, content, identity=identity)
+
+    return run_on_main(world, write)
+
+
+def write_sharded(
+    world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
+) -> Path:
+    """Write a checkpoint of which every rank writes its share; collective."""
+    prepared: PreparedShare | None = None
+    digest = ""
+    with _caught() as caught:
+        prepared, digest = prepare_share(world, state)
+    _agree(world, caught.error, digest)
+    assert prepared is not None
+    with contextlib.ExitStack() as held:
+        save: Save | None = None
+
+        def begin() -> Path:
+            nonlocal save
+            assert prepared is not None
+            save = folder.begin(step, num_bytes=prepared.num_bytes, identity=identity)
+            return held.enter_context(save).folder
+
+        temporary = run_on_main(world, begin)
+        records: dict[str, FileRecord] = {}
+        with _caught() as caught:
+            _wait_for_folder(world, temporary)
+            with folder.explained(step, prepared.num_bytes):
+                records = prepared.write(temporary)
+        gathered = gather(world, (records, _with_rank(world, caught.error)))
+
+        def commit() -> Path:
+            assert save is not None
+            errors = [error for _, error in gathered if error is not None]
+            with held:  # left by an error, nothing of the save stays
+                if errors:
+                    raise errors[0]
+                return save.commit(
+                    SHARDED, {name: one for found, _ in gathered for name, one in found.items()}
+                )
+
+        return run_on_main(world, commit)
+
+
+def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
+    """Return what this rank writes, and a digest of what all ranks have planned from."""
+    model = state.parts.list_model()
+    named: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, value in model.items():
+        kept = first.setdefault(id(value), f"{MODEL}/{name}")
+        if kept == f"{MODEL}/{name}":
+            named[kept] = value
+        else:
+            tied[f"{MODEL}/{name}"] = kept
+    structures = {"optimizer": _encode(state.optimizers, "optimizer", named)}
+    rest: dict[str, Any] = {"tracked": state.tracked}
+    if world.is_main:
+        rest = state.describe()
+        rest["tracked"] = dict(state.tracked) | rest["tracked"]
+    else:  # of the user's objects only what is cut; the rest is rank 0's
+        rest = tree_map(lambda value: value if isinstance(value, OwnPart) else None, rest)
+    structures["state"] = _encode(rest, "state", named)
+
+    own = {name: value for name, value in sorted(named.items()) if isinstance(value, OwnPart)}
+    holdings = [each for name, value in own.items() for each in _list_holdings(state.parts, name, value)]
+    tensors: dict[str, Tensor] = {}
+    parts = {}
+    for holding, writer in zip(holdings, plan_writers(holdings), strict=True):
+        if writer == world.rank:
+            tensors[holding.name] = local(own[holding.name].tensor)
+            if not holding.part.is_whole:
+                parts[holding.name] = holding.part
+    plain = {name: value for name, value in named.items() if name not in own}
+    for name, value in (plain | tensors).items():
+        refuse_unstorable(name.replace("/", ".", 1), value)
+    num_bytes = sum(holding.num_bytes for holding in holdings)
+    if not world.is_main:
+        return PreparedShare(world.rank, tensors, parts, num_bytes), digest_holdings(holdings)
+    num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in plain.values())
+    share = PreparedShare(world.rank, plain | tensors, parts, num_bytes, tied, structures, state.recipe_toml)
+    return share, digest_holdings(holdings)
+
+
+def _list_holdings(parts: Parts, name: str, own: OwnPart) -> Iterator[Holding]:
+    """The parts of one tensor and their holders, without those that have no numbers."""
+    # Copies of parameters and their optimizer state have the same bits, so any rank may write them. Of
+    # buffers and the user's own averages rank 0's are saved, or those of the first rank that has the part.
+    spreads = name.startswith("optimizer/") or parts.is_parameter(name.removeprefix(f"{MODEL}/"))
+    for part, ranks in parts.list_holders(own):
+        if part.num_elements or part.is_whole:
+            num_bytes = part.num_elements * own.tensor.element_size()
+            yield Holding(name, part, num_bytes, ranks if spreads else ranks[:1])
+
+
+def _encode(value: Any, group: str, named: dict[str, Any]) -> Any:
+    """The structure of a tree; its tensors go into `named`, as `OwnPart` where they were."""
+    owned: dict[int, OwnPart] = {}
+
+    def take(own: OwnPart) -> Tensor:
+        tensor = local(own.tensor)
+        owned[id(tensor)] = own
+        return tensor
+
+    stripped = tree_map_only(OwnPart, take, value)
+    structure, tensors = tree.encode(stripped, group)
+    named |= {f"{group}/{name}": owned.get(id(tensor), tensor) for name, tensor in tensors.items()}
+    return structure
+
+
+class _Caught:
+    """An error of ours on this rank, to be told to the others."""
+
+    error: PacelineError | None = None
+
+
+@contextlib.contextmanager
+def _caught() -> Iterator[_Caught]:
+    caught = _Caught()
+    try:
+        yield caught
+    except PacelineError as error:
+        caught.error = error
+
+
+def _agree(world: World, error: PacelineError | None, digest: str) -> None:
+    """Raises on all ranks what one raised, or PL525 where ranks planned from different states; collective."""
+    gathered = gather(world, (error, digest))
+    for other, _ in gathered:
+        if other is not None:
+            other.on_every_rank = True
+            raise other
+    differing = [rank for rank, (_, each) in enumerate(gathered) if each != gathered[0][1]]
+    if differing:
+        found = PacelineError(
+            "PL525",
+            saw=f"rank {differing[0]} has other tensors to save than rank 0 (of {len(differing)} ranks that "
+            "differ, the first).",
+            rule="Every part of every tensor is written by one rank, which all ranks find by the same plan.",
+            fix="Look for optimizer state or tracked averages that only some ranks have. To save anyhow, "
+            'choose checkpoint.mode = "full".',
+        )
+        found.on_every_rank = True
+        raise found
+
+
+def _with_rank(world: World, error: PacelineError | None) -> PacelineError | None:
+    if error is None or world.world_size == 1:
+        return error
+    saw = f"{error.saw} (rank {world.rank} on {socket.gethostname()})"
+    return PacelineError(error.code, saw=saw, rule=error.rule, fix=error.fix)
+
+
+def _wait_for_folder(world: World, folder: Path) -> None:
+    """Waits until this rank sees a folder that rank 0 has made; raises PL524 where it does not."""
+    begin_s = time.monotonic()
+    while not folder.is_dir():
+        if time.monotonic() - begin_s > _APPEARS_S:
+            raise PacelineError(
+                "PL524",
+                saw=f"{folder.parent} does not show the folder that rank 0 has just made there.",
+                rule="Every rank writes its share of a sharded checkpoint into one folder.",
+                fix="Use a folder on a disk that all nodes share and that every rank may read, or choose "
+                'checkpoint.mode = "full", with which rank 0 writes everything.',
+            )
+        time.sleep(0.05)

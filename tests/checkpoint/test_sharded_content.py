@@ -1,0 +1,258 @@
+"""Checkpoints of several writers on disk: read in any part, and never when something is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.checkpoint import (
+    CheckpointFolder,
+    export_model,
+    hash_stored,
+    hash_tensors,
+    is_usable,
+    load_checkpoint,
+    open_usable,
+    tree,
+    verify,
+)
+from paceline.checkpoint.content.sharded import NAME, PreparedShare
+from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest, read_manifest
+from paceline.checkpoint.part import Part
+from paceline.checkpoint.summary import summarize
+from paceline.checkpoint.tensors import FileRecord, hash_file, write_tensors
+from paceline.errors import PacelineError
+from tests.checkpoint.states import RECIPE, assert_same, make_state
+
+WEIGHT, BIAS = torch.arange(35.0).reshape(7, 5), torch.arange(4.0)
+MODEL = {"bias": BIAS, "head": WEIGHT, "weight": WEIGHT}
+MOMENT = torch.arange(35.0).reshape(7, 5) / 3
+OPTIMIZER = {"kind": "Adam", "parameters": {"weight": {"state": {"step": torch.tensor(2.0), "m": MOMENT}}}}
+PARTS = [
+    Part((7, 5), (((0, 4),), ((0, 1), (3, 4)))),
+    Part((7, 5), (((0, 4),), ((1, 3), (4, 5)))),
+    Part((7, 5), (((4, 7),), ((0, 5),))),
+]
+
+
+def cut(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    for dim, runs in enumerate(part.runs):
+        kept = torch.tensor([i for run in runs for i in range(*run)])
+        whole = whole.index_select(dim, kept)
+    return whole
+
+
+def make_shares() -> list[PreparedShare]:
+    """What three ranks write that have the weight in parts."""
+    structures, named = {}, {}
+    for group, value in (("optimizer", OPTIMIZER), ("state", make_state(1))):
+        structures[group], tensors = tree.encode(value, group)
+        named |= {f"{group}/{name}": tensor for name, tensor in tensors.items()}
+    moment = next(name for name, tensor in named.items() if tensor is MOMENT)
+    shares = []
+    for rank, part in enumerate(PARTS):
+        tensors = {"model/weight": cut(WEIGHT, part), moment: cut(MOMENT, part)}
+        parts = dict.fromkeys(tensors, part)
+        if rank == 1:
+            tensors["model/bias"] = BIAS
+        if rank:
+            shares.append(PreparedShare(rank, tensors, parts, 999))
+        else:
+            own = {name: tensor for name, tensor in named.items() if name != moment}
+            tied = {"model/head": "model/weight"}
+            shares.append(PreparedShare(0, own | tensors, parts, 999, tied, structures, RECIPE))
+    return shares
+
+
+def save(folder: Path, shares: list[PreparedShare], step: int = 1) -> Path:
+    with CheckpointFolder(folder, keep=2).begin(step, num_bytes=999, identity={"run": "a"}) as save:
+        records: dict[str, FileRecord] = {}
+        for share in shares:
+            records |= share.write(save.folder)
+        return save.commit(NAME, records)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(tmp_path / "run", make_shares())
+
+
+def test_parts_come_back_whole(checkpoint: Path, tmp_path: Path) -> None:
+    assert verify(checkpoint) == []
+    loaded = load_checkpoint(checkpoint)
+    assert_same(loaded.model, MODEL)
+    assert loaded.model["head"] is loaded.model["weight"]
+    assert_same(loaded.optimizer, OPTIMIZER)
+    assert_same(loaded.state, make_state(1))
+    assert loaded.recipe_toml == RECIPE
+    assert hash_stored(open_usable(checkpoint).model) == hash_tensors(MODEL)
+    export_model(checkpoint, tmp_path / "m.safetensors")
+    assert_same(dict(sorted(load_file(tmp_path / "m.safetensors").items())), MODEL)
+    summary = summarize(checkpoint)
+    assert (summary.num_parameters, summary.loss, summary.findings) == (39, 1 / 7, [])
+    assert {name: info.shape for name, info in summary.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in MODEL.items()
+    }
+
+
+def test_any_part_can_be_read(checkpoint: Path) -> None:
+    unread = open_usable(checkpoint).model["weight"]
+    rows = [((0, 7),), ((2, 5),), ((0, 1), (6, 7)), ()]
+    columns = [((0, 5),), ((1, 4),), ((0, 2), (3, 5))]
+    for runs in itertools.product(rows, columns):
+        part = Part((7, 5), runs)
+        if part.num_elements:
+            assert_same(unread.read(part), cut(WEIGHT, part))
+        else:
+            assert unread.read(part).shape == (0, part.shape[1])
+
+
+# Damage
+
+
+def flip_each_byte(checkpoint: Path, every: int) -> None:
+    for path in sorted(checkpoint.iterdir()):
+        whole = path.read_bytes()
+        for place in range(0, len(whole), every):
+            data = bytearray(whole)
+            data[place] ^= 1 << place % 8
+            path.write_bytes(data)
+            findings = verify(checkpoint)
+            assert findings, (path, place)
+            assert findings[0].where == str(path), place
+            assert not is_usable(findings)
+            with pytest.raises(PacelineError):
+                load_checkpoint(checkpoint)
+        path.write_bytes(whole)
+    assert verify(checkpoint) == []
+
+
+def test_a_flipped_bit_is_found_and_its_file_named(checkpoint: Path) -> None:
+    flip_each_byte(checkpoint, 37)
+
+
+def test_a_flipped_bit_in_any_byte_is_found(checkpoint: Path) -> None:
+    flip_each_byte(checkpoint, 1)
+
+
+def test_a_file_that_is_cut_or_removed_is_named(checkpoint: Path) -> None:
+    for path in sorted(checkpoint.iterdir()):
+        whole = path.read_bytes()
+        for damage in (Path.unlink, lambda path: os.truncate(path, 0), lambda path: os.truncate(path, 9)):
+            damage(path)
+            findings = verify(checkpoint)
+            assert [finding.where for finding in findings] == [str(path)]
+            assert not is_usable(findings)
+            path.write_bytes(whole)
+
+
+def test_a_share_that_is_missing_is_not_committed(tmp_path: Path) -> None:
+    first = save(tmp_path / "run", make_shares(), step=1)
+    for shares, words in (
+        (make_shares()[:2], "lack numbers of model/weight"),
+        (
+            [*make_shares(), PreparedShare(3, {"model/bias": BIAS}, {}, 9)],
+            "have the same numbers of model/bias",
+        ),
+    ):
+        with pytest.raises(PacelineError, match=words) as caught:
+            save(tmp_path / "run", shares, step=2)
+        assert caught.value.code == "PL508"
+        assert CheckpointFolder(tmp_path / "run", keep=2).steps() == {1: first}
+        assert [path.name for path in first.parent.iterdir() if path.name.startswith(".tmp")] == []
+
+
+# Manifests and files that somebody made on purpose, with right hashes
+
+
+def seal(checkpoint: Path, **changes: Any) -> None:
+    """Makes the hashes right again after a change."""
+    manifest = read_manifest(checkpoint)
+    files = {name: hash_file(checkpoint / name) for name in manifest.files}
+    fields = {"step": 1, "files": files, "identity": {}, "content": NAME} | changes
+    (checkpoint / FILE_NAME).write_bytes(dump_manifest(Manifest(**fields)))
+
+
+def rewrite(checkpoint: Path, parts: dict[str, Any], tensors: dict[str, torch.Tensor], **more: Any) -> None:
+    """Puts another share in place of rank 2's."""
+    path = checkpoint / "part-00002.safetensors"
+    path.unlink()
+    write_tensors(path, tensors, metadata={"parts": json.dumps(parts), **more})
+    seal(checkpoint)
+
+
+def place(whole: Any, *runs: Any) -> dict[str, Any]:
+    return {"whole": whole, "runs": runs}
+
+
+REST = cut(WEIGHT, PARTS[2])
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a path upwards": (
+        lambda path: seal(path, files={"../../../etc/passwd": FileRecord(1, "0" * 64)}),
+        "cannot be a file of it",
+    ),
+    "an absolute path": (
+        lambda path: seal(path, files={"/etc/passwd": FileRecord(1, "0" * 64)}),
+        "cannot be a file of it",
+    ),
+    "a symbolic link": (
+        lambda path: (
+            (path / "recipe.toml").rename(path.parent / "r"),
+            (path / "recipe.toml").symlink_to(path.parent / "r"),
+        ),
+        "recipe.toml is not a plain file",
+    ),
+    "a part outside of the whole": (
+        lambda path: rewrite(
+            path, {"model/weight": place([7, 5], [[5, 8]], [[0, 5]])}, {"model/weight": REST}
+        ),
+        "the run [5, 8) in a dimension of 7",
+    ),
+    "an overlap that makes up for a gap": (
+        lambda path: rewrite(
+            path, {"model/weight": place([7, 5], [[3, 6]], [[0, 5]])}, {"model/weight": REST}
+        ),
+        "the same numbers of model/weight",
+    ),
+    "a huge whole": (
+        lambda path: rewrite(
+            path, {"model/weight": place([10**15, 5], [[4, 7]], [[0, 5]])}, {"model/weight": REST}
+        ),
+        "another shape or type of model/weight",
+    ),
+    "a part of another shape": (
+        lambda path: rewrite(
+            path, {"model/weight": place([7, 5], [[4, 7]], [[0, 4]])}, {"model/weight": REST}
+        ),
+        "has shape [3, 5], and its part [3, 4]",
+    ),
+    "no parts": (lambda path: rewrite(path, {"model/weight": [1]}, {"model/weight": REST}), "not parts"),
+    "tied to nothing": (
+        lambda path: rewrite(
+            path,
+            {"model/weight": place([7, 5], [[4, 7]], [[0, 5]])},
+            {"model/weight": REST},
+            tied='{"model/other": "model/absent"}',
+        ),
+        "cannot share the tensor of model/absent",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_was_made_on_purpose_is_refused(checkpoint: Path, case: str) -> None:
+    spoil, words = HOSTILE[case]
+    spoil(checkpoint)
+    findings = verify(checkpoint)
+    assert any(words in finding.saw for finding in findings), findings
+    assert not is_usable(findings)
+    with pytest.raises(PacelineError):
+        load_checkpoint(checkpoint)
