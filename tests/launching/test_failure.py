@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from paceline.launching.ending.endings import Ending, describe_death, find_consequences
+from paceline.launching.ending.endings import (
+    Ending,
+    describe_death,
+    describe_ending,
+    find_consequences,
+    read_endings,
+    write_ending,
+)
+from paceline.watch.protocol.report import Report
+from paceline.watch.protocol.wire import Unpacker, pack
 
 GLOO = (
     "step 3\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
@@ -62,3 +73,20 @@ def test_the_error_of_a_rank_that_was_given_too_little() -> None:
     error = Ending(0, "error", 1, 5.0, trace="IndexError: index 7 is out of bounds\n")
     told = find_consequences(error, {0: "", 1: GLOO, 2: "step 3"})
     assert [(end.rank, end.code) for end in told] == [(1, -signal.SIGABRT), (0, 1)]
+
+
+def test_one_record_serves_the_file_and_the_watcher(tmp_path: Path) -> None:
+    """What the launcher reads with the watch off is what the watcher is sent with it on."""
+    lost = RuntimeError("Connection closed by peer")
+    error = ValueError("no rows")
+    error.__cause__ = lost
+    ending = describe_ending(3, error)
+    write_ending(tmp_path, ending)
+    assert read_endings(tmp_path) == [ending]
+    report = Report(3, 5.0, "leaving", {}, (), (), replace(ending, trace="", pickled=""))
+    (received,) = Unpacker().feed(pack(report))
+    assert isinstance(received, Report)
+    assert received.last is not None
+    assert replace(received.last, trace=ending.trace) == ending
+    assert (ending.words, ending.follower) == ("failed with ValueError: no rows", True)
+    assert ending.trace.rstrip().endswith("ValueError: no rows")

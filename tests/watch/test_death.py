@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from paceline.launching.ending.endings import Ending
 from paceline.watch.launcher.ends import RankEnds
-from paceline.watch.protocol.report import Beat, Call, Frame, Group, LastWords, Report, Seen
+from paceline.watch.protocol.report import Beat, Call, Frame, Group, Report, Seen
 from paceline.watch.reasoning.death import Failure, explain_failure, rewind
 from paceline.watch.reasoning.source import Source
 from tests.watch.situations import (
@@ -24,13 +25,11 @@ from tests.watch.situations import (
     user,
 )
 
-LOST = LastWords("error", "RuntimeError: Connection closed by peer", 1, has_lost_peer=True)
-ABORT = LastWords("abort", "std::terminate", -6)
+LOST = Ending(0, "error", 1, NOW_S, True, words="failed with RuntimeError: Connection closed by peer")
+ABORT = Ending(0, "abort", -6, NOW_S, words="called std::terminate")
 
 
-def falls(
-    job: Job, rank: int, last: LastWords, stack: Sequence[Frame], *calls: Call, code: Any = None
-) -> None:
+def falls(job: Job, rank: int, last: Ending, stack: Sequence[Frame], *calls: Call, code: Any = None) -> None:
     """The rank said its last words where its stack was; the process has ended, or will soon."""
     job.is_in(rank, *stack, calls=calls, phase="leaving")
     job.reports[rank] = replace(job.reports[rank], last=last)
@@ -100,7 +99,14 @@ def test_where_the_other_ranks_were_is_told_too():
 
 def test_a_mismatch_is_told_though_a_rank_failed_by_itself():
     job = Job(2)
-    falls(job, 0, LastWords("error", "IndexError: 7", 1), [user(60)], call(5, sizes=[[3]], done=True), code=1)
+    falls(
+        job,
+        0,
+        Ending(0, "error", 1, NOW_S, words="failed with IndexError: 7"),
+        [user(60)],
+        call(5, sizes=[[3]], done=True),
+        code=1,
+    )
     loses_peer(job, 1, call(5, sizes=[[2]]))
     verdict = explain(job).verdict
     assert verdict is not None
@@ -124,7 +130,14 @@ HERE, LEAVES, CALLS = (line_of(TRAIN, f"# {name}") for name in ("HERE", "LEAVES"
 
 def test_a_peer_that_called_exit():
     job = Job(3)
-    falls(job, 2, LastWords("exit", "sys.exit(0)", 0), [user(LEAVES, "run")], call(3, done=True), code=0)
+    falls(
+        job,
+        2,
+        Ending(2, "exit", 0, NOW_S, words="called sys.exit(0)"),
+        [user(LEAVES, "run")],
+        call(3, done=True),
+        code=0,
+    )
     for rank in (0, 1):
         wait = call(4, at=[user(77, "sync"), user(CALLS, "run")], op="sum")
         falls(job, rank, LOST, (*COLLECTIVE, *wait.frames[2:]), replace(wait, done=True), code=1)
@@ -179,7 +192,7 @@ def test_a_peer_that_is_just_leaving_has_ended(state, status, words):
 def test_a_peer_that_is_just_leaving_by_an_error_has_failed():
     job, kept = Job(2), RankEnds()
     loses_peer(job, 0, call(2, "reduce"))
-    falls(job, 1, LastWords("error", "ValueError: no rows", 1), [user(7, "load")])
+    falls(job, 1, Ending(1, "error", 1, NOW_S, words="failed with ValueError: no rows"), [user(7, "load")])
     kept.note_beat(Beat(1, NOW_S, "leaving", {"0": 1}, {"0": 1}, (), 0, is_waiting=False))
     for report in job.reports.values():
         kept.note_report(report)
@@ -195,7 +208,14 @@ def test_a_peer_that_came_to_the_call_before_it_ended_is_not_to_blame():
 
 def test_a_peer_whose_last_words_hold_the_call_is_not_to_blame():
     job = Job(2)
-    falls(job, 1, LastWords("exit", "sys.exit(0)", 0), [user(60)], call(4, done=True), code=0)
+    falls(
+        job,
+        1,
+        Ending(1, "exit", 0, NOW_S, words="called sys.exit(0)"),
+        [user(60)],
+        call(4, done=True),
+        code=0,
+    )
     loses_peer(job, 0, call(4))
     assert explain(job, rank1=3).verdict is None
 
@@ -221,7 +241,7 @@ def test_a_lost_peer_where_nobody_is_seen_to_have_gone():
 
 def test_an_error_on_another_node_is_told_in_words():
     job = Job(3)
-    falls(job, 1, LastWords("error", "ValueError: 3", 1), [user(21, "load")], code=1)
+    falls(job, 1, Ending(1, "error", 1, NOW_S, words="failed with ValueError: 3"), [user(21, "load")], code=1)
     loses_peer(job, 0, call(4))
     del job.processes[2]  # on a node that has told nothing
     failure = explain_failure(job.seen, [0])
@@ -231,7 +251,7 @@ def test_an_error_on_another_node_is_told_in_words():
     assert [p.ranks for p in failure.others] == [(0,)]
 
 
-TIMEOUT = LastWords("error", "RuntimeError: Timed out waiting 3000ms for recv", 1, has_lost_peer=True)
+TIMEOUT = replace(LOST, words="failed with RuntimeError: Timed out waiting 3000ms for recv")
 
 
 def test_a_timeout_is_a_hang_that_torch_has_ended():
@@ -268,7 +288,15 @@ def test_a_lost_connection_to_a_rank_that_lives_is_no_verdict():
 def test_a_receive_from_a_peer_that_has_ended():
     job = Job(2)
     sent = [call(n, "send", peer=0, done=True) for n in (1, 2)]
-    falls(job, 1, LastWords("exit", "sys.exit(0)", 0), [user(60)], call(9, done=True), *sent, code=0)
+    falls(
+        job,
+        1,
+        Ending(1, "exit", 0, NOW_S, words="called sys.exit(0)"),
+        [user(60)],
+        call(9, done=True),
+        *sent,
+        code=0,
+    )
     got = [call(n, "recv", peer=1) for n in (1, 2, 3)]
     loses_peer(job, 0, *got)
     verdict = explain(job).verdict
@@ -311,7 +339,7 @@ def test_ranks_that_are_on_their_way_out_are_not_told():
 
 def test_an_exit_in_compiled_code_or_by_a_library_is_told_with_its_line():
     job = Job(2)
-    falls(job, 1, LastWords("exit", "os._exit(7)", 7), [user(21, "check")], code=7)
+    falls(job, 1, Ending(1, "exit", 7, NOW_S, words="called os._exit(7)"), [user(21, "check")], code=7)
     loses_peer(job, 0, call(4))
     failure = explain(job)
     assert failure.verdict is None
@@ -321,7 +349,7 @@ def test_an_exit_in_compiled_code_or_by_a_library_is_told_with_its_line():
 
 def test_an_error_with_a_traceback_is_not_told_again():
     job = Job(2)
-    falls(job, 1, LastWords("error", "ValueError: 3", 1), [user(21, "load")], code=1)
+    falls(job, 1, Ending(1, "error", 1, NOW_S, words="failed with ValueError: 3"), [user(21, "load")], code=1)
     loses_peer(job, 0, call(4))
     failure = explain(job)
     assert (failure.verdict, failure.failed) == (None, ())
@@ -372,6 +400,6 @@ def test_open_calls_stay_as_they_are():
 
 def test_how_a_process_will_end_is_known_from_its_last_words():
     job = Job(1)
-    falls(job, 0, LastWords("exit", "sys.exit(3)", 3), [user(5)])
+    falls(job, 0, Ending(0, "exit", 3, NOW_S, words="called sys.exit(3)"), [user(5)])
     process = rewind(job.seen, Source()).processes[0]
     assert (process.state, process.exit_code) == ("ended", 3)

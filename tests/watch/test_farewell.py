@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.watch.protocol.report import LastWords
+from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.watch.protocol.words import own_frames
-from paceline.watch.rank.last_words import describe_error
 from tests.watch.listener import Listener
 from tests.watch.test_rank import TIMEOUT_S, start
 
@@ -35,10 +34,15 @@ def run(listener: Listener | SimpleNamespace, text: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def get_last(listener: Listener) -> LastWords:
+def show(ending: Ending) -> tuple[str, str, int, bool]:
+    return ending.kind, ending.words, ending.code, ending.follower
+
+
+def get_last(listener: Listener) -> tuple[str, str, int, bool]:
     last = listener.wait_for_report(0).last
     assert last is not None
-    return last
+    assert (last.rank, last.trace, last.pickled) == (0, "", "")
+    return show(last)
 
 
 # ---- the words
@@ -47,30 +51,30 @@ def get_last(listener: Listener) -> LastWords:
 @pytest.mark.parametrize(
     ("error", "last"),
     [
-        (ValueError("no\nsuch thing"), LastWords("error", "ValueError: no", 1)),
-        (KeyError(), LastWords("error", "KeyError", 1)),
-        (SystemExit(), LastWords("exit", "sys.exit()", 0)),
-        (SystemExit(0), LastWords("exit", "sys.exit(0)", 0)),
-        (SystemExit(-1), LastWords("exit", "sys.exit(-1)", 255)),
-        (SystemExit("no data"), LastWords("exit", "sys.exit('no data')", 1)),
+        (ValueError("no\nsuch thing"), ("error", "failed with ValueError: no", 1, False)),
+        (KeyError(), ("error", "failed with KeyError", 1, False)),
+        (SystemExit(), ("exit", "called sys.exit()", 0, False)),
+        (SystemExit(0), ("exit", "called sys.exit(0)", 0, False)),
+        (SystemExit(-1), ("exit", "called sys.exit(-1)", 255, False)),
+        (SystemExit("no data"), ("exit", "called sys.exit('no data')", 1, False)),
         (
             RuntimeError("[pair.cc:553] Connection closed by peer [::1]:5"),
-            LastWords("error", "RuntimeError: [pair.cc:553] Connection closed by peer [::1]:5", 1, True),
+            ("error", "failed with RuntimeError: [pair.cc:553] Connection closed by peer [::1]:5", 1, True),
         ),
     ],
 )
 def test_what_ends_a_script_in_words(error, last):
-    assert describe_error(error) == last
+    assert show(describe_ending(0, error)) == last
 
 
 def test_an_error_raised_from_a_lost_peer_has_lost_it():
     error = OSError("training failed")
     error.__context__ = RuntimeError("Socket closed")
-    assert describe_error(error).has_lost_peer
+    assert describe_ending(0, error).follower
     error.__suppress_context__ = True  # raise ... from None
-    assert not describe_error(error).has_lost_peer
+    assert not describe_ending(0, error).follower
     error.__cause__ = RuntimeError("Connection reset by peer")
-    assert describe_error(error).has_lost_peer
+    assert describe_ending(0, error).follower
 
 
 def test_an_error_that_can_not_be_told_is_told_by_name():
@@ -78,7 +82,7 @@ def test_an_error_that_can_not_be_told_is_told_by_name():
         def __str__(self) -> str:
             raise ValueError
 
-    assert describe_error(BrokenError()) == LastWords("error", "BrokenError", 1)
+    assert show(describe_ending(0, BrokenError())) == ("error", "failed with BrokenError", 1, False)
 
 
 # ---- the processes
@@ -98,7 +102,7 @@ def test_an_error_is_told_with_the_line_that_raised_it(listener):
         """,
     )
     assert code == 0
-    assert get_last(listener) == LastWords("error", "ValueError: no rows", 1)
+    assert get_last(listener) == ("error", "failed with ValueError: no rows", 1, False)
     (stack,) = listener.reports[0].stacks
     assert "RAISES" in stack.frames[0].text
     assert stack.frames[0].function == "load"
@@ -114,7 +118,7 @@ def test_os_exit_is_told_with_its_line(listener):
         """,
     )
     assert code == 7
-    assert get_last(listener) == LastWords("exit", "os._exit(7)", 7)
+    assert get_last(listener) == ("exit", "called os._exit(7)", 7, False)
     assert "LEAVES" in own_frames(listener.reports[0].stacks[0].frames)[0].text
 
 
@@ -136,7 +140,7 @@ def test_std_terminate_is_told_and_ends_the_process_as_before(listener, holds_lo
     )
     assert code == -signal.SIGABRT
     assert "terminate called without an active exception" in output
-    assert get_last(listener) == LastWords("abort", "std::terminate", -signal.SIGABRT)
+    assert get_last(listener) == ("abort", "called std::terminate", -signal.SIGABRT, False)
     assert "WAITS" in own_frames(listener.reports[0].stacks[0].frames)[0].text
 
 

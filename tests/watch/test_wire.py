@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from paceline.watch.protocol.report import Beat, Call, Frame, Group, LastWords, Pace, PlaceTime, Report, Stack
+from paceline.launching.ending.endings import Ending
+from paceline.watch.protocol.report import Beat, Call, Frame, Group, Pace, PlaceTime, Report, Stack
 from paceline.watch.protocol.wire import Ask, Unpacker, pack
 
 FRAMES = (Frame("/a/train.py", 3, "step", "loss.backward()"), Frame("/torch/\udce9.py", 0, "f"))
@@ -27,7 +28,10 @@ REPORT = Report(
     made_at={"1": FRAMES[0]},
 )
 LAST = dataclasses.replace(
-    REPORT, phase="leaving", last=LastWords("error", "OSError: gone", 1, has_lost_peer=True), issued={"0": 5}
+    REPORT,
+    phase="leaving",
+    last=Ending(0, "error", 1, 5.0, True, words="failed with OSError: gone"),
+    issued={"0": 5},
 )
 
 

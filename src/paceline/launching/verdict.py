@@ -121,7 +121,7 @@ def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
             continue
         trace = find_last(_read_tail(process.start.log))
         ended_s = process.ended_s or time.time()
-        told[rank] = Ending(rank, "error", status or 1, ended_s, has_lost_peer(trace), trace)
+        told[rank] = Ending(rank, "error", status or 1, ended_s, has_lost_peer(trace), trace=trace)
     return sorted(told.values(), key=lambda ending: ending.time_s)
 
 

@@ -16,6 +16,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -44,6 +45,8 @@ _THROWN = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 _BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _IN_TORCH = re.compile(r"\[/\S+:\d+\] ")  # a line of its source
 _MANY_LETTERS = 200
+_LONG_LINE = 500
+_MANY_CAUSES = 10
 
 
 class RankFailed(Exception):  # noqa: N818 (an event, told as one)
@@ -113,23 +116,26 @@ def _signal_name(status: int) -> str | None:
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank ended.
+    """How one rank ended. A file holds it for the launcher, and a last report for the watcher.
 
     Attributes:
         rank: which one.
-        kind: `"error"`, or `"exit"` for SystemExit.
-        code: the exit code.
+        kind: `"error"`, `"exit"` for `sys.exit`, `os._exit` and Ctrl-C, or `"abort"` for an exception of C++
+            that nobody catches. Nothing writes a file for `os._exit` and `"abort"`.
+        code: the exit code, negative for a signal.
         time_s: when, in seconds since 1970 (the ranks of one machine share its clock).
         follower: whether it failed because a peer was gone.
-        trace: the traceback.
-        pickled: a `PacelineError`, as base64 of its pickle.
+        words: after "it": `failed with ValueError: ...`, `called sys.exit(0)`.
+        trace: the traceback; not in a report, which has frames.
+        pickled: a `PacelineError`, as base64 of its pickle; not in a report.
     """
 
     rank: int
-    kind: Literal["error", "exit"]
+    kind: Literal["error", "exit", "abort"]
     code: int
     time_s: float
     follower: bool = False
+    words: str = ""
     trace: str = ""
     pickled: str = ""
 
@@ -142,24 +148,48 @@ class Ending:
 
 
 def describe_ending(rank: int, error: BaseException) -> Ending:
-    """Turns what ended a rank's function into a record."""
+    """Turns what ended a rank's script or function into a record."""
     now = time.time()
-    if isinstance(error, KeyboardInterrupt):
-        trace = "".join(traceback.format_exception(error))
-        return Ending(rank, "exit", 128 + signal.SIGINT, now, trace=trace)
     if isinstance(error, SystemExit):
-        # A process's status has eight bits.
-        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        code = as_status(error.code) if isinstance(error.code, int) else int(error.code is not None)
+        words = f"called sys.exit({'' if error.code is None else repr(error.code)[:80]})"
         trace = "" if isinstance(error.code, int | None) else str(error.code)
-        return Ending(rank, "exit", code, now, trace=trace)
+        return Ending(rank, "exit", code, now, words=words, trace=trace)
     trace = "".join(traceback.format_exception(error))
+    words = f"failed with {_name_error(error)}"
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(rank, "exit", 128 + signal.SIGINT, now, words=words, trace=trace)
+    follower = _comes_from_lost_peer(error)
     if isinstance(error, PacelineError):
         pickled = base64.b64encode(pickle.dumps(error)).decode()
-        # One of ours may tell of a peer's end too: that ranks don't find each other, for example.
-        follower = has_lost_peer(str(error))
-        return Ending(rank, "error", error.exit_code, now, follower, trace, pickled)
-    words = "".join(traceback.format_exception_only(error))  # it guards against a __str__ that raises
-    return Ending(rank, "error", 1, now, has_lost_peer(words), trace)
+        return Ending(rank, "error", error.exit_code, now, follower, words, trace, pickled)
+    return Ending(rank, "error", 1, now, follower, words, trace)
+
+
+def as_status(code: int) -> int:
+    """What is left of an exit code in a process's status, which has eight bits."""
+    return code & 0xFF
+
+
+def _name_error(error: BaseException) -> str:
+    """`ValueError: no`; the first line of its message."""
+    text = ""
+    with suppress(Exception):  # a __str__ that raises
+        text = str(error).strip().partition("\n")[0][:_LONG_LINE]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _comes_from_lost_peer(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that another rank has gone."""
+    met: BaseException | None = error
+    for _ in range(_MANY_CAUSES):
+        if met is None:
+            break
+        # It guards against a __str__ that raises, and has notes too.
+        if has_lost_peer("".join(traceback.format_exception_only(met))):
+            return True
+        met = met.__cause__ or (None if met.__suppress_context__ else met.__context__)
+    return False
 
 
 def has_lost_peer(words: str) -> bool:

@@ -71,4 +71,4 @@ class RankEnds:
 def is_felt(seen: Seen) -> bool:
     """Whether a rank has failed of what another one did, which may be on another node."""
     words = [report.last for report in seen.reports.values() if report.last is not None]
-    return any(last.has_lost_peer or last.kind == "abort" for last in words)
+    return any(last.follower or last.kind == "abort" for last in words)

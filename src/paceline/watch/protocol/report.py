@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.launching.ending.endings import Ending
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -177,24 +179,6 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """What brings a rank to its end, told by itself just before.
-
-    Attributes:
-        kind: `"error"` for an exception that ends the script, `"exit"` for `sys.exit` and `os._exit`,
-            `"abort"` for an exception of C++ that nobody catches.
-        words: `ValueError: ...`, `sys.exit(0)`, `std::terminate`.
-        exit_code: as the process will end, negative for a signal.
-        has_lost_peer: whether the exception says that another rank has gone.
-    """
-
-    kind: Literal["error", "exit", "abort"]
-    words: str
-    exit_code: int
-    has_lost_peer: bool = False
-
-
-@dataclass(frozen=True)
 class Report:
     """Everything that a rank knows of itself.
 
@@ -220,7 +204,7 @@ class Report:
     groups: dict[str, Group]
     calls: tuple[Call, ...]
     stacks: tuple[Stack, ...]
-    last: LastWords | None = None
+    last: Ending | None = None
     issued: dict[str, int] = field(default_factory=dict)
     meets: str = ""
     num_named: int = 0

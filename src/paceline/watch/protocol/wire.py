@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paceline.launching.ending.endings import Ending
 from paceline.watch.protocol.report import (
     Beat,
     Call,
     Frame,
     Group,
-    LastWords,
     NotFinite,
     Pace,
     PlaceTime,
@@ -174,7 +174,7 @@ def _report_from_json(value: dict[str, Any]) -> Report:
             Stack(stack["thread"], tuple(frames[number] for number in stack["frames"]))
             for stack in value["stacks"]
         ),
-        last=LastWords(**value["last"]) if value["last"] is not None else None,
+        last=Ending(**value["last"]) if value["last"] is not None else None,
         issued=value["issued"],
         meets=value["meets"],
         num_named=value["num_named"],

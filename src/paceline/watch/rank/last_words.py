@@ -13,63 +13,33 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from paceline.launching.ending.endings import has_lost_peer
+from paceline.launching.ending.endings import Ending, as_status
 from paceline.watch.protocol.frames import is_own
-from paceline.watch.protocol.report import Frame, LastWords
-from paceline.watch.rank.threads import mark_main_thread, mark_stack, mark_traceback, resolve
+from paceline.watch.protocol.report import Frame
+from paceline.watch.rank.threads import mark_main_thread, mark_stack, resolve
 
-Say = Callable[[LastWords, tuple[Frame, ...]], None]
+Say = Callable[[Ending, tuple[Frame, ...]], None]
 """Takes what ends the process, and where its main thread is or the exception was raised."""
 
 _LIBRARY = "libstdc++.so.6"
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate(void (*)())
-_MANY_CAUSES = 10
-_MANY_LETTERS = 500
-
-
-def describe_error(error: BaseException) -> LastWords:
-    """The last words of a script that an exception ends."""
-    if isinstance(error, SystemExit):
-        # A process's status has eight bits.
-        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
-        return LastWords("exit", f"sys.exit({'' if error.code is None else repr(error.code)[:80]})", code)
-    text = ""
-    with suppress(Exception):  # a __str__ that raises
-        text = str(error).strip().partition("\n")[0][:_MANY_LETTERS]
-    name = type(error).__name__
-    return LastWords("error", f"{name}: {text}" if text else name, 1, _has_lost_peer(error))
-
-
-def _has_lost_peer(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that another rank has gone."""
-    met: BaseException | None = error
-    for _ in range(_MANY_CAUSES):
-        if met is None:
-            break
-        with suppress(Exception):
-            if has_lost_peer(str(met)):
-                return True
-        met = met.__cause__ or (None if met.__suppress_context__ else met.__context__)
-    return False
-
-
-def say_error(say: Say, error: BaseException) -> None:
-    """Says the last words of a script that an exception ends."""
-    say(describe_error(error), resolve(mark_traceback(error.__traceback__)))
 
 
 class Exits:
     """Ways out of a process that Python's exit handlers don't see.
 
     Args:
+        rank: of this process.
         say: called before the process ends, in whichever thread ends it.
     """
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, rank: int, say: Say) -> None:
+        self._rank = rank
         self._say = say
         self._exits: tuple[Any, Any] | None = None
         self._set_terminate: Any = None
@@ -85,7 +55,11 @@ class Exits:
             with suppress(Exception):
                 frames = resolve(mark_stack(sys._getframe(1)))
                 if any(is_own(frame.file) for frame in frames):
-                    self._say(LastWords("exit", f"os._exit({status})", status & 0xFF), frames)
+                    ending = Ending(
+                        *(self._rank, "exit", as_status(status), time.time()),
+                        words=f"called os._exit({status})",
+                    )
+                    self._say(ending, frames)
             original(status)
 
         self._exits = original, _exit
@@ -112,7 +86,8 @@ class Exits:
 
     def _on_terminate(self) -> None:
         with suppress(Exception):
-            self._say(LastWords("abort", "std::terminate", -signal.SIGABRT), resolve(mark_main_thread()))
+            ending = Ending(self._rank, "abort", -signal.SIGABRT, time.time(), words="called std::terminate")
+            self._say(ending, resolve(mark_main_thread()))
         if self._terminate:
             ctypes.CFUNCTYPE(None)(self._terminate)()
         os.abort()

@@ -21,21 +21,23 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
 from paceline.watch.protocol.frames import is_own
-from paceline.watch.protocol.report import Beat, Call, Frame, Group, LastWords, Phase, Report, Stack
+from paceline.watch.protocol.report import Beat, Call, Frame, Group, Phase, Report, Stack
 from paceline.watch.protocol.stacks import SIGNAL
 from paceline.watch.protocol.wire import Ask, Unpacker, pack
 from paceline.watch.rank.gradients import Gradients
-from paceline.watch.rank.last_words import Exits, say_error
+from paceline.watch.rank.last_words import Exits
 from paceline.watch.rank.meeting import find_meeting
 from paceline.watch.rank.operations import Operations
 from paceline.watch.rank.recorder import CollectiveProgress, CollectiveRecorder, choose_buffer_size
 from paceline.watch.rank.sampling import Sampler
-from paceline.watch.rank.threads import Mark, mark_main_thread, read_stacks
+from paceline.watch.rank.threads import Mark, mark_main_thread, mark_traceback, read_stacks, resolve
 
 _BEAT_S = 1.0
 # A fork waits this long for a report that is being made, and an exit for the last beat.
@@ -86,7 +88,7 @@ class WatchedProcess:
         self._has_said_last = False
         self._had_groups = False
         self._pid = os.getpid()
-        self._exits = Exits(self.say_last)
+        self._exits = Exits(rank, self.say_last)
         self._resting = threading.local()
         self._socket: socket.socket | None = None
         self._inode = 0
@@ -141,9 +143,10 @@ class WatchedProcess:
             if self._gradients.note_error():  # at once, as the launcher ends the ranks that are left
                 self._send(pack(self._make_beat()))
         with suppress(Exception):  # what ends the script is told elsewhere too
-            say_error(self.say_last, error)
+            ending = replace(describe_ending(self._rank, error), trace="", pickled="")
+            self.say_last(ending, resolve(mark_traceback(error.__traceback__)))
 
-    def say_last(self, last: LastWords, frames: tuple[Frame, ...]) -> None:
+    def say_last(self, last: Ending, frames: tuple[Frame, ...]) -> None:
         """Sends a last report, in whichever thread ends this process; only the first time."""
         if self._is_over or self._has_said_last or self._socket is None or self._pid != os.getpid():
             return
@@ -300,7 +303,7 @@ class WatchedProcess:
                 groups, calls = self._recorder.read_calls(is_full=True, has_destroyed=True)
         return Report(self._rank, time.time(), "leaving", groups, calls, ())
 
-    def _make_last_report(self, last: LastWords, frames: tuple[Frame, ...]) -> Report:
+    def _make_last_report(self, last: Ending, frames: tuple[Frame, ...]) -> Report:
         groups: dict[str, Group] = {}
         calls: tuple[Call, ...] = ()
         # Not without end: whoever holds it may be what ends the process.

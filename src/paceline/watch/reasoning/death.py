@@ -82,13 +82,13 @@ def rewind(seen: Seen, source: Source) -> Seen:
             if process is not None:
                 processes[rank] = replace(process, state="sleeping", exit_code=None, cpu_share=0.0)
         elif report.last is not None and process is not None:
-            code = report.last.exit_code if process.exit_code is None else process.exit_code
+            code = report.last.code if process.exit_code is None else process.exit_code
             processes[rank] = replace(process, state="ended", exit_code=code)
     return replace(seen, processes=processes, reports=reports)
 
 
 def _is_echo(report: Report) -> bool:
-    return report.last is not None and report.last.has_lost_peer and bool(report.stacks)
+    return report.last is not None and report.last.follower and bool(report.stacks)
 
 
 def _reopen(report: Report, source: Source) -> tuple[Call, ...]:
@@ -114,7 +114,7 @@ def _has_failed(rank: int, scene: Seen) -> bool:
     """Whether a rank failed by itself, as far as is known: one that has ended, unknown how, has."""
     report, process = scene.reports.get(rank), scene.processes.get(rank)
     if report is not None and report.last is not None:
-        return not report.last.has_lost_peer and report.last.exit_code != 0
+        return not report.last.follower and report.last.code != 0
     return process is not None and process.state == "ended" and process.exit_code != 0
 
 
@@ -132,10 +132,8 @@ def _word(state: State, report: Report | None) -> State:
     """A state in words for a rank that is gone."""
     if report is None or report.last is None:
         return state
-    if report.last.kind == "exit":
-        return replace(state, words=f"called {report.last.words}")
-    if report.last.kind == "error" and not report.last.has_lost_peer:
-        return replace(state, words=f"failed with {report.last.words}")
+    if report.last.kind != "abort" and not report.last.follower:
+        return replace(state, words=report.last.words)
     return replace(state, words=state.words.replace("waits in ", "waited in ", 1))
 
 
