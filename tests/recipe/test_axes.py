@@ -123,6 +123,15 @@ def test_a_row_is_all_that_a_layout_needs(made_up: Path) -> None:
     run_on(made_up, "-c", FOLLOWS, "recipe.toml")
 
 
+def test_a_row_is_all_that_training_needs(made_up: Path) -> None:
+    """Ranks of made-up axes train with every bit of one process, by themselves and with the other axes."""
+    layouts = ["echo=2", "dp_replicate=2 echo=2", "echo=2 spread=2", "dp_shard=2 spread=2", "spread=2 tp=2"]
+    words = [word for layout in layouts for word in ("--layout", layout)]
+    said = run_on(made_up, "-m", "paceline", "verify", "recipe.toml", "--steps", "2", *words)
+    assert said.count("every bit the same") == 4, said
+    assert "5 layouts: 5 the same as one process." in said
+
+
 def test_the_table() -> None:
     assert list_axes() == ("dp_replicate", "dp_shard", "tp")
     assert list_axes(shares_data=True) == ("dp_replicate", "dp_shard")

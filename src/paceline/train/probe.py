@@ -74,7 +74,7 @@ class Probe:
         self._mesh = mesh
         self._is_divided = is_divided
         self._tolerance = _TOLERANCE[dtype]
-        self._is_main = mesh is None or (mesh.dp.rank == 0 and mesh.tp.rank == 0)
+        self._is_main = mesh is None or (mesh.reports and mesh.dp.rank == 0)
         self._norm = next(
             (
                 name

@@ -749,7 +749,8 @@ class Trainer:
                 phase=phase,
                 stop_signum=self._requests.signum,
                 settings=self._settings,
-                count_flops=runner.flops_per_sample is None and self.world.is_main,
+                # On all ranks that see these samples: counting may change the last bits of a gradient.
+                count_flops=runner.flops_per_sample is None and (self._dp is None or self._dp.rank == 0),
             )
         finally:
             for parameter in frozen:

@@ -358,7 +358,7 @@ class Runner(ABC):
         with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
             yield
         num_samples = math.ceil(share.num_samples / share.num_microbatches)
-        num_parts = 1 if self._mesh is None else self._mesh.tp.size
+        num_parts = 1 if self._mesh is None else self._mesh.layout.num_sample_parts
         self.flops_per_sample = counter.get_total_flops() * num_parts / num_samples
 
     def _tell_unsafe_draws(self) -> None:
