@@ -19,33 +19,44 @@ from paceline.launching.rank.script import Script
 from paceline.launching.watcher import Watcher
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Job:
+    """One launch on this node, of a script or of a function.
+
+    Attributes:
+        folder: the launcher's folder for what ranks leave word of.
+        pump: copies what ranks print; None where they write to this process's streams themselves.
+        watcher: who watches the ranks, or None.
+        rounds: how often ranks were started, and whether they shall stop.
+        ooms: what the kernel had killed for memory before.
+    """
+
+    folder: Path
+    pump: Pump | None
+    watcher: Watcher | None
+    rounds: Attempts = field(default_factory=Attempts)
+    ooms: OomCounts = field(default_factory=count_oom_kills)
+
+
+@dataclass(kw_only=True)
+class ScriptJob(Job):
     """One run of a script on this node.
 
     Attributes:
         flags: torchrun's, as parsed.
         script: what to run; None for a program that is no Python script.
-        folder: the launcher's folder for what ranks leave word of.
         logs: the folder of the ranks' logs.
         keeps_logs: whether it stays; set when a rank fails.
         pump: copies what ranks print.
         is_warm: whether ranks are forked, rather than started by a Python of their own.
-        rounds: how often ranks were started, and whether they shall stop.
-        ooms: what the kernel had killed for memory before.
-        watcher: who watches the ranks, or None.
     """
 
     flags: argparse.Namespace
     script: Script | None
-    folder: Path
     logs: Path
     keeps_logs: bool
     pump: Pump
     is_warm: bool
-    rounds: Attempts = field(default_factory=Attempts)
-    ooms: OomCounts = field(default_factory=count_oom_kills)
-    watcher: Watcher | None = None
 
     @property
     def attempt(self) -> Path:

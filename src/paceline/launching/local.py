@@ -15,7 +15,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,16 @@ from paceline.launching import watcher as watching_module
 from paceline.launching.ending.endings import (
     ASKED_TO_STOP,
     Ending,
-    PumpLost,
     RankFailed,
     describe_death,
     find_cause,
     is_consequence,
     read_endings,
 )
-from paceline.launching.ending.memory import OomCounts, count_oom_kills, describe_kill
-from paceline.launching.job import watching
+from paceline.launching.job import Job, watching
 from paceline.launching.processes.folder import launch_folder
 from paceline.launching.processes.messages import Start
 from paceline.launching.processes.ranks import (
-    Attempts,
     RankHandler,
     RankProcess,
     Ranks,
@@ -47,6 +44,7 @@ from paceline.launching.processes.ranks import (
 from paceline.launching.processes.streams import Pump, open_streams
 from paceline.launching.rank.call import RankCall, prepare_main
 from paceline.launching.stop import stop_by_signals
+from paceline.launching.verdict import explain_death, raise_if_ended
 from paceline.launching.warm.import_environment import READ_AT_IMPORT
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck, Watcher
 from paceline.place import is_launched
@@ -108,7 +106,7 @@ def launch(
     copier = None if logs is None else Pump()
     try:
         with launch_folder() as folder:
-            job = _Job(call, folder, logs, copier, watcher)
+            job = FunctionJob(folder=folder, pump=copier, watcher=watcher, call=call, logs=logs)
             return _run(job, ranks, nproc, stop_timeout_s)
     finally:
         if copier is not None:
@@ -261,17 +259,17 @@ def _take_keeper() -> Ranks:
 # ---- running
 
 
-@dataclass
-class _Job:
-    """What the launcher keeps of one launch."""
+@dataclass(kw_only=True)
+class FunctionJob(Job):
+    """One launch of a function.
+
+    Attributes:
+        call: the function for every rank.
+        logs: the folder of the ranks' logs, or None.
+    """
 
     call: RankCall
-    folder: Path
     logs: Path | None
-    pump: Pump | None
-    watcher: Watcher | None
-    rounds: Attempts = field(default_factory=Attempts)
-    ooms: OomCounts = field(default_factory=count_oom_kills)
 
     def may_be_stuck_s(self) -> float | None:
         """How long a rank may take to leave: not long after another's failure; it may save when asked."""
@@ -291,7 +289,7 @@ class _Job:
         return start, open_streams(self.pump, "", "", log, shows=rank == 0, persists=True)
 
 
-def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any]:
+def _run(job: FunctionJob, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any]:
     # These take a while to import, and only a launcher needs them.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
@@ -328,10 +326,7 @@ def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any
         watched = watching(job.watcher, job.folder, ranks, job.rounds)
         with stopping as stop, quiet_torchelastic(), watched:
             stop.supervise(start_thread(work), job.pump, job.watcher)
-        if stop.lost:
-            raise PumpLost
-        if job.watcher is not None and job.watcher.told:
-            raise JobStuck(job.watcher.told)
+        raise_if_ended(job, stop)
         _judge(job, ranks, outcome[0] if outcome else None)
         return [pickle.loads((job.folder / f"result-{rank}").read_bytes()) for rank in range(nproc)]
     finally:
@@ -340,7 +335,7 @@ def _run(job: _Job, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any
         ranks.sweep(kills=True)
 
 
-def _judge(job: _Job, ranks: Ranks, error: BaseException | None) -> None:
+def _judge(job: FunctionJob, ranks: Ranks, error: BaseException | None) -> None:
     """Raises what ended the launch, if it did not end well: the error of the rank that failed first."""
     endings = read_endings(job.folder)
     cause = find_cause(endings)
@@ -364,7 +359,7 @@ def _judge(job: _Job, ranks: Ranks, error: BaseException | None) -> None:
         raise error
 
 
-def _raise_if_explained(job: _Job, cause: Ending) -> None:
+def _raise_if_explained(job: FunctionJob, cause: Ending) -> None:
     """Raises JobStuck where a rank failed of what the watcher knows more of."""
     if job.watcher is not None and is_consequence(cause):
         why = job.watcher.explain_failure(describe_death(cause, ""))
@@ -372,15 +367,17 @@ def _raise_if_explained(job: _Job, cause: Ending) -> None:
             raise JobStuck(why)
 
 
-def _explain(job: _Job, ranks: Ranks, died: RankProcess) -> str:
-    if ranks.keeper_died:
-        return "The process that ranks are forked from was killed, and the ranks with it."
-    if (died.returncode or 0) >= 0 and not (job.folder / f"began-{died.start.rank}").exists():
+def _explain(job: FunctionJob, ranks: Ranks, died: RankProcess) -> str:
+    if (
+        not ranks.keeper_died
+        and (died.returncode or 0) >= 0
+        and not (job.folder / f"began-{died.start.rank}").exists()
+    ):
         return (
             "It ended before it reached the function: a script that calls launch() needs the line "
             'if __name__ == "__main__": above the call.'
         )
-    return "" if died.returncode != -signal.SIGKILL else describe_kill(died.pid, job.ooms)
+    return explain_death(job, ranks, died.pid, died.returncode or 0)
 
 
 def _make_log_dir(path: str | os.PathLike[str]) -> Path:

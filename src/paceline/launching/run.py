@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
 from paceline.launching.elastic.network import choose_rendezvous, describe_place
-from paceline.launching.job import Job, watching
+from paceline.launching.job import ScriptJob, watching
 from paceline.launching.processes.folder import launch_folder
 from paceline.launching.processes.ranks import RankHandler, Ranks, fork_keeper
 from paceline.launching.processes.streams import Pump
@@ -84,7 +84,16 @@ def run_script(
             ranks, is_warm = _warm_up(flags, script, pump, cold)
             with launch_folder() as folder:
                 logs, keeps_logs = _make_logs(flags)
-                job = Job(flags, script, folder, logs, keeps_logs, pump, is_warm, watcher=watcher)
+                job = ScriptJob(
+                    folder=folder,
+                    pump=pump,
+                    watcher=watcher,
+                    flags=flags,
+                    script=script,
+                    logs=logs,
+                    keeps_logs=keeps_logs,
+                    is_warm=is_warm,
+                )
                 _run(job, ranks, check_signals)
         except Become:  # this is a rank, which prints through the pump
             raise
@@ -240,7 +249,7 @@ def _make_logs(flags: argparse.Namespace) -> tuple[Path, bool]:
 # ---- running
 
 
-def _run(job: Job, ranks: Ranks, check_signals: Callable[[], None]) -> None:
+def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> None:
     flags = job.flags
     outcome: list[BaseException] = []
     job.rounds.on_restart = partial(tell_restart, job, ranks)
@@ -273,7 +282,7 @@ def _run(job: Job, ranks: Ranks, check_signals: Callable[[], None]) -> None:
                 job.logs.parent.rmdir()  # where it was made for this run only
 
 
-def _record(job: Job, config: LaunchConfig) -> None:
+def _record(job: ScriptJob, config: LaunchConfig) -> None:
     """Puts beside the logs what a run's numbers depend on and its command line doesn't show."""
     import torch
 
@@ -289,7 +298,7 @@ def _record(job: Job, config: LaunchConfig) -> None:
     (job.logs / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _configure(job: Job) -> tuple[LaunchConfig, str, list[str]]:
+def _configure(job: ScriptJob) -> tuple[LaunchConfig, str, list[str]]:
     """torchrun's own reading of its flags, and what follows from them here."""
     from torch.distributed.run import config_from_args
 

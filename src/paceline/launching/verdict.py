@@ -23,7 +23,7 @@ from paceline.launching.ending.endings import (
 )
 from paceline.launching.ending.memory import describe_kill
 from paceline.launching.ending.trace import find_last
-from paceline.launching.job import Job
+from paceline.launching.job import Job, ScriptJob
 from paceline.launching.processes.ranks import COLD, Ranks
 from paceline.launching.stop import Interrupted, Stop
 from paceline.launching.watcher import JobStuck, Said
@@ -35,7 +35,7 @@ _LOST_HERE = "It lost its peer, and no rank is known to have failed by itself."
 _LOST_ELSEWHERE = "It lost its peer: the cause is what ended a rank on another node, see the output there."
 
 
-def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
+def judge(job: ScriptJob, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
     """Raises what ended the job, if it did not end well.
 
     Raises:
@@ -45,13 +45,11 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         PacelineError: PL344 where the ranks could not be started, PL603 where output could not be written.
         OSError: too few files may be open.
     """
-    if stop.lost:
-        raise PumpLost
-    if job.watcher is not None and job.watcher.told:
-        job.pump.drain()
+    try:
+        raise_if_ended(job, stop)
+    except JobStuck:
         job.keeps_logs = True
-        raise JobStuck(job.watcher.told)
-    job.pump.drain()
+        raise
     endings = _collect_endings(job, ranks)
     cause = find_cause(endings)
     if job.rounds.asked is not None:
@@ -81,7 +79,29 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
     raise error
 
 
-def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
+def raise_if_ended(job: Job, stop: Stop) -> None:
+    """Raises what made the launcher end the ranks; also has the pump pass on what they have printed.
+
+    Raises:
+        PumpLost: nobody carries their output any more.
+        JobStuck: the watcher has found that they can't go on.
+    """
+    if stop.lost:
+        raise PumpLost
+    if job.pump is not None:
+        job.pump.drain()
+    if job.watcher is not None and job.watcher.told:
+        raise JobStuck(job.watcher.told)
+
+
+def explain_death(job: Job, ranks: Ranks, pid: int, status: int) -> str:
+    """Who killed a rank from outside, as far as that is known; empty where nobody did."""
+    if ranks.keeper_died:
+        return "The process that ranks are forked from was killed, and the ranks with it."
+    return describe_kill(pid, job.ooms) if status == -signal.SIGKILL else ""
+
+
+def tell_restart(job: ScriptJob, ranks: Ranks, remaining: int) -> None:
     """Logs why all ranks of this node start again."""
     cause = find_cause(_collect_endings(job, ranks))
     if cause is None:
@@ -93,7 +113,7 @@ def tell_restart(job: Job, ranks: Ranks, remaining: int) -> None:
     log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
 
 
-def _refuse_lost_output(job: Job) -> None:
+def _refuse_lost_output(job: ScriptJob) -> None:
     """Raise after a run that ended well, if a full disk did not take all that ranks have printed.
 
     The ranks ran on, because hours of training are worth more than lines of output. But whoever reads only
@@ -112,7 +132,7 @@ def _refuse_lost_output(job: Job) -> None:
     )
 
 
-def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
+def _collect_endings(job: ScriptJob, ranks: Ranks) -> list[Ending]:
     """How each rank of the last round ended: by its own word, or else by its status and its log."""
     told = {ending.rank: ending for ending in read_endings(job.attempt)}
     for process in ranks.latest:
@@ -125,7 +145,7 @@ def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
     return sorted(told.values(), key=lambda ending: ending.time_s)
 
 
-def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | PacelineError:
+def _fail(job: ScriptJob, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | PacelineError:
     process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
     logs = f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}" if process else ""
     why, is_cause = _explain(job, ranks, cause)
@@ -133,10 +153,8 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
         job.keeps_logs = True
         return JobStuck(why, logs)
     hints = [] if why is None else [f"The ranks' collectives do not match either: {why.text}"]
-    if ranks.keeper_died:
-        hints.append("The process that ranks are forked from was killed, and the ranks with it.")
-    elif cause.code == -signal.SIGKILL and process is not None:
-        hints.append(describe_kill(process.pid, job.ooms))
+    if process is not None:
+        hints.append(explain_death(job, ranks, process.pid, cause.code))
     if cause.follower and process is not None:
         is_one_node = process.start.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         hints.append(_LOST_HERE if is_one_node else _LOST_ELSEWHERE)
@@ -151,7 +169,7 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
     return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
 
 
-def _explain(job: Job, ranks: Ranks, cause: Ending) -> tuple[Said | None, bool]:
+def _explain(job: ScriptJob, ranks: Ranks, cause: Ending) -> tuple[Said | None, bool]:
     """The watcher's word on why ranks failed, if it has one; and whether this one failed of that."""
     if job.watcher is None:
         return None, False
@@ -168,7 +186,7 @@ def _read_tail(path: str) -> str:
     return ""
 
 
-def _tell_late_settings(job: Job) -> None:
+def _tell_late_settings(job: ScriptJob) -> None:
     names = {
         word for path in job.attempt.glob(f"{COLD}*") for word in path.read_text(encoding="utf-8").split()
     }
