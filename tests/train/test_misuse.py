@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a loader for data": (
         "PL210",
         lambda: (t := build()).loader(t.loader(data(), global_batch_size=2), global_batch_size=2),
-        "a _TrainerLoader as the data of loader1",
+        "a TrainerLoader as the data of loader1",
     ),
     "fields of unequal length": (
         "PL211",

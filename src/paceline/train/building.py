@@ -18,7 +18,7 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import Construction, construct
 from paceline.parallel.construct.values import place_values
-from paceline.parallel.order import LaidOut, Settings, parallelize
+from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
@@ -135,6 +135,30 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
             ", ".join(update.not_updated[:3]),
         )
     return update
+
+
+def build_updates(
+    built: Mapping[str, Built],
+    factories: Mapping[str, OptimizerFactory],
+    settings: UpdateSettings,
+    world_size: int,
+) -> dict[str, Update]:
+    """Lays out all models and builds their optimizers; collective.
+
+    Args:
+        built: the models by name; those without a factory are completed and never updated.
+        factories: of optimizers, by name of the model.
+        settings: for all of them.
+        world_size: ranks.
+    """
+    for each in built.values():
+        refuse_illegal(each, settings.laying_out, settings.precision, world_size)
+    updates = {name: build_update(name, built[name], make, settings) for name, make in factories.items()}
+    for name in built.keys() - updates.keys():
+        complete_model(built[name], settings.precision.device)
+        if settings.mesh is not None:
+            align_with_main(built[name].model)
+    return updates
 
 
 def build_runner(name: str, model: nn.Module, laid_out: LaidOut, settings: UpdateSettings) -> Runner:

@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.data.check import check_data, warn_of_oversized_batch
@@ -23,38 +24,33 @@ from paceline.generators import preserved_generators
 from paceline.mesh import build_mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Loss, Objective
-from paceline.parallel.order import Settings, align_with_main
 from paceline.parallel.replicate import CommHook
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
-from paceline.recipe.explain import validate_section
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.seeds import derive_seed
+from paceline.train.arguments import Arguments
 from paceline.train.batches import RawBatches, weigh
 from paceline.train.building import (
+    Built,
     Model,
     OptimizerFactory,
     ScheduleFactory,
     UpdateModel,
     UpdateSettings,
     build_model,
-    build_update,
+    build_updates,
     call_model,
-    check_functions,
-    check_loss_over,
-    check_numbers,
-    check_reduction,
-    check_several,
-    complete_model,
-    refuse_illegal,
     sync_batchnorm_error,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
 from paceline.train.global_loss import GlobalLoss
+from paceline.train.loaders import TrainerLoader
 from paceline.train.memory import explain_out_of_memory
-from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
+from paceline.train.phases import Phases
 from paceline.train.precision import Precision
-from paceline.train.probe import Probe, explain_single_sample
+from paceline.train.probe import explain_single_sample
+from paceline.train.recording import SkippedSteps, StepRecords
 from paceline.train.same_settings import (
     StepSettings,
     check_same_settings,
@@ -64,11 +60,11 @@ from paceline.train.same_settings import (
     describe_optimizer,
     read_hyperparameters,
 )
-from paceline.train.settings import describe_function, name_settings
 from paceline.train.state.saver import Saver
 from paceline.train.step import Step
 from paceline.train.stopping import Stopped, StopRequests
-from paceline.train.update import ONE_IS_NAN, GradientHook, Updated
+from paceline.train.trained_models import TrainedModels
+from paceline.train.update import Updated
 from paceline.world import current_world
 
 log = logging.getLogger(__name__)
@@ -78,7 +74,7 @@ log = logging.getLogger(__name__)
 _DEFAULT_NUM_MICROBATCHES = 8
 
 
-class Trainer:
+class Trainer(TrainedModels):
     """Trains a model the same way on any number of ranks.
 
     Collective: construct it on every rank of the current world, with the same arguments, and call
@@ -167,135 +163,109 @@ class Trainer:
         peak_flops: float | None = None,
         recipe_toml: str | None = None,
     ) -> None:
-        self.world = current_world()
-        seed = self.world.seed if seed is None else seed
-        check_numbers(
-            clip_norm=(clip_norm, 0),
-            seed=(seed, 0),
-            max_skipped_in_a_row=(max_skipped_in_a_row, 1),
-            keep=(keep, 1),
-            microbatch_size=(microbatch_size, 1),
-            tokens_per_sample=(tokens_per_sample, 1),
-            peak_flops=(peak_flops, 1),
+        world = current_world()
+        self._given = given = Arguments(
+            model=model,
+            optimizer=optimizer,
+            forward=forward,
+            loss=loss,
+            step=step,
+            layout=layout,
+            tp_plan=tp_plan,
+            shard=shard,
+            schedule=schedule,
+            dtype=dtype,
+            reduction=reduction,
+            microbatch_size=microbatch_size,
+            loss_over=loss_over,
+            clip_norm=clip_norm,
+            seed=world.seed if seed is None else seed,
+            ddp=ddp,
+            comm_hook=comm_hook,
+            sync_batchnorm=sync_batchnorm,
+            compile=compile,
+            max_skipped_in_a_row=max_skipped_in_a_row,
+            keep=keep,
+            checkpoint_mode=checkpoint_mode,
+            tensorboard=tensorboard,
+            tokens_per_sample=tokens_per_sample,
+            peak_flops=peak_flops,
+            recipe_toml=recipe_toml,
         )
-        layout = Layout.parse(layout) if isinstance(layout, str) else layout
-        self.layout = layout.resolve(self.world.world_size)
-        self.microbatch_size = microbatch_size
-        self.step_number = 0
-        self.num_samples = 0
-        self._seed = seed
-        self._precision = Precision(dtype, self.world.device)
-        self._sync_batchnorm = sync_batchnorm
-        self._user_step = step
-        self._forward = forward or call_model
-        self._loss = loss
-        self._max_skipped_in_a_row = max_skipped_in_a_row
-        self._num_skipped_in_a_row = 0
-        self._last_loss = math.nan
-        self._tokens_per_sample = tokens_per_sample
-        self._tensorboard = tensorboard
-        names = dict(model) if isinstance(model, Mapping) else None
-        check_functions(names, step, forward, loss, optimizer)
-        check_loss_over(loss_over, has_step=step is not None, sync_batchnorm=sync_batchnorm)
-        check_reduction(reduction, has_comm_hook=comm_hook is not None, sync_batchnorm=sync_batchnorm)
+        self.layout = given.resolve_layout(world.world_size)
+        self.microbatch_size, self._sync_batchnorm = microbatch_size, sync_batchnorm
+        self.step_number = self.num_samples = 0
+        self._precision = Precision(dtype, world.device)
+        given.check_together(self.layout)
         if reduction == "exact":
-            self.world.pin_threads(1)
-        if names is not None:
-            check_several(self.layout)
+            world.pin_threads(1)
+        self._forward, self._loss = forward or call_model, loss
         built = {
-            name: build_model(name, model, self._precision, seed)
-            for name, model in (names or {"model": model}).items()  # type: ignore[dict-item]
+            name: build_model(name, each, self._precision, given.seed) for name, each in given.models.items()
         }
-        self.models = {name: each.model for name, each in built.items()}
-        if self.world.world_size > 1:
-            given = {
-                "layout": str(self.layout),
-                "dtype": dtype,
-                "reduction": reduction,
-                "microbatch_size": str(microbatch_size),
-                "clip_norm": str(clip_norm),
-                "seed": str(seed),
-                "sync_batchnorm": str(sync_batchnorm),
-                "compile": str(compile),
-                "max_skipped_in_a_row": str(max_skipped_in_a_row),
-                "ddp": str(ddp),
-                "shard": str(shard),
-                "tp_plan": str(tp_plan),
-                "forward": describe_code(forward),
-                "loss": describe_code(loss),
-                "loss_over": loss_over,
-                "step": describe_code(step),
-                "schedule": describe_code(schedule),
-                "comm_hook": describe_code(comm_hook and comm_hook[1]),
-                "recipe": str(recipe_toml),
-            }
-            for name, each in built.items():
-                given |= describe_model(name, each.model)
-            check_same_settings(given, _all_ranks())
-        self._mesh = build_mesh(self.layout, self.world) if self.world.world_size > 1 else None
-        self._statistics = RunningStatistics(self.models.values())
-        factories = dict(optimizer) if isinstance(optimizer, Mapping) else {"model": optimizer}
+        self._statistics = RunningStatistics([each.model for each in built.values()])
+        if world.world_size > 1:
+            self._check_same_settings(built)
+        self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
+        self._dp = self._mesh.dp if self._mesh is not None else None
+        trial = None if example is None else partial(self._try_forward, batch=example)
+        laying_out = given.lay_out(self.layout, trial)
         settings = UpdateSettings(
             mesh=self._mesh,
             precision=self._precision,
             statistics=self._statistics,
-            laying_out=Settings(
-                self.layout,
-                ddp=ddp if isinstance(ddp, DdpSection) else validate_section("ddp", DdpSection, ddp or {}),
-                shard=shard
-                if isinstance(shard, ShardSection)
-                else validate_section("shard", ShardSection, shard or {}),
-                exact=reduction == "exact",
-                comm_hook=comm_hook,
-                sync_batchnorm=sync_batchnorm,
-                compile=compile,
-                example=None if example is None else lambda model: self._try_forward(model, example),
-                tp_plan=tp_plan,
-            ),
+            laying_out=laying_out,
             schedule=schedule,
             clip_norm=clip_norm,
-            seed=seed,
+            seed=given.seed,
         )
-        for each in built.values():
-            refuse_illegal(each, settings.laying_out, self._precision, self.world.world_size)
-        self._updates = {
-            name: build_update(name, built[name], factory, settings) for name, factory in factories.items()
-        }
-        for name in self.models.keys() - self._updates.keys():
-            complete_model(built[name], self.world.device)
-            if self._mesh is not None:
-                align_with_main(self.models[name])
-        peak = peak_flops or find_peak_flops(self.world.device, dtype)
-        self._peak_flops = peak * self.world.world_size if peak else None
+        updates = build_updates(built, given.optimizers, settings, world.world_size)
+        super().__init__(world, {name: each.model for name, each in built.items()}, updates)
+        self._start_run(laying_out.ddp.bucket_cap_mb)
+        world.on_close(self.close)
+
+    def _check_same_settings(self, built: Mapping[str, Built]) -> None:
+        """Raises PL417 where ranks were given other arguments or models; collective."""
+        texts = self._given.describe_for_ranks(self.layout)
+        for name, each in built.items():
+            texts |= describe_model(name, each.model)
+        check_same_settings(texts, _all_ranks())
+
+    def _start_run(self, bucket_cap_mb: float) -> None:
+        """Sets up all that goes along with steps: state, metrics, data, signals."""
+        given = self._given
         self._saver = Saver(
             self.world,
-            keep=keep,
-            mode=checkpoint_mode,
+            keep=given.keep,
+            mode=given.checkpoint_mode,
             layout=self.layout,
-            reduction=reduction,
-            recipe_toml=recipe_toml,
-            bucket_cap_mb=settings.laying_out.ddp.bucket_cap_mb,
-            settings={
-                "clip_norm": clip_norm,
-                "dtype": dtype,
-                "microbatch_size": microbatch_size,
-                "seed": seed,
-                "sync_batchnorm": sync_batchnorm,
-                "loss_over": loss_over,
-                "comm_hook": None if comm_hook is None else describe_function(comm_hook[1]),
-                **{
-                    name_settings(name, self._updates, key): value
-                    for name, update in self._updates.items()
-                    for key, value in update.settings.items()
-                },
-            },
+            reduction=given.reduction,
+            recipe_toml=given.recipe_toml,
+            bucket_cap_mb=bucket_cap_mb,
+            settings=given.describe_for_resume(self.layout, self._updates),
         )
-        self._dp = self._mesh.dp if self._mesh is not None else None
         self._global_loss: GlobalLoss | None = None
-        if loss_over == "global_batch":
-            assert loss is not None
-            self._global_loss = GlobalLoss(self.model, self._forward, loss, self._mesh, self._precision)
-        self._probed: set[str] = set()
+        if given.loss_over == "global_batch":
+            assert self._loss is not None
+            self._global_loss = GlobalLoss(self.model, self._forward, self._loss, self._mesh, self._precision)
+        self._phases = Phases(
+            self.models,
+            self._updates,
+            self._mesh,
+            self._statistics,
+            self._precision,
+            global_loss=self._global_loss,
+            microbatch_size=given.microbatch_size,
+        )
+        self._records = StepRecords(
+            self.world,
+            dtype=given.dtype,
+            peak_flops=given.peak_flops,
+            tokens_per_sample=given.tokens_per_sample,
+            tensorboard=given.tensorboard,
+        )
+        self._skipped = SkippedSteps(given.max_skipped_in_a_row)
+        self._last_loss = math.nan
         self._loaders: dict[str, Loader] = {}
         self._source: Loader | None = None
         self._settings = StepSettings(_all_ranks() if self._mesh else None, self._describe_settings)
@@ -303,23 +273,8 @@ class Trainer:
         self._requests = StopRequests()
         self._stop_signum = 0
         self._went_apart = False
-        self._writer: MetricsWriter | None = None
-        self._metrics_from: int | None = None
         self._last_step_end_s = time.perf_counter()
         self._data_s = 0.0
-        self.world.on_close(self.close)
-
-    @property
-    def model(self) -> nn.Module:
-        """The plain module, with the trained weights, usable on its own. One model only."""
-        if len(self.models) > 1:
-            raise PacelineError(
-                "PL402",
-                saw=f"trainer.model with {len(self.models)} models.",
-                rule="`model` is the only one.",
-                fix=f"Use trainer.models[name] with one of {', '.join(self.models)}.",
-            )
-        return next(iter(self.models.values()))
 
     @property
     def run_folder(self) -> Path | None:
@@ -350,14 +305,14 @@ class Trainer:
             raise sync_batchnorm_error(global_batch_size, size, self.world.world_size)
         name = name or f"loader{len(self._loaders)}"
         check_data(dataset, name)
-        loader = _TrainerLoader(
+        loader = TrainerLoader(
             self,
             dataset,
             global_batch_size=global_batch_size,
             microbatch_size=size,
             rank=0 if self._dp is None else self._dp.rank,
             world_size=1 if self._dp is None else self._dp.size,
-            seed=self._seed,
+            seed=self._given.seed,
             shuffle=shuffle,
             drop_last=drop_last,
             epochs=epochs,
@@ -408,19 +363,17 @@ class Trainer:
                 where nodes without a shared disk hold different checkpoints.
         """
         accept = [accept] if isinstance(accept, str) else accept
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._records.close()
         state = self._saver.load(Path(folder), self.models, self._updates, self._loaders, accept)
         if state is not None:
             self.step_number = state["step"]
             self.num_samples = state["samples"]
-            self._num_skipped_in_a_row = state["skipped_in_a_row"]
+            self._skipped.num_in_a_row = state["skipped_in_a_row"]
             for name, loader in self._loaders.items():
                 saved = self._saver.tracked.take_loader_state(name)
                 if saved is not None:
                     loader.load_state_dict(saved)
-        self._metrics_from = self.step_number
+        self._records.begin(Path(folder), self.step_number)
         self._last_step_end_s = time.perf_counter()
         return self.step_number
 
@@ -443,15 +396,14 @@ class Trainer:
             )
         for update in self._updates.values():
             update.check_copies()
-        if self._writer is not None:
-            self._writer.flush()  # the file then has all steps that the checkpoint has
+        self._records.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(
             self.models,
             self._updates,
             {
                 "step": self.step_number,
                 "samples": self.num_samples,
-                "skipped_in_a_row": self._num_skipped_in_a_row,
+                "skipped_in_a_row": self._skipped.num_in_a_row,
                 "loss": self._last_loss,
             },
             # One that has not moved, as those for evaluation, has nothing to go on from.
@@ -471,7 +423,6 @@ class Trainer:
             PacelineError: PL417 to PL419 where ranks differ in settings or weights, or have the same samples;
                 PL431 after too many skipped steps in a row, PL432 out of memory.
         """
-        self._requests.install()
         self.leave_if_asked()
         self._saver.check_complete()
         if isinstance(batch, Share):
@@ -491,38 +442,24 @@ class Trainer:
         )
         self.step_number += 1
         lr = next(iter(self._updates.values())).lr
-        done: dict[str, Updated] = {}
-        comm_s = 0.0
-
-        def run(name: str, objective: Loss) -> Updated:
-            nonlocal comm_s
-            updated = self._run_update(name, objective, share, phase=len(phases))
-            phases.append(name)
-            done[name] = updated
-            comm_s += updated.comm_s
-            self._stop_signum = self._stop_signum or updated.stop_signum
-            return updated
+        phases = self._phases
+        phases.begin(share, self.step_number, self._requests, self._settings)
 
         def update(name: str, loss: Callable[[Any, Any], Any]) -> Updated:
-            return run(name, Objective(lambda batch: loss(self.models, batch), weigh, has_output=False))
+            objective = Objective(lambda batch: loss(self.models, batch), weigh, has_output=False)
+            return phases.run(name, objective)
 
-        phases: list[str] = []
         with (
             preserved_generators(self.world.device),
             explain_out_of_memory(share, self.world),
             explain_single_sample(share),
         ):
-            if self._user_step is None:
-                run("model", self._objective())
+            if self._given.step is None:
+                phases.run("model", self._objective())
             else:
-                self._user_step(update)
-        if not done:
-            raise PacelineError(
-                "PL406",
-                saw="step= returned without an update.",
-                rule="A step updates at least one model.",
-                fix="Call update(name, loss) in it.",
-            )
+                self._given.step(update)
+        done = phases.end()
+        self._stop_signum = self._stop_signum or phases.stop_signum
         if share.source is not None:
             share.source.mark_consumed(share)
         self.num_samples += share.num_samples
@@ -535,12 +472,12 @@ class Trainer:
             updates=done,
             step_s=now_s - self._last_step_end_s,
             data_s=self._data_s,
-            comm_s=comm_s,
+            comm_s=phases.comm_s,
         )
         self._last_step_end_s, self._data_s = now_s, 0.0
         self._last_loss = step.loss
-        self._record(step)
-        self._count_skipped(step)
+        self._records.write_step(step, self.num_samples, self._updates.values())
+        self._skipped.count(step)
         return step
 
     def find_random_draws(self, batch: Share) -> list[Finding]:
@@ -578,80 +515,12 @@ class Trainer:
                 metrics=dict(metrics or {}),
                 mesh=self._mesh,
                 precision=self._precision,
-                seed=derive_seed(self._seed, "evaluate"),
+                seed=derive_seed(self._given.seed, "evaluate"),
                 global_loss=self._global_loss,
             )
-        writer = self._open_writer()
-        if writer is not None:
-            writer.write_evaluation(self.step_number, result.values())
+        self._records.write_evaluation(self.step_number, result.values())
         self._last_step_end_s += time.perf_counter() - started_s  # no part of the next step's time
         return result
-
-    def whole(self, name: str, tensor: Tensor, model: str = "model") -> Tensor:
-        """A whole tensor, from what this rank has of it; collective.
-
-        Args:
-            name: of the parameter or buffer that it is or belongs to.
-            tensor: that one, its gradient (as hooks get it) or a piece of its optimizer state.
-            model: which one, where there are several.
-        """
-        if model in self._updates:
-            return self._updates[model].placement.whole(name, tensor)
-        return tensor
-
-    def whole_state(self, model: str = "model") -> dict[str, Tensor]:
-        """The whole model as a plain one's `state_dict`, with all of its buffers; collective.
-
-        Returns:
-            On rank 0 all parameters and buffers by full name, on the CPU; elsewhere an empty dict.
-        """
-        module, found = self.models[model], {}
-        named = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        for name, tensor in named:
-            whole = self.whole(name, tensor.detach(), model)
-            if self.world.is_main:
-                found[name] = whole.to("cpu", copy=True)
-        return found
-
-    def gather_into(self, plain: nn.Module, model: str = "model") -> None:
-        """Puts the trained weights into a plain module of the same kind, on rank 0; collective.
-
-        Args:
-            plain: as the model was before it was laid out; on ranks other than 0 it isn't touched.
-            model: which one, where there are several.
-        """
-        state = self.whole_state(model)
-        if self.world.is_main:
-            persistent = plain.state_dict().keys()
-            plain.load_state_dict({name: state[name] for name in persistent})
-
-    def count_parameters(self, model: str = "model") -> int:
-        """The number of a model's parameters, trained and frozen, whatever the layout."""
-        named = self.models[model].named_parameters()
-        if model not in self._updates:
-            return sum(p.numel() for _, p in named)
-        placement = self._updates[model].placement
-        return sum(math.prod(placement.whole_shape(name, p)) for name, p in named)
-
-    def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
-        """Calls `hook({name: gradient})` in every step after reduction, before clipping.
-
-        The gradients are those of the mean loss over the global batch; the hook may change them in
-        place, alike on every rank. Where the layout divides the model they are what this rank has; `whole`
-        gives all of one.
-        """
-        if model not in self._updates:
-            raise PacelineError(
-                "PL404",
-                saw=f"on_gradients(..., model={model!r}), but only {', '.join(self._updates)} have an "
-                "optimizer.",
-                rule="Gradients are those of a model that is updated.",
-                fix="Use one of these names.",
-            )
-        self._updates[model].gradient_hooks.append(hook)
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
@@ -672,6 +541,7 @@ class Trainer:
         Loaders call it before every batch, so that whatever the loop does after a step (an average of
         weights, a log line) belongs to the checkpoint.
         """
+        self._requests.install()
         if not self._stop_signum:
             return
         saved = str(self.save()) if self.run_folder is not None else None
@@ -683,9 +553,7 @@ class Trainer:
         self._requests.remove()
         for update in self._updates.values():
             update.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._records.close()
 
     def add_data_wait(self, seconds: float) -> None:
         """Counts time that the loop waited for data as such in the next step's metrics."""
@@ -720,126 +588,8 @@ class Trainer:
             lambda batch: forward(model, batch), lambda output, batch: weigh(loss(output, batch), batch)
         )
 
-    def _run_update(self, name: str, objective: Loss, share: Share, *, phase: int) -> Updated:
-        if name not in self._updates:
-            raise PacelineError(
-                "PL404",
-                saw=f"update({name!r}, ...), but only {', '.join(self._updates)} have an optimizer.",
-                rule="An update changes a model through its optimizer.",
-                fix="Use one of these names.",
-            )
-        # Gradients of this phase belong to one model; the others are a fixed part of its loss.
-        others = [m for other, m in self.models.items() if other != name]
-        frozen = [p for model in others for p in model.parameters() if p.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        runner = self._updates[name].runner
-        try:
-            if name not in self._probed:
-                self._probed.add(name)
-                self._probe(name, objective, share)
-            if self._global_loss is not None:
-                objective, share = self._global_loss.prepare(
-                    runner, share, step=self.step_number, phase=phase
-                )
-            return self._updates[name].run(
-                objective,
-                share,
-                step=self.step_number,
-                phase=phase,
-                stop_signum=self._requests.signum,
-                settings=self._settings,
-                # On all ranks that see these samples: counting may change the last bits of a gradient.
-                count_flops=runner.flops_per_sample is None and (self._dp is None or self._dp.rank == 0),
-            )
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
-
-    def _probe(self, name: str, objective: Loss, share: Share) -> None:
-        """Before the first update of a start: what the cut into microbatches does to it; collective."""
-        update = self._updates[name]
-        is_divided = update.placement.is_divided
-        models, mesh = list(self.models.values()), self._mesh
-        probe = Probe(models, update.runner, mesh, is_divided=is_divided, dtype=self._precision.name)
-        run = objective if self._global_loss is None else self._global_loss.run
-        self._statistics.keep(probe.find_buffers(run, share), self._dp)
-        if self.microbatch_size is not None or share.source is None or share.num_microbatches == 1:
-            return  # chosen by the user, or nothing is cut
-        probe.tell_batchnorm(share)
-        if self._global_loss is None:
-            probe.check_cut(objective, share)
-
-    def _record(self, step: Step) -> None:
-        writer = self._open_writer()
-        if writer is None:
-            return
-        flops = [update.runner.flops_per_sample for update in self._updates.values()]
-        writer.write(
-            describe_step(
-                step,
-                samples=self.num_samples,
-                tokens_per_sample=self._tokens_per_sample,
-                flops_per_sample=sum(f for f in flops if f) or None,
-                peak_flops=self._peak_flops,
-                memory_bytes=writer.measure_memory(self.world.device),
-            )
-        )
-
-    def _open_writer(self) -> MetricsWriter | None:
-        if self._writer is None and self._metrics_from is not None and self.world.is_main:
-            assert self.run_folder is not None
-            self._writer = MetricsWriter(
-                self.run_folder, last_step=self._metrics_from, tensorboard=self._tensorboard
-            )
-            self._metrics_from = None
-        return self._writer
-
-    def _count_skipped(self, step: Step) -> None:
-        if step.skipped is None:
-            self._num_skipped_in_a_row = 0
-            return
-        self._num_skipped_in_a_row += 1
-        log.warning("step %d skipped: %s", step.number, step.skipped)
-        if self._num_skipped_in_a_row >= self._max_skipped_in_a_row:
-            raise PacelineError(
-                "PL431",
-                saw=f"{self._num_skipped_in_a_row} steps in a row were skipped, the last one "
-                f"(step {step.number}) because {step.skipped}.",
-                rule="A step whose loss or gradient is not finite on any rank leaves the weights alone on "
-                f"all; {self._max_skipped_in_a_row} in a row is the limit (max_skipped_in_a_row).",
-                fix="Lower the learning rate, add warm-up, look at the data of that microbatch; "
-                "the last checkpoint is from before."
-                + (
-                    " If the loss is a mean over targets, a microbatch without targets has 0/0: return "
-                    "(sum of losses, number of targets) instead."
-                    if ONE_IS_NAN in step.skipped
-                    else ""
-                ),
-            )
-
 
 def _all_ranks() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-class _TrainerLoader(Loader):
-    """A loader that tells its trainer how long it was waited for, and leaves when asked to stop."""
-
-    def __init__(self, trainer: Trainer, dataset: Any, **settings: Any) -> None:
-        super().__init__(dataset, **settings)
-        self._trainer = trainer
-
-    def __iter__(self) -> Iterator[Share]:
-        shares = super().__iter__()
-        while True:
-            self._trainer._requests.install()
-            self._trainer.leave_if_asked()
-            started_s = time.perf_counter()
-            share = next(shares, None)
-            self._trainer.add_data_wait(time.perf_counter() - started_s)
-            if share is None:
-                return
-            yield share

@@ -1,0 +1,188 @@
+"""`Arguments`: what a trainer was given, and the one list of settings that ranks and resumed runs compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from paceline.parallel.order import Settings
+from paceline.parallel.replicate import CommHook
+from paceline.recipe import Layout
+from paceline.recipe.explain import validate_section
+from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.train.building import (
+    Model,
+    OptimizerFactory,
+    ScheduleFactory,
+    UpdateModel,
+    check_functions,
+    check_loss_over,
+    check_numbers,
+    check_reduction,
+    check_several,
+)
+from paceline.train.same_settings import describe_code
+from paceline.train.settings import describe_function, name_settings
+from paceline.train.update import Update
+
+
+@dataclass(frozen=True)
+class RunSetting:
+    """A setting that all ranks share.
+
+    Attributes:
+        name: of the argument.
+        value: as given.
+        is_kept: whether a resumed run has the same, because the result depends on it.
+        is_code: whether it is a function, of which ranks compare the code and runs the name.
+    """
+
+    name: str
+    value: Any
+    is_kept: bool = False
+    is_code: bool = False
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a trainer; `Trainer` describes each. The seed is known."""
+
+    model: Model | Mapping[str, Model]
+    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory]
+    forward: Callable[[Any, Any], Any] | None
+    loss: Callable[[Any, Any], Any] | None
+    step: Callable[[UpdateModel], None] | None
+    layout: str | Layout
+    tp_plan: Mapping[str, str] | None
+    shard: ShardSection | Mapping[str, Any] | None
+    schedule: ScheduleFactory | None
+    dtype: str
+    reduction: str
+    microbatch_size: int | None
+    loss_over: str
+    clip_norm: float
+    seed: int
+    ddp: DdpSection | Mapping[str, Any] | None
+    comm_hook: tuple[Any, CommHook] | None
+    sync_batchnorm: bool
+    compile: bool
+    max_skipped_in_a_row: int
+    keep: int
+    checkpoint_mode: Literal["full", "sharded"]
+    tensorboard: bool
+    tokens_per_sample: int | None
+    peak_flops: float | None
+    recipe_toml: str | None
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """The models by name; an only one is named `model`."""
+        return dict(self.model) if isinstance(self.model, Mapping) else {"model": self.model}
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerFactory]:
+        """The optimizer factories by name of the model."""
+        return dict(self.optimizer) if isinstance(self.optimizer, Mapping) else {"model": self.optimizer}
+
+    def resolve_layout(self, world_size: int) -> Layout:
+        """The layout with all degrees known; raises for numbers and layouts that can't be."""
+        check_numbers(
+            clip_norm=(self.clip_norm, 0),
+            seed=(self.seed, 0),
+            max_skipped_in_a_row=(self.max_skipped_in_a_row, 1),
+            keep=(self.keep, 1),
+            microbatch_size=(self.microbatch_size, 1),
+            tokens_per_sample=(self.tokens_per_sample, 1),
+            peak_flops=(self.peak_flops, 1),
+        )
+        layout = Layout.parse(self.layout) if isinstance(self.layout, str) else self.layout
+        return layout.resolve(world_size)
+
+    def check_together(self, layout: Layout) -> None:
+        """Raises where arguments don't go together.
+
+        Raises:
+            PacelineError: PL404, PL406, PL407, PL415, PL423, PL426 to PL428.
+        """
+        names = self.models if isinstance(self.model, Mapping) else None
+        check_functions(names, self.step, self.forward, self.loss, self.optimizer)
+        check_loss_over(self.loss_over, has_step=self.step is not None, sync_batchnorm=self.sync_batchnorm)
+        check_reduction(
+            self.reduction,
+            has_comm_hook=self.comm_hook is not None,
+            sync_batchnorm=self.sync_batchnorm,
+        )
+        if names is not None:
+            check_several(layout)
+
+    def lay_out(self, layout: Layout, example: Callable[[nn.Module], Any] | None) -> Settings:
+        """How models are laid out.
+
+        Args:
+            layout: resolved.
+            example: calls the model on a batch of a few samples, if there is one.
+        """
+        ddp, shard = self.ddp, self.shard
+        return Settings(
+            layout,
+            ddp=ddp if isinstance(ddp, DdpSection) else validate_section("ddp", DdpSection, ddp or {}),
+            shard=shard
+            if isinstance(shard, ShardSection)
+            else validate_section("shard", ShardSection, shard or {}),
+            exact=self.reduction == "exact",
+            comm_hook=self.comm_hook,
+            sync_batchnorm=self.sync_batchnorm,
+            compile=self.compile,
+            example=example,
+            tp_plan=self.tp_plan,
+        )
+
+    def describe_for_ranks(self, layout: Layout) -> dict[str, str]:
+        """What must be the same on all ranks, as texts by name."""
+        return {
+            each.name: describe_code(each.value) if each.is_code else str(each.value)
+            for each in self._list_settings(layout)
+        }
+
+    def describe_for_resume(self, layout: Layout, updates: Mapping[str, Update]) -> dict[str, Any]:
+        """What a resumed run must have as it was, by name; JSON-able.
+
+        Args:
+            layout: resolved; it may change.
+            updates: of the models, with the settings of optimizer and schedule as they were built.
+        """
+        found = {
+            each.name: describe_function(each.value) if each.is_code and each.value else each.value
+            for each in self._list_settings(layout)
+            if each.is_kept
+        }
+        for name, update in updates.items():
+            found |= {name_settings(name, updates, key): value for key, value in update.settings.items()}
+        return found
+
+    def _list_settings(self, layout: Layout) -> list[RunSetting]:
+        return [
+            RunSetting("layout", layout),
+            RunSetting("dtype", self.dtype, is_kept=True),
+            RunSetting("reduction", self.reduction),
+            RunSetting("microbatch_size", self.microbatch_size, is_kept=True),
+            RunSetting("clip_norm", self.clip_norm, is_kept=True),
+            RunSetting("seed", self.seed, is_kept=True),
+            RunSetting("sync_batchnorm", self.sync_batchnorm, is_kept=True),
+            RunSetting("compile", self.compile),
+            RunSetting("max_skipped_in_a_row", self.max_skipped_in_a_row),
+            RunSetting("checkpoint_mode", self.checkpoint_mode),
+            RunSetting("ddp", self.ddp),
+            RunSetting("shard", self.shard),
+            RunSetting("tp_plan", self.tp_plan),
+            RunSetting("forward", self.forward, is_code=True),
+            RunSetting("loss", self.loss, is_code=True),
+            RunSetting("loss_over", self.loss_over, is_kept=True),
+            RunSetting("step", self.step, is_code=True),
+            RunSetting("schedule", self.schedule, is_code=True),
+            RunSetting("comm_hook", self.comm_hook and self.comm_hook[1], is_kept=True, is_code=True),
+            RunSetting("recipe", self.recipe_toml),
+        ]

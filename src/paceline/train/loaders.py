@@ -1,0 +1,44 @@
+"""A trainer's loaders: they report how long the loop waited for data, and leave when asked to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from paceline.data.loader import Loader
+from paceline.data.share import Share
+
+
+class StepTaker(Protocol):
+    """What a loader asks of the trainer that it belongs to."""
+
+    def leave_if_asked(self) -> None:
+        """Saves and leaves if some rank was asked to stop."""
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Counts time that the loop waited for data."""
+
+
+class TrainerLoader(Loader):
+    """A loader whose iteration belongs to a trainer's steps.
+
+    Args:
+        trainer: whose.
+        dataset, settings: as for `Loader`.
+    """
+
+    def __init__(self, trainer: StepTaker, dataset: Any, **settings: Any) -> None:
+        super().__init__(dataset, **settings)
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[Share]:
+        shares = super().__iter__()
+        while True:
+            self._trainer.leave_if_asked()
+            started_s = time.perf_counter()
+            share = next(shares, None)
+            self._trainer.add_data_wait(time.perf_counter() - started_s)
+            if share is None:
+                return
+            yield share

@@ -1,0 +1,140 @@
+"""What a trainer keeps of its steps: metrics in the run's folder, and how many in a row were skipped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
+from paceline.train.step import Step
+from paceline.train.update import ONE_IS_NAN, Update
+from paceline.world import World
+
+log = logging.getLogger(__name__)
+
+
+class StepRecords:
+    """Writes steps and evaluations into the run's folder, on rank 0.
+
+    Args:
+        world: the ranks.
+        dtype: of the training.
+        peak_flops: of one rank's device; known for common GPUs.
+        tokens_per_sample: for tokens/s.
+        tensorboard: whether to write event files.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        dtype: str,
+        peak_flops: float | None,
+        tokens_per_sample: int | None,
+        tensorboard: bool,
+    ) -> None:
+        self._world = world
+        peak = peak_flops or find_peak_flops(world.device, dtype)
+        self._peak_flops = peak * world.world_size if peak else None
+        self._tokens_per_sample = tokens_per_sample
+        self._tensorboard = tensorboard
+        self._folder: Path | None = None
+        self._first_step: int | None = None
+        self._writer: MetricsWriter | None = None
+
+    def begin(self, folder: Path, step: int) -> None:
+        """From here on writes to `folder`, after what it has up to `step`."""
+        self._folder, self._first_step = folder, step
+
+    def write_step(self, step: Step, num_samples: int, updates: Collection[Update]) -> None:
+        """Writes a step.
+
+        Args:
+            step: the latest.
+            num_samples: of the run, up to it.
+            updates: of all models.
+        """
+        writer = self._open()
+        if writer is None:
+            return
+        flops = [update.runner.flops_per_sample for update in updates]
+        writer.write(
+            describe_step(
+                step,
+                samples=num_samples,
+                tokens_per_sample=self._tokens_per_sample,
+                flops_per_sample=sum(f for f in flops if f) or None,
+                peak_flops=self._peak_flops,
+                memory_bytes=writer.measure_memory(self._world.device),
+            )
+        )
+
+    def write_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Writes what an evaluation after `step` found, by name."""
+        writer = self._open()
+        if writer is not None:
+            writer.write_evaluation(step, values)
+
+    def flush(self) -> None:
+        """Puts on disk what was written so far."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the files; the next write needs `begin`."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> MetricsWriter | None:
+        if self._writer is None and self._first_step is not None and self._world.is_main:
+            assert self._folder is not None
+            self._writer = MetricsWriter(
+                self._folder, last_step=self._first_step, tensorboard=self._tensorboard
+            )
+            self._first_step = None
+        return self._writer
+
+
+class SkippedSteps:
+    """Counts steps that left the weights alone, and gives up after too many in a row.
+
+    Args:
+        most: how many in a row are too many.
+
+    Attributes:
+        num_in_a_row: up to the latest step.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.num_in_a_row = 0
+        self._most = most
+
+    def count(self, step: Step) -> None:
+        """Counts a step; raises PL431 where it was one too many."""
+        if step.skipped is None:
+            self.num_in_a_row = 0
+            return
+        self.num_in_a_row += 1
+        log.warning("step %d skipped: %s", step.number, step.skipped)
+        if self.num_in_a_row >= self._most:
+            raise _too_many_error(step, step.skipped, self._most)
+
+
+def _too_many_error(step: Step, reason: str, most: int) -> PacelineError:
+    return PacelineError(
+        "PL431",
+        saw=f"{most} steps in a row were skipped, the last one (step {step.number}) because {reason}.",
+        rule="A step whose loss or gradient is not finite on any rank leaves the weights alone on "
+        f"all; {most} in a row is the limit (max_skipped_in_a_row).",
+        fix="Lower the learning rate, add warm-up, look at the data of that microbatch; "
+        "the last checkpoint is from before."
+        + (
+            " If the loss is a mean over targets, a microbatch without targets has 0/0: return "
+            "(sum of losses, number of targets) instead."
+            if ONE_IS_NAN in reason
+            else ""
+        ),
+    )

@@ -1,0 +1,105 @@
+"""The models of a trainer, as a user reads them: plain modules, whole tensors, gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.train.update import GradientHook, Update
+from paceline.world import World
+
+
+class TrainedModels:
+    """What a trainer shows of its models, whatever the layout.
+
+    Args:
+        world: the ranks.
+        models: by name, laid out.
+        updates: those that have an optimizer, by the same names.
+    """
+
+    def __init__(self, world: World, models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> None:
+        self.world = world
+        self.models = dict(models)
+        self._updates = dict(updates)
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain module, with the trained weights, usable on its own. One model only."""
+        if len(self.models) > 1:
+            raise PacelineError(
+                "PL402",
+                saw=f"trainer.model with {len(self.models)} models.",
+                rule="`model` is the only one.",
+                fix=f"Use trainer.models[name] with one of {', '.join(self.models)}.",
+            )
+        return next(iter(self.models.values()))
+
+    def whole(self, name: str, tensor: Tensor, model: str = "model") -> Tensor:
+        """A whole tensor, from what this rank has of it; collective.
+
+        Args:
+            name: of the parameter or buffer that it is or belongs to.
+            tensor: that one, its gradient (as hooks get it) or a piece of its optimizer state.
+            model: which one, where there are several.
+        """
+        if model in self._updates:
+            return self._updates[model].placement.whole(name, tensor)
+        return tensor
+
+    def whole_state(self, model: str = "model") -> dict[str, Tensor]:
+        """The whole model as a plain one's `state_dict`, with all of its buffers; collective.
+
+        Returns:
+            On rank 0 all parameters and buffers by full name, on the CPU; elsewhere an empty dict.
+        """
+        module, found = self.models[model], {}
+        named = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        for name, tensor in named:
+            whole = self.whole(name, tensor.detach(), model)
+            if self.world.is_main:
+                found[name] = whole.to("cpu", copy=True)
+        return found
+
+    def gather_into(self, plain: nn.Module, model: str = "model") -> None:
+        """Puts the trained weights into a plain module of the same kind, on rank 0; collective.
+
+        Args:
+            plain: as the model was before it was laid out; on ranks other than 0 it isn't touched.
+            model: which one, where there are several.
+        """
+        state = self.whole_state(model)
+        if self.world.is_main:
+            persistent = plain.state_dict().keys()
+            plain.load_state_dict({name: state[name] for name in persistent})
+
+    def count_parameters(self, model: str = "model") -> int:
+        """The number of a model's parameters, trained and frozen, whatever the layout."""
+        named = self.models[model].named_parameters()
+        if model not in self._updates:
+            return sum(p.numel() for _, p in named)
+        placement = self._updates[model].placement
+        return sum(math.prod(placement.whole_shape(name, p)) for name, p in named)
+
+    def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
+        """Calls `hook({name: gradient})` in every step after reduction, before clipping.
+
+        The gradients are those of the mean loss over the global batch; the hook may change them in
+        place, alike on every rank. Where the layout divides the model they are what this rank has; `whole`
+        gives all of one.
+        """
+        if model not in self._updates:
+            raise PacelineError(
+                "PL404",
+                saw=f"on_gradients(..., model={model!r}), but only {', '.join(self._updates)} have an "
+                "optimizer.",
+                rule="Gradients are those of a model that is updated.",
+                fix="Use one of these names.",
+            )
+        self._updates[model].gradient_hooks.append(hook)
