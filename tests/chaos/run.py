@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.checkpoint import is_usable, verify
@@ -215,14 +216,16 @@ def _in_turn(cases: list[Case]) -> Iterator[Case]:
         yield from cases
 
 
-def make_cases(reductions: list[str]) -> list[Case]:
-    """All ways to run, the two reductions in turn."""
+def make_cases(reductions: list[str], modes: list[str]) -> list[Case]:
+    """All ways to run, the two reductions and the modes of checkpoints in turn."""
     fast = [
         Case("fast", nproc, workers) for nproc, workers in ((2, 2), (3, 0), (4, 2), (1, 2), (2, 0), (3, 2))
     ]
     exact = [Case("exact", None, workers) for workers in (2, 0, 2, 0, 2, 0)]
     pairs = zip(fast, exact, strict=True)
-    return [case for pair in pairs for case in pair if case.reduction in reductions]
+    cases = [case for pair in pairs for case in pair if case.reduction in reductions]
+    # Two in a row have the same mode, so that each reduction meets each.
+    return [replace(case, mode=modes[number // 2 % len(modes)]) for number, case in enumerate(cases)]
 
 
 def print_report(tally: Tally, seconds: float) -> None:
@@ -258,12 +261,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=100, help="go on until so many processes were killed")
     parser.add_argument("--seed", type=int, default=0, help="of what is done to whom, and when")
     parser.add_argument("--reductions", default="fast,exact", help="which, with a comma between")
+    parser.add_argument("--modes", default="full,sharded", help="of checkpoints, with a comma between")
     parser.add_argument("--keep", type=Path, help="do it in this new folder, and leave it there")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
     args = parser.parse_args(words)
-    cases = make_cases(args.reductions.split(","))
+    cases = make_cases(args.reductions.split(","), args.modes.split(","))
     if not cases:
         parser.error(f"--reductions {args.reductions}: neither fast nor exact is among them")
     folder = args.keep or Path(tempfile.mkdtemp(prefix="paceline-chaos-"))

@@ -75,11 +75,13 @@ class Case:
         reduction: `train.reduction`.
         nproc: ranks, or `None` where each start draws its own number.
         num_workers: loader workers of a rank.
+        mode: `checkpoint.mode`.
     """
 
     reduction: str
     nproc: int | None
     num_workers: int
+    mode: str = "full"
 
     @property
     def reference(self) -> str:
@@ -89,6 +91,7 @@ class Case:
     def words(self, out: str, nproc: int) -> list[str]:
         """The command line after `paceline`."""
         settings = [f"train.reduction={self.reduction}", f"loader.num_workers={self.num_workers}"]
+        settings += [f"checkpoint.mode={self.mode}"]
         words = ["train", "recipe.toml", "--out", out, "--nproc", str(nproc)]
         return words + [word for setting in settings for word in ("--set", setting)]
 

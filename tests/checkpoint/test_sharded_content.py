@@ -31,6 +31,7 @@ from paceline.checkpoint.summary import summarize
 from paceline.checkpoint.tensors import FileRecord, hash_file, write_tensors
 from paceline.errors import PacelineError
 from tests.checkpoint.states import RECIPE, assert_same, make_state
+from tests.checkpoint.states import save as save_whole
 
 WEIGHT, BIAS = torch.arange(35.0).reshape(7, 5), torch.arange(4.0)
 MODEL = {"bias": BIAS, "head": WEIGHT, "weight": WEIGHT}
@@ -256,3 +257,9 @@ def test_what_was_made_on_purpose_is_refused(checkpoint: Path, case: str) -> Non
     assert not is_usable(findings)
     with pytest.raises(PacelineError):
         load_checkpoint(checkpoint)
+
+
+def test_older_versions_are_told_that_they_cannot_read_it(checkpoint: Path, tmp_path: Path) -> None:
+    assert json.loads((checkpoint / FILE_NAME).read_bytes())["format_version"] == 2
+    whole = save_whole(CheckpointFolder(tmp_path / "whole", keep=1), 1)
+    assert json.loads((whole / FILE_NAME).read_bytes())["format_version"] == 1

@@ -19,7 +19,9 @@ from paceline.checkpoint.tensors import FileRecord
 from paceline.reading import read_file
 
 FILE_NAME = "manifest.json"
-FORMAT_VERSION = 1
+# Version 2 added the content "sharded". What version 1 can hold is still written as version 1.
+FORMAT_VERSION = 2
+_FULL_SINCE = 1
 _ZEROS = "0" * 64
 _SEAL = re.compile(rb'"manifest_sha256": "([0-9a-f]{64})"')
 
@@ -32,7 +34,7 @@ class Manifest:
         step: the optimizer step after which it was taken.
         files: name to size and hash, of every other file.
         identity: what could change the run's last bits: versions, device, threads (`identity.py`).
-        content: who wrote the tensors how; `"full"`: one file with all of the model (`full.py`).
+        content: how the tensors are stored (`content/`): `"full"` or `"sharded"`.
     """
 
     step: int
@@ -57,8 +59,15 @@ class NewerFormatError(Exception):
         self.version = version
 
 
-def dump_manifest(manifest: Manifest, *, format_version: int = FORMAT_VERSION) -> bytes:
-    """The bytes of `manifest.json`."""
+def dump_manifest(manifest: Manifest, *, format_version: int | None = None) -> bytes:
+    """Return the bytes of `manifest.json`.
+
+    Args:
+        manifest: to write.
+        format_version: default the oldest that has the content.
+    """
+    if format_version is None:
+        format_version = _FULL_SINCE if manifest.content == "full" else FORMAT_VERSION
     table = {
         "format_version": format_version,
         "step": manifest.step,

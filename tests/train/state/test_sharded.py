@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,13 @@ from paceline.checkpoint import (
     open_usable,
     verify,
 )
+from paceline.checkpoint.content import sharded
 from paceline.checkpoint.manifest import read_manifest
+from paceline.checkpoint.part import Part
+from paceline.checkpoint.tensors import read_into
 from paceline.errors import PacelineError
 from paceline.models.gpt import Gpt
+from paceline.parallel.placement import local
 from paceline.recipe.layout import Layout
 from paceline.recipe.schema import GptModel
 from paceline.train.state import write
@@ -297,18 +303,49 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_ones_own(ranks: Pool, tmp_
         ranks.run(train_and_save, 1, ("", str(tmp_path / "one"), "odd", 1))
 
 
-def load_and_count(world: Any, layout: str, folder: str) -> tuple[int, int]:
-    """The most bytes that a rank has at a time of what it loads, and the bytes of the whole."""
+@dataclass
+class Loading:
+    """What loading took of one rank, in bytes.
+
+    Attributes:
+        most: of its tensors at a time.
+        read: from files.
+        own: of its parts of the weights and the optimizer's state.
+        whole: of the whole of them.
+    """
+
+    most: int
+    read: int
+    own: int
+    whole: int
+
+
+def load_and_count(world: Any, layout: str, folder: str) -> Loading:
     trainer = build_trainer(layout, *CASES["odd"], "sharded")
-    whole = 3 * 4 * sum(parameter.numel() for parameter in build_odd_gpt().parameters())
-    with Tracker() as loading:
+    read = 0
+
+    def count(path: Path, name: str, source: Part, wanted: Part, found: Tensor) -> None:
+        nonlocal read
+        blocks = [found[here].numel() for here, _ in wanted.overlap(source)]
+        read += sum(blocks) * found.element_size() if not name.startswith("state/") else 0
+        read_into(path, name, source, wanted, found)
+
+    with pytest.MonkeyPatch.context() as patch, Tracker() as loading:
+        patch.setattr(sharded, "read_into", count)
         trainer.resume(folder)
+    update = trainer._updates["model"]
+    held = [*trainer.model.parameters(), *tree_leaves(list(update.optimizer.state.values()))]
+    own = sum(local(t).numel() * t.element_size() for t in held if isinstance(t, Tensor) and t.dim())
+    whole = sum(math.prod(update.placement.whole_shape(n, p)) for n, p in trainer.model.named_parameters())
     trainer.close()
-    return loading.most_bytes, whole
+    return Loading(loading.most_bytes, read, own, whole * 4 * 4)
 
 
 def test_no_rank_holds_more_than_its_parts(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(train_and_save, 1, ("", str(tmp_path), "odd", 1))
-    for most_bytes, whole_bytes in ranks.run(load_and_count, 4, ("dp_shard=4", str(tmp_path))):
-        # Its part of the tree, and the optimizer's copy of its part.
-        assert most_bytes < 0.6 * whole_bytes
+    for layout in ("dp_shard=4", "tp=2 dp_shard=2"):
+        for found in ranks.run(load_and_count, 4, (layout, str(tmp_path))):
+            # Weights and three moments: what is read is its own part, and twice that is held at a time.
+            assert found.own < 0.4 * found.whole
+            assert found.read == pytest.approx(found.own, rel=0.05)
+            assert found.most < 2.1 * found.own + 0.1 * found.whole
