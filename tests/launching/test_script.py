@@ -25,10 +25,10 @@ from paceline.launching.rank.script import Script, check_script
 START = """
 import sys
 from paceline.launching.rank.script import EndReportPath, Script, run_as_main
-from paceline.launching.watcher import say_nothing
+from paceline.launching.watcher import ignore_error
 folder, is_module, target, *args = sys.argv[1:]
 place = EndReportPath(3, folder, folder + "/log") if folder else None
-sys.exit(run_as_main(Script(target, tuple(args), is_module == "-m"), place, lambda: say_nothing))
+sys.exit(run_as_main(Script(target, tuple(args), is_module == "-m"), place, lambda: ignore_error))
 """
 
 

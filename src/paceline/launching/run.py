@@ -35,7 +35,7 @@ from paceline.launching.stop import raise_on_signals, stop_by_signals
 from paceline.launching.verdict import judge, tell_restart
 from paceline.launching.warm.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
 from paceline.launching.warm.warm import Warmth, why_not_fork
-from paceline.launching.watcher import Watcher, say_nothing
+from paceline.launching.watcher import Watcher, ignore_error
 from paceline.place import RankPlace, read_environment, usable_cores
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _join(flags: argparse.Namespace, script: Script | None, place: RankPlace, th
         os.environ["OMP_NUM_THREADS"] = str(threads or max(1, cores))
     if script is None:
         os.execvp(flags.training_script, [flags.training_script, *flags.training_script_args])
-    raise Become(script, None, lambda: say_nothing)
+    raise Become(script, None, lambda: ignore_error)
 
 
 def _count_ranks(wish: str | None) -> str:

@@ -16,7 +16,7 @@ HANG_AFTER_S = 540.0
 # The watcher's socket in the folder of a launch.
 SOCKET = "watch"
 
-Farewell = Callable[[BaseException], None]
+NoteError = Callable[[BaseException], None]
 """Called in a rank with the exception that ends its script, before anybody else hears of it."""
 
 
@@ -31,7 +31,7 @@ def preload_watch(watch: str) -> None:
         importlib.import_module(watch.partition(":")[0])
 
 
-def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callable[[], Farewell]:
+def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callable[[], NoteError]:
     """Load what lets the watcher into a rank; it is called once nobody hides modules any more.
 
     Args:
@@ -41,7 +41,7 @@ def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callab
         folder: where this attempt's ranks leave word.
     """
     if not watch:
-        return lambda: say_nothing
+        return lambda: ignore_error
     module, _, function = watch.partition(":")
     begin = getattr(importlib.import_module(module), function)
     socket = os.path.join(launch_folder, SOCKET)
@@ -49,8 +49,8 @@ def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callab
     return lambda: enter().note_error
 
 
-def say_nothing(error: BaseException) -> None:
-    """The farewell of a rank that nobody watches."""
+def ignore_error(error: BaseException) -> None:
+    """What a rank that nobody watches calls."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Watcher(Protocol):
     Attributes:
         entry: `module:function` that each rank calls before the script's first line, with its global rank,
             the path of the watcher's socket, and that of a file for its stacks. What it gives has a method
-            `note_error`, a `Farewell`.
+            `note_error`, a `NoteError`.
         told: the verdict, once there is one that shall end the job.
         told_of_others: where the other ranks were when the first one failed.
     """

@@ -218,8 +218,8 @@ def serve_calls(connection: Connection, call: RankCall | None = None) -> None:
     start = Keeper(connection).serve()
     entry = call or start.entry
     assert isinstance(entry, RankCall)
-    farewell = load_watch(start.watch, start.rank, start.launch_folder, start.folder)()
-    run_call(entry, start.rank, Path(start.folder), start.log, farewell)
+    note_error = load_watch(start.watch, start.rank, start.launch_folder, start.folder)()
+    run_call(entry, start.rank, Path(start.folder), start.log, note_error)
 
 
 _FOR_CALLS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "paceline.world")

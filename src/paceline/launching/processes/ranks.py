@@ -28,7 +28,7 @@ from paceline.launching.rank.call import RankCall
 from paceline.launching.rank.cold import let_in
 from paceline.launching.rank.script import Become, EndReportPath, Script
 from paceline.launching.warm.warm import Warmth
-from paceline.launching.watcher import Farewell, WatchedRank, load_watch
+from paceline.launching.watcher import NoteError, WatchedRank, load_watch
 
 COLD = "cold-"
 """Begins the name of a file that a rank leaves which has started over, with the variables that made it."""
@@ -108,7 +108,7 @@ def _fork() -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _prepare(start: Start, warmth: Warmth | None) -> Farewell:
+def _prepare(start: Start, warmth: Warmth | None) -> NoteError:
     begin_watch = load_watch(start.watch, start.rank, start.launch_folder, start.folder)
     if warmth is not None:
         warmth.hide(partial(_start_over, start))

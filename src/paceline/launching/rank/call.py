@@ -28,7 +28,7 @@ from paceline.launching.ending.endings import (
     write_ending,
 )
 from paceline.launching.rank.openblas import set_openblas_threads
-from paceline.launching.watcher import Farewell, say_nothing
+from paceline.launching.watcher import NoteError, ignore_error
 
 # How long a follower waits for the rank that failed first to put its record down.
 _CAUSE_S = 3.0
@@ -61,11 +61,13 @@ def prepare_main(*, needs_main: bool) -> dict[str, Any]:
     return {name: data[name] for name in names if name in data}
 
 
-def run_call(call: RankCall, rank: int, folder: Path, log: str, farewell: Farewell = say_nothing) -> NoReturn:
+def run_call(
+    call: RankCall, rank: int, folder: Path, log: str, note_error: NoteError = ignore_error
+) -> NoReturn:
     """Calls the user's function as one rank, and ends the process as multiprocessing ends one of its own."""
     code = 1
     try:
-        code = _run(call, rank, folder, bool(log), farewell)
+        code = _run(call, rank, folder, bool(log), note_error)
         util._exit_function()  # type: ignore[attr-defined]
     finally:
         with suppress(BaseException):
@@ -76,7 +78,7 @@ def run_call(call: RankCall, rank: int, folder: Path, log: str, farewell: Farewe
         os._exit(code)
 
 
-def _run(call: RankCall, rank: int, folder: Path, is_logged: bool, farewell: Farewell) -> int:
+def _run(call: RankCall, rank: int, folder: Path, is_logged: bool, note_error: NoteError) -> int:
     (folder / f"began-{rank}").write_text(str(os.getpid()))
     _settle(call, rank, folder)
     try:
@@ -87,7 +89,7 @@ def _run(call: RankCall, rank: int, folder: Path, is_logged: bool, farewell: Far
             fn, args = call.payload
         result = pickle.dumps(fn(*args))
     except BaseException as error:
-        farewell(error)
+        note_error(error)
         ending = describe_ending(rank, error)
         if ending.kind == "exit" and ending.code == 0:
             result = pickle.dumps(None)

@@ -71,7 +71,7 @@ def _begin(watch: list[str], words: list[str], loaded: set[str]) -> Callable[[],
 
         entry, rank, launch_folder, folder = watch
         keep_sockets_in(launch_folder)
-        farewell = load_watch(entry, int(rank), launch_folder, folder)()
+        note_error = load_watch(entry, int(rank), launch_folder, folder)()
     finally:
         sys.path.pop()
     is_module = words[0] == "-m"
@@ -80,7 +80,7 @@ def _begin(watch: list[str], words: list[str], loaded: set[str]) -> Callable[[],
     first = find_first_path(script)
     if first is not None:
         _forget_shadowed(first, loaded)
-    return partial(run_as_main, script, None, lambda: farewell, is_as_started=True)
+    return partial(run_as_main, script, None, lambda: note_error, is_as_started=True)
 
 
 def _forget_shadowed(folder: str, loaded: set[str]) -> None:

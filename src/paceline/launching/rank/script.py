@@ -27,7 +27,7 @@ from typing import cast
 
 from paceline.errors import PacelineError
 from paceline.launching.ending.endings import describe_ending, write_ending
-from paceline.launching.watcher import Farewell, say_nothing
+from paceline.launching.watcher import NoteError, ignore_error
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EndReportPath:
 class Become(BaseException):
     """Raised in a process that shall leave everything that it is in and run a script."""
 
-    def __init__(self, script: Script, place: EndReportPath | None, prepare: Callable[[], Farewell]) -> None:
+    def __init__(self, script: Script, place: EndReportPath | None, prepare: Callable[[], NoteError]) -> None:
         super().__init__(script)
         self.script = script
         self.place = place
@@ -97,7 +97,7 @@ def check_script(script: Script) -> None:
 def run_as_main(
     script: Script,
     place: EndReportPath | None,
-    prepare: Callable[[], Farewell],
+    prepare: Callable[[], NoteError],
     *,
     is_as_started: bool = False,
 ) -> None:
@@ -120,13 +120,13 @@ def run_as_main(
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
-    farewell: Farewell = say_nothing
+    note_error: NoteError = ignore_error
     try:
-        farewell = prepare()
+        note_error = prepare()
         _execute(script, main)
     except BaseException as error:
         _strip(error)
-        farewell(error)
+        note_error(error)
         if place is not None:
             _leave_word(place, error)
         # What is raised again is told already; Python then leaves as it does after any such exception.

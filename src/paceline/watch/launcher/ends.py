@@ -39,7 +39,7 @@ class RankEnds:
         """A rank has ended with this exit code or signal."""
         self._statuses[rank] = status
 
-    def may_fall(self, report: Report) -> bool:
+    def may_end(self, report: Report) -> bool:
         """Whether a rank that has answered, and is in no call, may be on its way out."""
         return report.rank not in self.last and all(call.done for call in report.calls)
 

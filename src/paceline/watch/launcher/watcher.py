@@ -63,7 +63,7 @@ class RankWatcher:
         self.told: Said | None = None
         self.told_of_others = ""
         self._met_s = time.time()
-        self._falls, self._failure = RankEnds(), Failure(None)
+        self._rank_ends, self._failure = RankEnds(), Failure(None)
         self._hang_after_s = hang_after_s
         self._keep_alive = keep_alive
         self._tell = tell
@@ -101,14 +101,14 @@ class RankWatcher:
         self._not_finite = FirstNotFinite()
         self._slow = SlowRanks(_read_source)
         self._met_s = time.time()
-        self._falls, self._failure, self.told_of_others = RankEnds(), Failure(None), ""
+        self._rank_ends, self._failure, self.told_of_others = RankEnds(), Failure(None), ""
         if self._board is not None:
             self._board.close()
         self._board = NodeBoard(node, num_nodes, host, port, str(attempt)) if num_nodes > 1 else None
 
     def note_failure(self, rank: int, status: int) -> None:
         """Asks the ranks that are left where they are; once, as the others fail because of the first."""
-        self._falls.note_status(rank, status)
+        self._rank_ends.note_status(rank, status)
         if not self._failed.is_set() and self._thread.is_alive():
             self._failed.set()
             self._looked_back.wait(_ANSWER_S + _SETTLE_S + 1.0 + (_NODES_S if self._board is not None else 0))
@@ -158,14 +158,14 @@ class RankWatcher:
                 if not message.is_closing:
                     self._reports[message.rank] = message
                 if message.time_s >= self._met_s:
-                    self._falls.note_report(message)
+                    self._rank_ends.note_report(message)
 
     def _note_beat(self, beat: Beat, now_s: float) -> None:
         self._clock.note_beat(beat, now_s)
         if beat.time_s < self._met_s:  # late, of a rank of the attempt before
             return
         self._slow.book.note_beat(beat, now_s)
-        self._falls.note_beat(beat)
+        self._rank_ends.note_beat(beat)
         self._suspicion.note_calls(beat.rank, beat.calls)
         if beat.not_finite is not None and beat.not_finite.time_s >= self._met_s:
             self._not_finite.note(beat.rank, beat.not_finite, now_s)
@@ -235,7 +235,7 @@ class RankWatcher:
         ends_s = time.monotonic() + _CLOSING_S
         while ranks & self._listener.ranks and time.monotonic() < ends_s:
             self._hear(0.05)
-        verdict = confirm(self._falls.closing, _read_source, has_ended=True)
+        verdict = confirm(self._rank_ends.closing, _read_source, has_ended=True)
         if verdict is not None:
             self.told = say(verdict)
 
@@ -294,24 +294,24 @@ class RankWatcher:
         silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
         processes = self._processes | {p.rank: replace(p, native=self._read_stack(p)) for p in silent}
         world_size = max((watched.world_size for watched in self._look()), default=0)
-        return Seen(world_size, processes, self._reports | self._falls.last)
+        return Seen(world_size, processes, self._reports | self._rank_ends.last)
 
     def _lacks_word(self, ranks: set[int]) -> bool:
         """Whether any of these ranks has a connection still, and neither answered nor said its last."""
-        return bool((ranks & self._listener.ranks) - self._reports.keys() - self._falls.last.keys())
+        return bool((ranks & self._listener.ranks) - self._reports.keys() - self._rank_ends.last.keys())
 
     def _collect_failure(self) -> Seen:
         """Where all ranks are once one has failed; those that lose their peer by it have time to say so."""
         seen = self._collect()
         ends_s = time.monotonic() + _SETTLE_S
         while time.monotonic() < ends_s and any(
-            self._falls.may_fall(report)
+            self._rank_ends.may_end(report)
             for rank, report in seen.reports.items()
             if rank in self._listener.ranks
         ):
             self._hear(0.05)
         self._processes = self._eyes.peek(self._look())
-        return self._falls.add_to(seen, self._processes)
+        return self._rank_ends.add_to(seen, self._processes)
 
     def _ask_nodes(self, seen: Seen) -> Seen:
         """Tells the other nodes of a failure; with what they tell, where it may come from one of them."""
@@ -335,7 +335,7 @@ class RankWatcher:
         if now_s - self._asked_at_s >= EVERY_S:
             self._asked_at_s = now_s
             seen = self._collect()
-            self._publish(self._clock.read(now_s), self._falls.add_to(seen, self._processes))
+            self._publish(self._clock.read(now_s), self._rank_ends.add_to(seen, self._processes))
         return True
 
     def _read_stack(self, process: Process) -> tuple[Frame, ...]:

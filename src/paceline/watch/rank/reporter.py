@@ -31,8 +31,8 @@ from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Beat, Call, Frame, Group, Phase, Report, Stack
 from paceline.watch.protocol.stacks import SIGNAL
 from paceline.watch.protocol.wire import Ask, Unpacker, pack
+from paceline.watch.rank.exits import Exits
 from paceline.watch.rank.gradients import Gradients
-from paceline.watch.rank.last_words import Exits
 from paceline.watch.rank.meeting import find_meeting
 from paceline.watch.rank.operations import Operations
 from paceline.watch.rank.recorder import CollectiveProgress, CollectiveRecorder, choose_buffer_size

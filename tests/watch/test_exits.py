@@ -162,7 +162,7 @@ def test_forks_say_nothing_and_have_what_was_there_before(listener):
     )
     assert code == -signal.SIGABRT
     lines = [line for line in output.splitlines() if "terminate called" not in line]
-    assert lines == ["paceline.watch.rank.last_words", "posix", "3", "posix", "-6", "posix"]
+    assert lines == ["paceline.watch.rank.exits", "posix", "3", "posix", "-6", "posix"]
     assert listener.reports == {}
 
 
