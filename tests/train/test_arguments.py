@@ -1,0 +1,50 @@
+"""One list says which arguments ranks compare and which a resumed run keeps."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.recipe import Layout
+from paceline.train.arguments import Arguments
+from paceline.train.trainer import Trainer
+
+# Compared otherwise (models and optimizers by what they are), or only about what rank 0 writes.
+NOT_LISTED = {"model", "optimizer", "keep", "tensorboard", "tokens_per_sample", "peak_flops"}
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+
+def build(**settings: Any) -> Arguments:
+    known = {name: each.default for name, each in inspect.signature(Trainer).parameters.items()}
+    del known["example"]
+    return Arguments(**{**known, "model": nn.Linear(2, 2), "optimizer": sgd, "seed": 0, **settings})
+
+
+def test_every_argument_is_compared_or_known_not_to_be() -> None:
+    compared = build().describe_for_ranks(Layout())
+    names = {field.name.replace("recipe_toml", "recipe") for field in fields(Arguments)}
+    assert names - set(compared) == NOT_LISTED
+    assert set(compared) <= names
+
+
+def test_a_resumed_run_keeps_what_its_result_depends_on() -> None:
+    kept = build(comm_hook=(None, print), clip_norm=0.5).describe_for_resume(Layout(), {})
+    assert set(kept) == {
+        "dtype",
+        "microbatch_size",
+        "clip_norm",
+        "seed",
+        "sync_batchnorm",
+        "loss_over",
+        "comm_hook",
+    }
+    assert kept["comm_hook"] == "print"
+    assert kept["clip_norm"] == 0.5
+    assert build().describe_for_resume(Layout(), {})["comm_hook"] is None
