@@ -449,7 +449,7 @@ def test_a_mangled_state_is_refused(change: dict[str, Any]) -> None:
 def test_a_stream_that_shrank_is_refused() -> None:
     loader = make(Stream(20))
     loader.load_state_dict({**loader.state_dict(), "number": 3, "samples": 24})
-    with pytest.raises(PacelineError, match="ended after 20 samples, but the run stands at 24"):
+    with pytest.raises(PacelineError, match="ended after 20 samples, but the run is at sample 24"):
         list(loader)
 
 
@@ -482,7 +482,7 @@ def test_odd_samples_are_named() -> None:
     rows = [{"x": torch.zeros(3 if n != 5 else 4)} for n in range(8)]
     with pytest.raises(PacelineError, match="PL258") as caught:
         list(make(rows, shuffle=False, name="the rows"))
-    assert "sample 5 of the rows does not go with sample 3" in str(caught.value)
+    assert "sample 5 of the rows does not match sample 3" in str(caught.value)
     with pytest.raises(PacelineError, match="sample 6 of the rows cannot be made into a batch"):
         list(make([*range(6), object(), 7], shuffle=False, name="the rows"))
 
@@ -521,7 +521,7 @@ def test_getitems_must_give_one_sample_per_index() -> None:
 
     with pytest.raises(PacelineError, match=r"PL264") as caught:
         list(make(Short(9)))
-    assert "gave 2 samples for 3 indices" in str(caught.value)
+    assert "returned 2 samples for 3 indices" in str(caught.value)
 
 
 def test_only_own_samples_are_read() -> None:

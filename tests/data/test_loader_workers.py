@@ -180,7 +180,7 @@ def test_our_errors_come_out_of_workers_whole() -> None:
     with pytest.raises(PacelineError) as caught:
         list(make(rows, shuffle=False, num_workers=1))
     assert caught.value.code == "PL258"
-    assert caught.value.saw.startswith("sample 5 of the data set does not go with sample 3")
+    assert caught.value.saw.startswith("sample 5 of the data set does not match sample 3")
 
 
 class Slow(Numbers):

@@ -87,7 +87,7 @@ def measure_overhead(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats:
         raise PacelineError(
             "PL622",
             saw="nproc=1.",
-            rule="One rank has nobody to communicate with.",
+            rule="One rank does not communicate.",
             fix="Use two ranks or more: --nproc 2.",
         )
     check_launch(num_ranks, recipe.train.device)

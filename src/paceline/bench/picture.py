@@ -23,7 +23,7 @@ def check_picture(path: Path) -> None:
         raise PacelineError(
             "PL623",
             saw=f"--plot {path}.",
-            rule=f"The name's ending says what is drawn: {', '.join(SUFFIXES)}.",
+            rule=f"The extension of the name selects the format: {', '.join(SUFFIXES)}.",
             fix=f"Write for example --plot {path.with_suffix('.png')}.",
         )
     if importlib.util.find_spec("matplotlib") is None:
@@ -39,10 +39,10 @@ def check_picture(path: Path) -> None:
             "PL625",
             saw=f"--plot {path}: "
             + (
-                f"{folder} is not a folder that you may write to." if not path.is_dir() else "it is a folder."
+                f"{folder} is not a folder with write permission." if not path.is_dir() else "it is a folder."
             ),
             rule="The picture is written there at the end.",
-            fix="Name a file in a folder that exists and that you may write to.",
+            fix="Name a file in an existing folder with write permission.",
         )
 
 

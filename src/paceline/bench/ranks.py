@@ -59,7 +59,7 @@ def check_counts(**counts: int) -> None:
             raise PacelineError(
                 "PL620",
                 saw=f"{name}={count}.",
-                rule="A benchmark counts ranks, steps and repeats from 1.",
+                rule="Ranks, steps and repeats are numbers of at least 1.",
                 fix=f"Use for example {name}=2.",
             )
 

@@ -190,7 +190,7 @@ def _check_one_device(runs: dict[int, list[_ScalingRun]]) -> None:
         raise PacelineError(
             "PL621",
             saw=f"{shown}.",
-            rule="Scaling compares like with like, and device='auto' takes CUDA only where every rank has a "
+            rule="Scaling compares like with like, and device='auto' uses CUDA only if every rank has a "
             "device.",
             fix='Use fewer ranks, or --set train.device="cpu".',
         )

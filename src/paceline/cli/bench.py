@@ -49,8 +49,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         kinds,
         "overhead",
         "whole steps against compute alone: the share of communication",
-        "Blocks of whole steps and of the same steps without communication alternate in one run; what they "
-        "differ by is the share of communication.",
+        "Blocks of whole steps and of the same steps without communication alternate in one run; their "
+        "difference is the share of communication.",
         steps=5,
         repeats=10,
     )
@@ -58,8 +58,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         kinds,
         "reduction",
         "the exact reduction against the fast one: what it costs",
-        "Blocks of steps with the exact and with the fast reduction alternate in one run; their ratio says "
-        "what the same bits on any number of ranks cost for this recipe.",
+        "Blocks of steps with the exact and with the fast reduction alternate in one run; their ratio is "
+        "the cost of the same bits on any number of ranks for this recipe.",
         steps=5,
         repeats=10,
     )
@@ -158,7 +158,7 @@ def _parse_ranks(text: str, nproc: int | None) -> list[int]:
         raise PacelineError(
             "PL626",
             saw=saw,
-            rule="--ranks lists numbers of ranks, with commas between; --nproc N stands for 1, 2, 4 ... N.",
+            rule="--ranks is a comma-separated list of numbers of ranks; --nproc N means 1, 2, 4 ... N.",
             fix="Write for example --ranks 1,2,4, and leave --nproc out.",
         )
     return sorted({int(word) for word in numbers})

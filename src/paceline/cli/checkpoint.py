@@ -24,14 +24,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Adds the command `checkpoint` and its actions to the command line."""
     parser = subparsers.add_parser(
         "checkpoint",
-        help="look into, check, fingerprint and export checkpoints",
+        help="show, verify, hash and export checkpoints",
         description="PATH is a run's folder (runs/demo) or one checkpoint "
         "(runs/demo/checkpoints/step-00000050).",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = _add(actions, "show", "step, size, tensors, parameters and identity, without reading the weights")
     show.add_argument("--tensors", action="store_true", help="list every tensor of the newest one")
-    _add(actions, "verify", "check every hash; exit code 1 where something is wrong")
+    _add(actions, "verify", "check every hash; exit code 1 if a checkpoint is not valid")
     _add(actions, "hash", "SHA-256 of the model's tensors (of a run: its newest valid checkpoint)")
     export = _add(actions, "export", "write the model's tensors as one plain .safetensors file")
     export.add_argument("out", metavar="OUT", type=Path, help="the file to write; must not exist")
@@ -155,7 +155,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _verdict(findings: list[Finding], usable: bool) -> str:
     if not findings:
         return "valid, every hash is right"
-    return "valid, with something beside it" if usable else "not valid"
+    return "valid, with other files beside it" if usable else "not valid"
 
 
 def _hash(args: argparse.Namespace) -> int:

@@ -14,8 +14,8 @@ from paceline.errors import PacelineError
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command's parser."""
-    parser = subparsers.add_parser("explain", help="the page behind a code such as PL102")
-    parser.add_argument("code", nargs="?", metavar="CODE", help="without it, all codes are listed")
+    parser = subparsers.add_parser("explain", help="print the page of a code such as PL102")
+    parser.add_argument("code", nargs="?", metavar="CODE", help="a code; without it, all codes are listed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
         raise PacelineError(
             "PL602",
             saw=f"there is no page for {args.code!r}.",
-            rule="Codes stand at the end of messages, in square brackets: PL and three digits.",
-            fix=f"Did you mean {near[0]}?" if near else "`paceline explain` lists all.",
+            rule="Messages end with a code in square brackets: PL and three digits.",
+            fix=f"Did you mean {near[0]}?" if near else "`paceline explain` lists all codes.",
         )
     page = pages[code]
     if args.json:

@@ -30,7 +30,7 @@ class _Output(io.FileIO):
                 "PL603",
                 saw=f"standard output cannot be written: {error.strerror}.",
                 rule="A command prints its result there.",
-                fix="Send it to a file on a disk with space, or to a terminal.",
+                fix="Send it to a terminal, or to a file on a disk with free space.",
             ) from None
 
 

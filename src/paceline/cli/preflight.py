@@ -44,6 +44,6 @@ def check_memory(recipe: Recipe, layouts: Sequence[Layout]) -> None:
                 saw=f"{' '.join(sizes)} takes {format_bytes(state)} for weights, gradients and optimizer "
                 f"state on {layout.num_ranks} rank{'s' * (layout.num_ranks > 1)}, and this machine has "
                 f"{format_bytes(available)}.",
-                rule="All of that must be in memory after a step.",
+                rule="All of this must be in memory after a step.",
                 fix="Lower these, or divide the model over more machines with layout.dp_shard or layout.tp.",
             )

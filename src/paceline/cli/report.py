@@ -72,7 +72,7 @@ def _describe_quality(summary: dict[str, Any]) -> str:
 
 def _describe_speed(summary: dict[str, Any]) -> str:
     if summary["step_s"] is None:
-        return "the run was complete already; nothing was trained now"
+        return "the run was already complete; nothing was trained"
     rows = [
         ("step time", f"{format_seconds(summary['step_s'])} (median)"),
         ("samples/s", format_count(summary["samples_per_s"])),

@@ -29,19 +29,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     ours = parser.add_argument_group("paceline's own flags")
     ours.add_argument(
-        "--cold", action="store_true", help="start a Python of its own for every rank, as torchrun does"
+        "--cold", action="store_true", help="start a separate Python process for every rank, as torchrun does"
     )
     ours.add_argument(
         "--threads-per-rank",
         type=int,
         metavar="N",
-        help="OMP_NUM_THREADS of every rank (default: as the environment says, else cores / ranks)",
+        help="OMP_NUM_THREADS of every rank (default: from the environment, else cores / ranks)",
     )
     add_watching_flags(ours)
     ours.add_argument(
         "--json",
         action="store_true",
-        help="say what paceline has to say as one JSON object per line, on standard error",
+        help="write Paceline's own messages as one JSON object per line to standard error",
     )
     add_torchrun_flags(parser)
     parser.set_defaults(run=run)
@@ -88,8 +88,8 @@ def _run(args: argparse.Namespace) -> None:
         raise PacelineError(
             "PL345",
             saw=f"--threads-per-rank {args.threads_per_rank}.",
-            rule="A rank computes with one thread at least.",
-            fix="Leave it out for cores / ranks.",
+            rule="A rank computes with at least one thread.",
+            fix="Leave it out for cores divided by ranks.",
         )
     run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=build_watcher(args))
 

@@ -122,7 +122,7 @@ def train_on_rank(
             if world.is_main:
                 if progress is not None:
                     progress.close()
-                print(f"{stopped}. The same command goes on from there.", file=sys.stderr, flush=True)
+                print(f"{stopped}. The same command continues from there.", file=sys.stderr, flush=True)
             raise
         finally:
             if progress is not None:
@@ -198,6 +198,6 @@ def _refuse_launcher_flags(args: argparse.Namespace) -> None:
             raise PacelineError(
                 "PL601",
                 saw=f"{flag} under torchrun, srun or mpirun.",
-                rule="The ranks are there already; this process is one of them.",
+                rule="The ranks already exist; this process is one of them.",
                 fix=f"Leave {flag} out, or start `paceline train` by itself.",
             )

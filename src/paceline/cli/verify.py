@@ -45,7 +45,7 @@ class Asked:
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command's parser."""
     parser = subparsers.add_parser(
-        "verify", help="is a layout the same as one process? if not, where and why", description=_DESCRIPTION
+        "verify", help="compare layouts with one process, and locate differences", description=_DESCRIPTION
     )
     parser.add_argument("recipe", metavar="RECIPE", help="path of a recipe's .toml file")
     parser.add_argument(
@@ -67,8 +67,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--dtype",
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
         default="auto",
-        help="fp64 keeps rounding furthest away from faults; auto (default) is fp64, or fp32 where the model "
-        "does not compute in fp64",
+        help="fp64 separates rounding from faults best; auto (default) is fp64, or fp32 if the model does "
+        "not compute in fp64",
     )
     parser.add_argument(
         "--set",
@@ -140,12 +140,14 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
             layout, and whatever keeps one from working for this recipe.
     """
     if args.nproc is not None and args.nproc < 1:
-        raise _flags_error(f"--nproc {args.nproc}.", "The number of ranks is a whole number from 1.")
+        raise _flags_error(f"--nproc {args.nproc}.", "The number of ranks is a whole number of at least 1.")
     if args.all:
         if args.layouts:
-            raise _flags_error("--all with --layout.", "--all already has every legal layout.")
+            raise _flags_error("--all with --layout.", "--all already includes every legal layout.")
         if args.nproc is None:
-            raise _flags_error("--all without --nproc.", "Which layouts there are depends on the ranks.")
+            raise _flags_error(
+                "--all without --nproc.", "The possible layouts depend on the number of ranks."
+            )
         return _list_all(recipe, args.nproc)
     from paceline.recipe import Layout
     from paceline.recipe.legal import refuse_layout

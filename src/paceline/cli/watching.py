@@ -24,14 +24,12 @@ def add_watching_flags(parser: argparse._ActionsContainer) -> None:
         type=float,
         default=HANG_AFTER_S,
         metavar="S",
-        help="seconds without any sign of work, on any rank, after which ranks that wait for others hang "
-        "(default %(default)g; ten times as long where a rank computes)",
+        help="seconds without any sign of work on any rank after which waiting ranks count as hanging "
+        "(default %(default)g; ten times as long if a rank computes)",
     )
+    parser.add_argument("--keep-alive", action="store_true", help="report a hang and leave the ranks running")
     parser.add_argument(
-        "--keep-alive", action="store_true", help="tell of a hang and leave the ranks as they are"
-    )
-    parser.add_argument(
-        "--no-watch", action="store_true", help="do not record collectives, nor watch for hangs"
+        "--no-watch", action="store_true", help="do not record collectives and do not watch for hangs"
     )
 
 
@@ -45,8 +43,8 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
         raise PacelineError(
             "PL349",
             saw=f"--hang-after {args.hang_after:g}.",
-            rule="It is how long ranks may stand still, in seconds.",
-            fix=f"Leave it out for {HANG_AFTER_S:g}, or turn watching off by --no-watch.",
+            rule="It is the number of seconds for which ranks may stand still.",
+            fix=f"Leave it out for {HANG_AFTER_S:g}, or turn the watch off with --no-watch.",
         )
     if args.no_watch:
         return None

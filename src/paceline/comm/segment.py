@@ -58,7 +58,7 @@ def _make_segment(token: bytes, num_bytes: int) -> int:
         os.posix_fallocate(handle, 0, mmap.PAGESIZE + num_bytes)
         os.pwrite(handle, token, 0)
     except OSError as error:
-        log.info("no shared memory of %d bytes (%s)", num_bytes, error)
+        log.info("cannot allocate %d bytes of shared memory (%s)", num_bytes, error)
         if handle >= 0:
             os.close(handle)
         return -1

@@ -119,7 +119,7 @@ class SharedMemoryExchange:
         num_bytes = 2 * _SMALL_BYTES + self._sum_bytes + self._subtrees_bytes
         self._memory = share_memory(self._group, num_bytes)
         if self._memory is None:
-            log.info("exact reduction: ranks share no memory, so they send messages")
+            log.info("exact reduction: shared memory is not available, so ranks send messages")
             self._otherwise = MessageExchange(self._group)
 
 

@@ -24,10 +24,10 @@ def check_data(dataset: Any, name: str) -> None:
     if isinstance(dataset, (DataLoader, Loader)):
         raise PacelineError(
             "PL210",
-            saw=f"a {type(dataset).__name__} as the data of {name}.",
-            rule="The trainer makes batches itself, because their order, their cut and each rank's share "
-            "must "
-            "not depend on the number of ranks. From a loader it would take each batch as one sample.",
+            saw=f"a {type(dataset).__name__} was passed as the data of {name}.",
+            rule="The trainer makes batches itself, because their order, the microbatches and each rank's "
+            "share must not depend on the number of ranks. With a loader, each batch would count as one "
+            "sample.",
             fix="Pass the data set: trainer.loader(dataset, global_batch_size=64, collate=..., "
             "num_workers=...). "
             "Or pass each batch of your loader to trainer.step(batch), with other samples on every rank.",
@@ -43,7 +43,7 @@ def warn_of_oversized_batch(loader: Loader) -> None:
         "PL212",
         loader.name,
         f"global_batch_size={size}, but the data has {num_samples} samples.",
-        f"Every global batch is then the whole data, {num_samples} samples; no batch has {size}.",
-        f"Set global_batch_size to {num_samples} or less, or check that all of the data was found.",
+        f"Every global batch is then the whole data of {num_samples} samples.",
+        f"Set global_batch_size to {num_samples} or less, or check that all data was found.",
     )
     log.warning("%s", finding)

@@ -67,13 +67,16 @@ def open_cifar10(folder: Path) -> tuple[Cifar10Part, Cifar10Part]:
         if not folder.is_dir():
             saw = f"data.folder={str(folder)!r} is not a folder."
         inner = folder / "cifar-10-batches-bin"
-        fix = f"Get the binary version from {_SITE}, unpack it and name the folder that holds these files."
+        fix = (
+            f"Download the binary version from {_SITE}, unpack it and set data.folder to the folder with "
+            "these files."
+        )
         if inner.is_dir():
             fix = f"Set data.folder={str(inner)!r}."
         elif (folder / "data_batch_1").exists():
-            fix = f"This is the Python version; get the binary version from {_SITE}."
+            fix = f"This is the Python version; download the binary version from {_SITE}."
         raise PacelineError(
-            "PL207", saw=saw, rule=f"CIFAR-10's binary version is {', '.join(names)}.", fix=fix
+            "PL207", saw=saw, rule=f"CIFAR-10's binary version consists of {', '.join(names)}.", fix=fix
         )
     train = Cifar10Part([folder / name for name in TRAIN_FILES])
     return train, Cifar10Part([folder / name for name in VALID_FILES])
@@ -81,8 +84,11 @@ def open_cifar10(folder: Path) -> tuple[Cifar10Part, Cifar10Part]:
 
 def _map_file(path: Path) -> npt.NDArray[np.uint8]:
     """Records [num_records, 3073] of a file."""
-    rule = f"A file of CIFAR-10's binary version is whole records of {RECORD_BYTES} bytes (10,000 of them)."
-    fix = f"Get it again from {_SITE}."
+    rule = (
+        f"A file of CIFAR-10's binary version consists of whole records of {RECORD_BYTES} bytes (10,000 "
+        "of them)."
+    )
+    fix = f"Download it again from {_SITE}."
     try:
         size = path.stat().st_size
         if size == 0 or size % RECORD_BYTES != 0:
@@ -93,7 +99,7 @@ def _map_file(path: Path) -> npt.NDArray[np.uint8]:
             "PL207",
             saw=f"{path} cannot be read: {error.strerror or error}.",
             rule="All files of data.folder are used.",
-            fix="Fix its permissions (chmod +r).",
+            fix="Change its permissions (chmod +r).",
         ) from None
     labels = records[:, 0]
     if labels.max() >= NUM_CLASSES:

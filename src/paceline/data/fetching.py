@@ -189,9 +189,10 @@ class SetFetcher(Fetcher):
             if len(samples) != len(indices):
                 raise PacelineError(
                     "PL264",
-                    saw=f"{self.name}.__getitems__ gave {len(samples)} samples for {len(indices)} indices.",
-                    rule="It gives one sample per index, in their order.",
-                    fix="Fix __getitems__, or remove it: __getitem__ is enough.",
+                    saw=f"{self.name}.__getitems__ returned {len(samples)} samples for {len(indices)} "
+                    "indices.",
+                    rule="It must return one sample per index, in the order of the indices.",
+                    fix="Correct __getitems__, or remove it; __getitem__ is enough.",
                 )
             return samples
         samples = []
@@ -324,10 +325,10 @@ def _uncollatable(name: str, samples: list[Any], labels: Sequence[int], error: E
         odd = [n for n, sample in enumerate(samples) if fails(samples[0], sample)]
         saw = f"samples {list(labels)} of {name} cannot be made into a batch: {error}."
         if odd:
-            saw = f"sample {labels[odd[0]]} of {name} does not go with sample {labels[0]}: {error}."
+            saw = f"sample {labels[odd[0]]} of {name} does not match sample {labels[0]}: {error}."
     return PacelineError(
         "PL258",
         saw=saw,
         rule="Samples are tensors, numbers, texts, or dicts, tuples and lists of these, of equal shapes.",
-        fix="Pad or crop them in the data set, or give the loader a collate function.",
+        fix="Pad or crop them in the data set, or pass a collate function to the loader.",
     )

@@ -83,7 +83,7 @@ def find_text_files(patterns: Sequence[str]) -> list[TextFile]:
             "PL200",
             saw=f"data.files={list(patterns)}: all of the {len(found)} files are empty.",
             rule="Training needs text.",
-            fix="Name files with something in them.",
+            fix="Name files that are not empty.",
         )
     return sorted(files, key=lambda file: (file.name, str(file.path)))
 
@@ -94,7 +94,7 @@ def _no_match(pattern: str, num_before: int) -> PacelineError:
             "PL200",
             saw=f"data.files={pattern!r}: no .py files in {sysconfig.get_path('stdlib')}.",
             rule="It means the running Python's standard library as source text.",
-            fix='Name text of your own: files = ["texts/**/*.txt"].',
+            fix='Name your own text files: files = ["texts/**/*.txt"].',
         )
     where = "" if os.path.isabs(os.path.expanduser(pattern)) else f" in {Path.cwd()}"
     if _find_kind(Path(pattern).expanduser()) == stat.S_IFDIR:
@@ -102,7 +102,7 @@ def _no_match(pattern: str, num_before: int) -> PacelineError:
             "PL200",
             saw=f"data.files={pattern!r}{where} is a folder.",
             rule="Files are named by paths and globs.",
-            fix=f'For all files in it write files = ["{pattern.rstrip("/")}/**"].',
+            fix=f'For all files in it, use files = ["{pattern.rstrip("/")}/**"].',
         )
     return PacelineError(
         "PL200",
@@ -197,10 +197,11 @@ def _no_file(pattern: str, path: Path, kind: int | None) -> PacelineError:
         stat.S_IFIFO: "is a pipe",
         stat.S_IFSOCK: "is a socket",
     }.get(kind, "is a device")
-    fix = "Remove it, or choose a pattern that leaves it out, such as texts/*.txt."
+    fix = "Remove it, or choose a pattern that excludes it, such as texts/*.txt."
     if kind == stat.S_IFDIR:
         fix = (
-            "Choose a pattern that matches files alone, such as texts/*.txt, or texts/** for all files below."
+            "Choose a pattern that matches only files, such as texts/*.txt, or texts/** for the files of all "
+            "subfolders."
         )
     return PacelineError(
         "PL213",
@@ -224,7 +225,7 @@ def unreadable(path: Path, error: OSError) -> PacelineError:
         "PL201",
         saw=f"{path} cannot be read: {error.strerror or error}.",
         rule="Every file that data.files matches becomes part of the text.",
-        fix="Change its permissions (chmod +r, of a folder +rx), or choose patterns that leave it out.",
+        fix="Change its permissions (chmod +r, of a folder +rx), or choose patterns that exclude it.",
     )
 
 

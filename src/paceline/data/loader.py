@@ -120,7 +120,7 @@ class Loader:
             raise PacelineError(
                 "PL252",
                 saw=f"rank={rank} with world_size={world_size}.",
-                rule="Ranks count from 0 to world_size - 1.",
+                rule="Ranks are numbered from 0 to world_size - 1.",
                 fix="Pass the rank and world size of the run, or use trainer.loader(...).",
             )
         if microbatch_size > global_batch_size:
@@ -174,7 +174,7 @@ class Loader:
     def __len__(self) -> int:
         """Global batches of a full epoch; a TypeError for streams, whose length nobody knows."""
         if self.num_samples is None:
-            raise TypeError(f"{self.name} is a stream, whose length is known only at its end.")
+            raise TypeError(f"{self.name} is a stream, so its length is not known in advance.")
         return _count_batches(self.num_samples, self.global_batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Share]:
@@ -226,7 +226,7 @@ class Loader:
             raise PacelineError(
                 "PL260",
                 saw=f"loader state {dict(state)!r}.",
-                rule=f"It has {', '.join(expected)}, as state_dict() gives them.",
+                rule=f"It must have {', '.join(expected)}, as returned by state_dict().",
                 fix="Pass what state_dict() of a loader returned.",
             )
         for key in ("kind", "num_samples", "seed", "shuffle"):
@@ -234,7 +234,7 @@ class Loader:
                 raise PacelineError(
                     "PL259",
                     saw=f"{key} of {self.name} was {state[key]!r} and is {expected[key]!r}.",
-                    rule="A position means the same samples only in the same data in the same order.",
+                    rule="A position means the same samples only for the same data in the same order.",
                     fix=f"Go back to {key}={state[key]!r}, or start a new run.",
                 )
         self._turn += 1
@@ -306,8 +306,8 @@ class Loader:
             raise PacelineError(
                 "PL255",
                 saw=f"shuffle=True, but {self.name} is a stream.",
-                rule="A stream is read front to back; its samples cannot be drawn in another order.",
-                fix="Leave shuffle out and shuffle in the stream, seeded in its set_epoch(epoch).",
+                rule="A stream is read in its own order; its samples cannot be shuffled without an index.",
+                fix="Leave shuffle out, and shuffle in the stream, seeded in its set_epoch(epoch).",
             )
         return False
 
@@ -346,24 +346,25 @@ class Loader:
                 "PL261",
                 saw=f"{self.name} was iterated over, restored or closed inside another iteration over it.",
                 rule="A loader has one position.",
-                fix="Break off the outer loop, or make a loader of its own for the inner one.",
+                fix="Leave the outer loop first, or make a second loader for the inner one.",
             )
 
     def _short_stream(self, num_samples: int, start: Position) -> PacelineError:
         if num_samples < start.samples:
             return PacelineError(
                 "PL259",
-                saw=f"{self.name} ended after {num_samples} samples, but the run stands at {start.samples}.",
-                rule="A stream must give the same samples each time that an epoch is read.",
-                fix="Give back the data that the run was started with, or start a new run.",
+                saw=f"{self.name} ended after {num_samples} samples, but the run is at sample "
+                f"{start.samples}.",
+                rule="A stream must yield the same samples each time that an epoch is read.",
+                fix="Restore the data that the run was started with, or start a new run.",
             )
         return PacelineError(
             "PL253",
-            saw=f"{self.name} gave no full batch in epoch {start.epoch}."
+            saw=f"{self.name} yielded no full batch in epoch {start.epoch}."
             if self.drop_last
-            else f"{self.name} gave no sample in epoch {start.epoch}.",
-            rule="A stream must give samples each time that it is iterated over.",
-            fix="Let its __iter__ start from the front; check its files.",
+            else f"{self.name} yielded no sample in epoch {start.epoch}.",
+            rule="A stream must yield samples each time that it is iterated over.",
+            fix="Make its __iter__ start from the beginning, and check its files.",
         )
 
 
@@ -437,9 +438,10 @@ def _count_samples(dataset: Any, name: str) -> int | None:
     if isinstance(dataset, collections.abc.Iterator):
         raise PacelineError(
             "PL256",
-            saw=f"{name} is a {type(dataset).__name__}, which can be read once.",
-            rule="Every epoch, and every resumed run, reads the data from the front.",
-            fix="Pass an object whose __iter__ starts anew, for example a torch IterableDataset.",
+            saw=f"{name} is a {type(dataset).__name__}, which can be read only once.",
+            rule="Every epoch, and every resumed run, reads the data from the beginning.",
+            fix="Pass an object whose __iter__ starts from the beginning each time, for example a torch "
+            "IterableDataset.",
         )
     has_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     if has_index and hasattr(dataset, "__len__"):
@@ -458,6 +460,6 @@ def _count_samples(dataset: Any, name: str) -> int | None:
             "PL254",
             saw=f"{name}, a {type(dataset).__name__}, has {saw}.",
             rule="Data has an index (__getitem__ and __len__) or is a stream (__iter__).",
-            fix="Add a __len__ that gives the number of samples." if has_index else "Pass a torch Dataset.",
+            fix="Add a __len__ that returns the number of samples." if has_index else "Pass a torch Dataset.",
         )
     return None

@@ -80,7 +80,7 @@ def _check_batch(global_batch_size: int, prepared: PreparedText | PreparedDigits
             saw=f"train.global_batch_size={global_batch_size} is more than the {num_samples} samples of the "
             "training data.",
             rule="A global batch is part of one epoch, which has each sample once.",
-            fix=f"Set global_batch_size to {num_samples} or less, or give more data.",
+            fix=f"Set global_batch_size to {num_samples} or less, or add data.",
         )
 
 
@@ -102,7 +102,7 @@ def _too_short(
     shorter = f"set data.seq_len={most} or less, or " if most > 0 else ""
     share = "a larger valid_fraction, 0 for none" if name == "validation" else "a smaller valid_fraction"
     num_files = len({piece.file.path for piece in (*split.train, *split.valid)})
-    fix = f"{shorter}give more text or {share}."
+    fix = f"{shorter}add text, or set {share}."
     return PacelineError(
         "PL202",
         saw=f"the {name} part of data.files={section.files} ({num_files} file{'s' * (num_files > 1)}, "

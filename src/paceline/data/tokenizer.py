@@ -119,7 +119,7 @@ def load_tokenizer(path: Path) -> FileTokenizer:
         raise PacelineError(
             "PL203",
             saw=f"data.tokenizer={str(path)!r} has no tokens.",
-            rule="A tokenizer has a vocabulary.",
+            rule="A tokenizer needs a vocabulary.",
             fix="Train it before saving it.",
         )
     return tokenizer
@@ -151,8 +151,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
         raise PacelineError(
             "PL206",
             saw=f"data.vocab_size={vocab_size}, but the training text gives {trained.vocab_size} tokens.",
-            rule="BPE makes a token of a pair that occurs more than once, as long as there is one.",
-            fix=f"Set data.vocab_size={trained.vocab_size} or less, or give more text.",
+            rule="BPE makes a token from a pair only if the pair occurs more than once.",
+            fix=f"Set data.vocab_size={trained.vocab_size} or less, or add text.",
         )
     return trained
 

@@ -179,14 +179,15 @@ def _refused_by_disk(cache_dir: Path) -> Iterator[None]:
             raise PacelineError(
                 "PL205",
                 saw=f"no space for token files in {cache_dir}: {reason}.",
-                rule="A corpus is kept there as token ids, about the size of its text.",
-                fix="Free space, or set data.cache_dir to a folder on another disk. Nothing was left there.",
+                rule="The token ids of a corpus are kept there and take about the size of its text.",
+                fix="Free space, or set data.cache_dir to a folder on another disk. Partially written files "
+                "have been removed.",
             ) from None
         raise PacelineError(
             "PL204",
             saw=f"data.cache_dir={str(cache_dir)!r} cannot be written: {reason}.",
-            rule="A corpus is kept there as token ids between runs.",
-            fix="Set data.cache_dir to a folder that you may write to.",
+            rule="The token ids of a corpus are kept there between runs.",
+            fix="Set data.cache_dir to a folder with write permission.",
         ) from None
 
 
@@ -295,7 +296,7 @@ def _read(piece: Piece) -> Iterator[bytes]:
             "PL209",
             saw=f"{path} changed while it was read.",
             rule="The text of a run is fixed when it starts.",
-            fix="Wait until nothing writes there, or train on a copy.",
+            fix="Wait until nothing writes to it, or train on a copy.",
         )
 
 

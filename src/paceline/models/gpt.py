@@ -162,7 +162,7 @@ def check_seq_len(ids: Tensor, max_seq_len: int) -> None:
             "PL220",
             saw=f"a sequence of {ids.shape[1]} tokens for a model of {max_seq_len} positions.",
             rule="A model has positions for data.seq_len tokens.",
-            fix=f"Set data.seq_len={ids.shape[1]} and train, or cut the sequence to {max_seq_len}.",
+            fix=f"Set data.seq_len={ids.shape[1]} and train, or shorten the sequence to {max_seq_len}.",
         )
 
 
