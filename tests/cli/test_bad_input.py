@@ -130,7 +130,7 @@ CASES = {
         ["cifar", "data_batch_1.bin", "PL2"],
     ),
     "out is a file": Case(_train(), ["out", "cannot be", "--out", "PL532"], before=_write("out", "a file")),
-    "no ranks": Case(_train("--nproc", "0"), ["nproc=0", "from 1", "PL320"]),
+    "no ranks": Case(_train("--nproc", "0"), ["nproc=0", "at least 1", "PL320"]),
     "too many ranks": Case(_train("--nproc", "5000"), ["5000", "cores", "PL321"]),
     "no gpu": Case(_set("train.device=cuda"), ["cuda", "PL3"]),
     "unknown device": Case(_set("train.device=tpu"), ["tpu", "'cpu'", "PL101"]),

@@ -184,7 +184,7 @@ def test_an_error_of_ours_is_told_once() -> None:
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(
-        RankFailed, match=r"rank 1 was killed by SIGKILL. .*\n.*not killed it for memory"
+        RankFailed, match=r"rank 1 was killed by SIGKILL. .*\n.*did not kill it for memory"
     ) as caught:
         launch(jobs.killed_on_one, nproc=3)
     assert (caught.value.rank, caught.value.signal_name, caught.value.status) == (1, "SIGKILL", -9)

@@ -14,8 +14,11 @@ from benchmarks.torchrun_scripts.memory_group import NoMemoryGroupError, count_k
 from paceline.launching.ending import memory
 from paceline.launching.ending.memory import OomCounts, count_oom_kills, explain_kill
 
-IN_GROUP = "The out-of-memory killer chose it: the memory of its cgroup (container, job) ran out."
-ON_MACHINE = "The out-of-memory killer chose it, most likely: it has killed on this machine meanwhile."
+IN_GROUP = "The kernel's out-of-memory killer ended it: the memory of its cgroup (container, job) ran out."
+ON_MACHINE = (
+    "The kernel's out-of-memory killer most likely ended it: it killed a process on this machine at that "
+    "time."
+)
 
 # Records as /dev/kmsg gives them: by a cgroup's limit, and by the machine's end.
 KMSG_GROUP = (
@@ -146,11 +149,11 @@ def test_the_log_tells_of_the_process_itself(kernel: Kernel) -> None:
     kernel.records = ["6,1,1,-;usb 1-1: new device\n", KMSG_GROUP, KMSG_MACHINE]
     none = OomCounts(None, None)
     assert explain_kill(4711, none) == (
-        "The out-of-memory killer chose it: the memory of its cgroup (container, job) ran out. "
+        "The kernel's out-of-memory killer ended it: the memory of its cgroup (container, job) ran out. "
         "It held 1.48 GB."
     )
     assert explain_kill(815, none) == (
-        "The out-of-memory killer chose it: the memory of this machine ran out. It held 3.25 GB."
+        "The kernel's out-of-memory killer ended it: the memory of this machine ran out. It held 3.25 GB."
     )
     assert explain_kill(471, none) == "", "471 is not 4711"
     assert explain_kill(47110, none) == ""

@@ -237,7 +237,7 @@ def test_an_own_name_for_the_loopback_with_one_interface(machine: Machine) -> No
 def test_with_several_interfaces_the_user_must_say(machine: Machine) -> None:
     machine.names["node1"] = ["127.0.1.1"]
     machine.interfaces["ib0"] = ["10.99.0.11"]
-    with pytest.raises(PacelineError, match="several interfaces could serve") as caught:
+    with pytest.raises(PacelineError, match="several interfaces are suitable") as caught:
         machine.choose(read_flags(*OWN_NAME))
     assert caught.value.code == "PL347"
     for word in ("'node1'", "127.0.1.1", "eth0 10.77.0.11", "ib0 10.99.0.11", "--local-addr"):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(100)
 def test_a_pipe_is_no_script(tmp_path: Path) -> None:
     """Reading it would wait for a writer."""
     os.mkfifo(tmp_path / "train.py")
-    with pytest.raises(PacelineError, match=r"train\.py is no file: a pipe") as raised:
+    with pytest.raises(PacelineError, match=r"train\.py is not a file but a pipe") as raised:
         check_script(Script(str(tmp_path / "train.py"), (), False))
     assert raised.value.code == "PL340"
 

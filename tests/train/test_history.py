@@ -52,7 +52,7 @@ def test_the_survivor_does_not_start_anew(ranks: Pool, disks: list[str]) -> None
     assert ranks.run(train_or_tell, nproc=2, args=(disks,)) == [0, 0]
     (told,) = ranks.run(train_or_tell, nproc=1, args=(disks[1:],))
     assert "there is no checkpoint; but " in told
-    assert "has noted that step 2 was saved" in told
+    assert "recorded that step 2 was saved" in told
     assert "[PL318]" in told
 
 

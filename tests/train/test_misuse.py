@@ -147,7 +147,11 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
         "has no loss=",
     ),
     "several without step": ("PL406", lambda: build_named(step=None), "several models with no step="),
-    "several with a loss": ("PL406", lambda: build_named(loss=square), "forward= or loss= beside step="),
+    "several with a loss": (
+        "PL406",
+        lambda: build_named(loss=square),
+        "forward= or loss= together with step=",
+    ),
     "one without a loss": ("PL406", lambda: build(loss=None), "one model with no loss="),
     "one with a step": ("PL406", lambda: build(step=lambda update: None), "one model with step="),
     "a step that updates nothing": (
@@ -211,12 +215,12 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a DataLoader for data": (
         "PL210",
         lambda: build().loader(DataLoader(data(), batch_size=2), global_batch_size=2),
-        "a DataLoader as the data of loader0",
+        "a DataLoader was passed as the data of loader0",
     ),
     "a loader for data": (
         "PL210",
         lambda: (t := build()).loader(t.loader(data(), global_batch_size=2), global_batch_size=2),
-        "a TrainerLoader as the data of loader1",
+        "a TrainerLoader was passed as the data of loader1",
     ),
     "fields of unequal length": (
         "PL211",

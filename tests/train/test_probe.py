@@ -116,7 +116,7 @@ def test_a_loss_that_depends_on_the_cut_is_refused(case: str, size: int) -> None
     """With 8 samples a microbatch has one, so that two are joined."""
     with pytest.raises(PacelineError, match="PL413") as caught:
         take_steps(COUPLED[case], size=size)
-    assert f"each global batch of {size} would be cut into 8 microbatches of {size // 8}." in str(
+    assert f"each global batch of {size} would be divided into 8 microbatches of {size // 8}." in str(
         caught.value
     )
     take_steps({**COUPLED[case], "microbatch_size": size}, size=size)  # chosen
@@ -167,7 +167,7 @@ def test_nothing_is_disturbed() -> None:
 def test_batchnorm_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     take_steps({"model": lambda: net(nn.BatchNorm1d(8))})
     assert caplog.text.count("PL413") == 1
-    assert "1: BatchNorm normalizes each microbatch of 2 samples by itself" in caplog.text
+    assert "1: BatchNorm normalizes each microbatch of 2 samples separately" in caplog.text
     caplog.clear()
     take_steps({"model": lambda: net(nn.BatchNorm1d(8)), "microbatch_size": 4})
     assert "PL413" not in caplog.text
@@ -273,7 +273,7 @@ def test_a_buffer_that_changes_alike_changes_once_per_step() -> None:
 def test_a_buffer_that_depends_on_the_samples_is_told(caplog: pytest.LogCaptureFixture) -> None:
     trainer = take_steps({"model": Average, "microbatch_size": 4})
     assert caplog.text.count("PL416") == 1
-    assert "average: forward changes this buffer by values that depend on the samples" in caplog.text
+    assert "average: forward changes this buffer depending on the samples" in caplog.text
     expected = torch.zeros(6)
     samples = torch.stack([Samples()[index]["x"] for index in range(32)])
     for microbatch in samples.split(4):

@@ -164,7 +164,7 @@ def test_ranks_without_a_launcher_are_waited_for(tmp_path: Path, caplog: pytest.
         begin_s = time.monotonic()
         check_run_folder(tmp_path, recipe())
         assert 0.5 < time.monotonic() - begin_s < 10
-        assert f"process {holder.pid}), whose launcher is gone, to save and leave" in caplog.text
+        assert f"process {holder.pid}), whose launcher has ended, to save and exit" in caplog.text
         assert caplog.text.count("waiting for rank 0") == 1
     claim_run_folder(tmp_path, recipe()).close()
 

@@ -201,7 +201,7 @@ def test_reports_confirm(code: str, here: Change, there: Change) -> None:
     )
     assert told.startswith(code)
     assert "number 9 of world" in told
-    assert "went on" in told
+    assert "they continued" in told
 
 
 def test_reports_that_fit_tell_nothing() -> None:

@@ -157,7 +157,9 @@ def test_an_error_on_another_node_is_told_here_too(tmp_path: Path, nodes: Nodes)
         for job in jobs:
             assert job.wait(_END_S) == 1
             assert at("RAISES") in job.text
-        assert "It lost its peer: the cause is what ended a rank on another node" in jobs[0].text
+        assert (
+            "It lost the connection to a peer: the cause is a rank that ended on another node" in jobs[0].text
+        )
         assert "rank 1 failed with ValueError: no rows" in jobs[0].text
         assert "rank 1 failed first" in jobs[1].text
         assert "never started" not in jobs[1].text

@@ -170,7 +170,7 @@ def test_the_root_is_who_everybody_waits_for_in_the_end() -> None:
     verdict = explain(job)
     assert verdict.code == "PL800"
     assert verdict.headline.startswith("rank 3 never came to all_reduce number ")
-    assert "Ranks 0 and 2 wait for the same in the end, in other calls." in verdict.more
+    assert "Ranks 0 and 2 wait for the same rank in the end, in other calls." in verdict.more
 
 
 def test_a_root_is_not_hidden_by_another_of_fewer() -> None:
@@ -604,7 +604,7 @@ def test_64_ranks_in_a_mesh_stay_short() -> None:
     assert verdict.places[0].ranks == tuple(r for r in range(64) if r // 8 != 1)
     assert verdict.places[0].what == "waits in all_reduce number 9 of dp (float32 [128])"
     assert len(verdict.headline) < 300
-    assert "56 other ranks wait for the same in the end, in other calls." in verdict.more
+    assert "56 other ranks wait for the same rank in the end, in other calls." in verdict.more
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_job_that_goes_on_with_wrong_numbers_is_ended(
         headline = next(line for line in job.text.splitlines() if line.endswith(f"[{code}]"))
         assert all(word in headline for word in words)
         assert f"goes_on.py:{HERE} in main" in headline
-        assert "went on" in job.text
+        assert "they continued" in job.text
         assert "is done" not in job.text
         assert not job.find_left(5)
 

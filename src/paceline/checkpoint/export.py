@@ -58,7 +58,7 @@ def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = 
             "PL508",
             saw=f"Writing {out} failed: {error}.",
             rule="The file is written whole or not at all.",
-            fix="Choose a folder that exists, that you may write to and that has room.",
+            fix="Choose an existing folder with write permission and free space.",
         ) from error
     return record.num_bytes
 

@@ -366,9 +366,12 @@ def _save_failed_error(step: int, folder: Path, num_bytes: int, error: OSError) 
         except OSError:
             free = ""
         saw = f"The disk is full: step {step} needs {format_bytes(num_bytes)} in {folder}{free}."
-        fix = "Free some space, lower checkpoint.keep, or choose an --out on another disk."
+        fix = "Free space, lower checkpoint.keep, or choose an --out on another disk."
     else:
         saw = f"Saving step {step} in {folder} failed: {error}."
-        fix = "Fix that (permissions, the disk, whatever removes files there), or choose another --out."
-    rule = "A checkpoint is complete or not there; the earlier ones are as they were."
+        fix = (
+            "Correct the cause (permissions, the disk, a program that removes files there), or choose "
+            "another --out."
+        )
+    rule = "A checkpoint is complete or absent; earlier checkpoints are unchanged."
     return PacelineError("PL508", saw=saw, rule=rule, fix=fix)

@@ -77,8 +77,8 @@ def check_identity(saved: dict[str, Any], here: dict[str, Any]) -> list[Finding]
             "PL512",
             key,
             f"{name} was {saved.get(key)!r} and is {here.get(key)!r}.",
-            "Kernels may round differently, so the run goes on correctly but not bit for bit.",
-            "Nothing to do, unless you need the same bits: then go back to what it was.",
+            "Kernels may round differently, so the run is correct, but its last bits may differ.",
+            "Continue, unless you need the same bits; then restore what it was.",
         )
         for key, name in COMPARED.items()
         if saved.get(key) != here.get(key)

@@ -65,7 +65,7 @@ def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
     raise PacelineError(
         "PL509",
         saw=f"{folder} has {len(skipped)} checkpoint(s), and none is valid. {shown}",
-        rule="A run goes on only from a checkpoint that is whole; these stay as they are.",
+        rule="A run resumes only from a valid checkpoint; these stay as they are.",
         fix="Restore one from a copy, or start again with another --out.",
     )
 
@@ -100,13 +100,14 @@ def list_at(path: str | Path) -> list[Path]:
         for folder in (path / CHECKPOINTS, path):
             if found := list_checkpoints(folder):
                 return list(found.values())
-        saw = f"{path} holds no checkpoint." if path.exists() else f"{path} does not exist."
+        saw = f"{path} has no checkpoint." if path.exists() else f"{path} does not exist."
     except OSError as error:  # no permission, or a name that is too long
-        saw = f"{path} cannot be looked at: {error.strerror}."
+        saw = f"{path} cannot be read: {error.strerror}."
     raise PacelineError(
         "PL514",
         saw=saw,
-        rule="A checkpoint is a folder with a manifest.json, and a run's are in its folder checkpoints.",
+        rule="A checkpoint is a folder with a manifest.json, and a run's checkpoints are in its subfolder "
+        "checkpoints.",
         fix="Give a run's folder (runs/demo) or one checkpoint (runs/demo/checkpoints/step-00000050).",
     )
 
@@ -179,7 +180,7 @@ def unreadable_error(path: Path | str, error: Exception) -> PacelineError:
     return PacelineError(
         "PL506",
         saw=f"{path} cannot be read ({error}).",
-        rule="The files of a checkpoint fit together.",
+        rule="The files of a checkpoint must match each other.",
         fix="Stop whatever writes there and try again, or use another checkpoint.",
     )
 

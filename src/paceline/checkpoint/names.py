@@ -51,7 +51,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
         raise PacelineError(
             "PL514",
             saw=f"{folder} cannot be read: {error.strerror}.",
-            rule="A run's checkpoints are found by listing that folder.",
-            fix="Fix its permissions, or the disk.",
+            rule="The checkpoints of a run are found by listing that folder.",
+            fix="Check its permissions and the disk.",
         ) from error
     return dict(sorted(found.items()))

@@ -127,7 +127,7 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
     if tensor.device.type == "meta":
         return "is a tensor on the meta device, so it has no values"
     if tensor.dtype not in DTYPE_NAMES:
-        return f"is a tensor of {tensor.dtype}, which safetensors has no name for"
+        return f"is a tensor of {tensor.dtype}, which safetensors does not support"
     return None
 
 

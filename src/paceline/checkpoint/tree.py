@@ -138,7 +138,7 @@ def _refuse(path: tuple[str, ...], root: str, reason: str) -> PacelineError:
         saw=f"{'.'.join((root, *path))} {reason}.",
         rule="A checkpoint holds dicts, lists and tuples of None, bool, int, float, str, bytes, tensors and "
         "numpy arrays, so that reading one cannot run code.",
-        fix="Turn it into these in state_dict() and back in load_state_dict(), or leave it out.",
+        fix="Convert it in state_dict() and convert it back in load_state_dict(), or leave it out.",
     )
 
 

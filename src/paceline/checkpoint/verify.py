@@ -21,7 +21,7 @@ from paceline.finding import Finding
 # Not part of the checkpoint, and no harm to it either.
 EXTRA_FILE = "PL505"
 NEWER_FORMAT = "PL504"
-_FALL_BACK = "Remove it or move it away; loading falls back to the checkpoint before it."
+_FALL_BACK = "Remove it or move it away; loading then falls back to the checkpoint before it."
 
 
 def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
@@ -42,7 +42,7 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
     except NewerFormatError as newer:
         return [_newer(path, newer.version)]
     except BadManifestError as bad:
-        rule = "Without its manifest nothing in a checkpoint can be trusted."
+        rule = "Without its manifest, nothing in a checkpoint can be trusted."
         return [Finding("PL503", str(path / FILE_NAME), f"{FILE_NAME} {bad}.", rule, _FALL_BACK)]
     findings: list[Finding] = []
     for name, record in manifest.files.items():
@@ -54,15 +54,15 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
             if not stat.S_ISREG(status.st_mode):
                 code, found = "PL500", f"{name} is not a plain file."
             elif num_bytes != record.num_bytes:
-                code, found = "PL501", f"{name} has {num_bytes} bytes, the manifest says {record.num_bytes}."
+                code, found = "PL501", f"{name} has {num_bytes} bytes, the manifest has {record.num_bytes}."
             elif read_all and hash_file(file).sha256 != record.sha256:
-                code, found = "PL502", f"{name} was altered: its bytes do not have the hash of the manifest."
+                code, found = "PL502", f"{name} was altered: its hash is not the one in the manifest."
         except FileNotFoundError:
             code, found = "PL500", f"{name} is missing."
         except OSError as error:
             code, found = "PL500", f"{name} cannot be read ({error.strerror})."
         if found is not None:
-            rule = "A checkpoint is used only if all of it is as it was written."
+            rule = "A checkpoint is used only if all of its files are as they were written."
             findings.append(Finding(code, str(file), found, rule, _FALL_BACK))
     step = step_of(path)
     if step is not None and step != manifest.step:
@@ -98,7 +98,7 @@ def _newer(path: Path, version: int) -> Finding:
 
 
 def _unfit(where: Path, saw: str) -> Finding:
-    return Finding("PL506", str(where), saw, "The files of a checkpoint fit together.", _FALL_BACK)
+    return Finding("PL506", str(where), saw, "The files of a checkpoint must match each other.", _FALL_BACK)
 
 
 def _extra_files(path: Path, known: set[str]) -> list[Finding]:
@@ -111,7 +111,7 @@ def _extra_files(path: Path, known: set[str]) -> list[Finding]:
             EXTRA_FILE,
             str(entry),
             f"{entry.name} is not in the manifest.",
-            "It is not part of the checkpoint: nothing reads it, and it goes when the checkpoint goes.",
+            "It is not part of the checkpoint: nothing reads it, and it is deleted with the checkpoint.",
             "Move it elsewhere if you need it.",
         )
         for entry in entries

@@ -36,17 +36,17 @@ _VALUES: tuple[tuple[str, Any, dict[str, Any], str], ...] = (
     ("--rdzv-endpoint", "", {}, "where nodes meet: HOST:PORT"),
     ("--rdzv-id", "none", {}, "the job's name, the same on all nodes"),
     ("--rdzv-conf", "", {}, "more for the rendezvous: KEY=VALUE,..."),
-    ("--max-restarts", 0, {"type": int}, "how often failed ranks are started again"),
-    ("--monitor-interval", 0.1, {"type": float}, "seconds between two looks at the ranks"),
+    ("--max-restarts", 0, {"type": int}, "how often failed ranks are restarted"),
+    ("--monitor-interval", 0.1, {"type": float}, "seconds between two checks of the ranks"),
     (
         "--start-method",
         "spawn",
         {"choices": ["spawn", "fork", "forkserver"]},
-        "taken as torchrun takes it; ranks are forked from the warm process all the same, or --cold",
+        "accepted as by torchrun; ranks are still forked from the warm process, unless --cold is set",
     ),
     ("--event-log-handler", "null", {}, "name of a registered handler of torchelastic's events"),
     ("--role", "default", {}, "the ranks' role"),
-    ("--log-dir", None, {}, "folder for the ranks' logs (default: logs, kept where a rank fails)"),
+    ("--log-dir", None, {}, "folder for the ranks' logs (default: logs, kept if a rank fails)"),
     ("--redirects", "0", {"short": "-r"}, "send streams to files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3"),
     ("--tee", "0", {"short": "-t"}, "to files and to the terminal; the same numbers"),
     ("--local-ranks-filter", "", {}, "only these local ranks write to the terminal: 0,1"),
@@ -64,13 +64,13 @@ _VALUES: tuple[tuple[str, Any, dict[str, Any], str], ...] = (
         {},
         "signals that are passed on to the ranks and end the job",
     ),
-    ("--shutdown-timeout", None, {"type": int}, "seconds for ranks to leave when asked (default 30)"),
+    ("--shutdown-timeout", None, {"type": int}, "seconds for ranks to exit when asked (default 30)"),
 )
 _SWITCHES: tuple[tuple[str, str | None, str], ...] = (
     ("--standalone", None, "one node, on a free port"),
     ("--module", "-m", "run a module, as python -m does"),
-    ("--no-python", None, "run a program that is no Python script"),
-    ("--run-path", None, "run the script in the process that is made for it, as the warm start always does"),
+    ("--no-python", None, "run a program that is not a Python script"),
+    ("--run-path", None, "run the script in the rank's own process, as the warm start always does"),
     ("--virtual-local-rank", None, "each rank sees its own GPU only, as device 0, with LOCAL_RANK=0"),
 )
 

@@ -122,8 +122,8 @@ def _choose_watcher(hang_after_s: float | None) -> Watcher | None:
         raise PacelineError(
             "PL349",
             saw=f"hang_after_s={hang_after_s!r}.",
-            rule="It is the time for which ranks may stand still, in seconds.",
-            fix=f"Leave it out for {HANG_AFTER_S:g}, or turn watching off by hang_after_s=None.",
+            rule="It is the number of seconds for which ranks may stand still.",
+            fix=f"Leave it out for {HANG_AFTER_S:g}, or turn the watch off with hang_after_s=None.",
         )
     return watching_module.build_default(hang_after_s)
 
@@ -134,7 +134,7 @@ def check_launch(nproc: int, device: str = "auto") -> None:
         raise PacelineError(
             "PL320",
             saw=f"nproc={nproc!r}.",
-            rule="The number of ranks is a whole number from 1.",
+            rule="The number of ranks is a whole number of at least 1.",
             fix="Use for example nproc=2.",
         )
     import multiprocessing
@@ -151,7 +151,7 @@ def check_launch(nproc: int, device: str = "auto") -> None:
             "PL323",
             saw="This process is already one of several ranks "
             f"(RANK={os.environ.get('RANK') or os.environ.get('SLURM_PROCID', '?')}).",
-            rule="torchrun, srun or mpirun has started the ranks, and ranks do not start ranks.",
+            rule="torchrun, srun or mpirun has started the ranks, and a rank cannot start ranks.",
             fix="Call the function itself, or start this script with plain python.",
         )
     _check_room(nproc, device)
@@ -176,7 +176,7 @@ def _check_room(nproc: int, device: str) -> None:
         raise PacelineError(
             "PL321",
             saw=f"nproc={nproc} on {cores} usable cores.",
-            rule=f"More than {_RANKS_PER_CORE} ranks per core would only wait for each other.",
+            rule=f"More than {_RANKS_PER_CORE} ranks per core mostly wait for each other.",
             fix=f"Use at most nproc={_RANKS_PER_CORE * cores} here.",
         )
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + _FILES_PER_RANK * nproc
@@ -184,7 +184,7 @@ def _check_room(nproc: int, device: str) -> None:
         raise PacelineError(
             "PL605",
             saw=f"nproc={nproc}, and a process may have {limit} open files here.",
-            rule="Launcher and ranks hold files, pipes and connections open.",
+            rule="The launcher and the ranks hold files, pipes and connections open.",
             fix=f"Raise the limit in this shell: ulimit -n {max(1024, needed)}.",
         )
     available = psutil.virtual_memory().available
@@ -218,7 +218,7 @@ def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> RankCall:
             "PL324",
             saw=f"{name} cannot be sent to another process ({trouble}), and "
             + ("this process uses CUDA already." if uses_cuda else "this system has no fork."),
-            rule="Such a function is reached by forking this process, and CUDA does not survive a fork.",
+            rule="Ranks get such a function by a fork of this process, and CUDA does not survive a fork.",
             fix="Put the function into a module and import it, or call launch() before CUDA is first used.",
         )
     return RankCall((fn, args))
@@ -374,8 +374,8 @@ def _explain(job: FunctionJob, ranks: Ranks, died: RankProcess) -> str:
         and not (job.folder / f"began-{died.start.rank}").exists()
     ):
         return (
-            "It ended before it reached the function: a script that calls launch() needs the line "
-            'if __name__ == "__main__": above the call.'
+            "It ended before it reached the function: a script must call launch() under if __name__ == "
+            '"__main__":'
         )
     return explain_death(job, ranks, died.pid, died.returncode or 0)
 
@@ -391,5 +391,5 @@ def _make_log_dir(path: str | os.PathLike[str]) -> Path:
             "PL326",
             saw=f"log_dir={str(folder)!r} cannot be made: {error.strerror}.",
             rule="Each rank writes its log there.",
-            fix="Choose a folder that you may write to.",
+            fix="Choose a folder with write permission.",
         ) from None

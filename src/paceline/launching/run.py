@@ -120,7 +120,7 @@ def _warm_up(flags: argparse.Namespace, script: Script | None, pump: Pump, cold:
         warmth.load(_FIRST)
         shadowed = ", ".join(find_shadowed(script))
         if shadowed:
-            reason = f"{shadowed} lies beside the script, and torch has loaded another module of that name"
+            reason = f"{shadowed} is beside the script, and torch has loaded another module of that name"
         else:
             reason = why_not_fork() or ""
     if reason and not cold and script is not None:
@@ -137,7 +137,7 @@ def _read_script(flags: argparse.Namespace) -> Script | None:
             raise PacelineError(
                 "PL342",
                 saw="--no-python and -m together.",
-                rule="A module is run by Python.",
+                rule="-m runs a Python module.",
                 fix="Leave one of them out.",
             )
         return None
@@ -192,7 +192,8 @@ def _count_ranks(wish: str | None) -> str:
     raise PacelineError(
         "PL320",
         saw=saw,
-        rule="It is a whole number from 1, or one of auto, cpu, gpu and xpu, for what this node has.",
+        rule="It is a whole number of at least 1, or auto, cpu, gpu or xpu for the number that this node "
+        "has.",
         fix="Use for example --nproc-per-node 2.",
     )
 
@@ -214,11 +215,11 @@ def _why_cold(flags: argparse.Namespace, script: Script | None, cold: bool) -> s
     if cold:
         return "--cold"
     if script is None:
-        return "--no-python runs a program of its own"
+        return "--no-python runs a program"
     if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
         return f"PYTHON_EXEC names another Python, {os.environ['PYTHON_EXEC']}"
     if flags.numa_binding:
-        return "--numa-binding starts each rank by numactl"
+        return "--numa-binding starts each rank with numactl"
     if sys.platform != "linux":
         return f"forking is not safe on {sys.platform}"
     late = find_settings(script)
@@ -241,7 +242,7 @@ def _make_logs(flags: argparse.Namespace) -> tuple[Path, bool]:
                 "PL326",
                 saw=f"--log-dir {flags.log_dir}: {error.strerror}.",
                 rule="Each rank writes its log there.",
-                fix="Choose a folder that you may write to.",
+                fix="Choose a folder with write permission.",
             ) from None
         return Path(tempfile.mkdtemp(prefix="paceline-logs-")), keeps
 
@@ -318,7 +319,7 @@ def _configure(job: ScriptJob) -> tuple[LaunchConfig, str, list[str]]:
         raise PacelineError(
             "PL343",
             saw=f"{error}.",
-            rule="torchrun's flags must fit together.",
+            rule="torchrun's flags must be valid and consistent.",
             fix="See paceline run --help.",
         ) from None
     finally:

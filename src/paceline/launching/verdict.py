@@ -31,8 +31,10 @@ from paceline.launching.watcher import JobStuck, Said
 log = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 65536
-_LOST_HERE = "It lost its peer, and no rank is known to have failed by itself."
-_LOST_ELSEWHERE = "It lost its peer: the cause is what ended a rank on another node, see the output there."
+_LOST_HERE = "It lost the connection to a peer, and no rank is known to have failed by itself."
+_LOST_ELSEWHERE = (
+    "It lost the connection to a peer: the cause is a rank that ended on another node, see the output there."
+)
 
 
 def judge(job: ScriptJob, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
@@ -73,7 +75,7 @@ def judge(job: ScriptJob, ranks: Ranks, error: BaseException | None, stop: Stop)
         raise PacelineError(
             "PL344",
             saw=f"The ranks could not be started: {type(error).__name__}: {str(error).strip()}",
-            rule="Before ranks start, the nodes meet at the rendezvous, and each program must be found.",
+            rule="Before ranks start, the nodes meet at the rendezvous, and the program must be found.",
             fix="Check --rdzv-endpoint (or --master-addr and --master-port) and --nnodes on every node.",
         ) from error
     raise error
@@ -193,6 +195,6 @@ def _tell_late_settings(job: ScriptJob) -> None:
     if names:
         log.warning(
             "the script set %s before it imported torch, which the warm start had imported already, so its "
-            "ranks started over, cold; --cold saves the attempt",
+            "ranks restarted cold; --cold avoids the first attempt",
             ", ".join(sorted(names)),
         )

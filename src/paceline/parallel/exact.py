@@ -309,5 +309,5 @@ def _sparse_error(saw: str) -> PacelineError:
         "PL425",
         saw=saw,
         rule="The exact reduction adds dense gradients, element by element.",
-        fix='Build it with sparse=False, or use reduction="fast".',
+        fix='Build the layer with sparse=False, or use reduction="fast".',
     )

@@ -92,9 +92,8 @@ def _read(value: Any, path: str) -> Any:
     raise PacelineError(
         "PL516",
         saw=f"the state of the communication hook has {path}, a {type(value).__name__}.",
-        rule="The state of a hook is put back where a step is skipped, and saved by rank. It consists of "
-        "tensors, "
-        "arrays, generators, numbers, texts, and dicts and lists of these.",
+        rule="The state of a hook is restored if a step is skipped, and saved for each rank. It consists of "
+        "tensors, arrays, generators, numbers, texts, and dicts and lists of these.",
         fix="Keep that value outside of the hook's state, or use a hook without state.",
     )
 

@@ -173,7 +173,7 @@ def parallelize(
                 "exact" if settings.exact else "fast",
             )
         elif settings.comm_hook is not None:
-            log.warning("comm_hook is not used: one rank has nobody to communicate with")
+            log.warning("comm_hook is not used: one rank does not communicate")
     return LaidOut(replica, shards, exact, placement, masks, plan, lent)
 
 
@@ -191,7 +191,7 @@ def _check_trains(model: nn.Module) -> None:
         saw=f"none of the {sum(1 for _ in model.parameters())} parameters of {type(model).__name__} "
         "requires a gradient.",
         rule="An update needs at least one parameter to train.",
-        fix="Set requires_grad on the parameters to train before handing the model over.",
+        fix="Set requires_grad on the parameters to train before passing the model to Paceline.",
     )
 
 

@@ -49,7 +49,7 @@ def apply_recompute(model: nn.Module, blocks: list[tuple[str, nn.Module]], kind:
         raise PacelineError(
             "PL465",
             saw=f"recompute={kind} for {type(model).__name__}, in which no repeated blocks were found.",
-            rule="What is computed again is a block: one of several modules of a kind in a list.",
+            rule="A block is recomputed as a whole; blocks are modules of one kind in a list.",
             fix="Leave recompute out, or put the repeated part of the model into an nn.ModuleList.",
         )
     for _, block in blocks:

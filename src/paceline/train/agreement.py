@@ -262,11 +262,11 @@ class Agreement:
             return
         error = PacelineError(
             "PL443",
-            saw="in the step before, ranks gathered or summed different blocks, or in another order.",
-            rule="Under dp_shard the ranks take part in every block's gathering and summing, so all of them "
-            "run the same blocks in each microbatch. The weights are wrong since that step.",
+            saw="in the previous step, ranks gathered or summed different blocks, or in another order.",
+            rule="Under dp_shard, all ranks gather and sum every block together, so they must run the same "
+            "blocks in each microbatch. The weights are wrong since that step.",
             fix="Run every block for every microbatch (multiply what must not count by zero), or use "
-            "dp_shard=1; and go on from a checkpoint of before.",
+            "dp_shard=1. Resume from an earlier checkpoint.",
         )
         error.on_every_rank = True
         raise error
@@ -276,7 +276,7 @@ def _other_lengths_error(lengths: list[int]) -> PacelineError:
     shown = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths))
     error = PacelineError(
         "PL430",
-        saw=f"what ranks agree on per step has different lengths: {shown} numbers.",
+        saw=f"the numbers that ranks exchange per step have different lengths: {shown}.",
         rule="Every rank takes the same steps on the same global batches, cut into the same microbatches.",
         fix="Look for a batch size, a loader or a model that depends on the rank.",
     )

@@ -172,7 +172,7 @@ def _same_samples_error(ranks: list[int]) -> PacelineError:
         "PL419",
         saw=f"the last {_NUM_EQUAL} batches given to step() were the same on several ranks (places {shown} "
         "among the ranks that share the data).",
-        rule="Each rank gives samples of its own. Otherwise a step counts some samples several times.",
+        rule="Each rank must give its own samples. Otherwise a step counts some samples several times.",
         fix="Use trainer.loader(dataset, global_batch_size=...), or a DistributedSampler in the DataLoader.",
     )
     error.on_every_rank = True
@@ -187,8 +187,8 @@ def _check_lengths(batch: Any, num_samples: int) -> None:
                 "PL211",
                 saw=f"batch{keystr(path)} has {len(leaf)} rows, and the first tensor of the batch has "
                 f"{num_samples}.",
-                rule="Samples lie along the first dimension of every tensor, and all of them are cut into "
-                "microbatches alike.",
+                rule="Samples are along the first dimension of every tensor, and all tensors are divided "
+                "into microbatches in the same way.",
                 fix="Give every field one row per sample, or set microbatch_size to the size of the whole "
                 "batch.",
             )

@@ -44,7 +44,7 @@ def check_belongings(folder: Path, written: Sequence[str] = (RECIPE, METRICS, EV
     except OSError as error:
         raise PacelineError(
             "PL532",
-            saw=f"{error.filename or folder} cannot be looked at: {error.strerror}.",
+            saw=f"{error.filename or folder} cannot be read: {error.strerror}.",
             rule="A run's folder holds its checkpoints and metrics.",
             fix="Choose another folder with --out, or change its permissions.",
         ) from None
@@ -131,9 +131,9 @@ def _wrong_kind(path: Path, what: str, expected: str) -> PacelineError:
     return PacelineError(
         "PL521",
         saw=f"{path} {what}.",
-        rule=f"A run makes a {expected} of this name in its folder, and writes to nothing else."
+        rule=f"A run makes a {expected} of this name in its folder and writes only to that."
         if expected == "file" or path.name in _FOLDERS
-        else "A run's folder is made by the run, or is there already.",
+        else "A run makes its folder, or uses an existing one.",
         fix="Choose another folder for the run (--out), or remove it.",
     )
 
@@ -143,7 +143,7 @@ def _foreign(folder: Path, names: Sequence[str]) -> PacelineError:
     return PacelineError(
         "PL520",
         saw=f"{folder} is not a run's folder, and it has {shown}.",
-        rule="A run would replace what is in there.",
+        rule="A run would replace these files.",
         fix="Choose a new folder for the run (--out), such as runs/demo.",
     )
 
@@ -180,11 +180,11 @@ class OpenFolder:
         )
         raise PacelineError(
             "PL522",
-            saw=f"{self.path} is no longer the folder that this run began in. {where}",
+            saw=f"{self.path} is no longer the folder that this run started in. {where}",
             rule="A run keeps its recipe, metrics and checkpoints in one folder.",
-            fix="Start the run again; what it had saved is lost with the folder."
+            fix="Start the run again; its checkpoints were lost with the folder."
             if gone
-            else "Rename it back, or start again with the new path: the run goes on from its last "
+            else "Rename it back, or start again with the new path; the run continues from its last "
             "checkpoint.",
         )
 

@@ -105,8 +105,9 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
         raise PacelineError(
             "PL466",
             saw=f"optimizer={type(optimizer).__name__} with layout {laying_out.layout}.",
-            rule="It works with whole tensors (means of rows, norms, products), of which a rank has a part.",
-            fix="Use one that treats every element by itself (AdamW, SGD, Lion ...), or dp_replicate.",
+            rule="It needs whole tensors (for means of rows, norms or products), and each rank has only a "
+            "part.",
+            fix="Use an elementwise optimizer (AdamW, SGD, Lion ...), or dp_replicate.",
         )
     if laying_out.exact and laying_out.layout.dp_shard > 1:
         _check_kernels(optimizer, laying_out.layout)
@@ -129,7 +130,7 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
     )
     if update.not_updated:
         log.warning(
-            "%d parameters of %s require a gradient, but the optimizer leaves them as they are: %s ...",
+            "%d parameters of %s require a gradient, but the optimizer does not have them: %s ...",
             len(update.not_updated),
             name,
             ", ".join(update.not_updated[:3]),
@@ -211,8 +212,8 @@ def check_several(layout: Layout) -> None:
         raise PacelineError(
             "PL423",
             saw=f"named models with layout {layout}.",
-            rule="With several models each is replicated: what one of them gathers or adds up in the middle "
-            "of another's loss has no fixed order.",
+            rule="Several models must be replicated, because communication in the middle of their common "
+            "loss would have no fixed order.",
             fix="Use dp_replicate for all ranks, or train one model.",
         )
 
@@ -242,8 +243,9 @@ def check_functions(
     if several and (step is None or forward is not None or loss is not None):
         raise PacelineError(
             "PL406",
-            saw="several models with " + ("no step=." if step is None else "forward= or loss= beside step=."),
-            rule="With named models, step(update) says which losses are computed and in what order.",
+            saw="several models with "
+            + ("no step=." if step is None else "forward= or loss= together with step=."),
+            rule="With named models, step(update) states which losses are computed and in which order.",
             fix='Pass step=lambda update: update("student", loss) and leave forward and loss out.',
         )
     if not several and (loss is None or step is not None):
@@ -259,15 +261,15 @@ def check_functions(
             raise PacelineError(
                 "PL407",
                 saw=f"optimizer={type(factory).__name__}.",
-                rule="The optimizer is built by the trainer, from the parameters as they are laid out.",
+                rule="The trainer builds the optimizer, from the parameters after they are laid out.",
                 fix="Pass a function: optimizer=lambda named: torch.optim.AdamW([p for _, p in named]).",
             )
     if several != isinstance(optimizer, Mapping):
         raise PacelineError(
             "PL404",
             saw=f"{'several models' if several else 'one model'} with optimizer={type(optimizer).__name__}.",
-            rule="Named models have a dict of optimizers by the same names, one model has one function.",
-            fix="Give both as dicts, or neither.",
+            rule="Named models need a dict of optimizers with the same names; one model needs one function.",
+            fix="Pass both as dicts, or neither.",
         )
     if names is not None and isinstance(optimizer, Mapping):
         for name in optimizer.keys() - names.keys():
@@ -316,16 +318,16 @@ def check_reduction(reduction: str, *, has_comm_hook: bool, sync_batchnorm: bool
     if reduction == "exact" and has_comm_hook:
         raise PacelineError(
             "PL426",
-            saw='comm_hook beside reduction="exact".',
-            rule="The exact reduction takes the place of a communication hook: what a hook compresses or "
-            "averages over the ranks depends on how many there are.",
+            saw='comm_hook with reduction="exact".',
+            rule="The exact reduction replaces a communication hook: what a hook compresses or averages "
+            "depends on the number of ranks.",
             fix='Leave comm_hook out, or use reduction="fast".',
         )
     if reduction == "exact" and sync_batchnorm:
         raise PacelineError(
             "PL427",
-            saw='sync_batchnorm beside reduction="exact".',
-            rule="SyncBatchNorm adds up statistics in an order that depends on the number of ranks.",
+            saw='sync_batchnorm with reduction="exact".',
+            rule="SyncBatchNorm sums statistics in an order that depends on the number of ranks.",
             fix='Leave sync_batchnorm off (statistics are then those of each microbatch), or use "fast".',
         )
 
@@ -356,8 +358,9 @@ def sync_batchnorm_error(num_samples: int, microbatch_size: int, world_size: int
         saw=f"sync_batchnorm with {num_samples} samples in microbatches of {microbatch_size} on "
         f"{world_size} ranks.",
         rule="Statistics over ranks need every rank to run exactly one microbatch at the same time; with "
-        "accumulation they would be neither the microbatch's nor the global batch's.",
-        fix=f"Set microbatch_size to global_batch_size / {world_size} and drop_last, or sync_batchnorm off.",
+        "accumulation, they would cover neither the microbatch nor the global batch.",
+        fix=f"Set microbatch_size to global_batch_size / {world_size} and drop_last=True, or turn "
+        "sync_batchnorm off.",
     )
 
 
@@ -371,7 +374,8 @@ def _check_kernels(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
             "PL448",
             saw=f"{type(optimizer).__name__}(fused=True) on CPU with reduction=exact and layout {layout}, "
             f"over a parameter of shape {list(uneven.shape)}.",
-            rule="torch's fused CPU kernel rounds the last elements of a tensor otherwise than the rest, and "
-            f"a tensor whose rows are no multiple of {REGISTER} numbers has others last once it is cut.",
-            fix="Leave fused=True out, for such parameters at least, or train with reduction='fast'.",
+            rule="torch's fused CPU kernel rounds the last elements of a tensor differently from the rest. "
+            f"If the rows of a tensor are not a multiple of {REGISTER} numbers, its shards end at other "
+            "elements.",
+            fix="Leave fused=True out, at least for such parameters, or train with reduction='fast'.",
         )

@@ -199,9 +199,9 @@ class Copies:
             "PL418",
             saw=f"copies of {self._name} differ between ranks: {'; '.join(described)}{more}.",
             rule="Ranks that hold the same tensor apply the same update to it, so all have the same bits.",
-            fix="Look for what changes weights, gradients or optimizer state on some ranks only: a hook, an "
-            "in-place change between steps, another version of a library. If there is nothing of that kind, "
-            "suspect the memory or the processor of that rank's machine. Go on from the newest checkpoint.",
+            fix="Look for code that changes weights, gradients or optimizer state on some ranks only: a "
+            "hook, an in-place change between steps, another version of a library. If there is none, check "
+            "the memory and the processor of that rank's machine. Resume from the newest checkpoint.",
         )
         error.on_every_rank = True
         return error

@@ -121,7 +121,7 @@ def evaluate(
             "PL411",
             saw=f"evaluating {num_samples} samples with a total weight of {columns[1] if columns else 0:g}.",
             rule="A mean needs at least one target.",
-            fix="Give a loader over a data set that is not empty.",
+            fix="Pass a loader over a data set that is not empty.",
         )
     pairs = zip(columns[::2], columns[1::2], strict=True)
     means = [total / weight if weight else math.nan for total, weight in pairs]

@@ -11,7 +11,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.errors import PacelineError
 
-_BUILD = "Pass for example optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
+_BUILD = (
+    "Pass a function, for example optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
+)
 
 
 def check_optimizer(name: str, optimizer: Any, model: nn.Module) -> None:
@@ -35,7 +37,7 @@ def check_optimizer(name: str, optimizer: Any, model: nn.Module) -> None:
             saw=f"the optimizer {type(optimizer).__name__} of {name}, whose step() requires a closure.",
             rule="The trainer computes the gradients of a global batch once and then calls optimizer.step(). "
             "A closure would compute them again in the middle of the step.",
-            fix="Use an optimizer that steps on ready gradients (AdamW, SGD, Lion ...).",
+            fix="Use an optimizer that steps without a closure (AdamW, SGD, Lion ...).",
         )
     own = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]

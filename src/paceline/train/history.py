@@ -95,7 +95,8 @@ class History:
             self._has_warned = True
             log.warning(
                 "%s on %s does not hold the checkpoints that rank 0 writes: the nodes share no disk there. "
-                "Without the node of rank 0 this run cannot go on. Use a folder on a shared disk. [PL318]",
+                "Without the node of rank 0, this run cannot continue. Use a folder on a shared disk. "
+                "[PL318]",
                 self._folder,
                 socket.gethostname(),
             )
@@ -120,15 +121,15 @@ class History:
         if newest.step >= newest.noted:
             knows = f"on {newest.host} (rank {newest.rank}) the folder holds step {newest.step}"
         else:
-            knows = f"{newest.host} (rank {newest.rank}) has noted that step {newest.noted} was saved"
+            knows = f"{newest.host} (rank {newest.rank}) recorded that step {newest.noted} was saved"
         return _on_every_rank(
             PacelineError(
                 "PL318",
                 saw=f"Rank 0, on {main.host}, would resume from {self._folder}, and {has}; but {knows}.",
-                rule="Rank 0 reads the checkpoints. Without the newest one it would train steps again that "
-                "are done, from the start where it has none.",
+                rule="Rank 0 reads the checkpoints. Without the newest one, it would repeat steps that are "
+                "already done; without any, it would start from the beginning.",
                 fix="Copy the checkpoints to the node of rank 0, start with their node as node 0, or use a "
-                f"folder on a shared disk. To start anew, remove {self._folder} on every node.",
+                f"folder on a shared disk. To start over, remove {self._folder} on every node.",
             )
         )
 
@@ -138,7 +139,7 @@ class History:
                 "PL319",
                 saw=f"{self._folder} holds different checkpoints of step {main.step} on {main.host} (rank 0) "
                 f"and on {other.host} (rank {other.rank}).",
-                rule="The nodes have trained two runs apart from each other, and only one of them can go on.",
+                rule="The nodes have trained two separate runs, and only one of them can continue.",
                 fix="Decide which one is right, and remove the folder on the other node.",
             )
         )

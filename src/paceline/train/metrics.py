@@ -136,8 +136,8 @@ class MetricsWriter:
             raise PacelineError(
                 "PL523",
                 saw=f"{self._path} cannot be written: {error.strerror or error}.",
-                rule="Every step of a run leaves a row of metrics there.",
-                fix="Free space, or change the file's permissions; the same command then goes on from the "
+                rule="Every step of a run writes a row of metrics there.",
+                fix="Free space, or change the file's permissions; the same command then continues from the "
                 "last checkpoint.",
             ) from error
         except PacelineError:
@@ -224,7 +224,7 @@ def _drop_rows_after(path: Path, last_step: int) -> None:
     if num_damaged:
         damaged = path.with_name(f"{path.name}.damaged")
         shutil.copyfile(path, damaged)
-        log.warning("%d lines of %s are no rows of a run; they are kept in %s", num_damaged, path, damaged)
+        log.warning("%d lines of %s are not rows of a run; they are kept in %s", num_damaged, path, damaged)
     if path.read_bytes() == kept.encode():
         return
     partial = path.with_suffix(".partial")

@@ -262,11 +262,11 @@ def explain_single_sample(share: Share) -> Iterator[None]:
         sizes = sorted({len(samples) for samples in share.samples})
         raise PacelineError(
             "PL414",
-            saw=f"BatchNorm got one value per channel: a global batch of {share.num_samples} samples is cut "
-            f"into {share.num_microbatches} microbatches, on this rank of {', '.join(map(str, sizes))} "
-            "samples.",
+            saw=f"BatchNorm got one value per channel: a global batch of {share.num_samples} samples is "
+            f"divided into {share.num_microbatches} microbatches, on this rank of "
+            f"{', '.join(map(str, sizes))} samples.",
             rule="BatchNorm normalizes with the statistics of a microbatch, and one value has no variance.",
-            fix="Set microbatch_size to 2 or more, such that it leaves no single sample over, or "
+            fix="Set microbatch_size to 2 or more, such that no single sample is left over, or "
             "drop_last=True.",
         ) from error
 
@@ -288,10 +288,10 @@ def _cut_error(whole: float, cut: float, num_samples: int, share: Share) -> Pace
     return PacelineError(
         "PL413",
         saw=f"the loss of {num_samples} samples is {whole:.5g} in one piece and {cut:.5g} in two. No "
-        f"microbatch_size was given, so each global batch of {share.num_samples} would be cut into "
+        f"microbatch_size was given, so each global batch of {share.num_samples} would be divided into "
         f"{share.num_microbatches} microbatches of {size}.",
-        rule="A loss that compares samples, or a mean over targets that samples have in different numbers, "
-        "depends on that cut, so the trainer must not choose it.",
+        rule="A loss that compares samples, or a mean over targets if their number differs between samples, "
+        "depends on that division, so the trainer must not choose it.",
         fix='If the loss compares samples, pass loss_over="global_batch". If it is a mean over targets, '
         "return (sum of losses, number of targets). Or choose: microbatch_size="
         f"{share.num_samples} computes a global batch in one piece.",
@@ -302,10 +302,10 @@ def _tell_batchnorm(name: str, share: Share) -> Finding:
     return Finding(
         "PL413",
         name,
-        f"BatchNorm normalizes each microbatch of {len(share.samples[0]) if share.samples else 0} samples by "
-        f"itself; a global batch of {share.num_samples} is cut into {share.num_microbatches}, because no "
-        "microbatch_size was given.",
-        "The size of microbatches is part of the result.",
+        f"BatchNorm normalizes each microbatch of {len(share.samples[0]) if share.samples else 0} samples "
+        f"separately; a global batch of {share.num_samples} is divided into {share.num_microbatches}, "
+        "because no microbatch_size was given.",
+        "The size of microbatches affects the result.",
         f"Pass microbatch_size= to choose it; {share.num_samples} is the whole global batch.",
     )
 
@@ -315,10 +315,9 @@ def _tell_dependent(names: list[str]) -> Finding:
     return Finding(
         "PL416",
         shown,
-        "forward changes this buffer by values that depend on the samples, and ranks run different samples.",
-        "The trainer merges the running statistics of BatchNorm over ranks; of other buffers each rank "
-        "keeps its "
-        "own, and checkpoints have rank 0's. So the result depends on the number of ranks.",
+        "forward changes this buffer depending on the samples, and ranks have different samples.",
+        "The trainer merges the running statistics of BatchNorm over ranks. Each rank keeps its own copy of "
+        "other buffers, and checkpoints have rank 0's, so the result depends on the number of ranks.",
         "Update it outside of forward, from values that all ranks have, or use BatchNorm's running "
         "statistics.",
     )

@@ -112,8 +112,8 @@ def _take_lock(lock: TextIO, folder: Path) -> None:
             has_told = True
             assert owner is not None
             log.warning(
-                "waiting for rank 0 of an earlier start in %s (process %d), whose launcher is gone, to save "
-                "and leave",
+                "waiting for rank 0 of an earlier start in %s (process %d), whose launcher has ended, to "
+                "save and exit",
                 folder,
                 owner.pid,
             )
@@ -156,7 +156,7 @@ def _in_use(folder: Path, owner: Owner | None, leaving: bool) -> PacelineError:
     fix = "Wait for it to end, or choose another folder with --out."
     if leaving:
         assert owner is not None
-        fix = f"Its launcher is gone and it runs on after {_LEAVING_S:.0f} s: kill -9 {owner.pid}"
+        fix = f"Its launcher has ended and it still runs after {_LEAVING_S:.0f} s: kill -9 {owner.pid}"
     return PacelineError(
         "PL533",
         saw=f"{folder} is in use by another run ({who}).",
@@ -178,6 +178,6 @@ def _unwritable(path: Path, error: OSError) -> PacelineError:
     return PacelineError(
         "PL532",
         saw=f"{path} cannot be written: {error.strerror}.",
-        rule="A run's folder says what the run is.",
-        fix="Free some space, or choose another folder with --out.",
+        rule="A run's folder has its recipe.",
+        fix="Free space, or choose another folder with --out.",
     )

@@ -229,8 +229,8 @@ def _different_error(differing: Sequence[str]) -> PacelineError:
         shown += f"; and {len(differing) - _MAX_SHOWN} more"
     error = PacelineError(
         "PL417",
-        saw=f"ranks were given different settings: {shown or 'in another order'}.",
-        rule="Every rank trains the same model with the same settings. Only samples are its own.",
+        saw=f"ranks have different settings: {shown or 'in another order'}.",
+        rule="Every rank trains the same model with the same settings. Only the samples differ.",
         fix="Look for an argument, an argument file, an environment variable or a line that depends on the "
         "rank or on the machine.",
     )

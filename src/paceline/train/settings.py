@@ -196,7 +196,7 @@ def refuse_changes(
         raise PacelineError(
             "PL515",
             saw=f"the run in {folder} was trained with other settings: {shown}.",
-            rule="They are part of its result, so going on with others makes it another run.",
+            rule="They determine its result, so other values would make it another run.",
             fix=fix,
         )
     return list(changes)
@@ -208,7 +208,7 @@ def tell_unknown_settings() -> None:
         "PL519",
         "the checkpoint",
         "it was saved by a version that did not record the run's settings.",
-        "A changed batch size, learning rate or data set cannot be noticed. The optimizer keeps the "
+        "A changed batch size, learning rate or data set cannot be detected. The optimizer keeps the "
         "learning rate that was saved.",
         "Check them yourself; the next checkpoint records them.",
     )

@@ -33,7 +33,7 @@ class TrainedModels:
             raise PacelineError(
                 "PL402",
                 saw=f"trainer.model with {len(self.models)} models.",
-                rule="`model` is the only one.",
+                rule="`model` is the model of a trainer that has only one.",
                 fix=f"Use trainer.models[name] with one of {', '.join(self.models)}.",
             )
         return next(iter(self.models.values()))

@@ -391,8 +391,8 @@ class Trainer(TrainedModels):
             raise PacelineError(
                 "PL433",
                 saw="save() after steps without communication.",
-                rule="Each rank's weights went their own way, so there is no state of the run to save.",
-                fix="Measure with a trainer of its own, and train with another.",
+                rule="The weights of the ranks differ, so there is no state of the run to save.",
+                fix="Use one trainer to measure and another to train.",
             )
         for update in self._updates.values():
             update.check_copies()
@@ -572,7 +572,7 @@ class Trainer(TrainedModels):
             raise PacelineError(
                 "PL405",
                 saw="the trainer has no loss=.",
-                rule="What is asked for takes the loss of one model.",
+                rule="This needs the loss of one model.",
                 fix="Pass loss=lambda output, batch: (sum_of_losses, weight) to Trainer.",
             )
 

@@ -88,8 +88,8 @@ def _explain_bits(case: Case) -> Explained:
         "which is rounding.",
         'reduction="exact" promises the bits of one process on every layout without '
         f"{' and '.join(list_axes(keeps_bits=False))}.",
-        'Look for a sum whose order depends on the ranks; or train with reduction="fast", which promises '
-        "rounding only.",
+        'Look for a sum whose order depends on the ranks, or train with reduction="fast", which promises '
+        "the same numbers within rounding.",
     )
 
 
@@ -104,7 +104,7 @@ def _explain_start(case: Case) -> Explained:
         f"by up to {first.size:.1e}{_note(first)}.",
         "Every layout starts from the same weights and buffers, to the bit.",
         "Look for random numbers that depend on the rank when the model is built, or a tensor that is not "
-        "handed out from rank 0.",
+        "sent from rank 0.",
     )
 
 
@@ -127,7 +127,7 @@ def _explain_lost(case: Case) -> Explained | None:
         f"Microbatch {name_some(list(map(str, numbers)), 8)} of {case.num_microbatches} {what}; "
         f"{'it belongs' if len(numbers) == 1 else 'they belong'} to rank {name_some(list(map(str, ranks)))}.",
         "Each microbatch of the global batch runs exactly once.",
-        "Look at how the global batch is shared out, and at the loop over a rank's microbatches.",
+        "Check how the global batch is distributed, and the loop over a rank's microbatches.",
     )
 
 
@@ -145,13 +145,11 @@ def _explain_loss(case: Case) -> Explained | None:
     if apart:
         saw = f"What the loss function gives for microbatch {name_some(list(map(str, apart)))} differs"
         rule = "The loss of a microbatch does not depend on the layout."
-        fix = "Look at the loss: a mean over what a rank has, or a sum over a split vocabulary left out."
+        fix = "Check the loss: a mean over a rank's part, or a missing sum over a split vocabulary."
     else:
         saw = f"Every microbatch's loss agrees, but the {first.kind}{factor} differs"
         rule = "The loss is the sum of all microbatches' losses over the sum of their weights."
-        fix = (
-            "Look at how losses and weights are added up over the ranks: means of means, or a rank left out."
-        )
+        fix = "Check how losses and weights are summed over the ranks: means of means, or a missing rank."
     return Explained(
         "PL718", "the loss", f"{saw} {which}, {show_size(first.size, first.tolerance)}.", rule, fix
     )
@@ -185,10 +183,10 @@ def _explain_changed(case: Case) -> Explained | None:
         f"In one process a forward changes {first.name} in place, and outputs agree, but the {first.kind} "
         f"differs {case.name_ranks(d.rank for d in differing)}, {show_size(first.size, first.tolerance)}."
         f"{hooks}",
-        "Weights change in the optimizer's step. A rank that gathers a weight for a forward, or keeps a part "
-        "of it, loses what the forward writes to it.",
-        "Change the weight after the step (for example after trainer.step), or compute what is needed from "
-        "it in the forward without writing to it (torch.nn.utils.parametrize).",
+        "Weights change in the optimizer's step. A rank that gathers a weight for a forward, or keeps a "
+        "part of it, loses what a forward writes to it.",
+        "Change the weight after the step (for example after trainer.step), or compute what the forward "
+        "needs without writing to it (torch.nn.utils.parametrize).",
     )
 
 
@@ -203,8 +201,8 @@ def _explain_norm(case: Case) -> Explained | None:
         "the global norm",
         f"Every gradient agrees, but the global norm differs {case.name_ranks(d.rank for d in differing)}, "
         f"{show_size(first.size, first.tolerance)}.{times}",
-        "The norm is over all gradients, each element once, wherever it lies.",
-        "Look at how squares are summed: a shard's own norm is too small, and copies counted on every rank "
+        "The norm is computed over all gradients, with each element counted once.",
+        "Check how squares are summed: a shard's own norm is too small, and copies counted on every rank "
         "make it too large.",
     )
 
@@ -217,7 +215,7 @@ def _explain_buffers(case: Case) -> Explained | None:
     is_ordered = any(d.name in case.facts.ordered for d in differing)
     why = (
         " In one process too it depends on the order of the microbatches, by more than rounding: each "
-        "forward goes on from what the one before left."
+        "forward continues from the state of the previous one."
         if is_ordered
         else ""
     )
@@ -228,9 +226,9 @@ def _explain_buffers(case: Case) -> Explained | None:
         f"Weights and gradients agree, but {verb} {name_some([d.name for d in differing])} "
         f"differ{'s' if verb == 'buffer' else ''} {case.name_ranks(d.rank for d in differing)}, "
         f"{show_size(first.size, first.tolerance)}.{why}",
-        "Buffers are the same on every rank and on every layout after each step.",
-        "A buffer that a forward changes has to be synchronised; BatchNorm's statistics are merged over all "
-        "microbatches. For a module of your own, compute it from what all ranks share.",
+        "After each step, buffers must be the same on every rank and on every layout.",
+        "A buffer that a forward changes must be synchronised; BatchNorm's statistics are merged over all "
+        "microbatches. In a custom module, compute the buffer from values that all ranks share.",
     )
 
 
@@ -249,7 +247,7 @@ def _explain_update(case: Case) -> Explained | None:
             f"Gradients agree, but after the update only tied parameters differ ({name_some(names)}) "
             f"{which}, {show_size(first.size, first.tolerance)}.",
             "Tied parameters are one tensor, updated once.",
-            "Look for a layout that made copies of it, which the optimizer updates apart.",
+            "Look for copies of the tensor that the optimizer updates separately.",
         )
     scaled = _find_clip(case)
     factor = "" if scaled is None else f" The optimizer saw gradients of {scaled:.4g} times their size."
@@ -263,9 +261,9 @@ def _explain_update(case: Case) -> Explained | None:
         f"Gradients and their norm agree, but the {what} after the update "
         f"differ{'s' if what[0] == 's' else ''} {which}: {name_some(names)}{_note(first)}, "
         f"{show_size(first.size, first.tolerance)}.{factor}",
-        "The same gradients, clipped alike, move the weights alike.",
-        "Look at what comes after the reduction: clipping by another norm, a step left out, weights gathered "
-        "from before the update, the optimizer's settings on this layout.",
+        "The same gradients with the same clipping must change the weights in the same way.",
+        "Check what follows the reduction: clipping by another norm, a missing step, weights gathered "
+        "before the update, the optimizer's settings on this layout.",
     )
 
 

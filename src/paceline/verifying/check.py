@@ -278,8 +278,8 @@ def _make_reference(
             "PL724",
             "the model",
             f"Everything was trained and compared in fp32, because the model fails in fp64: {reason}",
-            "Verifying in fp64 keeps rounding furthest away from faults, where a model can compute in it.",
-            "Nothing needs to be done. In fp32 a fault must be larger to be seen, by some 8 digits.",
+            "fp64 separates rounding from faults best, but this model cannot compute in it.",
+            "Nothing needs to be done. In fp32, a fault must be larger by about 8 digits to be detected.",
         )
         return narrower, facts, [remark]
 
@@ -368,11 +368,12 @@ class _Session:
             Finding(
                 "PL725",
                 str(layout),
-                f"It is apart by rounding in {kinds}: the first difference is in a part that computes "
-                f"so, though training is in {self._subject.dtype}. Such parts are {name_some(names, 4)}.",
-                "A model is compared by the precision that it really computes in.",
-                "Nothing needs to be done. To compare more strictly, have the model compute in the type that "
-                "its weights have.",
+                f"It is apart by rounding in {kinds}: the first difference is in a part that computes in "
+                f"that type, although training is in {self._subject.dtype}. Such parts are "
+                f"{name_some(names, 4)}.",
+                "A model is compared at the precision that it computes in.",
+                "Nothing needs to be done. To compare more strictly, have the model compute in the type of "
+                "its weights.",
             )
         )
 
@@ -395,8 +396,8 @@ def _tell_unexplained(case: Case, error: Exception) -> Finding:
         f"The {first.kind} {first.name} differs {case.name_ranks(d.rank for d in case.first)}, "
         f"{show_size(first.size, first.tolerance)}. Where it begins is not known, because the run "
         f"that watches every module failed: {error}",
-        "Every layout gives the numbers of one process, within rounding.",
-        "Train with another layout, and please report it: watching modules must not make a run fail.",
+        "Every layout must give the numbers of one process, within rounding.",
+        "Train with another layout, and report this message: watching modules must not make a run fail.",
     )
 
 
@@ -429,8 +430,8 @@ def _tell_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) 
         "PL717",
         str(layout),
         f"{'The ranks hang' if isinstance(error, JobStuck) else 'A rank failed'}: {error}",
-        "A layout that one process can train should train.",
-        "Fix what the message says; it names the rank and the line.",
+        "A model that trains in one process must train under every legal layout.",
+        "Correct the cause in the message, which names the rank and the line.",
     )
     return LayoutResult(str(layout), layout.num_ranks, "failed", findings=[finding])
 
@@ -440,8 +441,8 @@ def _check(subject: Subject, layouts: Sequence[Layout]) -> None:
         raise PacelineError(
             "PL720",
             saw=f"steps={subject.num_steps!r}.",
-            rule="The steps that are compared are counted from 1.",
-            fix="Leave it out for 3: the third sees what the first two left behind.",
+            rule="At least one step is compared.",
+            fix="Leave it out for 3 steps; the third shows the effects of the first two.",
         )
     if not layouts:
         raise PacelineError(

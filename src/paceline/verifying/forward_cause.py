@@ -31,9 +31,9 @@ def explain_forward(case: Case) -> Explained:
         return Explained(
             "PL716",
             "the batch",
-            f"What went into the model differs {which}, {micro}, {size}.",
+            f"The input of the model differs {which}, {micro}, {size}.",
             "Every layout trains on the same global batches.",
-            "Look at the data: an order, an augmentation or a step that depends on the rank.",
+            "Check the data: an order, an augmentation or a step that depends on the rank.",
         )
     saw = f"The first difference {which} is {place}, {micro}, {size}."
     if first.owner is not None:
@@ -62,7 +62,7 @@ def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -
             first.event.module,
             f"{saw}: it is rounded to {first.rounded_to}.",
             f"dtype {case.dtype} computes and communicates in that type throughout.",
-            f"Look for what gathers or casts weights in {first.rounded_to}.",
+            f"Look for code that gathers or casts weights in {first.rounded_to}.",
         )
     if first.stale is not None:
         after = f"after step {first.stale}" if first.stale else "before the first step"
@@ -72,8 +72,8 @@ def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -
         first.event.module,
         f"{saw}. The weights after the steps before agree.",
         "A forward uses the weights that the last update left.",
-        "Look for weights that are kept from before: gathered once and not again, or a copy; or for what "
-        "changes a weight between the update and the forward.",
+        "Look for weights that were gathered once and not again, for a copy, and for code that changes a "
+        "weight between the update and the forward.",
     )
 
 
@@ -95,8 +95,8 @@ def explain_settings(
         module,
         f"{saw} {told}",
         "All ranks run the same code with the same settings.",
-        "Look for what sets this by rank or by world size: a configuration read on one rank, a patch of a "
-        "function, a hook.",
+        "Look for code that sets this by rank or by world size: a configuration that only one rank reads, a "
+        "patched function, a hook.",
     )
 
 
@@ -121,8 +121,8 @@ def _explain_draws(
         module,
         f"{saw}{why}",
         "Random numbers depend on seed, step, sample and position only, never on the rank or layout.",
-        "Draw them through nn.Dropout or torch's functions, in the forward; a generator of your own must "
-        "be seeded by what is computed.",
+        "Draw them with nn.Dropout or torch's functions in the forward; seed a generator of your own by "
+        "what is computed.",
     )
 
 
@@ -135,7 +135,7 @@ def _explain_padding(
         "PL713",
         module,
         f"{saw} Only positions differ that the batch marks as padding.",
-        "What stands in padding must not reach the loss, and should not differ either.",
+        "The content of padding must not reach the loss, and should not differ either.",
         "Look for a statistic, a mask or a split that counts padding.",
     )
 
@@ -170,7 +170,7 @@ def _explain_stale(
         module,
         f"{saw} Its weights agree, but its attribute {name} holds one as it was {after}.",
         "A forward uses the weights that the last update left.",
-        f"Compute {name} from the weight in every forward, or drop it when the optimizer has made a step.",
+        f"Compute {name} from the weight in every forward, or discard it after each optimizer step.",
     )
 
 
@@ -182,13 +182,13 @@ def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -
         saw += f" It has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
     if case.layout.tp > 1:
         fix = (
-            "Look at how this module is laid out: a sum over tp after a matrix product that was split by "
-            "rows, heads or vocabulary divided in another way than its weights, a copy that went its own way."
+            "Check how this module is laid out: a missing sum over tp after a matrix product that was split "
+            "by rows, heads or vocabulary that are not split as the weights are, a copy that changed."
         )
     else:
         fix = (
-            "Look at what this code computes besides its input and weights: something that depends on the "
-            "rank or the world size, a value kept from an earlier forward, a collective of its own."
+            "Check what this code uses besides its input and weights: something that depends on the rank or "
+            "the world size, a value from an earlier forward, its own collective."
         )
     return Explained("PL701", module, saw, "A module gives the same output under every layout.", fix)
 

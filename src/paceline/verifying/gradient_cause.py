@@ -53,7 +53,7 @@ def _explain_anothers(case: Case) -> Explained | None:
         f"Outputs agree, but of {name_some([d.name for d in moved])} a rank has another part's gradient, "
         f"{case.name_ranks(d.rank for d in moved)}: {moved[0].note} for rank {moved[0].rank}.",
         "Each rank of dp_shard keeps the sum of its own chunk.",
-        "Look at the order in which the reduce-scatter gives out its chunks.",
+        "Check the order in which the reduce-scatter distributes its chunks.",
     )
 
 
@@ -72,8 +72,8 @@ def _explain_strange(case: Case) -> Explained | None:
         f"parameters differs {case.name_ranks(d.rank for d in case.of_kind('gradient'))}, "
         f"{show_size(first.size, first.tolerance)}, and is no sum of the microbatches' gradients.",
         _SUM_RULE,
-        "Look for what is added beside the microbatches: a round that a rank takes for others' sake (an idle "
-        "round), what was left of the step before, another rank's part.",
+        "Look for anything added besides the microbatches: an idle round of a rank without microbatches, a "
+        "rest of the previous step, another rank's part.",
     )
 
 
@@ -109,7 +109,7 @@ def _explain_absent(case: Case) -> Explained | None:
         f"All outputs agree, but the optimizer does not have {name_some([d.name for d in absent])} "
         f"{case.name_ranks(d.rank for d in absent)}.",
         "Every rank's optimizer has the same parameters, in the same groups.",
-        "Look at the function that builds the optimizer: a choice of parameters that depends on the rank.",
+        "Check the function that builds the optimizer: its choice of parameters may depend on the rank.",
     )
 
 
@@ -133,14 +133,15 @@ def _explain_moved(case: Case) -> Explained | None:
             _PLACE,
             f"Outputs agree, but the gradient {which} is 1{moved[0]:+.2g} times the reference's.",
             _SUM_RULE,
-            "Look for what scales all gradients alike between backward and the optimizer.",
+            "Look for code that scales all gradients between backward and the optimizer.",
         )
     return Explained(
         "PL706",
         _PLACE,
         f"Outputs agree, but in the gradient {which} each rank's part has a factor of its own: {shown}.",
-        "Gradients are clipped, scaled and normalised after they are summed, by numbers that ranks share.",
-        "Look for what scales a rank's gradient before or in the reduction.",
+        "Gradients must be clipped, scaled and normalised after they are summed, by numbers that ranks "
+        "share.",
+        "Look for code that scales a rank's gradient before or in the reduction.",
     )
 
 
@@ -169,7 +170,7 @@ def _explain_factors(case: Case) -> Explained | None:
         _PLACE,
         f"Outputs agree, but the gradient {which} is a sum with factors {shown} over the microbatches.",
         _SUM_RULE,
-        "Look for what scales gradients between backward and the optimizer.",
+        "Look for code that scales gradients between backward and the optimizer.",
     )
 
 
@@ -188,7 +189,7 @@ def _explain_replicas(case: Case, rank: int, factors: list[float], which: str) -
         f"Outputs agree, but the gradient {which} has the microbatches of the rank's own replica and no "
         "other's.",
         "The shards' sums are summed over dp_replicate, once per step.",
-        "Look for the all-reduce over dp_replicate behind the reduce-scatter over dp_shard.",
+        "Check the all-reduce over dp_replicate after the reduce-scatter over dp_shard.",
     )
 
 
@@ -207,15 +208,15 @@ def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) 
             return None
     scale = factors[min(own)]
     over_tp = case.layout.tp > 1 and near(scale, case.layout.tp)
-    instead = f" Its own are summed over tp={case.layout.tp} in place of dp." if over_tp else ""
+    instead = f" Its own are summed over tp={case.layout.tp} instead of dp." if over_tp else ""
     return Explained(
         "PL705",
         _PLACE,
         f"Outputs agree, but the gradient {which} has this rank's own microbatches and no other rank's "
         f"(factor {scale:.4g} for its own, 0 for the others).{instead}",
         "Every rank applies the sum over all ranks.",
-        "Look for a reduction that these ranks leave out: no_sync around the last backward, a hook that "
-        "returns the bucket as it is, a group that is not the layout's.",
+        "Look for a missing reduction on these ranks: no_sync around the last backward, a hook that returns "
+        "the bucket unchanged, a group that is not the layout's.",
     )
 
 
@@ -233,8 +234,8 @@ def _explain_missing(case: Case, rank: int, factors: list[float], which: str) ->
                 "PL705",
                 _PLACE,
                 f"Outputs agree, but the gradient {which} has nothing of the microbatches of {ranks}.",
-                "Every rank's gradient goes into the sum.",
-                f"Look at what {ranks} gives to the reduction: a gradient set to zero, or another bucket.",
+                "Every rank's gradient must be part of the sum.",
+                f"Check what {ranks} passes to the reduction: a gradient set to zero, or another bucket.",
             )
     return Explained(
         "PL704",
@@ -242,7 +243,7 @@ def _explain_missing(case: Case, rank: int, factors: list[float], which: str) ->
         f"Outputs agree, but the gradient {which} has nothing of microbatch "
         f"{name_some(list(map(str, zeros)), 8)}.",
         _SUM_RULE,
-        "Look for a gradient that is overwritten where it should be added to, or reset between microbatches.",
+        "Look for a gradient that is overwritten instead of added to, or reset between microbatches.",
     )
 
 
@@ -259,10 +260,10 @@ def _explain_common(case: Case, rank: int, factors: list[float], which: str) -> 
         saw = (
             f"the gradient {which} is 1/{1 / factor:.4g} of the reference's: averaged over {divided} as well."
         )
-        fix = "Look for a mean over that axis on top of the division by the weight of the global batch."
+        fix = "Look for a mean over that axis in addition to the division by the weight of the global batch."
     else:
         saw = f"the gradient {which} is {factor:.6g} times the reference's."
-        fix = "Look for what scales all gradients alike: clipping before the reduction, a loss scale."
+        fix = "Look for code that scales all gradients: clipping before the reduction, a loss scale."
     return Explained("PL703", _PLACE, f"Outputs agree, but {saw}", _SUM_RULE, fix)
 
 
@@ -284,7 +285,8 @@ def _explain_weights(case: Case, rank: int, factors: list[float], which: str) ->
         "PL706",
         _PLACE,
         f"Outputs agree, but in the gradient {which} each rank's part has a factor of its own: {shown}.",
-        "Gradients are clipped, scaled and normalised after they are summed, by numbers that ranks share.",
+        "Gradients must be clipped, scaled and normalised after they are summed, by numbers that ranks "
+        "share.",
         "Look for clipping (or a division by a norm, a count, a loss scale) before the reduction.",
     )
 
@@ -296,7 +298,8 @@ def _mean_of_means(which: str, what: str, factors: list[float]) -> Explained:
         _PLACE,
         f"Outputs agree, but the gradient {which} is the mean of the {what}' means: their factors ({shown}) "
         "are one over their weights.",
-        "The loss is the sum of all losses over the sum of all weights; parts with fewer targets count less.",
+        "The loss is the sum of all losses divided by the sum of all weights; parts with fewer targets "
+        "count less.",
         "Sum losses and weights over the global batch first, and divide once.",
     )
 
@@ -319,8 +322,8 @@ def _explain_last(case: Case, rank: int, factors: list[float], which: str) -> Ex
         f"Outputs agree, but in the gradient {which} only {part} went in as it should (the others with a "
         f"factor of {value:.4g}): with accumulation something else happens.",
         _SUM_RULE,
-        "Look at what is kept between the microbatches of a step: a gradient reduced more than once, or "
-        "overwritten.",
+        "Check what is kept between the microbatches of a step: a gradient that is reduced more than once, "
+        "or overwritten.",
     )
 
 
@@ -361,9 +364,9 @@ def _explain_backward(case: Case) -> Explained:
         f"All outputs agree; in backward {saw}, microbatch {first.microbatch}, "
         f"{show_size(first.size, first.tolerance)}.{factor} All gradients behind it agree.",
         "Backward through a module gives the same under every layout.",
-        "Look at the backward of what follows this place: "
-        + ("a sum over tp left out or done twice, " if case.layout.tp > 1 else "")
-        + "a hook or a backward of its own, a tensor changed in place.",
+        "Check the backward of what follows this place: "
+        + ("a missing or duplicate sum over tp, " if case.layout.tp > 1 else "")
+        + "a hook or a custom backward, a tensor changed in place.",
     )
 
 
@@ -398,5 +401,5 @@ def _explain_parameters(case: Case) -> Explained:
         "A parameter that is whole on ranks which compute on parts needs its gradient summed over them; look "
         "for that sum, missing or done twice."
         if case.layout.tp > 1
-        else "Look for a hook on the parameter, or for what changes its gradient after backward.",
+        else "Look for a hook on the parameter, or for code that changes its gradient after backward.",
     )

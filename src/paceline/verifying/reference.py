@@ -343,7 +343,7 @@ def _random_error(key: str, apart: float) -> PacelineError:
         f"{step}: apart by {apart:.1e} of it.",
         rule="A reference must be repeatable, or nothing can be compared with it.",
         fix="Draw random numbers from torch's, numpy's or Python's global generators, which are seeded per "
-        "microbatch; give the same batch for the same step; and carry no state from one forward to the next.",
+        "microbatch; give the same batch for the same step; and keep no state from one forward to the next.",
     )
 
 

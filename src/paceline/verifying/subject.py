@@ -202,7 +202,7 @@ class _OpenedUser:
                 raise PacelineError(
                     "PL721",
                     saw=f"a data set of type {type(subject.batch_fn).__name__} without global_batch_size.",
-                    rule="A data set gives samples; how many make a global batch is yours to say.",
+                    rule="A data set provides samples, so the size of a global batch must be given.",
                     fix="Pass global_batch_size=16, or a function from the step to a global batch.",
                 )
             loader = trainer.loader(subject.batch_fn, global_batch_size=subject.global_batch_size)

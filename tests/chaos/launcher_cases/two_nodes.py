@@ -152,7 +152,7 @@ def check_cause_is_elsewhere(folder: Path, *, meeting: str) -> None:
             assert "ValueError: rank 2 fails on purpose" in end, both
             assert 'sums.py", line' in end, both
             told = there.text.rpartition("paceline: rank ")[2]
-            assert "It lost its peer" in told, both
+            assert "It lost the connection to a peer" in told, both
             assert "another node" in told, both
             assert not (left := first.find_left(5) or second.find_left(5)), f"left: {left}"
 

@@ -51,7 +51,7 @@ def test_requests_that_cannot_be_met() -> None:
     assert "o_proj: colwise; it would be split along dimension 1" in refuse(
         "PL462", {"layers.*.self_attn.o_proj": "colwise"}
     )
-    assert "no parameter's module is called" in refuse("PL462", {"blocks.*.mlp": "replicate"})
+    assert "matches no module with parameters" in refuse("PL462", {"blocks.*.mlp": "replicate"})
     assert "'sideways'" in refuse("PL462", {"layers.*.mlp": "sideways"})
 
 

@@ -80,7 +80,7 @@ EXPECTED: dict[str, Expected] = {
         "gpt", "tp=2", "PL707", "layers.1.input_layernorm", ["arrives at the output", "2 times", "tp=2"]
     ),
     "summed_over_tp_in_place_of_dp": Expected(
-        "gpt", "dp_replicate=2 tp=2", "PL705", "the sum of gradients", ["summed over tp=2 in place of dp"]
+        "gpt", "dp_replicate=2 tp=2", "PL705", "the sum of gradients", ["summed over tp=2 instead of dp"]
     ),
     "norm_per_part": Expected("gpt", "tp=2", "PL708", "the global norm", ["a shard's own norm"]),
     "whole_parts_counted_on_every_rank": Expected(

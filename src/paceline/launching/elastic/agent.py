@@ -127,9 +127,9 @@ class _Agent(LocalElasticAgent):
         if num_nodes < self._min_nodes:
             raise PacelineError(
                 "PL317",
-                saw=f"The rendezvous ({handler.get_backend()}) gave a world of {num_nodes}; --nnodes asks "
-                f"for at least {self._min_nodes} nodes.",
-                rule="On fewer nodes training has other results, or the layout does not fit.",
+                saw=f"The rendezvous ({handler.get_backend()}) formed a world of {num_nodes}; --nnodes "
+                f"needs at least {self._min_nodes} nodes.",
+                rule="On fewer nodes, training has other results, or the layout does not fit.",
                 fix="Check that all nodes run the same command and that their clocks agree, and start again.",
             )
         if handler.get_backend() == "static" and self._rounds.number >= 0:

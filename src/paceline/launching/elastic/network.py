@@ -112,8 +112,8 @@ def _resolve(host: str) -> str:
         raise PacelineError(
             "PL346",
             saw=f"{host!r} does not resolve on this node ({socket.gethostname()}): {error.strerror}.",
-            rule="Every node must reach the place where the nodes meet.",
-            fix="Give its IP address, or put the name into /etc/hosts or DNS on every node.",
+            rule="Every node must be able to reach the rendezvous host.",
+            fix="Use its IP address, or add the name to /etc/hosts or DNS on every node.",
         ) from None
     return str(sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
 
@@ -139,7 +139,7 @@ def _find_own_address(host: str, meeting: str, interfaces: str) -> str | None:
                 raise PacelineError(
                     "PL346",
                     saw=f"No route from this node ({socket.gethostname()}) to {host}: {error.strerror}.",
-                    rule="Every node must reach the place where the nodes meet.",
+                    rule="Every node must be able to reach the rendezvous host.",
                     fix="Check the address, and this node's network interfaces (ip addr).",
                 ) from None
             return str(probe.getsockname()[0])
@@ -155,11 +155,11 @@ def _find_own_address(host: str, meeting: str, interfaces: str) -> str | None:
     listed = ", ".join(f"{name} {address}" for address, name in candidates.items()) or "none"
     raise PacelineError(
         "PL347",
-        saw=f"The name {host!r} stands for {meeting} on this node, which other nodes cannot reach, and "
-        f"{'several interfaces could serve' if candidates else 'there is no other interface'}: {listed}.",
-        rule="Ranks on other nodes connect to the address that this node tells them.",
-        fix=f"Give this node's address by --local-addr, or set {_INTERFACE} (and NCCL_SOCKET_IFNAME); "
-        "or have /etc/hosts give its name its own address instead of 127.0.1.1.",
+        saw=f"The name {host!r} resolves to {meeting} on this node, which other nodes cannot reach, and "
+        f"{'several interfaces are suitable' if candidates else 'there is no other interface'}: {listed}.",
+        rule="Ranks on other nodes connect to the address that this node publishes.",
+        fix=f"Pass this node's address with --local-addr, or set {_INTERFACE} (and NCCL_SOCKET_IFNAME); or "
+        "correct /etc/hosts, so that its name resolves to its own address instead of 127.0.1.1.",
     )
 
 

@@ -100,8 +100,8 @@ class PumpLost(Exception):  # noqa: N818 (an event, told as one)
 
     def __str__(self) -> str:
         return (
-            "the process that carries the ranks' output was killed from outside; the ranks were ended, as "
-            "nobody would have seen what they print. [PL332]"
+            "the process that carries the ranks' output was killed from outside; the ranks were ended, "
+            "because their output would have been lost. [PL332]"
         )
 
 

@@ -34,12 +34,18 @@ def explain_kill(pid: int, before: OomCounts) -> str:
         group = "" if "Memory cgroup" not in line else " of its cgroup (container, job)"
         used = re.search(r"anon-rss:(\d+)kB", line)
         size = f" It held {int(used[1]) / 1e6:.2f} GB." if used else ""
-        return f"The out-of-memory killer chose it: the memory{group or ' of this machine'} ran out.{size}"
+        whose = group or " of this machine"
+        return f"The kernel's out-of-memory killer ended it: the memory{whose} ran out.{size}"
     now = count_oom_kills()
     if before.in_group is not None and now.in_group is not None and now.in_group > before.in_group:
-        return "The out-of-memory killer chose it: the memory of its cgroup (container, job) ran out."
+        return (
+            "The kernel's out-of-memory killer ended it: the memory of its cgroup (container, job) ran out."
+        )
     if before.on_machine is not None and now.on_machine is not None and now.on_machine > before.on_machine:
-        return "The out-of-memory killer chose it, most likely: it has killed on this machine meanwhile."
+        return (
+            "The kernel's out-of-memory killer most likely ended it: it killed a process on this machine "
+            "at that time."
+        )
     return ""
 
 
@@ -49,8 +55,8 @@ def describe_kill(pid: int, before: OomCounts) -> str:
     if known:
         return known
     if before.in_group is None and before.on_machine is None:
-        return "Maybe memory ran out and the kernel chose it: see dmesg, and use a smaller microbatch."
-    return "The kernel has not killed it for memory: somebody, or a scheduler, sent the signal."
+        return "The kernel may have ended it because memory ran out: see dmesg, and use a smaller microbatch."
+    return "The kernel did not kill it for memory: a user or a scheduler sent the signal."
 
 
 def _event_files() -> list[Path]:

@@ -56,9 +56,10 @@ def _choose_tmp() -> str:
             return folder
     raise PacelineError(
         "PL606",
-        saw=f"TMPDIR={named} has {len(os.fsencode(named))} bytes, and /tmp cannot be written to.",
-        rule=f"Sockets are made there, and the path of a socket is short: at most {_LONGEST_TMP} bytes are "
-        "left.",
+        saw=f"TMPDIR={named} has {len(os.fsencode(named))} bytes, and neither /tmp nor /var/tmp can be "
+        "written to.",
+        rule=f"Sockets are made there, and the path of a socket is limited: at most {_LONGEST_TMP} bytes "
+        "remain for the folder.",
         fix="Set TMPDIR to a folder with a shorter path.",
     )
 

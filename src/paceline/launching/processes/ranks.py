@@ -125,8 +125,8 @@ def _start_over(start: Start, variables: list[str]) -> None:
             "PL341",
             saw=f"The script set {', '.join(variables)} before it imported torch, with threads or processes "
             "of its own running.",
-            rule="The warm start has imported torch already, which reads them then; and such a script "
-            "cannot be started over without harm.",
+            rule="The warm start has already imported torch, which reads them during import, and restarting "
+            "such a script could do harm.",
             fix="Start it with paceline run --cold, or set the variables before paceline run.",
         )
     with suppress(OSError):
@@ -171,7 +171,7 @@ class RankProcess:
     def await_start(self) -> None:
         """Raises OSError where it could not be started."""
         if not self._answered.wait(_START_S):
-            raise OSError("the process that starts ranks does not answer")
+            raise OSError("the process that starts the ranks does not answer")
         if self.refusal:
             raise OSError(self.refusal)
 

@@ -86,9 +86,9 @@ def check_script(script: Script) -> None:
         saw, fix = f"{script.target} does not exist (seen from {Path.cwd()}).", "Check the path."
     elif not path.is_dir() and not path.is_file():
         # Reading a pipe would wait for a writer, on every rank.
-        saw, fix = f"{script.target} is no file: a pipe, a socket or a device.", "Name a file."
+        saw, fix = f"{script.target} is not a file but a pipe, a socket or a device.", "Name a file."
     elif not path.is_dir() and not os.access(path, os.R_OK):
-        saw, fix = f"{script.target} cannot be read.", "Check who may read it."
+        saw, fix = f"{script.target} cannot be read.", "Check its permissions."
     else:
         return
     raise PacelineError("PL340", saw=saw, rule="Every rank runs the script that you name.", fix=fix)

@@ -114,14 +114,14 @@ class Construction:
             if is_out_of_memory(error):
                 raise PacelineError(
                     "PL432",
-                    saw=f"There is no memory left for the {what} {name}: {str(error)[:150].rstrip('.')}.",
-                    rule="A rank holds its part of the weights before it begins to train.",
+                    saw=f"Not enough memory for the {what} {name}: {str(error)[:150].rstrip('.')}.",
+                    rule="A rank holds its part of the weights before training starts.",
                     fix="Use a smaller model, or divide its weights over more ranks with dp_shard or tp.",
                 ) from error
             raise PacelineError(
                 "PL456",
-                saw=f"The {what} {name} cannot be made again: {type(error).__name__}: {error}.",
-                rule="A factory is recorded on the meta device and its operations are done again on the CPU.",
+                saw=f"The {what} {name} cannot be made: {type(error).__name__}: {error}.",
+                rule="The operations of a factory are recorded on the meta device and repeated on the CPU.",
                 fix=BUILT,
             ) from error
         return tensor.to(device)
@@ -172,7 +172,7 @@ def construct(
                 "PL457",
                 saw=f"The factory raised {type(error).__name__}: {str(error).rstrip('.')}.",
                 rule="A factory is called with all tensors on the meta device, without their values.",
-                fix=f"Call it yourself to see whether the mistake is its own. If not: {BUILT}",
+                fix=f"Call it directly to see whether it fails without Paceline. If it does not: {BUILT}",
             ) from error
     if recorder.refused is not None:
         raise recorder.refused
@@ -180,8 +180,8 @@ def construct(
     if not isinstance(model, nn.Module):
         raise PacelineError(
             "PL457",
-            saw=f"The factory gave a {type(model).__name__}.",
-            rule="A factory takes no arguments and gives one nn.Module.",
+            saw=f"The factory returned a {type(model).__name__}.",
+            rule="A factory takes no arguments and returns one nn.Module.",
             fix="Return the model.",
         )
     return _finish(model, recorder, seed)
@@ -191,9 +191,10 @@ def uninitialised_error(names: list[str]) -> PacelineError:
     """The error for parameters whose memory nobody wrote."""
     return PacelineError(
         "PL459",
-        saw=f"Nobody writes all of {name_some(names)}: what it holds after construction is left to chance.",
+        saw=f"The factory does not write all of {name_some(names)}: its content after construction is "
+        "arbitrary.",
         rule="Every rank must start with the same weights, so every element of a parameter needs a value.",
-        fix="Initialise it in the factory (torch.zeros, or torch.nn.init on it).",
+        fix="Initialise it in the factory (torch.zeros, or a function of torch.nn.init).",
     )
 
 

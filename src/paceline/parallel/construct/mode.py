@@ -135,7 +135,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             saw=f"{where()} reads a value that depends on random numbers ({reader}).",
             rule="A factory runs on the meta device, where random numbers have no values yet: each "
             "parameter is drawn later, by itself, from the seed and its name.",
-            fix=f"Build the tensor without looking at it. {BUILT}",
+            fix=f"Build the tensor without reading its values. {BUILT}",
         )
 
     def refuse(self, code: str, *, saw: str, rule: str, fix: str) -> NoReturn:
@@ -209,7 +209,8 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.refuse(
                     "PL458",
                     saw=f"The factory changes a numpy array of {tuple(tensor.shape)} that a tensor shares.",
-                    rule="Writes of numpy are not seen, so the values that a tensor had when are not known.",
+                    rule="Writes of numpy are not recorded, so the values of the tensor at a given time are "
+                    "not known.",
                     fix=f"Copy it: torch.tensor(array) in place of torch.from_numpy(array). {BUILT}",
                 )
 
@@ -250,7 +251,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.refuse(
                     "PL456",
                     saw=f"{where()} calls {name} on a {type(tensor).__name__} of layout {tensor.layout}.",
-                    rule="Only dense tensors of torch's own class can be recorded and made again.",
+                    rule="Only dense tensors of torch's own class can be recorded and repeated.",
                     fix=BUILT,
                 )
 
@@ -259,9 +260,8 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.window(tensor).storage in self._foreign:
                 self.refuse(
                     "PL458",
-                    saw=f"{where()} writes with {name} into memory that was there before, a "
-                    "numpy array's or "
-                    "that of a tensor from outside.",
+                    saw=f"{where()} writes with {name} into memory from outside of the factory: that of a "
+                    "numpy array or of another tensor.",
                     rule="What is written has no values yet while a factory runs on the meta device, so its "
                     "other owner would not see it.",
                     fix=f"Copy it first: torch.tensor(array), or tensor.clone(). {BUILT}",
@@ -307,8 +307,8 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags or self.record.is_random(numbers):
             self.refuse(
                 "PL456",
-                saw=f"{where()} calls {name} on values that depend on random numbers, and torch cannot tell "
-                "the shape or value of its result without them.",
+                saw=f"{where()} calls {name} on values that depend on random numbers, and torch cannot "
+                "compute the shape or value of its result without them.",
                 rule="A factory runs on the meta device, where random numbers have no values yet.",
                 fix=BUILT,
             )

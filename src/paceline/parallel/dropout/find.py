@@ -108,8 +108,8 @@ def _drawn_by_torch(where: str, module: nn.Module | None, operation: str) -> Fin
         "PL450",
         where=where or "the model",
         saw=f"{operation} draws random numbers, {by}.",
-        rule="They come from the rank's generator, so they change with microbatch_size, and ranks that share "
-        "a sample may draw the same for different elements.",
+        rule="They come from the rank's generator, so they change with microbatch_size, and ranks that "
+        "share a sample may draw the same numbers for different elements.",
         fix="Draw with nn.Dropout, F.dropout or dropout in F.scaled_dot_product_attention, or turn it off.",
     )
 
@@ -118,7 +118,7 @@ def _drawn_unseen(kind: str) -> Finding:
     return Finding(
         "PL453",
         where="the model",
-        saw=f"its forward draws from {kind}'s generator, where is not to be seen.",
-        rule="That generator is the rank's, so what is drawn changes with microbatch_size.",
-        fix="Draw in the data set, where numbers depend on the sample alone, or turn it off.",
+        saw=f"its forward draws from {kind}'s generator, at an unknown place.",
+        rule="That generator belongs to the rank, so the numbers change with microbatch_size.",
+        fix="Draw in the data set, where numbers depend only on the sample, or turn it off.",
     )

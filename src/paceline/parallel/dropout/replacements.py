@@ -401,10 +401,10 @@ def _no_samples(key: str, size: Sequence[int], num_samples: int) -> Finding:
         "PL451",
         where=key,
         saw=f"a tensor {list(size)} is dropped in a microbatch of {num_samples} samples.",
-        rule="Which elements belong to which sample is not to be seen, so all share a mask that depends on "
-        "the microbatch: with another microbatch_size it is another one.",
-        fix="Give the tensor a dimension of samples, first or second, before it is dropped; or set the "
-        "dropout to 0.",
+        rule="The elements of each sample are not known, so all samples share a mask, which changes with "
+        "microbatch_size.",
+        fix="Give the tensor a dimension of samples, first or second, before dropout, or set the dropout to "
+        "0.",
     )
 
 
@@ -413,7 +413,7 @@ def _inside_kernel(name: str, module: nn.RNNBase) -> Finding:
         "PL452",
         where=name or type(module).__name__,
         saw=f"{type(module).__name__} with dropout={module.dropout:g} between {module.num_layers} layers.",
-        rule="It draws inside of one kernel, from the rank's generator: masks depend on the microbatch.",
+        rule="It draws inside one kernel, from the rank's generator, so its masks depend on the microbatch.",
         fix="Stack single layers with nn.Dropout between them, or set dropout=0.",
     )
 
@@ -423,9 +423,9 @@ def _inside_attention(name: str, function: Any, p: float) -> Finding:
     return Finding(
         "PL454",
         where=name or "the model",
-        saw=f"{shown}, in the place of F.scaled_dot_product_attention, is called with dropout_p={p:g}.",
-        rule="It draws by itself, from the rank's generator: masks depend on the microbatch.",
-        fix="Call it with dropout_p=0, or drop its output with nn.Dropout.",
+        saw=f"{shown}, which replaces F.scaled_dot_product_attention, is called with dropout_p={p:g}.",
+        rule="It draws from the rank's generator, so its masks depend on the microbatch.",
+        fix="Call it with dropout_p=0, or apply nn.Dropout to its output.",
     )
 
 
@@ -435,5 +435,6 @@ def _unknown_call_error(key: str, name: str) -> PacelineError:
         saw=f"a dropout is called more often than in the trial forward: {key}.",
         rule=f"The calls of {name} that the trial forward made drop different parts of their tensors on the "
         "ranks of tp, so what this one drops is not known.",
-        fix="Give each place that drops its own nn.Dropout, or let forward= call the model as the loss does.",
+        fix="Use a separate nn.Dropout for each place that drops, or make forward= call the model as the "
+        "loss does.",
     )

@@ -53,13 +53,13 @@ class Disk:
         self.num_bytes = 0
         self._folder = Path(folder or tempfile.gettempdir())
         if not self._folder.is_dir() or not os.access(self._folder, os.W_OK | os.X_OK):
-            raise _folder_error(self._folder, "is no folder that can be written to")
+            raise _folder_error(self._folder, "is not a folder that can be written to")
         kind = _kind_of_file_system(self._folder)
         if kind in _IN_MEMORY:
             raise PacelineError(
                 "PL444",
                 saw=f"shard.offload_folder={self._folder} is of type {kind}.",
-                rule="Such a folder is memory itself, so offload to it frees nothing.",
+                rule="Such a folder is itself memory, so offload to it frees nothing.",
                 fix="Set shard.offload_folder to a folder on a disk.",
             )
         self._known: set[int] = set()
@@ -77,7 +77,7 @@ class Disk:
             os.posix_fallocate(handle, 0, num_bytes)
             moved = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         except OSError as error:
-            raise _folder_error(self._folder, f"has no room for {num_bytes} bytes ({error})") from error
+            raise _folder_error(self._folder, f"has no space for {num_bytes} bytes ({error})") from error
         finally:
             os.close(handle)
             os.unlink(path)
@@ -168,5 +168,5 @@ def _folder_error(folder: Path, why: str) -> PacelineError:
         "PL445",
         saw=f"shard.offload_folder={folder} {why}.",
         rule='offload = "disk" keeps each rank\'s parameters and optimizer state in files there.',
-        fix="Set shard.offload_folder to a folder that exists, can be written to and has the room.",
+        fix="Set shard.offload_folder to an existing folder with write permission and enough space.",
     )

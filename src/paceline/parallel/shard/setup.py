@@ -136,11 +136,10 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> 
     if strided:
         raise PacelineError(
             "PL440",
-            saw="parameters that do not lie in memory in the order of their dimensions: "
-            f"{name_some(strided, 8)}.",
-            rule="Sharding cuts every parameter along its first dimension into pieces of memory (a model in "
-            "channels_last has others).",
-            fix="Call model.to(memory_format=torch.contiguous_format) before handing it over, or use "
+            saw=f"parameters whose memory is not in the order of their dimensions: {name_some(strided, 8)}.",
+            rule="Sharding splits every parameter along its first dimension into contiguous pieces of "
+            "memory, which a model in channels_last does not have.",
+            fix="Call model.to(memory_format=torch.contiguous_format) before passing it to Paceline, or use "
             "dp_shard=1.",
         )
     inside = {id(p) for _, block in blocks for p in block.parameters()}

@@ -375,6 +375,6 @@ def _uncalled_error(unit: Unit) -> PacelineError:
         "PL435",
         saw=f"the forward uses parameters of {unit.name} ({kind}) but does not call {unit.name}.",
         rule="Under dp_shard the parameters of a block are gathered when the block is called as a module.",
-        fix=f"Have the model call {kind} itself, and do the work in {kind}.forward; or hold the parts of the "
-        "block in an nn.ModuleDict; or use dp_shard=1.",
+        fix=f"Make the model call {kind} itself and do the work in {kind}.forward, or hold the block's "
+        "modules in an nn.ModuleDict, or use dp_shard=1.",
     )

@@ -162,8 +162,9 @@ class Skipped:
         shown = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
         return PacelineError(
             "PL443",
-            saw=f"a forward leaves blocks out, and their order is not that of the definition: {shown}.",
-            rule="Under dp_shard all ranks gather the blocks in one order, those that a rank's microbatch "
-            "leaves out included.",
+            saw="a forward leaves blocks out, and they are not defined in the order of their calls: "
+            f"{shown}.",
+            rule="Under dp_shard, all ranks gather the blocks in one order, including blocks that a rank's "
+            "microbatch leaves out.",
             fix="Define the blocks in the order in which forward calls them, or use dp_shard=1.",
         )

@@ -173,7 +173,7 @@ def _take_rows(axis: Axis) -> Change:
             raise PacelineError(
                 "PL464",
                 saw=f"sequence=true with a sequence of {tensor.shape[DIM]} on tp={axis.size}.",
-                rule="Every rank of tp has an equal part of the sequence between the blocks.",
+                rule="Every rank of tp holds an equal part of the sequence between the blocks.",
                 fix=f"Pad sequences to a multiple of {axis.size}, or leave sequence out.",
             )
         return take_rows(tensor, axis, DIM)

@@ -140,8 +140,8 @@ def find_plan(
         raise PacelineError(
             "PL463",
             saw=f"tp={num_ranks} without an example batch.",
-            rule="How a model can be split over tp is read off one forward.",
-            fix="Pass example=batch: a nest of tensors as the training loop will give, of a few samples.",
+            rule="To find out how tp can split a model, one forward is traced.",
+            fix="Pass example=batch: tensors as the training loop provides them, with a few samples.",
         )
     trace = trace_forward(model, example, masks=masks)
     planner = _Planner(model, example, num_ranks, trace, read_dims(trace), masks)
@@ -157,8 +157,9 @@ def find_plan(
         reasons = "; ".join(dict.fromkeys(f"{_collapse(n)}: {why}" for n, why in plan.whole.items()))
         raise PacelineError(
             "PL461",
-            saw=f"tp={num_ranks} for {type(model).__name__}, of which nothing can be split. {reasons[:600]}",
-            rule="Ranks of tp share the work of matrix products; with none split they would all do the same.",
+            saw=f"tp={num_ranks} for {type(model).__name__}, in which nothing can be split. {reasons[:600]}",
+            rule="Ranks of tp share the work of matrix products; if none is split, they all compute the "
+            "same.",
             fix="Use these ranks for dp_replicate or dp_shard, or choose a tp that divides the heads.",
         )
     _check_requests(plan, requests or {}, model)
@@ -208,9 +209,9 @@ class _Planner:
             if not found:
                 raise PacelineError(
                     "PL462",
-                    saw=f"tp_plan has {pattern!r}, which no parameter's module is called.",
-                    rule="Patterns are those of the names in model.named_modules().",
-                    fix="Fix the pattern, or leave it out: the plan is found without.",
+                    saw=f"tp_plan has {pattern!r}, which matches no module with parameters.",
+                    rule="Patterns match the names in model.named_modules().",
+                    fix="Correct the pattern, or leave it out; the plan is found automatically.",
                 )
             if style == "replicate":
                 for number in found:
@@ -470,7 +471,7 @@ def _check_requests(plan: SplitPlan, requests: Mapping[str, str], model: nn.Modu
                 raise PacelineError(
                     "PL462",
                     saw=f"tp_plan asks for {name}: {style}; it would be {found} ({reason}).",
-                    rule="A split has to agree with the modules that it feeds.",
+                    rule="A split must agree with the modules that use its result.",
                     fix="Leave it out of tp_plan, or replicate it.",
                 )
 

@@ -269,7 +269,7 @@ def _refuse(saw: str) -> PacelineError:
     return PacelineError(
         "PL464",
         saw=f"sequence=true: {saw}.",
-        rule="Between what tp splits, blocks must pass on one tensor [batch, length, width] and treat every "
-        "place of it by itself.",
+        rule="Outside of what tp splits, blocks must pass on one tensor [batch, length, width] and treat "
+        "every position of it independently.",
         fix="Leave sequence out.",
     )

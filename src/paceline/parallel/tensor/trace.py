@@ -246,19 +246,19 @@ def _forward_error(model: nn.Module, recorder: _ForwardRecorder, error: Exceptio
     """Tell why the trial forward failed: by torch's stand-in for an operation, or by the model or batch."""
     saw = f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
     saw += f"{type(error).__name__}: {first_line(error)}"
-    rule = "What tensor parallelism may split is read off one forward on tensors without numbers."
+    rule = "To find out what tensor parallelism can split, one forward is traced on tensors without values."
     fix = (
-        "Give an example batch that the forward accepts. Where a value of a tensor decides what is computed "
+        "Pass an example batch that the forward accepts. If a value of a tensor decides what is computed "
         "(.item(), if x.any()), use dp_replicate or dp_shard, or move that out of the forward."
     )
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     if frames and any(code.co_filename.endswith(_META_KERNELS) for code in frames):
-        saw += " (in torch's stand-in for this operation on tensors without numbers)"
+        saw += " (in torch's stand-in for this operation on tensors without values)"
         rule += " For this operation torch's stand-in refuses the types that its kernel may take."
         fix = (
-            "Nothing is wrong with the model or the example. Use another implementation of the operation, "
-            "where the model has one (for mixtures of experts of transformers: "
-            'experts_implementation="eager"), or leave tp out and use dp_shard.'
+            "The model and the example are correct. Use another implementation of the operation, if the "
+            'model has one (for mixtures of experts of transformers: experts_implementation="eager"), or '
+            "leave tp out and use dp_shard."
         )
     return PacelineError("PL460", saw=saw, rule=rule, fix=fix)
 

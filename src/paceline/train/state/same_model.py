@@ -21,8 +21,8 @@ def check_optimizers(here: set[str], saved: set[str]) -> None:
             "PL511",
             saw=f"the checkpoint has optimizer state for {', '.join(sorted(saved))}; here "
             f"{', '.join(sorted(here))} have an optimizer.",
-            rule="A run goes on with the optimizers it began with.",
-            fix="Choose another run folder, or give the same models an optimizer.",
+            rule="A run must resume with the optimizers that it started with.",
+            fix="Choose another run folder, or use an optimizer for the same models.",
         )
 
 
@@ -45,7 +45,7 @@ def check_model(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, A
         raise PacelineError(
             "PL531",
             saw=f"the checkpoint is of another model: {shown}.",
-            rule="A run goes on with the model it began with.",
+            rule="A run must resume with the model that it started with.",
             fix="Choose another run folder, or build the model as it was.",
         )
 

@@ -296,7 +296,7 @@ class Saver:
                 "PL403",
                 saw="save() before resume().",
                 rule="Checkpoints go into the run's folder.",
-                fix='Call trainer.resume("runs/demo") first; with nothing there it starts fresh.',
+                fix='Call trainer.resume("runs/demo") first; an empty or missing folder starts a new run.',
             )
         return CheckpointFolder(self.folder, keep=self._keep)
 

@@ -222,7 +222,7 @@ def _explain_meeting(here: Side, source: Source) -> list[str]:
         origins = [_quote(spot) for spot in spots if spot and not _FROM_LAUNCHER.search(spot.text)]
         call = _quote(SourceSpot(frame.file, frame.line, text))
         given = f", with {join(origins)}" if origins else ""
-        return [f"Likely cause: the script says itself how the ranks meet: {call}{given}."]
+        return [f"Likely cause: the script itself sets how the ranks meet: {call}{given}."]
     return []
 
 

@@ -36,7 +36,8 @@ _MANY_CALLS = 256
 _PAUSE_S = 10.0
 _LONGEST_PAUSE_S = 320.0
 _WENT_ON = (
-    "Nothing stopped the ranks there: they went on with what these calls gave, which is not what was meant."
+    "Nothing stopped the ranks there: they continued with the results of these calls, which are not the "
+    "intended ones."
 )
 
 

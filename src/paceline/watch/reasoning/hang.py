@@ -212,9 +212,9 @@ def _name_fix(code: str, root: State, seen: Seen) -> str:
     if code == "PL809" and process is not None:
         return f"On {process.node}: {fix.replace('PID', str(process.pid))}"
     if root.kind == "killed":
-        return "Find out what ended the rank: its own output comes above; the others only wait for it."
+        return "Find out what ended the rank: its own output is above; the others only wait for it."
     if code == "PL800" and root.short and root.frames:
-        return f"Look at {root.short}{name_at(root.frames)}: why does rank {root.rank} not get on there?"
+        return f"Look at {root.short}{name_at(root.frames)}: why does rank {root.rank} not continue there?"
     return fix
 
 
@@ -242,7 +242,7 @@ def _tell_others(roots: set[int], direct: Sequence[State], states: Mapping[int, 
     out = []
     if behind:
         who = name_ranks(behind).capitalize() if len(behind) <= _MANY else f"{len(behind)} other ranks"
-        out.append(f"{who} {pick(behind, 'waits', 'wait')} for the same in the end, in other calls.")
+        out.append(f"{who} {pick(behind, 'waits', 'wait')} for the same rank in the end, in other calls.")
     awaited = {rank for state in states.values() for rank in state.waits_for}
     others = [s for s in states.values() if s.rank in awaited - roots and not s.waits]
     while others:

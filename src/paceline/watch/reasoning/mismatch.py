@@ -68,7 +68,7 @@ _ALIKE = {"all_reduce", "reduce_scatter"}
 REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter"}
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 ROOT_RULE = "A broadcast, reduce, gather or scatter needs one root, the same on all ranks of its group."
-ROOT_FIX = "Print the root on each rank before the call; let one rank decide on it and broadcast that."
+ROOT_FIX = "Print the root on each rank before the call, or have one rank choose it and broadcast the choice."
 # NCCL moves them as one.
 _SAME_DTYPES = {"bool": "uint8"}
 
@@ -294,7 +294,7 @@ def _compare_pair(rank: int, send: Call, others: Sequence[Call]) -> Verdict | No
         pair = f"send number {send.number} from rank {rank} to rank {send.peer}"
         headline = f"different {what} in {pair}: {join(told)}"
         places = [SharedPlace((r,), f"{verb} {describe_tensors(c)}", _own(c)) for r, c, verb in sides]
-        rule = "A receive needs the size and the dtype of the send that it belongs to."
+        rule = "A receive needs the size and the dtype of its send."
         return build_verdict(code, headline, places, rule=rule)
     return None
 

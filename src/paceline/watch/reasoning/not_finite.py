@@ -12,14 +12,14 @@ from paceline.watch.protocol.words import pick
 _WAIT_S = 2.5
 
 _RULES = {
-    "applied": "The reduction gives such a gradient to all ranks, the optimizer puts it into the weights, "
-    "and what is computed with these is not finite either.",
-    "skipped": "Such a step is left out by a GradScaler or by the script. That helps against one bad batch "
-    "or a scale that is too large; here the model does not learn any more.",
+    "applied": "The reduction passes such a gradient to all ranks, and the optimizer applies it to the "
+    "weights; results computed with these weights are not finite either.",
+    "skipped": "A GradScaler or the script skips such a step. That helps against one bad batch or a scale "
+    "that is too large; here the model does not learn any more.",
     "raised": "An exception has ended the script before the optimizer took a step with it. After the "
-    "reduction all ranks have such a gradient, whosever it was.",
-    "inherited": "Such weights give no gradient that is finite. The step before has made them so, by a "
-    "gradient that reached no watched parameter, or one of another node.",
+    "reduction, all ranks have such a gradient, whichever rank it came from.",
+    "inherited": "Such weights give no finite gradient. The previous step made them so, through a gradient "
+    "that reached no watched parameter, or through one of another node.",
 }
 _DETECT = "torch.autograd.set_detect_anomaly(True) names the operation."
 _LOOK_AT_PASS = (
@@ -30,8 +30,8 @@ _LOOK = {
     "applied": _LOOK_AT_PASS,
     "raised": _LOOK_AT_PASS,
     "skipped": f"Look at the data of {{ranks}}, and at what is computed from there on. {_DETECT}",
-    "inherited": "Look at what is computed there, and at the learning rate. Where the run has begun with a "
-    "checkpoint, look whether that is finite.",
+    "inherited": "Check what is computed there, and the learning rate. If the run started from a "
+    "checkpoint, check that it is finite.",
 }
 
 
@@ -112,7 +112,7 @@ def _list_hints(found: Mapping[int, NotFinite]) -> tuple[str, ...]:
     own = [one for one in found.values() if one.effect != "inherited"]
     if not own or not all(one.is_at_end for one in own):
         return ()
-    return ("That is the model's end: the loss itself may be what is not finite.",)
+    return ("That is the model's end: the loss itself may not be finite.",)
 
 
 def _name_module(found: NotFinite) -> str:

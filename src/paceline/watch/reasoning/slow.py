@@ -32,17 +32,15 @@ _REST_S = 300.0
 _MOST = 5
 
 _LOADER = re.compile(r"/torch/utils/data/|data_?loader")
-_RULE = (
-    "A group goes at the pace of its slowest rank: a collective completes only when every rank has called it."
-)
-_FIX = "Share this work out evenly, or do it where nobody waits: in loader workers, or in a thread."
+_RULE = "A group is as fast as its slowest rank: a collective completes only when every rank has called it."
+_FIX = "Distribute this work evenly, or do it where no rank waits: in loader workers, or in a thread."
 _FIX_LOADER = (
-    "Give its loader more workers (num_workers, prefetch_factor), faster storage, or a share of the samples "
-    "that costs as much as the others'."
+    "Use more workers for its loader (num_workers, prefetch_factor), faster storage, or samples that cost as "
+    "much as those of the other ranks."
 )
 _FIX_MACHINE = (
-    "It is slower in all that it does: look at its core or device for other processes, limits, clock and "
-    "temperature; or its samples are larger."
+    "It is slower in all its work: check its core or device for other processes, limits, clock and "
+    "temperature, and whether its samples are larger."
 )
 
 _Function = tuple[str, str]

@@ -30,47 +30,47 @@ class Advice:
 ADVICE: dict[str, Advice] = {
     "PL800": Advice(
         "A collective completes only when every rank of its group has called it.",
-        "Look at the line where the missing rank is: let it come to the call too, or let no rank call it.",
+        "Check the line where the missing rank is: have every rank make the call, or none.",
     ),
     "PL801": Advice(
         "A collective completes only when every rank of its group has called it; a rank that has ended "
         "never will.",
-        "Let all ranks take the same number of steps and leave their loops together.",
+        "Give all ranks the same number of steps, and make them leave their loops together.",
     ),
     "PL802": Advice(
-        "The ranks of a group have to call the same collectives in the same order.",
-        "Make the ranks' order the same: no collective in a branch, a loop or an except that only some "
-        "ranks take.",
+        "The ranks of a group must call the same collectives in the same order.",
+        "Make the order the same on all ranks: no collective in a branch, a loop or an except that only "
+        "some ranks take.",
     ),
     "PL803": Advice(
         "This collective needs tensors of one size on all ranks of its group.",
         "Print the shape on each rank before the call; pad, or exchange the sizes first.",
     ),
     "PL804": Advice(
-        "A collective needs one dtype on all ranks of its group; bytes are not converted.",
+        "A collective needs the same dtype on all ranks of its group; it converts nothing.",
         "Convert before the call, with the same `.to(dtype)` on every rank.",
     ),
     "PL805": Advice(
         "A reduction needs the same operation on all ranks of its group.",
-        "Give the same `op=` on every rank.",
+        "Pass the same `op=` on every rank.",
     ),
     "PL806": Advice(
-        "Ranks that share several groups have to call these groups' collectives in one order.",
-        "Choose an order of the groups (for example outer axis first), and let all ranks keep to it.",
+        "Ranks that share several groups must call the collectives of these groups in one order.",
+        "Choose an order of the groups (for example outer axis first), and use it on all ranks.",
     ),
     "PL807": Advice(
-        "Every rank of the job has to call new_group, init_device_mesh and the like, in the same order, "
-        "also for groups that it is not in.",
-        "Take the call out of the branch; or give `use_local_synchronization=True` on all members.",
+        "Every rank of the job must call new_group, init_device_mesh and the like in the same order, "
+        "including groups that it is not in.",
+        "Move the call out of the branch, or pass `use_local_synchronization=True` on all members.",
     ),
     "PL808": Advice(
         "Each send needs a receive on the other side, and each receive a send, in the same order.",
-        "Pair them by rank; where two ranks exchange, use batch_isend_irecv, or let one of them receive "
+        "Pair them by rank. If two ranks exchange data, use batch_isend_irecv, or have one of them receive "
         "first.",
     ),
     "PL809": Advice(
         "A stopped process takes part in no collective.",
-        "Let it go on with `kill -CONT PID`, or end it with `kill -KILL PID`.",
+        "Resume it with `kill -CONT PID`, or end it with `kill -KILL PID`.",
     ),
     "PL810": Advice(
         "init_process_group returns when as many ranks as the world size says have met at one address and "
@@ -78,18 +78,18 @@ ADVICE: dict[str, Advice] = {
         "Take rank, world size, address and port from the environment that `paceline run` sets.",
     ),
     "PL811": Advice(
-        "A job moves when its ranks compute or communicate.",
-        "Look at the lines above: what is waited for there does not come.",
+        "A job makes progress when its ranks compute or communicate.",
+        "Check the lines above: what the ranks wait for there does not arrive.",
     ),
     "PL812": Advice(
         "A collective needs all of its group's machines.",
-        "Check that the node is up, and its network; then start the job again, it resumes from its "
+        "Check that the node and its network are up, then start the job again; it resumes from its "
         "checkpoint if the script saves one.",
     ),
     "PL813": Advice(
         "Once all ranks have called a collective, it depends on the network and the backend alone.",
-        "Check the links between these nodes (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, firewall, MTU), "
-        "and that each rank has a device of its own.",
+        "Check the links between these nodes (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, firewall, MTU), and "
+        "that each rank has its own device.",
     ),
 }
 
