@@ -49,7 +49,7 @@ def test_what_comes_last() -> None:
     assert lines[-3:] == [
         "  A collective completes only when every rank of its group has called it.",
         "  Look at the line.",
-        "  Run paceline explain PL800 for details.",
+        "  paceline explain PL800 prints more.",
     ]
 
 
@@ -70,7 +70,7 @@ def test_a_whole_verdict() -> None:
         "      at /job/train.py:12 in train: for batch in loader:\n"
         "  A collective completes only when every rank of its group has called it.\n"
         "  Look at the data loader at /job/train.py:12 in train: why does rank 2 not continue there?\n"
-        "  Run paceline explain PL800 for details."
+        "  paceline explain PL800 prints more."
     )
 
 

@@ -39,7 +39,7 @@ def render(verdict: Verdict, width: int = WIDTH) -> str:
         blocks.append(render_place(place, width))
     for text in (*verdict.more, verdict.rule, verdict.fix):
         blocks.append(_wrap(text, width, "  "))
-    blocks.append(f"  Run paceline explain {verdict.code} for details.")
+    blocks.append(f"  paceline explain {verdict.code} prints more.")
     return "\n".join(blocks)
 
 
