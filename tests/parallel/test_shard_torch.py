@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.errors import PacelineError
-from paceline.parallel.shard.torch_records import check_torch, list_groups, list_records
+from paceline.torch_seams.fsdp import check_torch, list_groups, list_records
 
 
 class Module:

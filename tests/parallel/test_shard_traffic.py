@@ -16,9 +16,9 @@ from torch import nn
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
 from paceline.parallel.replicate import Replica
-from paceline.parallel.shard.torch_records import list_groups
 from paceline.recipe.layout import Layout
 from paceline.recipe.schema import DdpSection, GptModel
+from paceline.torch_seams.fsdp import list_groups
 from tests.dist.pool import Pool
 from tests.dist.recorder import RECORD, count_recorded, recorded_collectives
 from tests.parallel.sharded import LENGTH, build_shards, microbatch, run_step, sum_losses

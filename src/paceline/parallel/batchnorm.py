@@ -17,9 +17,9 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.mesh import Axis
+from paceline.torch_seams.modules import BatchNormBase, own_buffers
 
 
 class RunningStatistics:
@@ -40,17 +40,17 @@ class RunningStatistics:
         self._num_owned: tuple[int, ...] = ()
         self._num_started = 0
         self._made_first: list[Tensor] = []
-        self._active: list[_BatchNorm] = []
+        self._active: list[BatchNormBase] = []
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @cached_property
-    def _layers(self) -> list[_BatchNorm]:
+    def _layers(self) -> list[BatchNormBase]:
         # Looked up at the first step: laying out a model may replace layers.
         return [
             layer
             for module in self._modules
             for layer in module.modules()
-            if isinstance(layer, _BatchNorm)
+            if isinstance(layer, BatchNormBase)
             and not isinstance(layer, nn.SyncBatchNorm)
             and layer.track_running_stats
             and layer.running_mean is not None
@@ -180,7 +180,7 @@ class ForwardBuffer:
     @property
     def tensor(self) -> Tensor:
         """As it is now; a forward may put another tensor in its place."""
-        found = self.module._buffers[self.key]
+        found = own_buffers(self.module)[self.key]
         assert found is not None
         return found
 
@@ -194,20 +194,20 @@ def list_forward_buffers(model: nn.Module) -> list[ForwardBuffer]:
     return [
         ForwardBuffer(f"{prefix}.{key}" if prefix else key, module, key)
         for prefix, module in model.named_modules()
-        if module.training and not isinstance(module, _BatchNorm)
-        for key, buffer in module._buffers.items()
+        if module.training and not isinstance(module, BatchNormBase)
+        for key, buffer in own_buffers(module).items()
         if buffer is not None and buffer.numel()
     ]
 
 
-def _buffers(layer: _BatchNorm) -> tuple[Tensor, Tensor, Tensor]:
+def _buffers(layer: BatchNormBase) -> tuple[Tensor, Tensor, Tensor]:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None
     return layer.running_mean, layer.running_var, layer.num_batches_tracked
 
 
-def _merge_layer(layer: _BatchNorm, rows: Tensor) -> None:
+def _merge_layer(layer: BatchNormBase, rows: Tensor) -> None:
     mean, var, count = _buffers(layer)
     n = layer.num_features
     new_mean, new_var, total = mean.double(), var.double(), count.double()

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from paceline.torch_seams.modules import own_parameters
+
 # A class of blocks holds at least this part of the parameters of all that was found.
 _MIN_SHARE = 0.05
 Named = tuple[str, nn.Module]
@@ -124,7 +126,7 @@ def _free_modules(model: nn.Module, taken: set[int], name: str = "") -> Iterator
 def _homes(module: nn.Module, names: dict[int, str], home: str) -> Iterator[tuple[int, str]]:
     """Of every use of a parameter: its identity, and the block that it is in ("" for none)."""
     home = names.get(id(module), home)
-    for parameter in module._parameters.values():
+    for parameter in own_parameters(module).values():
         if parameter is not None:
             yield id(parameter), home
     for child in module.children():

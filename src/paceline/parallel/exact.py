@@ -31,12 +31,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from paceline.comm.exchange import Exchange, MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import ReductionPlan, Subtree, TreeSum, plan_reduction
 from paceline.errors import PacelineError
+from paceline.torch_seams.operators import add_to_each
 
 # Per parameter, in one order; `None` where no gradient reached it.
 Gradients = list[Tensor | None]
@@ -285,7 +286,7 @@ def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
     if len(lefts) < len(left) or len(rights) < len(right):
         pairs = zip(left, right, strict=True)
         return [b if a is None else a if b is None else b.add_(a) for a, b in pairs]
-    torch._foreach_add_(rights, lefts)
+    add_to_each(rights, lefts)
     return right
 
 

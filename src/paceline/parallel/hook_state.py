@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import PacelineError
+from paceline.torch_seams.trees import tree_map_only
 
 
 class HookState:

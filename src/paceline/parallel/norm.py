@@ -20,6 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
+from paceline.torch_seams.operators import measure_norms
 
 Named = Sequence[tuple[str, Tensor | None]]
 
@@ -65,7 +66,7 @@ def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: tor
         return torch.zeros((), device=device)
     if len(present) == len(gradients):
         return get_total_norm(present)
-    norms = iter(torch._foreach_norm(present))
+    norms = iter(measure_norms(present))
     zero = torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack([zero if gradient is None else next(norms) for gradient in gradients])
     norm: Tensor = torch.linalg.vector_norm(stacked)

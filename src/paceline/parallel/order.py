@@ -29,6 +29,7 @@ from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
 from paceline.recipe import Layout
 from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.torch_seams.modules import find_call, set_compiled_call
 
 log = logging.getLogger(__name__)
 
@@ -240,14 +241,14 @@ def _compile(model: nn.Module, layout: Layout, plan: SplitPlan | None) -> None:
 
 
 def _compile_module(module: nn.Module) -> None:
-    call = module._call_impl
+    call = find_call(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return call(*args, **kwargs)
 
     # What Module.compile() does, with a frame of ours in between: the compiler passes over the frames of
     # torch.nn's own classes, so that an nn.Sequential would stay as it is without a word.
-    module._compiled_call_impl = compiled(module, torch.compile(forward))
+    set_compiled_call(module, compiled(module, torch.compile(forward)))
 
 
 def _synchronise_batchnorm(model: nn.Module, mesh: Mesh | None) -> None:

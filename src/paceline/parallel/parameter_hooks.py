@@ -23,11 +23,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
+from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_hooks
 
 
 def has_hooks(parameter: Tensor) -> bool:
     """Return whether a parameter has hooks of `register_hook`."""
-    return bool(parameter._backward_hooks)
+    return bool(read_hooks(parameter))
 
 
 def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -41,8 +42,8 @@ def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         old: Any = before[name]
-        if old is not parameter and old._backward_hooks is not None:
-            parameter._backward_hooks = old._backward_hooks
+        if old is not parameter and read_hooks(old) is not None:
+            set_hooks(parameter, read_hooks(old))
 
 
 def run_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def run_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
     Returns:
         The gradient, or what the hooks have put in its place.
     """
-    hooks: Any = parameter._backward_hooks
+    hooks: Any = read_hooks(parameter)
     for hook in list((hooks or {}).values()):
         result = hook(gradient)
         gradient = gradient if result is None else result
@@ -71,7 +72,7 @@ def check_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
     Raises:
         PacelineError: PL434, naming the parameters.
     """
-    found = [name for name, parameter in named if getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    found = [name for name, parameter in named if read_accumulate_hooks(parameter)]
     if found:
         raise PacelineError(
             "PL434",

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from paceline.errors import PacelineError
 from paceline.parallel.attention_ops import ATTENTION_OPS
+from paceline.torch_seams.checkpointing import checkpoint
+from paceline.torch_seams.modules import NormBase
 
 _KEPT = {
     torch.ops.aten.mm.default,
@@ -53,7 +53,7 @@ def apply_recompute(model: nn.Module, blocks: list[tuple[str, nn.Module]], kind:
             fix="Leave recompute out, or put the repeated part of the model into an nn.ModuleList.",
         )
     for _, block in blocks:
-        layers = [layer for layer in block.modules() if isinstance(layer, _NormBase)]
+        layers = [layer for layer in block.modules() if isinstance(layer, NormBase)]
         if kind == "selective" or layers:
             checkpoint(block, context_fn=_Contexts(kind, layers))
         else:
@@ -68,7 +68,7 @@ class _Contexts:
         layers: those of the block that may have running statistics.
     """
 
-    def __init__(self, kind: str, layers: list[_NormBase]) -> None:
+    def __init__(self, kind: str, layers: list[NormBase]) -> None:
         self._kind = kind
         self._layers = layers
 
@@ -81,7 +81,7 @@ class _Contexts:
 
 
 @contextmanager
-def _statistics_kept(layers: list[_NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _statistics_kept(layers: list[NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
     """Around a second forward: running statistics are afterwards what they were."""
     buffers = [
         buffer

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
@@ -39,6 +39,7 @@ from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Compute
 from paceline.phrases import name_some
 from paceline.recipe.schema import DdpSection
+from paceline.torch_seams.tensors import read_version
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -74,7 +75,7 @@ def _zero_loss(parameters: Sequence[Tensor], value: float = 0.0) -> Tensor:
 
 def _read_version(parameter: Tensor) -> int:
     """A number that changes when backward adds to a parameter's gradient."""
-    return -1 if parameter.grad is None else parameter.grad._version
+    return -1 if parameter.grad is None else read_version(parameter.grad)
 
 
 class LossModule(nn.Module):

@@ -6,7 +6,8 @@ torch is imported only when a name is looked up.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -50,6 +51,17 @@ def require(topic: str) -> None:
     missing = find_missing(name for name in NAMES[topic] if not name.fallback)
     if missing:
         raise missing_names_error([f"{' or '.join(name.paths)} ({name.use})" for name in missing])
+
+
+@contextmanager
+def checked(topic: str) -> Iterator[None]:
+    """Check names before the imports inside of this, which would raise an ImportError for a missing one.
+
+    Raises:
+        PacelineError: PL396 as `require`.
+    """
+    require(topic)
+    yield
 
 
 def set_existing(owner: Any, name: str, value: Any) -> None:

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from paceline.torch_seams.check import require
+from paceline.torch_seams.check import checked, set_existing
 
-require("modules")
+with checked("modules"):
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+
+# The code of the frame in which a module's hooks and its forward are called.
+CALL: CodeType = nn.Module._call_impl.__code__
+# The attributes in which a module itself keeps parameters, buffers and modules.
+STORES = ("_parameters", "_buffers", "_modules")
+_TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
+
+__all__ = [
+    "CALL",
+    "STORES",
+    "BatchNormBase",
+    "DropoutBase",
+    "NormBase",
+    "find_call",
+    "list_forward_hooks",
+    "list_hooks",
+    "own_buffers",
+    "own_parameters",
+    "replaced_truncated_normal",
+    "set_compiled_call",
+]
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the dict in which a module itself keeps its parameters, those that are None included."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dict in which a module itself keeps its buffers, those that are None included."""
+    return module._buffers
 
 
 def list_forward_hooks(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
@@ -17,3 +54,34 @@ def list_forward_hooks(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any
     torch's own keys are whole numbers, so a key that is a string is ours. A copy of the module has it too.
     """
     return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
+
+
+def list_hooks(module: nn.Module) -> list[Any]:
+    """Return a module's hooks on forward and backward."""
+    before, after, _ = list_forward_hooks(module)
+    dicts = before, after, module._backward_pre_hooks, module._backward_hooks
+    return [hook for hooks in dicts for hook in hooks.values()]
+
+
+def find_call(module: nn.Module) -> Callable[..., Any]:
+    """Return what calls a module's hooks and its forward, uncompiled."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have a module's calls run this, as `Module.compile` does with what it compiles."""
+    set_existing(module, "_compiled_call_impl", call)
+
+
+@contextmanager
+def replaced_truncated_normal(
+    make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
+) -> Iterator[None]:
+    """Draw truncated normals by another function, which `make` makes from torch's."""
+    original = getattr(nn.init, _TRUNCATED_NORMAL)
+    set_existing(nn.init, _TRUNCATED_NORMAL, make(original))
+    try:
+        yield
+    finally:
+        setattr(nn.init, _TRUNCATED_NORMAL, original)

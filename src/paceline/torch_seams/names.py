@@ -35,6 +35,9 @@ _C10D = "torch.distributed.distributed_c10d"
 _DYNAMIC = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 _NODES = "torch._C._functions"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+_PL449 = "dp_shard is refused with PL449; other layouts work"
 _ALL_ROUNDS = "a restart meets at a store of its own"
 
 # Nodes of autograd that only view, copy or cut their input: no value changes.
@@ -62,6 +65,26 @@ VIEW_NODES = (
 
 NAMES: dict[str, tuple[TorchName, ...]] = {
     "autograd": (*(TorchName(f"{_NODES}.{kind}", "verify recognises views by it") for kind in VIEW_NODES),),
+    "checkpointing": (
+        TorchName(
+            "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+            "a forward that runs again draws the dropout masks of the first",
+            "context_fn= belongs to the code that calls checkpoint",
+        ),
+        TorchName(f"{_COMPOSABLE}._checkpoint_without_reentrant_generator", "as above, its own reference"),
+        TorchName(
+            f"{_COMPOSABLE}.checkpoint",
+            "recomputes a block in backward under the same parameter names",
+            "checkpoint_wrapper changes the names of parameters",
+        ),
+    ),
+    "dispatch": (
+        TorchName("torch.utils._python_dispatch.TorchDispatchMode", "sees every operation"),
+        TorchName("torch.utils._python_dispatch._disable_current_modes", "hides operations from modes"),
+        TorchName("torch._C._len_torch_dispatch_stack", "tells whether a mode is active"),
+        TorchName("torch._C.DisableTorchFunction", "hides operations from function modes"),
+        TorchName("torch._ops.OpOverload._schema", "tells what an operation draws and writes"),
+    ),
     "elastic": (
         TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._bootstrap_store_info", _ALL_ROUNDS),
         TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._shared_tcp_store_server", _ALL_ROUNDS),
@@ -79,6 +102,46 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName(f"{_AGENT}._stop_workers", "a restart kills what is left of a round"),
         TorchName(f"{_AGENT}._remaining_restarts", "the launcher reports how many restarts are left"),
     ),
+    "fake": (
+        TorchName("torch._subclasses.fake_tensor.FakeTensor", "recognises tensors without numbers"),
+        TorchName("torch._subclasses.fake_tensor.FakeTensorMode", "runs a model for its shapes, to plan tp"),
+    ),
+    # `check_torch` in fsdp.py looks at a sharded model once more, and refuses with PL449.
+    "fsdp": (
+        TorchName(f"{_FSDP}._fsdp_api.AllGather", "gathers parameters by buffers of ours", "", _PL449),
+        TorchName(f"{_FSDP}._fsdp_api.ReduceScatter", "sums gradients in the exact order", "", _PL449),
+        TorchName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "reaches the records", "", _PL449),
+        TorchName(f"{_FSDP}._fsdp_state.FSDPState._pre_forward", "shards a skipped block", "", _PL449),
+        TorchName(f"{_FSDP}._fsdp_state.FSDPState._post_forward", "shards a skipped block", "", _PL449),
+        TorchName(
+            f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups or "
+            f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_group",
+            "reaches the records of a module",
+            "",
+            _PL449,
+        ),
+        *(
+            TorchName(f"{_FSDP}._fsdp_param_group.FSDPParamGroup.{name}", "acts before sums", "", _PL449)
+            for name in ("fsdp_params", "post_backward", "reduce_grads")
+        ),
+        *(
+            TorchName(f"{_FSDP}._fsdp_param.FSDPParam.{name}", "moves and clears parts", "", _PL449)
+            for name in (
+                "sharded_param",
+                "sharded_size",
+                "padded_sharded_param_size",
+                "unsharded_accumulated_grad",
+                "_sharded_param_data",
+                "_unsharded_param",
+            )
+        ),
+        TorchName(
+            "torch.distributed.tensor.DTensor._local_tensor",
+            "moves optimizer state between devices and disk",
+            "to_local gives a view, which cannot be put back",
+            _PL449,
+        ),
+    ),
     "groups": (
         TorchName(f"{_C10D}._world", "c10d's record of the groups of this process"),
         TorchName(
@@ -88,12 +151,52 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
     ),
     "modules": (
         TorchName(
+            "torch.nn.Module._parameters",
+            "cuts parameters where they are kept, tied ones under each name",
+            "named_parameters leaves out None, and setattr calls a module's own __setattr__",
+        ),
+        TorchName("torch.nn.Module._buffers", "as _parameters"),
+        TorchName("torch.nn.Module._modules", "tells what a module keeps from a user's attributes"),
+        TorchName(
             "torch.nn.Module._forward_pre_hooks",
             "dropout's hooks carry names, so that they are found again on copies of a model",
             "register_forward_pre_hook gives a handle that a copy of the module lacks",
         ),
         TorchName("torch.nn.Module._forward_hooks", "as _forward_pre_hooks"),
         TorchName("torch.nn.Module._forward_hooks_always_called", "as _forward_pre_hooks"),
+        TorchName("torch.nn.Module._backward_pre_hooks", "lists a user's hooks"),
+        TorchName("torch.nn.Module._backward_hooks", "as _backward_pre_hooks"),
+        TorchName("torch.nn.Module._call_impl", "compiles a module's hooks too"),
+        TorchName(
+            "torch.nn.Module._compiled_call_impl",
+            "compiles a module in place",
+            "compile() passes over the frames of torch.nn's own classes",
+        ),
+        TorchName("torch.nn.modules.batchnorm._BatchNorm", "finds BatchNorm of any number of dimensions"),
+        TorchName("torch.nn.modules.batchnorm._NormBase", "finds layers with running statistics"),
+        TorchName("torch.nn.modules.dropout._DropoutNd", "finds torch's dropouts of any kind"),
+        TorchName("torch.nn.init._no_grad_trunc_normal_", "records a draw of unknown length as one call"),
+    ),
+    "operators": (
+        TorchName("torch._C._nn.scaled_dot_product_attention", "tells torch's attention from a user's"),
+        TorchName("torch.ops.aten._grouped_mm", "runs experts for their shapes, to plan tp"),
+        TorchName("torch._VF", "replaces dropout where torch's functionals look it up"),
+        *(
+            TorchName(f"torch._C._VariableFunctions.{name}", "draws dropout as torch does")
+            for n in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+            for name in (n, f"{n}_")
+        ),
+        TorchName(
+            "torch._foreach_norm",
+            "measures norms by one kernel",
+            "torch.nn.utils.get_total_norm gives only the norm of all",
+        ),
+        TorchName("torch._foreach_add_", "adds by one kernel"),
+        TorchName("torch._foreach_mul_", "multiplies by one kernel"),
+        TorchName("torch._neg_view", "rebuilds a view that was recorded"),
+        TorchName("torch._C._nn._parse_to", "reads the arguments of Tensor.to as torch does"),
+        TorchName("torch.ops.aten._safe_softmax", "gives attention with masks the bits of torch's"),
+        TorchName("torch._C._get_math_sdp_allow_fp16_bf16_reduction", "as _safe_softmax"),
     ),
     "scaling": (
         TorchName(
@@ -112,5 +215,29 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "torch.Tensor._reduce_ex_internal",
             "pickling is told by its frame, so that a recorded tensor is refused and not read",
         ),
+        TorchName("torch.Tensor._version", "finds writes in place"),
+        TorchName("torch.Tensor._base", "finds views"),
+        TorchName("torch.UntypedStorage._cdata", "identifies a storage", "data_ptr is 0 on meta"),
+        TorchName("torch.Tensor._backward_hooks", "moves hooks to the part of a parameter"),
+        TorchName("torch.Tensor._post_accumulate_grad_hooks", "finds hooks that a layout would change"),
+    ),
+    "trees": tuple(
+        TorchName(
+            f"torch.utils._pytree.{name}",
+            "walks batches, outputs and states of any form",
+            "none: torch.utils has no public pytrees, and torch's own modules use these",
+        )
+        for name in (
+            "TreeSpec",
+            "keystr",
+            "tree_flatten",
+            "tree_flatten_with_path",
+            "tree_iter",
+            "tree_leaves",
+            "tree_map",
+            "tree_map_only",
+            "tree_map_with_path",
+            "tree_unflatten",
+        )
     ),
 }

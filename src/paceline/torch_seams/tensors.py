@@ -3,12 +3,44 @@
 from __future__ import annotations
 
 from types import FrameType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.torch_seams.check import require
 
 require("tensors")
+
+
+def read_version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place."""
+    return tensor._version
+
+
+def find_base(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of, or None."""
+    return tensor._base
+
+
+def identify(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage itself, the same from all of its Python objects."""
+    return int(storage._cdata)
+
+
+def read_hooks(tensor: Tensor) -> Any:
+    """Return the dict of the hooks of `register_hook`, or None."""
+    return tensor._backward_hooks
+
+
+def set_hooks(tensor: Tensor, hooks: Any) -> None:
+    """Give a tensor a dict of hooks in place of its own, so that handles to the dict's hooks remove them."""
+    tensor._backward_hooks = hooks
+
+
+def read_accumulate_hooks(tensor: Tensor) -> dict[int, Any]:
+    """Return the hooks of `register_post_accumulate_grad_hook`."""
+    return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
 
 
 def is_pickling(frame: FrameType) -> bool:

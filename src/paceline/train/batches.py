@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from paceline.data.share import Share, split_microbatches
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
+from paceline.torch_seams.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 from paceline.train.same_settings import is_comparing
 
 # Batches in a row that must be the same, before it is no chance; and how many are looked at.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
@@ -23,6 +22,7 @@ from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
 from paceline.seeds import derive_seed
+from paceline.torch_seams.modules import BatchNormBase
 from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
@@ -192,7 +192,7 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
     model = ModelFacts(
         max_rows=max((p.shape[0] for p in built.model.parameters() if p.dim()), default=None),
         num_blocks=len(blocks),
-        has_batchnorm=any(isinstance(module, _BatchNorm) for module in built.model.modules()),
+        has_batchnorm=any(isinstance(module, BatchNormBase) for module in built.model.modules()),
     )
     run = RunFacts(
         dtype=precision.name,

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from paceline.errors import PacelineError
@@ -37,6 +36,7 @@ from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
 from paceline.phrases import name_ranks
 from paceline.recipe.axes import list_axes
+from paceline.torch_seams.modules import BatchNormBase
 from paceline.train.agreement import NUM_COPIES, Numbers
 from paceline.train.same_settings import is_comparing
 
@@ -90,7 +90,7 @@ class Copies:
         self._statistics = [
             (f"{own}.{key}", buffer)
             for own, module in model.named_modules()
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+            if isinstance(module, BatchNormBase) and not isinstance(module, nn.SyncBatchNorm)
             for key, buffer in module.named_buffers(recurse=False)
         ]
         self._mesh = mesh

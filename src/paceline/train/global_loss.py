@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.tensor.vocabulary import CutTensor
+from paceline.torch_seams.trees import tree_flatten, tree_unflatten
 from paceline.train.batches import weigh
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import PacelineError
 from paceline.torch_seams.scaling import has_scaled, set_found_inf
+from paceline.torch_seams.trees import tree_map_only
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

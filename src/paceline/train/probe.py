@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from paceline.data.share import Share
 from paceline.errors import PacelineError
@@ -30,6 +28,9 @@ from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import ForwardBuffer, list_forward_buffers
 from paceline.parallel.objective import Loss
 from paceline.phrases import name_some
+from paceline.torch_seams.modules import BatchNormBase, own_buffers
+from paceline.torch_seams.tensors import read_version
+from paceline.torch_seams.trees import tree_leaves, tree_map, tree_map_only
 from paceline.train.batches import count_samples
 from paceline.train.runners.runner import Runner
 
@@ -80,7 +81,7 @@ class Probe:
                 name
                 for model in models
                 for name, module in model.named_modules()
-                if isinstance(module, _BatchNorm) and module.training
+                if isinstance(module, BatchNormBase) and module.training
             ),
             None,
         )
@@ -141,7 +142,7 @@ class Probe:
         if not self._may_run(share):
             return [], []
         batch, samples = share.microbatches[0][1], share.samples[0]
-        before = [(buffer.tensor, buffer.tensor._version) for buffer in buffers]
+        before = [(buffer.tensor, read_version(buffer.tensor)) for buffer in buffers]
         with self._undone():
             self._runner.try_forward(run, batch, samples, "probe")
             after = [buffer.read() for buffer in buffers]
@@ -149,7 +150,7 @@ class Probe:
             changed = [
                 number
                 for number, (buffer, (tensor, version)) in enumerate(zip(buffers, before, strict=True))
-                if buffer.tensor is not tensor or tensor._version != version
+                if buffer.tensor is not tensor or read_version(tensor) != version
             ]
         if not changed:
             return [], []
@@ -238,7 +239,7 @@ class Probe:
             (module, key, buffer, buffer.detach().clone())
             for model in self._models
             for module in model.modules()
-            for key, buffer in module._buffers.items()
+            for key, buffer in own_buffers(module).items()
             if buffer is not None
         ]
         try:
@@ -247,7 +248,7 @@ class Probe:
         finally:
             with torch.no_grad():
                 for module, key, buffer, value in held:
-                    module._buffers[key] = buffer  # forward may have put another one there
+                    own_buffers(module)[key] = buffer  # forward may have put another one there
                     buffer.copy_(value)
 
 

@@ -32,6 +32,7 @@ from paceline.parallel.hook_state import HookState
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
+from paceline.torch_seams.operators import multiply_each
 from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
 from paceline.train.copies import Copies
 from paceline.train.precision import Precision
@@ -340,14 +341,14 @@ class Update:
 
     def _apply(self, gradients: list[Tensor], scale: float, norm: float) -> None:
         if self.gradient_hooks:
-            torch._foreach_mul_(gradients, scale)
+            multiply_each(gradients, scale)
             for hook in self.gradient_hooks:
                 hook({name: p.grad for name, p in self._updated if p.grad is not None})
             scale, norm = 1.0, float(self._measure_norm())
         if self._clip_norm:
             scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPS))
         if scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
+            multiply_each(gradients, scale)
         self.runner.step(self.optimizer)
 
     def _step_schedule(self, *, was_skipped: bool) -> None:

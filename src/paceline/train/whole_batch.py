@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
+from paceline.torch_seams.trees import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 Part = tuple[int, Any]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.parallel.split import Split
 from paceline.recipe import Layout
+from paceline.torch_seams.modules import own_parameters
 from paceline.train.same_settings import ranks_may_differ
 from paceline.train.trainer import Trainer
 from paceline.verifying.compare import (
@@ -501,7 +502,7 @@ class _Judge(_Nothing):
             module = self._trainer.model.get_submodule(name)
             copies = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
             for key, value in copies.items():
-                for weight in module._parameters:
+                for weight in own_parameters(module):
                     step = self._find_step(f"{name}.{weight}" if name else weight, take_local(value))
                     if step is not None:
                         found[name] = (key, step)

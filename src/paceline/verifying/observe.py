@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.parallel.placement import local
 from paceline.parallel.tensor.collectives import ADDING_UP
 from paceline.torch_seams.autograd import is_view
+from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.train.trainer import Trainer
 
 
@@ -59,9 +60,9 @@ def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
         return whole
     prefix, _, key = name.rpartition(".")
     module = trainer.model.get_submodule(prefix)
-    owner: Tensor | None = module._parameters.get(key)
+    owner: Tensor | None = own_parameters(module).get(key)
     if owner is None:
-        owner = module._buffers[key]
+        owner = own_buffers(module)[key]
     part: Tensor = placement.part(name, whole, owner)
     return part.cpu()
 

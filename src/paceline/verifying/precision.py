@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from paceline.torch_seams.dispatch import TorchDispatchMode
+from paceline.torch_seams.trees import tree_leaves
 from paceline.train.trainer import Trainer
 from paceline.verifying.observe import wrap_functions
 

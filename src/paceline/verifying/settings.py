@@ -17,6 +17,9 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from paceline.torch_seams.modules import list_hooks as list_module_hooks
+from paceline.torch_seams.tensors import read_hooks
+
 # Owners of settings that are no module's.
 FUNCTIONS = "functions"
 PROCESS = "the process"
@@ -25,7 +28,6 @@ OPTIMIZER = "the optimizer"
 _INTERNAL = frozenset(vars(nn.Module()))
 _OURS = ("paceline", "torch", "_pytest")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MAX_LENGTH = 200
 
 
@@ -73,11 +75,9 @@ def list_module_settings(module: nn.Module) -> dict[str, str]:
 
 def list_hooks(module: nn.Module) -> list[str]:
     """Return the names of the hooks that users put on a module and on its own parameters."""
-    hooks: list[Any] = []
-    for kind in _HOOKS:
-        hooks += getattr(module, kind).values()
+    hooks = list_module_hooks(module)
     for parameter in module.parameters(recurse=False):
-        hooks += (parameter._backward_hooks or {}).values()
+        hooks += (read_hooks(parameter) or {}).values()
     return [_name(hook) for hook in hooks if not _is_ours(hook)]
 
 

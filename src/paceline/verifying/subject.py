@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from paceline.data import build_data
@@ -17,6 +16,7 @@ from paceline.data.share import Share, count_owned, owned_microbatches, split_mi
 from paceline.errors import PacelineError
 from paceline.recipe import Layout, Recipe
 from paceline.recipe.schema import LayoutSection
+from paceline.torch_seams.trees import tree_map_only
 from paceline.train.batches import count_samples
 from paceline.train.run import build_loader, build_trainer, count_steps
 from paceline.train.trainer import Trainer

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from paceline.data.share import Share
+from paceline.torch_seams.modules import own_parameters
+from paceline.torch_seams.trees import tree_leaves
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
 from paceline.verifying.compare import EPS
@@ -190,7 +191,7 @@ class Watch:
         if name in self._shown:
             return
         self._shown.add(name)
-        for key, parameter in module._parameters.items():
+        for key, parameter in own_parameters(module).items():
             if parameter is not None and not hasattr(parameter, "to_local"):  # gathered, or never cut
                 event = Event(name, 0, f"{WEIGHT}{key}", 0)
                 self._sink.event(ONCE, event, take_local(parameter), gradient=False)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from paceline.checkpoint import tree
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.tensors import FileRecord, TensorInfo, tensor_bytes, torch_dtype
+from paceline.torch_seams.trees import tree_map_only
 
 # The tensors of the model have names only; the other two are trees.
 MODEL, TREES = "model", ("optimizer", "state")

@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from paceline.parallel.construct.mode import BUILT, CPU, META, FactoryRecorder, unseen, where
+from paceline.torch_seams.dispatch import without_functions
+from paceline.torch_seams.modules import replaced_truncated_normal
+from paceline.torch_seams.operators import parse_to
 from paceline.torch_seams.tensors import is_pickling
+from paceline.torch_seams.trees import tree_map
 
 
 class Appearances(TorchFunctionMode):
@@ -45,7 +48,7 @@ class Appearances(TorchFunctionMode):
         handler = _APPEARANCES.get(name)
         if handler is None or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             known = self._recorder.knows(args[0])
         return handler(self._recorder, func, args, kwargs) if known else func(*args, **kwargs)
 
@@ -64,7 +67,7 @@ def _get_true(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwarg
 
 
 def _get_address(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> int:
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         window = recorder.window(args[0])
     return (window.storage + 1 << 44) + window.offset * window.dtype.itemsize
 
@@ -88,11 +91,10 @@ def _move(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs: A
     if kwargs.get("copy"):
         return func(*args, **kwargs)
     try:
-        parse = torch._C._nn._parse_to
         device, dtype, _, memory_format = (
             (CPU, None, False, kwargs.get("memory_format"))
             if func.__name__ == "cpu"
-            else parse(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})
+            else parse_to(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})
         )
     except (TypeError, RuntimeError):  # a positional copy=
         return func(*args, **kwargs)
@@ -174,16 +176,13 @@ _APPEARANCES: dict[str, Callable[[FactoryRecorder, Any, tuple[Any, ...], Any], A
 def recording() -> Iterator[FactoryRecorder]:
     """Everything inside runs on the meta device and is recorded."""
     recorder = FactoryRecorder()
-    # It draws again until all values are inside of its bounds: data-dependent, so one operation for us.
-    truncated = getattr(nn.init, "_no_grad_trunc_normal_", None)
+
+    def as_one_operation(truncated: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda tensor, *args, **kwargs: recorder.call_whole(truncated, tensor, *args, **kwargs)
+
     try:
-        if truncated is not None:
-            nn.init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: recorder.call_whole(
-                truncated, tensor, *args, **kwargs
-            )
-        with Appearances(recorder), recorder:
+        # It draws again until all values are inside of its bounds: data-dependent, so one operation for us.
+        with replaced_truncated_normal(as_one_operation), Appearances(recorder), recorder:
             yield recorder
     finally:
         recorder.put_back_generators()
-        if truncated is not None:
-            nn.init._no_grad_trunc_normal_ = truncated

@@ -45,6 +45,7 @@ from paceline.parallel.construct.replay import (
 from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.phrases import name_some
 from paceline.seeds import derive_seed
+from paceline.torch_seams.modules import STORES
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ def _attributes(
     """Recorded tensors that modules hold outside of parameters and buffers: name, holder, key, tensor."""
     for prefix, module in model.named_modules():
         for key, value in list(vars(module).items()):
-            if key not in ("_parameters", "_buffers", "_modules"):
+            if key not in STORES:
                 name = f"{prefix}.{key}" if prefix else key
                 yield from _held(name, vars(module), key, value, recorder, known)
 

@@ -17,12 +17,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only
 
 from paceline.errors import PacelineError
 from paceline.parallel.construct.record import Data, Draw, Kind, Record, RecordedOp, StorageWindow
 from paceline.parallel.construct.replay import ChangedError, LostError, UninitialisedError, read_bytes, replay
+from paceline.torch_seams.dispatch import TorchDispatchMode, read_schema, without_functions, without_modes
+from paceline.torch_seams.operators import view_negated
+from paceline.torch_seams.tensors import identify, read_version
+from paceline.torch_seams.trees import tree_flatten, tree_iter, tree_map, tree_map_only
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -74,7 +76,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def window(self, tensor: Tensor) -> StorageWindow:
         """What a tensor on the meta device shows; one that was not made here is noted as lost."""
         storage = tensor.untyped_storage()
-        number = self._numbers.get(storage._cdata)
+        number = self._numbers.get(identify(storage))
         if number is None:
             number = self._number(storage)
             self.record.add(RecordedOp(None, (), {}, [], {number: True}, (), Kind.LOST))
@@ -94,7 +96,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor.device.type == "meta"
             and tensor.layout is torch.strided
             and is_plain(tensor)
-            and tensor.untyped_storage()._cdata in self._numbers
+            and identify(tensor.untyped_storage()) in self._numbers
         )
 
     def adopt(self, tensor: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         stand_in = window.view(mirror)
         stand_in = stand_in.conj() if tensor.is_conj() else stand_in
-        return torch._neg_view(stand_in) if tensor.is_neg() else stand_in
+        return view_negated(stand_in) if tensor.is_neg() else stand_in
 
     def value(self, tensor: Tensor, reader: str) -> Tensor:
         """The real tensor, where its value doesn't depend on random numbers.
@@ -150,12 +152,12 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # What is called here must not be seen by the function mode.
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             return self.perform(func, args, dict(kwargs or {}))
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does an operation on the meta device, and records it where it writes."""
-        name = func._schema.name.removeprefix("aten::")
+        name = read_schema(func).name.removeprefix("aten::")
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         self._check_kinds(name, tensors)
         written, overwritten = _written(func, name, args, kwargs)
@@ -175,7 +177,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "set_" and isinstance(args[1], torch.UntypedStorage) and args[1].device.type != "meta":
             on_it = torch.empty(0, dtype=torch.uint8, device=args[1].device).set_(args[1])
             args = (args[0], self._adopt_storage(args[1], on_it), *args[2:])
-        takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+        takes_device = any(argument.name == "device" for argument in read_schema(func).arguments)
         if takes_device and (not tensors or kwargs.get("device") is not None):
             kwargs["device"] = META
             kwargs.pop("pin_memory", None)
@@ -223,22 +225,22 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _adopt_storage(self, storage: torch.UntypedStorage, tensor: Tensor) -> torch.UntypedStorage:
         """The stand-in of a real storage; `tensor` is any on it."""
-        if storage._cdata not in self._mirrors:
-            data = Data(tensor, tensor._version)
+        if identify(storage) not in self._mirrors:
+            data = Data(tensor, read_version(tensor))
             if not storage.resizable():
                 data.keep()  # numpy's memory: its owner may write there unseen
                 self._shared.append((tensor, data))
             mirror = torch.UntypedStorage(storage.nbytes(), device=META)  # type: ignore[no-untyped-call]
-            self._mirrors[storage._cdata] = mirror, data
+            self._mirrors[identify(storage)] = mirror, data
             self._sources.append(storage)
             number = self._number(mirror)
             self._foreign.add(number)
             self.record.add(RecordedOp(None, (), {}, [], {number: True}, (), Kind.DATA, data=data))
-        return self._mirrors[storage._cdata][0]
+        return self._mirrors[identify(storage)][0]
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         number = self.record.add_storage(storage.nbytes())
-        self._numbers[storage._cdata] = number
+        self._numbers[identify(storage)] = number
         self._kept.append(storage)
         return number
 
@@ -285,7 +287,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 fix=f"Make that tensor inside of the factory. {BUILT}",
             )
         for tensor in written:
-            mirror = self._mirrors.pop(tensor.untyped_storage()._cdata, None)
+            mirror = self._mirrors.pop(identify(tensor.untyped_storage()), None)
             if mirror is not None:
                 mirror[1].keep()
         return func(*args, **kwargs)
@@ -345,7 +347,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, leaf in enumerate(flat):
             if isinstance(leaf, Tensor):
                 self._check_kinds(name, [leaf])
-                if leaf.untyped_storage()._cdata not in self._numbers:
+                if identify(leaf.untyped_storage()) not in self._numbers:
                     writes[self._number(leaf.untyped_storage())] = True
                     makes.append((place, self.window(leaf)))
         if not makes and not written:
@@ -430,7 +432,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def unseen() -> Iterator[None]:
     """Neither mode sees what is called inside."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with without_modes(), without_functions():
         yield
 
 
@@ -460,8 +462,8 @@ def _written(
     """Tensors that an operation writes, and ids of those of which it looks at no old value."""
     written: list[Tensor] = []
     overwritten: set[int] = set()
-    overload = f"{name}.{func._schema.overload_name}"
-    for position, argument in enumerate(func._schema.arguments):
+    overload = f"{name}.{read_schema(func).overload_name}"
+    for position, argument in enumerate(read_schema(func).arguments):
         told = argument.alias_info is not None and argument.alias_info.is_write
         if not told and argument.name not in _UNTOLD.get(name, ()):
             continue

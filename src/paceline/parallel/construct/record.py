@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.torch_seams.operators import view_negated
+from paceline.torch_seams.tensors import read_version
+
 
 @dataclass(frozen=True, slots=True)
 class StorageWindow:
@@ -63,7 +66,7 @@ class StorageWindow:
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conj:
             tensor = tensor.conj()
-        return torch._neg_view(tensor) if self.neg else tensor
+        return view_negated(tensor) if self.neg else tensor
 
 
 class Kind(Enum):
@@ -92,10 +95,10 @@ class Data:
         storage = self.tensor.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.tensor = whole.clone()
-        self.version = self.tensor._version
+        self.version = read_version(self.tensor)
 
     def is_unchanged(self) -> bool:
-        return self.tensor._version == self.version
+        return read_version(self.tensor) == self.version
 
 
 @dataclass(slots=True)

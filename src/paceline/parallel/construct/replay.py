@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
 from paceline.parallel.construct.record import Kind, Record, RecordedOp, StorageWindow
+from paceline.torch_seams.dispatch import without_functions
+from paceline.torch_seams.tensors import identify
+from paceline.torch_seams.trees import tree_flatten, tree_iter, tree_map_only
 
 CPU = torch.device("cpu")
 # Uninitialised memory is filled with one, then with the other, to see whether the result depends on it.
@@ -92,7 +94,7 @@ def plain_torch() -> Iterator[None]:
     try:
         if num_threads > 1:
             torch.set_num_threads(1)
-        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with without_functions(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             yield
     finally:
         if num_threads > 1:
@@ -219,7 +221,7 @@ def _settle(
         and output.storage_offset() == window.offset
         and (output.is_conj(), output.is_neg()) == (window.conj, window.neg)
         and storage.nbytes() == record.num_bytes[window.storage]
-        and all(storage._cdata != other._cdata for other in memory.values())
+        and all(identify(storage) != identify(other) for other in memory.values())
     )
     if fits:
         return storage

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from paceline.parallel.construct.build import Construction
 from paceline.parallel.construct.record import StorageWindow
+from paceline.torch_seams.modules import own_buffers, own_parameters
+from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_hooks
 
 # From a full name and the whole value to what this rank keeps of it.
 Cut = Callable[[str, Tensor], Tensor]
@@ -78,8 +80,8 @@ def _give(model: nn.Module, tensor: Tensor, value: Tensor) -> None:
     else:
         real = value.detach().requires_grad_(tensor.requires_grad)
     # The dictionary itself, so that handles still remove hooks, and later ones are kept as the layout needs.
-    real._backward_hooks = tensor._backward_hooks
-    for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+    set_hooks(real, read_hooks(tensor))
+    for hook in read_accumulate_hooks(tensor).values():
         real.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     real.__dict__.update(tensor.__dict__)
     try:
@@ -88,6 +90,6 @@ def _give(model: nn.Module, tensor: Tensor, value: Tensor) -> None:
         # Someone holds a weak reference to it, as nn.LSTM does: then the modules get another object, by
         # setattr, from which an LSTM keeps its list of weights up to date.
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
+            for held in (own_parameters(module), own_buffers(module)):
                 for key in [key for key, item in held.items() if item is tensor]:
                     setattr(module, key, real)

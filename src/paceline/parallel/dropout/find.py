@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.finding import Finding
+from paceline.torch_seams.dispatch import TorchDispatchMode, read_schema
 
 _NO_DRAW = {"aten::_fused_sdp_choice", "paceline::keep"}
 
@@ -82,10 +82,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call really draws: attention without dropout, or dropout in eval mode, doesn't."""
-    if func._schema.name in _NO_DRAW:
+    if read_schema(func).name in _NO_DRAW:
         return False
-    values = {argument.name: argument.default_value for argument in func._schema.arguments}
-    values |= {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    arguments = read_schema(func).arguments
+    values = {argument.name: argument.default_value for argument in arguments}
+    values |= {argument.name: value for argument, value in zip(arguments, args, strict=False)}
     values |= kwargs
     if values.get("train", True) is False or values.get("training", True) is False:
         return False

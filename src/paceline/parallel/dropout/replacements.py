@@ -27,9 +27,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -46,7 +43,10 @@ from paceline.parallel.dropout.scope import (
     standing_at,
 )
 from paceline.parallel.dropout.values import apply_alpha_mask, apply_mask, repeat_heads, weigh
-from paceline.torch_seams.modules import list_forward_hooks
+from paceline.torch_seams.dispatch import has_modes, without_modes
+from paceline.torch_seams.fake import FakeTensor
+from paceline.torch_seams.modules import DropoutBase, list_forward_hooks
+from paceline.torch_seams.operators import ATTENTION, FUNCTIONS, find_function
 
 __all__ = ["Cut", "Masks", "apply_dropout"]
 
@@ -198,7 +198,7 @@ def _find_above(name: str, hooked: set[str]) -> str | None:
 def _may_draw(module: nn.Module) -> bool:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False  # never called
-    if isinstance(module, _DropoutNd) or next(module.children(), None) is not None:
+    if isinstance(module, DropoutBase) or next(module.children(), None) is not None:
         return True
     return not type(module).__module__.startswith("torch.nn.modules.")
 
@@ -219,8 +219,8 @@ def _keep(masks: Masks, key: str, size: Sequence[int], p: float, like: Tensor) -
     """A mask, made out of sight of dispatch modes: for who records a forward it comes from nowhere."""
     if like.is_meta or isinstance(like, FakeTensor):
         return torch.empty(list(size), dtype=torch.bool, device=like.device)
-    if torch._C._len_torch_dispatch_stack():
-        with _disable_current_modes():
+    if has_modes():
+        with without_modes():
             return masks.draw(key, size, p, like.device)
     return masks.draw(key, size, p, like.device)
 
@@ -296,7 +296,7 @@ def _attention(
 ) -> Tensor:
     """In place of F.scaled_dot_product_attention: torch's own math path, which takes a mask."""
     if not dropout_p or dropout_p > 1 or not _is_drawn(query):
-        return _TORCHS_ATTENTION(
+        return ATTENTION(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     device, dtype = query.device.type, query.dtype
@@ -314,12 +314,11 @@ def _attention(
 
 # The position of `dropout_p` in its arguments.
 _DROPOUT_P = 4
-_TORCHS_ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
 def _replace_attention(found: Any) -> Callable[..., Tensor]:
     """In place of F.scaled_dot_product_attention; of a user's one the same, with a finding where it drops."""
-    if found is _TORCHS_ATTENTION:
+    if found is ATTENTION:
         return _attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -335,7 +334,7 @@ def _replace_attention(found: Any) -> Callable[..., Tensor]:
 
 def _replace_low(name: str) -> Callable[[Any], Callable[..., Tensor] | None]:
     """In place of a function (input, p, training) of torch._VF."""
-    original: Callable[[Tensor, float, bool], Tensor] = getattr(torch._C._VariableFunctions, name)
+    original = find_function(name)
     is_feature, is_alpha, inplace = "feature" in name, "alpha" in name, name.endswith("_")
     kind = name.rstrip("_")
 
@@ -385,7 +384,7 @@ def _list_spots() -> list[PatchedFunction]:
         PatchedFunction(F, "dropout", _replace_dropout),
         PatchedFunction(F, "scaled_dot_product_attention", _replace_attention),
         *[PatchedFunction(F, name, _with_break) for name in _FEATURE],
-        *[PatchedFunction(torch._VF, name, make) for name, make in low.items()],
+        *[PatchedFunction(FUNCTIONS, name, make) for name, make in low.items()],
         *[PatchedFunction(torch, name, make) for name, make in low.items()],
     ]
 

@@ -20,7 +20,6 @@ All of it is per process, not per thread: backward runs in threads of its own on
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +29,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.compiler import is_compiling
 
+from paceline.torch_seams.checkpointing import find_generator, set_generator
 from paceline.torch_seams.modules import list_forward_hooks
 
 
@@ -251,7 +251,7 @@ def _copy(frame: ScopeFrame) -> ScopeFrame:
 
 def remember_in_checkpoints() -> None:
     """Makes torch's checkpointing, of both kinds, put frames back; does so once per process."""
-    without_reentrant = torch_checkpoint._checkpoint_without_reentrant_generator
+    without_reentrant = find_generator()
     if getattr(without_reentrant, "_paceline", False):
         return
     forward = torch_checkpoint.CheckpointFunction.forward
@@ -263,7 +263,5 @@ def remember_in_checkpoints() -> None:
         return forward(ctx, _remember(run_function, is_second=False), *args)  # type: ignore[no-untyped-call]
 
     generate._paceline = True  # type: ignore[attr-defined]
-    torch_checkpoint._checkpoint_without_reentrant_generator = generate
+    set_generator(generate)
     torch_checkpoint.CheckpointFunction.forward = staticmethod(run_forward)  # type: ignore[method-assign]
-    composable: Any = importlib.import_module("torch.distributed._composable.checkpoint_activation")
-    composable._checkpoint_without_reentrant_generator = generate  # it has its own reference

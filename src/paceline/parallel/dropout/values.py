@@ -6,7 +6,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from paceline.torch_seams.fake import FakeTensor
+from paceline.torch_seams.operators import apply_safe_softmax, reduces_narrow_attention
 
 
 def apply_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
@@ -46,7 +48,7 @@ def weigh(
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -math.inf)
     narrow = query.dtype in (torch.float16, torch.bfloat16)
-    if narrow and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
+    if narrow and not reduces_narrow_attention():
         query, key = query.float(), key.float()
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     root = math.sqrt(abs(factor))
@@ -57,8 +59,7 @@ def weigh(
         scores.masked_fill_(~kept, -math.inf)
     if bias is not None:
         scores += bias
-    output: Tensor = torch.ops.aten._safe_softmax(scores, -1)
-    return output
+    return apply_safe_softmax(scores)
 
 
 def repeat_heads(x: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
 from paceline.parallel.shard.setup import Unit
-from paceline.parallel.shard.torch_records import list_records, move_shard
+from paceline.torch_seams.fsdp import list_records, move_shard, read_local, set_local
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _MOUNTS = Path("/proc/self/mounts")
@@ -115,8 +115,8 @@ class Disk:
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, DTensor):
-                value._local_tensor = self.move(value._local_tensor)
-                self.write_back(value._local_tensor)
+                set_local(value, self.move(read_local(value)))
+                self.write_back(read_local(value))
             elif isinstance(value, Tensor) and value.dim():
                 state[key] = self.move(value)
                 self.write_back(state[key])
@@ -149,7 +149,7 @@ def _return_freed_memory() -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return read_local(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _kind_of_file_system(folder: Path) -> str:

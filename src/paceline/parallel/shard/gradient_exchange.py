@@ -31,7 +31,7 @@ from torch import Tensor
 
 from paceline.comm.exchange import Exchange
 from paceline.comm.tree import ReductionPlan, TreeSum, plan_reduction
-from paceline.parallel.shard.torch_records import AllGather, ReduceScatter
+from paceline.torch_seams.fsdp import AllGather, ReduceScatter
 
 # torch 2.13 renamed both and deprecates the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.parallel.shard.torch_records import (
+from paceline.torch_seams.fsdp import (
     begin_backward,
     find_trained,
     replace_trained,

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import (
 from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
-from paceline.parallel.shard.torch_records import check_torch, list_records
 from paceline.phrases import name_some
 from paceline.recipe.schema import ShardSection
+from paceline.torch_seams.fsdp import check_torch, list_records, unmark
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ def _hide_mark(model: nn.Module, blocks: list[nn.Module]) -> None:
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():
-        if id(module) not in inside and getattr(module, "_is_fsdp_managed_module", False):
-            module._is_fsdp_managed_module = False  # type: ignore[assignment]
+        if id(module) not in inside:
+            unmark(module)
 
 
 def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Unit]:

@@ -53,10 +53,10 @@ from paceline.parallel.shard.gradient_exchange import (
 from paceline.parallel.shard.marks import Marks
 from paceline.parallel.shard.setup import Unit, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
-from paceline.parallel.shard.torch_records import clear_gradients, forget_iteration, gathered, list_records
 from paceline.parallel.shard.whole import WholeParameters, split_groups
 from paceline.phrases import name_some
 from paceline.recipe.schema import ShardSection
+from paceline.torch_seams.fsdp import clear_gradients, forget_iteration, gathered, list_records
 
 log = logging.getLogger(__name__)
 

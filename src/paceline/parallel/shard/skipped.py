@@ -25,7 +25,7 @@ from paceline.errors import PacelineError
 from paceline.parallel.shard.gradient_exchange import StepProgress
 from paceline.parallel.shard.marks import Marks
 from paceline.parallel.shard.setup import Unit, prefetch_last
-from paceline.parallel.shard.torch_records import (
+from paceline.torch_seams.fsdp import (
     act_before_sums,
     begin_backward,
     end_backward,

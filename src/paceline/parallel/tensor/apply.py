@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
@@ -26,6 +25,8 @@ from paceline.parallel.tensor.sizes import divide_size
 from paceline.parallel.tensor.sums import add_up_call, add_up_lookup
 from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up
+from paceline.torch_seams.modules import own_buffers, own_parameters
+from paceline.torch_seams.trees import tree_flatten, tree_unflatten
 
 
 def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | None = None) -> None:
@@ -96,7 +97,7 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
 def _take_parts(model: nn.Module, splits: dict[str, Split], rank: int) -> None:
     taken: dict[int, Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for store in (module._parameters, module._buffers):
+        for store in (own_parameters(module), own_buffers(module)):
             for key, tensor in store.items():
                 split = splits.get(f"{prefix}.{key}" if prefix else key)
                 if split is None or tensor is None:

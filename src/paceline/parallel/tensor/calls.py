@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from paceline.torch_seams.modules import CALL
+
 # File, function and instruction, from the call outwards; torch's own files are left out.
 Site = tuple[tuple[str, str, int], ...]
 # Makes a call of a function of torch otherwise: (function, arguments, keywords) to the result.
@@ -75,7 +77,7 @@ def find_site() -> Site | None:
         code = frame.f_code
         if code is _FORWARD:
             return tuple(found)
-        if code is _CALL:  # a hook of a module
+        if code is CALL:  # a hook of a module
             return None
         if code.co_filename == _CHECKPOINT:
             return None
@@ -158,7 +160,6 @@ def _bind(inner: Callable[..., Any], around: Callable[[], Any]) -> Callable[...,
 
 
 _FORWARD = _bind(lambda: None, lambda: None).__code__
-_CALL = nn.Module._call_impl.__code__
-_TORCH = str(Path(_CALL.co_filename).parents[2]) + os.sep
+_TORCH = str(Path(CALL.co_filename).parents[2]) + os.sep
 _CHECKPOINT = CheckpointFunction.forward.__code__.co_filename
 _OWN = str(Path(_FORWARD.co_filename).parents[1]) + os.sep

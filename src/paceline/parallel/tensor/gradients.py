@@ -19,6 +19,7 @@ from paceline.mesh import Axis
 from paceline.parallel.parameter_hooks import check_hooks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.collectives import all_gather, all_reduce
+from paceline.torch_seams.tensors import read_hooks, set_hooks
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -53,7 +54,7 @@ def show_whole_gradients(
             run = _AddedGradient(axis)
         else:
             continue  # every rank has the whole gradient
-        parameter._backward_hooks = _Hooks(run, before[name]._backward_hooks)
+        set_hooks(parameter, _Hooks(run, read_hooks(before[name])))
 
 
 class _Hooks(OrderedDict[int, Any]):

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
+
+from paceline.torch_seams.trees import tree_flatten, tree_unflatten
 
 Change = Callable[[Tensor], Tensor]
 

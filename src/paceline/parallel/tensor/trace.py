@@ -18,11 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PacelineError
@@ -31,6 +28,10 @@ from paceline.parallel.tensor.calls import SUMMED, CallSite, Site, find_site, ru
 from paceline.parallel.tensor.hooks import change_input, change_output
 from paceline.parallel.tensor.sizes import SIZED
 from paceline.phrases import first_line
+from paceline.torch_seams.dispatch import TorchDispatchMode
+from paceline.torch_seams.fake import LOGGER, FakeTensorMode
+from paceline.torch_seams.operators import GROUPED_MM
+from paceline.torch_seams.trees import tree_leaves, tree_map_only
 
 # Where torch keeps its stand-ins for operations on tensors without numbers.
 _META_KERNELS = "torch/_meta_registrations.py"
@@ -367,7 +368,7 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Hears of every call of a module."""
         handles: list[RemovableHandle] = []
         restores: list[Callable[[], None]] = []
-        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        logger = logging.getLogger(LOGGER)
         # A trial that fails is told by us.
         before = logger.level
         logger.setLevel(logging.CRITICAL)
@@ -425,7 +426,7 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation for the shapes of its result."""
-    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+    if func is not GROUPED_MM or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     # Without numbers it insists on bf16, though its kernel takes what the experts of a mixture compute in.
     narrow = tree_map_only(

@@ -20,6 +20,7 @@ from paceline.mesh import Axis
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.collectives import all_gather, all_reduce
 from paceline.parallel.tensor.trace import words
+from paceline.torch_seams.tensors import find_base
 
 
 def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Axis) -> Tensor:
@@ -122,7 +123,7 @@ class CutTensor:
 
     @property
     def _base(self) -> Tensor | None:  # fully_shard's hooks and ours ask, and must not make it whole
-        return self.part._base
+        return find_base(self.part)
 
     def register_hook(self, hook: Any) -> Any:
         """Runs when backward reaches the part: there fully_shard gathers what backward needs."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from paceline.checkpoint.part import Part, Run
 from paceline.parallel.placement import Placement
 from paceline.parallel.split import Split
 from paceline.recipe.layout import Layout
+from paceline.torch_seams.trees import tree_flatten_with_path, tree_map_with_path
 from paceline.train.state.pieces import OwnPart
 from paceline.train.update import Update
 

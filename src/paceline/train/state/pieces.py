@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from paceline.parallel.placement import Placement
+from paceline.torch_seams.trees import tree_map_only
 
 
 @dataclass(frozen=True)

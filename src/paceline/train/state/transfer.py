@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_map_with_path
 
 from paceline.checkpoint.content import find_content
 from paceline.checkpoint.content.protocol import Stored, StoredTensor
@@ -18,6 +17,7 @@ from paceline.checkpoint.load import unreadable_error
 from paceline.checkpoint.manifest import FILE_NAME, read_manifest
 from paceline.checkpoint.part import Part
 from paceline.errors import PacelineError
+from paceline.torch_seams.trees import tree_leaves, tree_map_only, tree_map_with_path
 from paceline.world import World
 
 T = TypeVar("T")

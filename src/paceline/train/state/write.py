@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
 
 from paceline.checkpoint import CheckpointFolder, tree
 from paceline.checkpoint.content import full
@@ -34,6 +33,7 @@ from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
 from paceline.checkpoint.tensors import FileRecord, refuse_unstorable
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
+from paceline.torch_seams.trees import tree_map, tree_map_only
 from paceline.train.state.parts import Parts
 from paceline.train.state.pieces import OwnPart, join_pieces
 from paceline.train.state.transfer import gather, run_on_main

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, _common_utils
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
+from paceline.torch_seams.trees import tree_leaves, tree_map
 
 _missing: list[str] = []
 _API = "torch.distributed.fsdp._fully_shard._fsdp_api"
@@ -58,9 +59,12 @@ __all__ = [
     "list_records",
     "move_shard",
     "pass_block",
+    "read_local",
     "replace_trained",
     "set_input_hook",
+    "set_local",
     "set_output_hook",
+    "unmark",
 ]
 
 
@@ -109,7 +113,17 @@ def move_shard(record: Any, move: Callable[[Tensor], Tensor]) -> None:
     rows = record.sharded_size[0] if record.sharded_size.numel() else 0
     # Both are views of one storage, padding included, as fully_shard made them.
     record._sharded_param_data = flat
-    record.sharded_param._local_tensor = flat.view(record.padded_sharded_param_size).narrow(0, 0, rows)
+    set_local(record.sharded_param, flat.view(record.padded_sharded_param_size).narrow(0, 0, rows))
+
+
+def read_local(tensor: DTensor) -> Tensor:
+    """Return the tensor that a DTensor keeps on this rank, itself and not a view."""
+    return tensor._local_tensor
+
+
+def set_local(tensor: DTensor, local: Tensor) -> None:
+    """Put another tensor in the place of the one that a DTensor keeps on this rank."""
+    tensor._local_tensor = local
 
 
 def act_before_sums(module: FSDPModule, act: Callable[[list[Any], bool], None]) -> None:
@@ -197,6 +211,12 @@ def replace_trained(value: Any, tensors: list[Tensor]) -> Any:
 
 def _is_trained(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def unmark(module: nn.Module) -> None:
+    """Take torch's mark of sharded modules off a module, if it is marked."""
+    if getattr(module, "_is_fsdp_managed_module", False):
+        module._is_fsdp_managed_module = False  # type: ignore[assignment]
 
 
 def forget_iteration(root: FSDPModule) -> None:

@@ -1,0 +1,27 @@
+"""See every operation of torch, and call operations that no mode sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.torch_seams.check import checked
+
+with checked("dispatch"):
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+without_functions = torch._C.DisableTorchFunction
+
+__all__ = ["TorchDispatchMode", "has_modes", "read_schema", "without_functions", "without_modes"]
+
+
+def has_modes() -> bool:
+    """Return whether a dispatch mode is active."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def read_schema(operator: Any) -> Any:
+    """Return an operator's schema: its name, its overload, and its arguments with what it writes."""
+    return operator._schema

@@ -1,0 +1,13 @@
+"""Run operations for the shapes of their results. Apart from `dispatch`, as its import takes long."""
+
+from __future__ import annotations
+
+from paceline.torch_seams.check import checked
+
+with checked("fake"):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# The logger to which torch reports a fake operation that fails.
+LOGGER = FakeTensorMode.__module__
+
+__all__ = ["LOGGER", "FakeTensor", "FakeTensorMode"]

@@ -1,0 +1,62 @@
+"""Call torch's functions that have no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.torch_seams.check import require
+
+require("operators")
+
+# What F.scaled_dot_product_attention is if nobody has patched it.
+ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
+# Where torch's own functionals look up `dropout` and the like.
+FUNCTIONS: ModuleType = torch._VF
+
+
+def find_function(name: str) -> Callable[..., Tensor]:
+    """Return the function of this name that `torch` has if nobody has patched it."""
+    found: Callable[..., Tensor] = getattr(torch._C._VariableFunctions, name)
+    return found
+
+
+def measure_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each tensor, by one kernel if they allow it."""
+    return torch._foreach_norm(tensors)
+
+
+def add_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Add to each tensor the other one of its place, by one kernel if they allow it."""
+    torch._foreach_add_(tensors, others)
+
+
+def multiply_each(tensors: list[Tensor], factor: float) -> None:
+    """Multiply each tensor by one number, by one kernel if they allow it."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def view_negated(tensor: Tensor) -> Tensor:
+    """Return the view of a tensor that has the opposite sign."""
+    return torch._neg_view(tensor)
+
+
+def parse_to(*args: Any, **kwargs: Any) -> Any:
+    """Return device, dtype, non_blocking and memory format from the arguments of a call of `Tensor.to`."""
+    return torch._C._nn._parse_to(*args, **kwargs)
+
+
+def apply_safe_softmax(scores: Tensor) -> Tensor:
+    """Return the softmax along the last dimension; a row of -inf gives zeros."""
+    weights: Tensor = torch.ops.aten._safe_softmax(scores, -1)
+    return weights
+
+
+def reduces_narrow_attention() -> bool:
+    """Return whether torch's attention by plain operations may compute in fp16 and bf16."""
+    return torch._C._get_math_sdp_allow_fp16_bf16_reduction()
