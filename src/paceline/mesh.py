@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.recipe.axes import list_axes
 from paceline.recipe.layout import Layout
+from paceline.torch_seams.groups import flatten
 from paceline.world import World
 
 
@@ -90,7 +91,7 @@ class Mesh:
         """Several axes as one; no group of its own where at most one of them has several ranks."""
         several = [axis for axis in axes if self.axes[axis].size > 1]
         if len(several) > 1:
-            return _read_axis(name, self.device_mesh[tuple(several)]._flatten(name))
+            return _read_axis(name, flatten(self.device_mesh[tuple(several)], name))
         return replace(self.axes[several[0] if several else axes[0]], name=name)
 
 

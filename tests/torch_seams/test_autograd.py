@@ -34,6 +34,8 @@ from paceline.torch_seams.autograd import is_view
         lambda x: x.chunk(2)[0],
         lambda x: x.unbind()[0],
         lambda x: x.T.reshape(6),
+        lambda x: torch.view_as_complex(x.view(3, 2)),
+        lambda x: torch.view_as_real(x.cfloat()),
     ],
 )
 def test_views(view: Callable[[Tensor], Tensor]) -> None:

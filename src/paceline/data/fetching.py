@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from paceline.data.order import order_slice
 from paceline.data.share import owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, read_python_state, write_python_state
+from paceline.torch_seams.loader import forget_worker
 
 Collate = Callable[[list[Any]], Any]
 
@@ -251,7 +251,7 @@ class StreamFetcher(Fetcher):
         return Item(key.epoch, key.number, key.start, len(samples), num_microbatches, microbatches, last)
 
     def _open(self, epoch: int) -> None:
-        torch_worker._worker_info = None
+        forget_worker()
         self.tell_epoch(epoch)
         seed_generators(self.seed, epoch, "stream", 0)
         self._epoch, self._place = epoch, 0

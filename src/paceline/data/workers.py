@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 from torch.utils.data import DataLoader
 
+from paceline.torch_seams.loader import end_iteration, list_workers
+
 _LOOK_S = 0.5
 
 
@@ -47,13 +49,11 @@ def _end_with_rank() -> None:
 def let_workers_be_killed(torch_iterator: Any) -> None:
     """Makes `terminate()`, which torch and a rank that exits call on workers, kill them for certain, as they
     ignore SIGTERM."""
-    for worker in getattr(torch_iterator, "_workers", ()):
+    for worker in list_workers(torch_iterator):
         worker._popen.terminate = worker._popen.kill
 
 
 def end_workers(torch_loader: DataLoader[Any], owner_pid: int) -> None:
     """Ends the workers of a loader; only the process that made them does."""
-    iterator: Any = torch_loader._iterator
-    if iterator is not None and os.getpid() == owner_pid:  # a forked worker must not end its siblings
-        iterator._shutdown_workers()
-        torch_loader._iterator = None
+    if os.getpid() == owner_pid:  # a forked worker must not end its siblings
+        end_iteration(torch_loader)

@@ -17,6 +17,7 @@ from paceline.launching.processes.streams import Pump, open_streams
 from paceline.launching.rank.cold import let_in
 from paceline.launching.rank.script import Script
 from paceline.launching.watcher import Watcher
+from paceline.torch_seams.starting import bind_to_numa
 
 
 @dataclass(kw_only=True)
@@ -74,9 +75,7 @@ class ScriptJob(Job):
         if watch and not self.is_warm:
             command = let_in(command, watch, rank, str(self.folder), str(self.attempt))
         if wishes.get("numa_options") is not None:
-            from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as bind
-
-            command = bind(command, gpu_index=wishes["local_rank_id"], numa_options=wishes["numa_options"])
+            command = bind_to_numa(command, wishes["local_rank_id"], wishes["numa_options"])
         log = str(self.logs / f"rank-{rank:04d}.log")
         start = Start(
             local_rank=wishes["local_rank_id"],

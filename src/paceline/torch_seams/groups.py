@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.torch_seams.check import require, set_existing
 
@@ -16,3 +17,8 @@ def forget_group_count() -> None:
     would then wait for the others under a name that they do not use.
     """
     set_existing(dist.distributed_c10d._world, "group_count", 0)
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the axes of a mesh as one axis. Collective over all ranks the first time."""
+    return mesh._flatten(name)

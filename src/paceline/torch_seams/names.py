@@ -34,6 +34,7 @@ class TorchName:
 _C10D = "torch.distributed.distributed_c10d"
 _DYNAMIC = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
+_ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 _NODES = "torch._C._functions"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
@@ -60,6 +61,8 @@ VIEW_NODES = (
     "UnbindBackward0",
     "UnsafeViewBackward0",
     "UnsqueezeBackward0",
+    "ViewAsComplexBackward0",
+    "ViewAsRealBackward0",
     "ViewBackward0",
 )
 
@@ -95,6 +98,10 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._settings", "clocks of nodes may differ"),
         TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._state", "clocks of nodes may differ"),
         TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._sanitize", "clocks of nodes may differ"),
+        TorchName(
+            "torch.distributed.elastic.multiprocessing.api.get_subprocess_handler",
+            "ranks are started by a process that has imported torch",
+        ),
         TorchName(f"{_AGENT}._rendezvous", "a rendezvous that comes short of --nnodes is refused"),
         TorchName(f"{_AGENT}._start_workers", "the launcher counts rounds"),
         TorchName(f"{_AGENT}._monitor_workers", "the launcher can be asked to stop"),
@@ -148,6 +155,19 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             f"{_C10D}._World.group_count",
             "a start after one that failed names its groups like the other ranks",
         ),
+        TorchName(
+            "torch.distributed.device_mesh.DeviceMesh._flatten",
+            "sums over several axes at once by one group",
+        ),
+    ),
+    "loader": (
+        TorchName(
+            "torch.utils.data._utils.worker._worker_info",
+            "shows a data set that cuts itself up by get_worker_info all of its samples",
+        ),
+        TorchName("torch.utils.data.DataLoader._iterator", "ends persistent workers"),
+        TorchName(f"{_ITERATOR}._shutdown_workers", "ends workers before the loader is collected"),
+        TorchName(f"{_ITERATOR}._workers", "has workers killed that ignore SIGTERM"),
     ),
     "modules": (
         TorchName(
@@ -210,6 +230,13 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "unscale_ looks at this rank's gradients only",
         ),
     ),
+    "starting": (
+        TorchName("torch._logging._internal._init_logs", "applies TORCH_LOGS to a process that is warm"),
+        TorchName(
+            "torch.numa.binding._maybe_wrap_command_args_with_numa_binding",
+            "follows --numa-binding as torchrun does",
+        ),
+    ),
     "tensors": (
         TorchName(
             "torch.Tensor._reduce_ex_internal",
@@ -239,5 +266,48 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "tree_map_with_path",
             "tree_unflatten",
         )
+    ),
+    "watching": (
+        TorchName(f"{_C10D}._world", "lists the groups of a rank", "", "groups are not named"),
+        *(
+            TorchName(f"{_C10D}._World.{name}", "lists the groups of a rank", "", "groups are not named")
+            for name in ("pg_map", "pg_names", "pg_group_ranks", "default_pg", "group_count")
+        ),
+        TorchName(
+            "torch._C._distributed_c10d.ProcessGroup",
+            "notes collectives that the Flight Recorder leaves out",
+            "torch.distributed.ProcessGroup, which needs an import that the script may never make",
+            "root ranks, operations, sends and receives are not compared",
+        ),
+        TorchName(
+            "torch._C._distributed_c10d._dump_fr_trace",
+            "reads the Flight Recorder",
+            "",
+            "collectives of gloo are not seen",
+        ),
+        TorchName(
+            "torch._C._distributed_c10d._dump_nccl_trace or torch._C._distributed_c10d._dump_fr_trace",
+            "reads the Flight Recorder of NCCL, in builds that have it",
+            "",
+            "collectives of NCCL are not seen",
+        ),
+        TorchName("torch._inductor", "is not imported by the recorder", "", "a reading takes seconds"),
+        *(
+            TorchName(
+                f"torch._C._dynamo.eval_frame.{name}",
+                "keeps the compiler out of the watch's functions",
+                "torch.compiler.disable, which imports the compiler",
+                "they are compiled as frames of their own",
+            )
+            for name in ("_FrameExecStrategy", "_FrameAction", "set_code_exec_strategy")
+        ),
+        *(
+            TorchName(path, "looks at gradients after backward", "", "no rank is named for a gradient")
+            for path in (
+                "torch.autograd.Variable._execution_engine",
+                "torch._C._current_graph_task_id",
+            )
+        ),
+        TorchName("torch.Tensor._values", "reads sparse gradients", "", "sparse gradients are not read"),
     ),
 }

@@ -8,7 +8,7 @@ import sys
 
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as theirs
 
-import paceline.launching.elastic.rendezvous as ours
+import paceline.torch_seams.elastic as ours
 from paceline.cli.main import main
 
 off_s, state = float(sys.argv[1]), sys.argv[2]
@@ -22,5 +22,5 @@ class Skewed(datetime.datetime):
 
 theirs.datetime = ours.datetime = Skewed
 if state == "torchs":
-    ours._OwnClockState = theirs._BackendRendezvousStateHolder
+    ours.OwnClockState = theirs._BackendRendezvousStateHolder
 sys.exit(main(["run", *sys.argv[3:]]))

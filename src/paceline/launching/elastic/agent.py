@@ -25,7 +25,6 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
@@ -35,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from paceline.errors import PacelineError
 from paceline.launching.elastic.rendezvous import build_rendezvous
 from paceline.launching.processes.ranks import Attempts, Ranks
-from paceline.torch_seams.elastic import forget_store
+from paceline.torch_seams.elastic import SteppedAgent, forget_store
 
 
 def run_agent(
@@ -85,7 +84,7 @@ def run_agent(
         # Older torch has no such setting, and its agent takes none.
         "shutdown_timeout": getattr(config, "shutdown_timeout", None),
     }
-    takes = inspect.signature(LocalElasticAgent.__init__).parameters
+    takes = inspect.signature(SteppedAgent.__init__).parameters
     agent = _Agent(
         rounds, ranks, config.min_nodes, spec=spec, **{n: v for n, v in options.items() if n in takes}
     )
@@ -112,18 +111,18 @@ def run_agent(
             handler.shutdown()
 
 
-class _Agent(LocalElasticAgent):
+class _Agent(SteppedAgent):
     def __init__(self, rounds: Attempts, ranks: Ranks, min_nodes: int, **options: Any) -> None:
         super().__init__(**options)
         self._rounds = rounds
         self._ranks = ranks
         self._min_nodes = min_nodes
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        handler = worker_group.spec.rdzv_handler
+    def meet(self, group: WorkerGroup) -> None:
+        handler = group.spec.rdzv_handler
         forget_store(handler)
-        super()._rendezvous(worker_group)
-        num_nodes = worker_group.group_world_size or 0
+        super().meet(group)
+        num_nodes = group.group_world_size or 0
         if num_nodes < self._min_nodes:
             raise PacelineError(
                 "PL317",
@@ -133,7 +132,7 @@ class _Agent(LocalElasticAgent):
                 fix="Check that all nodes run the same command and that their clocks agree, and start again.",
             )
         if handler.get_backend() == "static" and self._rounds.number >= 0:
-            self._renew_static_store(worker_group)
+            self._renew_static_store(group)
 
     def _renew_static_store(self, group: Any) -> None:
         """A static rendezvous has one store; from the first restart on, node 0 opens others for the ranks."""
@@ -143,26 +142,23 @@ class _Agent(LocalElasticAgent):
             group.store.set(key, str(self._store_of_round.port))
         group.master_port = int(group.store.get(key))
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start_ranks(self, group: Any) -> dict[int, Any]:
         self._rounds.begin()
-        group: Any = worker_group
         place = group.group_rank, group.group_world_size, group.master_addr, group.master_port
         self._rounds.on_start(*place, self._rounds.number)
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        return super().start_ranks(group)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def look_at_ranks(self, group: WorkerGroup) -> RunResult:
         if self._rounds.asked is not None:
             raise SignalException("asked to stop", sigval=signal.Signals(self._rounds.asked))
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
+        return super().look_at_ranks(group)
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self._stop_workers(worker_group)
+    def restart_ranks(self, group: WorkerGroup) -> None:
+        self.stop_ranks(group)
         for rank in self._ranks.latest:
             self._ranks.kill(rank)
-        self._rounds.on_restart(self._remaining_restarts)
-        super()._restart_workers(worker_group)
+        self._rounds.on_restart(self.restarts_left)
+        super().restart_ranks(group)
 
 
 @contextmanager

@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import time
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -23,14 +21,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    _BackendRendezvousStateHolder,
-)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.launching.elastic.network import is_own_host
+from paceline.torch_seams.elastic import use_own_clock
 
 ONE_NODE = "one-node"
 _LOOPBACK = "127.0.0.1"
@@ -63,10 +58,7 @@ def _read_parameters(config: LaunchConfig, **more: Any) -> RendezvousParameters:
 
 def _build_c10d(config: LaunchConfig) -> RendezvousHandler:
     handler = _connect_c10d(config)
-    if isinstance(handler, DynamicRendezvousHandler):
-        theirs: Any = handler._state_holder
-        executor: Any = handler._op_executor
-        handler._state_holder = executor._state_holder = _OwnClockState(theirs._backend, theirs._settings)
+    use_own_clock(handler)
     return handler
 
 
@@ -80,41 +72,6 @@ def _connect_c10d(config: LaunchConfig) -> RendezvousHandler:
         except RendezvousConnectionError:
             pass  # the port is taken, as a rule by another launcher of this job
     return registry.get_rendezvous_handler(_read_parameters(config, is_host=False))
-
-
-class _OwnClockState(_BackendRendezvousStateHolder):
-    """The rendezvous' state, whose times of other nodes are translated to this node's clock.
-
-    A heartbeat counts from when this node first saw it, and the last call from when this node first saw that
-    enough nodes have met.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._seen: dict[Any, tuple[datetime, float]] = {}
-        self._last_call: tuple[int, float] | None = None
-
-    def _sanitize(self) -> None:
-        state = self._state
-        now, now_s = datetime.now(UTC), time.monotonic()
-        told = dict(state.last_heartbeats)
-        self._seen = {
-            node: self._seen[node] if self._seen.get(node, (None, 0.0))[0] == beat else (beat, now_s)
-            for node, beat in told.items()
-        }
-        state.last_heartbeats = {
-            node: now - timedelta(seconds=now_s - seen_s) for node, (_, seen_s) in self._seen.items()
-        }
-        super()._sanitize()
-        # This node's own is compared with its own clock, and the others' go back as they were told.
-        state.last_heartbeats = {node: told[node] for node in state.last_heartbeats}
-        if state.deadline is None:
-            self._last_call = None
-            return
-        if self._last_call is None or self._last_call[0] != state.round:
-            self._last_call = state.round, now_s
-        left = self._settings.timeout.last_call - timedelta(seconds=now_s - self._last_call[1])
-        state.deadline = now + left
 
 
 class _OneNode(RendezvousHandler):

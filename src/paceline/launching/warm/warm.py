@@ -31,6 +31,7 @@ from paceline.launching.warm.import_environment import (
     READ_AT_IMPORT,
     READ_AT_LOAD_WITH_CUDA,
 )
+from paceline.torch_seams.starting import read_log_settings
 
 _DYNAMO = "torch._dynamo"
 _REST_S = 0.02
@@ -225,12 +226,6 @@ def _reapply_debug_level() -> None:
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
 
 
-def _reapply_logs() -> None:
-    import torch._logging._internal as logs
-
-    logs._init_logs()
-
-
 def _nothing_to_do() -> None:
     """For what `hide` or `set_openblas_threads` sees to anyway."""
 
@@ -241,7 +236,7 @@ REAPPLIED: Mapping[str, Callable[[], None]] = {
     "TORCH_DISTRIBUTED_DEBUG": _reapply_debug_level,
     OPENBLAS_THREADS: _nothing_to_do,
     **dict.fromkeys(
-        ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_LOGS_FORMAT", "TORCH_LOGS_TRACE_ID_FILTER"), _reapply_logs
+        ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_LOGS_FORMAT", "TORCH_LOGS_TRACE_ID_FILTER"), read_log_settings
     ),
     **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), _nothing_to_do),
 }

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import pickle
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
+from paceline.torch_seams.watching import find_world, list_dumps, without_inductor
 from paceline.watch.protocol.frames import build_frame, is_watching
 from paceline.watch.protocol.report import Call, Frame, Group
 from paceline.watch.rank.operations import CallWindow, Windows, name_reduce_op
 
 # Of gloo and whatever else records into the common recorder, then NCCL's own.
-_DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 # c10's names of types to torch's.
 _DTYPES = {
     "Byte": "uint8",
@@ -98,7 +95,7 @@ class FlightEntry:
 def read_status() -> dict[Key, Status]:
     """How far all process groups are; takes 0.01 ms."""
     found = {}
-    for source, dump in _list_dumps():
+    for source, dump in list_dumps():
         for number, status in _load(dump(False, False, False)).get("pg_status", {}).items():
             enqueued, completed = status["last_enqueued_collective"], status["last_completed_collective"]
             found[source, int(number)] = Status(int(enqueued), int(completed))
@@ -107,47 +104,14 @@ def read_status() -> dict[Key, Status]:
 
 def read_entries(*, has_frames: bool) -> list[FlightEntry]:
     """All that is recorded, oldest first; takes 15 us per entry."""
-    with _without_inductor() if has_frames else nullcontext():
-        dumps = [(source, dump(True, has_frames, False)) for source, dump in _list_dumps()]
+    with without_inductor() if has_frames else nullcontext():
+        dumps = [(source, dump(True, has_frames, False)) for source, dump in list_dumps()]
     return [
         _build_entry(source, raw)
         for source, data in dumps
         for raw in _load(data).get("entries", ())
         if not raw.get("is_p2p", False)  # `operations` has them, of all backends
     ]
-
-
-@contextmanager
-def _without_inductor() -> Iterator[None]:
-    """Keeps torch from importing its compiler, which takes seconds, to ask it for frames of compiled code.
-
-    Meanwhile `torch._inductor` is a module that lacks `codecache` alone, unless the script has imported it.
-    """
-    torch = sys.modules["torch"]
-    if "torch._inductor" in sys.modules:
-        yield
-        return
-    torch.__dict__["_inductor"] = _Later("torch._inductor")
-    try:
-        yield
-    finally:
-        if isinstance(torch.__dict__.get("_inductor"), _Later):
-            del torch.__dict__["_inductor"]
-
-
-class _Later(ModuleType):
-    """A module that is imported when somebody else than the recorder wants something of it."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "codecache":
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def _list_dumps() -> list[tuple[int, Any]]:
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    found = [(source, getattr(c10d, name, None)) for source, name in enumerate(_DUMPS)]
-    return [(source, dump) for source, dump in found if dump is not None]
 
 
 def _load(data: bytes) -> dict[str, Any]:
@@ -266,8 +230,7 @@ class Groups:
 
 def read_groups() -> Groups:
     """The process groups that exist now."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    world = getattr(c10d, "_world", None)
+    world = find_world()
     groups: dict[str, Group] = {}
     backends: dict[str, str] = {}
     if world is None:
@@ -287,8 +250,7 @@ def read_groups() -> Groups:
 
 def count_named() -> int:
     """How many groups torch has named by counting on this rank, whether or not it is in them."""
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    number = getattr(getattr(c10d, "_world", None), "group_count", 0)
+    number = getattr(find_world(), "group_count", 0)
     return number if isinstance(number, int) else 0
 
 

@@ -25,9 +25,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from paceline.torch_seams.watching import (
+    call_after_backward,
+    count_writes,
+    find_backward_number,
+    hide_from_compiler,
+)
 from paceline.watch.protocol.report import Effect, NotFinite
 from paceline.watch.protocol.words import own_frames
-from paceline.watch.rank.compiler import hide_from_compiler
 from paceline.watch.rank.modules import Named, find_siblings, has_finite_gradient, is_finite
 from paceline.watch.rank.threads import mark_main_thread, resolve
 
@@ -110,7 +115,7 @@ class Gradients:
             self._pending = None
         elif not is_finite(parameter):
             self.found = finding
-        elif parameter._version != version:  # the step went by without it
+        elif count_writes(parameter) != version:  # the step went by without it
             self._pending = None
 
     def note_error(self) -> bool:
@@ -160,7 +165,7 @@ class Gradients:
         """Has the model looked at when this backward pass is through."""
         if task != self._looks_in:
             self._looks_in, self._fired = task, sentinel
-            self._torch.autograd.Variable._execution_engine.queue_callback(self._look)
+            call_after_backward(self._torch, self._look)
 
     def _look(self) -> None:
         try:
@@ -202,7 +207,7 @@ class Gradients:
         if self._pending is None:
             broken = [one for one in named if not has_finite_gradient(one.find())]
             finding = _describe(self.passes, broken[-1] if broken else None, named, "applied")
-            self._pending = finding, sentinel, parameter._version
+            self._pending = finding, sentinel, count_writes(parameter)
             if self._after_step is None:
                 # Only now, because optimizers are the faster for having no hooks.
                 module = sys.modules[self._torch.optim.Optimizer.__module__]
@@ -235,7 +240,7 @@ class _Sentinel:
         self._gradients = gradients
         self._torch = torch
         self._is_compiling = torch.compiler.is_compiling
-        self._find_task = torch._C._current_graph_task_id
+        self._find_task = find_backward_number(torch)
         self._sums: Any = None
         self._handle = optimizer.param_groups[-1]["params"][number].register_hook(self)
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.torch_seams.watching import read_module, read_values
+
 # What wraps a model and isn't part of it: DistributedDataParallel, DataParallel, torch.compile.
 _WRAPPED = {"module", "_orig_mod"}
 
@@ -33,7 +35,7 @@ class Named:
     def find(self) -> Any | None:
         """The parameter, if it is still there and trained."""
         module = self._module()
-        found = None if module is None else module._parameters.get(self.name.rpartition(".")[2])
+        found = None if module is None else read_module(module)[0].get(self.name.rpartition(".")[2])
         return found if found is not None and found.requires_grad else None
 
 
@@ -61,10 +63,10 @@ def _find_roots(modules: Iterable[Any], parameter: Any) -> list[Any]:
     parents: dict[int, list[Any]] = {}
     here: list[Any] = []
     for module in modules:
-        fields = vars(module)  # one that is being made may have nothing yet
-        if any(own is parameter for own in fields.get("_parameters", {}).values()):
+        parameters, children = read_module(module)
+        if any(own is parameter for own in parameters.values()):
             here.append(module)
-        for child in fields.get("_modules", {}).values():
+        for child in children.values():
             parents.setdefault(id(child), []).append(module)
     met: set[int] = set()
     roots = []
@@ -85,14 +87,16 @@ def _is_traced(model: Any) -> bool:
 
 
 def _unwrap(model: Any) -> Any:
-    while len(model._modules) == 1 and not model._parameters and model._modules.keys() <= _WRAPPED:
-        (model,) = model._modules.values()
-    return model
+    while True:
+        parameters, children = read_module(model)
+        if len(children) != 1 or parameters or not children.keys() <= _WRAPPED:
+            return model
+        (model,) = children.values()
 
 
 def is_finite(tensor: Any) -> bool:
     """Whether all of its numbers are; reads them, and waits for the device."""
-    numbers = tensor._values() if tensor.is_sparse else tensor.detach()
+    numbers = read_values(tensor) if tensor.is_sparse else tensor.detach()
     return bool(numbers.isfinite().all().item())
 
 

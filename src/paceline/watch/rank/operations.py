@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.watch.rank.compiler import hide_from_compiler
+from paceline.torch_seams.watching import find_group_class, hide_from_compiler
 from paceline.watch.rank.threads import Mark, mark_stack
 
 # The operation's name as users say it: gloo makes all-reduces of a reduce-scatter.
@@ -134,10 +134,10 @@ class Operations:
 
     def install(self, torch: Any) -> None:
         """Wraps the methods; does nothing where torch has no `distributed` or they are wrapped already."""
-        c10d = sys.modules.get("torch._C._distributed_c10d")
-        if c10d is None or self._originals:
+        kind = find_group_class()
+        if kind is None or self._originals:
             return
-        self._kind = c10d.ProcessGroup
+        self._kind = kind
         rooted = {name: name for name in _ROOTED}
         for name, operation in (rooted | _REDUCING | _TRANSFERRING | {_NAMING: "", _ENDING: ""}).items():
             stored = vars(self._kind).get(name)

@@ -27,6 +27,7 @@ from typing import IO
 
 from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
+from paceline.torch_seams.watching import find_world
 from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Beat, Call, Frame, Group, Phase, Report, Stack
 from paceline.watch.protocol.stacks import SIGNAL
@@ -351,8 +352,7 @@ class WatchedProcess:
 
 def _has_groups() -> bool:
     """Whether there is a process group: before, asking the Flight Recorder would settle its size for good."""
-    c10d = sys.modules.get(_C10D)
-    return c10d is not None and bool(getattr(getattr(c10d, "_world", None), "pg_map", None))
+    return bool(getattr(find_world(), "pg_map", None))
 
 
 def _name(number: int) -> str:

@@ -1,0 +1,30 @@
+"""Reach into torch's DataLoader and its workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from paceline.torch_seams.check import checked, set_existing
+
+with checked("loader"):
+    import torch.utils.data._utils.worker as torch_worker
+
+
+def forget_worker() -> None:
+    """Have `get_worker_info` return None in this worker, so that a data set does not cut itself up."""
+    set_existing(torch_worker, "_worker_info", None)
+
+
+def list_workers(iterator: Any) -> list[Any]:
+    """Return the worker processes of a loader's iterator; none if it reads in this process."""
+    return list(getattr(iterator, "_workers", ()))
+
+
+def end_iteration(loader: DataLoader[Any]) -> None:
+    """End the workers of a loader that has some under way, persistent ones too."""
+    iterator: Any = loader._iterator
+    if iterator is not None:
+        iterator._shutdown_workers()
+        loader._iterator = None

@@ -1,0 +1,23 @@
+"""Apply settings of a rank to a process that has imported torch already. torch is imported only then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.torch_seams.check import require
+
+
+def read_log_settings() -> None:
+    """Have torch read TORCH_LOGS and its like again."""
+    require("starting")
+    import torch._logging._internal as logs
+
+    logs._init_logs()
+
+
+def bind_to_numa(command: tuple[str, ...], local_rank: int, options: Any) -> tuple[str, ...]:
+    """Return the command that runs a rank on the cores and memory near its GPU."""
+    require("starting")
+    from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as bind
+
+    return bind(command, gpu_index=local_rank, numa_options=options)
