@@ -21,8 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from paceline.errors import PacelineError
 from paceline.parallel.attention_ops import ATTENTION_OPS
-from paceline.torch_seams.checkpointing import checkpoint
 from paceline.torch_seams.modules import NormBase
+from paceline.torch_seams.recomputing import checkpoint
 
 _KEPT = {
     torch.ops.aten.mm.default,

@@ -68,7 +68,7 @@ VIEW_NODES = (
 
 NAMES: dict[str, tuple[TorchName, ...]] = {
     "autograd": (*(TorchName(f"{_NODES}.{kind}", "verify recognises views by it") for kind in VIEW_NODES),),
-    "checkpointing": (
+    "recomputing": (
         TorchName(
             "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
             "a forward that runs again draws the dropout masks of the first",

@@ -29,8 +29,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.compiler import is_compiling
 
-from paceline.torch_seams.checkpointing import find_generator, set_generator
 from paceline.torch_seams.modules import list_forward_hooks
+from paceline.torch_seams.recomputing import find_generator, set_generator
 
 
 class ScopeFrame:

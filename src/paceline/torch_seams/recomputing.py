@@ -1,4 +1,4 @@
-"""Recompute modules in backward, and get between torch's checkpointing and what it runs again."""
+"""Recompute modules in backward, and get between torch and the forward that it runs again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from paceline.torch_seams.check import checked, set_existing
 
-with checked("checkpointing"):
+with checked("recomputing"):
     from torch.distributed._composable.checkpoint_activation import checkpoint
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
