@@ -37,6 +37,7 @@ _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasti
 _ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 _NODES = "torch._C._functions"
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_SHARED = "torch.distributed.fsdp._common_utils"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _PL449 = "dp_shard is refused with PL449; other layouts work"
 _ALL_ROUNDS = "a restart meets at a store of its own"
@@ -120,6 +121,25 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "reaches the records", "", _PL449),
         TorchName(f"{_FSDP}._fsdp_state.FSDPState._pre_forward", "shards a skipped block", "", _PL449),
         TorchName(f"{_FSDP}._fsdp_state.FSDPState._post_forward", "shards a skipped block", "", _PL449),
+        TorchName(f"{_FSDP}._fsdp_state.FSDPState._pre_backward", "begins a block's backward", "", _PL449),
+        TorchName(
+            f"{_FSDP}._fsdp_state.FSDPState._register_pre_backward_hook",
+            "begins backward in the order of one process",
+            "",
+            _PL449,
+        ),
+        TorchName(
+            f"{_FSDP}._fsdp_param_group.FSDPParamGroup._register_post_backward_hook",
+            "ends backward in the order of one process",
+            "",
+            _PL449,
+        ),
+        TorchName(
+            f"{_SHARED}.collect_grad_tensors or {_SHARED}",
+            "finds tensors in data classes, from torch 2.13 on",
+            "",
+            "data classes are passed over, as by torch",
+        ),
         TorchName(
             f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_groups or "
             f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_group",
