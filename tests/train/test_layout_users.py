@@ -174,3 +174,32 @@ def test_named_models_are_refused(ranks: Pool, layout: str) -> None:
     with pytest.raises(RankError, match=r"named models with layout.*PL423") as caught:
         ranks.run(train_two_models, 2, (layout,))
     assert len(caught.value.causes) == 2
+
+
+class Turned(LayerDrop):
+    """Calls two blocks in another order on rank 1."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for number in [0, 2, 1] if torch.distributed.get_rank() else [0, 1, 2]:
+            x = x + self.blocks[number](x)
+        return self.head(x)
+
+
+def train_turned(world: Any, layout: str) -> None:
+    trainer = paceline.Trainer(
+        Turned,
+        forward=lambda model, batch: model(batch["ids"][:, :-1]),
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        layout=layout,
+        microbatch_size=2,
+    )
+    for share in trainer.loader(Tokens(), global_batch_size=8):
+        trainer.step(share)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_shard=2 zero=1"])
+def test_blocks_in_another_order_by_rank_are_refused(ranks: Pool, layout: str) -> None:
+    with pytest.raises(RankError, match=r"this rank goes on to .* where another one goes on to .*PL443"):
+        ranks.run(train_turned, 2, (layout,), timeout_s=10)

@@ -1,8 +1,9 @@
-"""Reach c10d's record of the process groups of this process."""
+"""Reach c10d's record of the process groups of this process, and the store on which they met."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.torch_seams.check import require, set_existing
@@ -17,6 +18,12 @@ def forget_group_count() -> None:
     would then wait for the others under a name that they do not use.
     """
     set_existing(dist.distributed_c10d._world, "group_count", 0)
+
+
+def find_store() -> Store:
+    """Return the store on which the ranks of the default group met."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -171,6 +171,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
     ),
     "groups": (
         TorchName(f"{_C10D}._world", "c10d's record of the groups of this process"),
+        TorchName(f"{_C10D}._get_default_store", "ranks compare notes there without a collective"),
         TorchName(
             f"{_C10D}._World.group_count",
             "a start after one that failed names its groups like the other ranks",

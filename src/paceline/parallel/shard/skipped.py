@@ -10,15 +10,18 @@ same, so a rank takes part in the collectives of the blocks that it leaves out:
 - A parameter that backward has not reached joins the sum with -0.0, which changes no bit of anything.
 
 The order is that of the definition. Where the first step calls them in another one, the same in every
-microbatch and without leaving any out, it is that.
+microbatch and without leaving any out, it is that. In the first step each rank writes into the store which
+block it gathers next, before it does. If the orders differ, the second rank finds another block there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import PacelineError
@@ -32,6 +35,9 @@ from paceline.torch_seams.fsdp import (
     gathered,
     pass_block,
 )
+from paceline.torch_seams.groups import find_store
+
+_num_models: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Skipped:
@@ -64,6 +70,7 @@ class Skipped:
         self._is_ordered = True
         self._is_settled = False
         self._visited: set[int] = set()
+        self._notes = _Notes()
         for number, unit in enumerate(units):
             act_before_sums(unit.module, self._completion(number))
         if self._blocks:
@@ -89,6 +96,7 @@ class Skipped:
     def _begin_forward(self, _module: nn.Module, _args: Any) -> None:
         self._place = 0 if torch.is_grad_enabled() and self._order is not None else None
         self._calls = []
+        self._notes.begin()
 
     def _entry(self, number: int) -> Any:
         def enter(_module: nn.Module, _args: Any) -> None:
@@ -100,13 +108,33 @@ class Skipped:
                 self._is_ordered = False
                 if self._is_settled:
                     raise self._order_error()
+                self._compare(number)
                 return
             place = self._order.index(number, self._place)
             skipped, self._place = self._order[self._place : place], place + 1
             for block in skipped:
                 self._pass_by(block)
+            self._compare(number)
 
         return enter
+
+    def _compare(self, number: int) -> None:
+        """Raise if another rank gathers another block now; in the first step only."""
+        if self._is_settled or self._rounds.silent:
+            return
+        other = self._notes.compare(number)
+        if other == number:
+            return
+        raise PacelineError(
+            "PL443",
+            saw=f"this rank goes on to {self._name(number)} where another one goes on to "
+            f"{self._name(other)}.",
+            rule="Under dp_shard all ranks gather the blocks in one order.",
+            fix="Look for what depends on the rank in the model's forward, or use dp_shard=1.",
+        )
+
+    def _name(self, number: int) -> str:
+        return self._blocks[number].name if number < len(self._blocks) else "the end of the model"
 
     def _end_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if self._place is None or self._order is None:
@@ -116,9 +144,11 @@ class Skipped:
             self._seen.add(tuple(self._calls))
         for block in rest:
             self._pass_by(block)
+        self._compare(len(self._blocks))
 
     def _pass_by(self, number: int) -> None:
         module = self._blocks[number].module
+        self._compare(number)
         pass_block(module)
         # Backward meets the second one first.
         self._marks.add(lambda: end_backward(module), is_needed=True)
@@ -168,3 +198,25 @@ class Skipped:
             "microbatch leaves out.",
             fix="Define the blocks in the order in which forward calls them, or use dp_shard=1.",
         )
+
+
+class _Notes:
+    """What the ranks do next, written into their store by the first one to come."""
+
+    def __init__(self) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self._store = find_store()
+        # Every rank builds the same models in the same order.
+        self._model = _num_models[world] = _num_models.get(world, 0) + 1
+        self._forward = self._at = 0
+
+    def begin(self) -> None:
+        """Start a forward."""
+        self._forward, self._at = self._forward + 1, 0
+
+    def compare(self, number: int) -> int:
+        """Return the number that the first rank gave at this point of the forward."""
+        self._at += 1
+        key = f"paceline/blocks/{self._model}/{self._forward}/{self._at}"
+        return int(self._store.compare_set(key, "", str(number)))
