@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file
 
@@ -24,6 +25,8 @@ from paceline.checkpoint import (
     tree,
     verify,
 )
+from paceline.checkpoint.content import find_content
+from paceline.checkpoint.content.protocol import list_model
 from paceline.checkpoint.content.sharded import NAME, PreparedShare
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest, read_manifest
 from paceline.checkpoint.part import Part
@@ -114,6 +117,24 @@ def test_any_part_can_be_read(checkpoint: Path) -> None:
             assert_same(unread.read(part), cut(WEIGHT, part))
         else:
             assert unread.read(part).shape == (0, part.shape[1])
+
+
+def test_each_file_is_opened_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    real = safetensors.safe_open
+
+    def count(path: Path, framework: str) -> Any:
+        opened.append(path.name)
+        return real(path, framework=framework)
+
+    content = find_content(NAME)
+    assert content is not None
+    unread = list_model(content.open(checkpoint))
+    monkeypatch.setattr(safetensors, "safe_open", count)
+    for _ in range(3):
+        for tensor in unread.values():
+            tensor.read()
+    assert sorted(opened) == [f"part-0000{rank}.safetensors" for rank in range(3)]
 
 
 # Damage

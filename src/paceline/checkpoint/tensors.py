@@ -257,18 +257,34 @@ class TensorInfo:
         return torch_dtype(self.dtype).itemsize
 
 
-def read_tensor(path: Path, name: str, part: Part | None = None) -> torch.Tensor:
+class OpenFiles:
+    """Safetensors files held open, so that each header is parsed once however many tensors are read."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+
+    def open(self, path: Path) -> Any:
+        """Return an open file."""
+        if path not in self._files:
+            self._files[path] = safetensors.safe_open(path, framework="pt")
+        return self._files[path]
+
+
+def read_tensor(
+    path: Path, name: str, part: Part | None = None, files: OpenFiles | None = None
+) -> torch.Tensor:
     """Read one tensor of a safetensors file, or a part of it, into CPU memory.
 
     Args:
         path: of the file.
         name: of the tensor, not of an alias.
         part: of the tensor.
+        files: to keep it open in.
 
     Raises:
         UnreadableTensorsError: the file is not such a file, or lacks the tensor.
     """
-    with _opened(path) as file:
+    with _opened(path, files) as file:
         if part is None or part.is_whole:
             whole: torch.Tensor = file.get_tensor(name).clone()
             return whole
@@ -278,7 +294,9 @@ def read_tensor(path: Path, name: str, part: Part | None = None) -> torch.Tensor
     return found
 
 
-def read_into(path: Path, name: str, source: Part, wanted: Part, found: torch.Tensor) -> None:
+def read_into(
+    path: Path, name: str, source: Part, wanted: Part, found: torch.Tensor, files: OpenFiles
+) -> None:
     """Read what one tensor of a safetensors file has of a part.
 
     Args:
@@ -287,11 +305,12 @@ def read_into(path: Path, name: str, source: Part, wanted: Part, found: torch.Te
         source: which part of the whole the tensor is.
         wanted: the part to read.
         found: its values, filled in where the tensor has them.
+        files: to keep it open in.
 
     Raises:
         UnreadableTensorsError: the file is not such a file, or lacks the tensor.
     """
-    with _opened(path) as file:
+    with _opened(path, files) as file:
         if source == wanted:
             found.copy_(file.get_tensor(name))
         else:
@@ -312,10 +331,9 @@ def copy_blocks(source: Part, values: Any, wanted: Part, found: torch.Tensor) ->
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, files: OpenFiles | None = None) -> Iterator[Any]:
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            yield file
+        yield (files or OpenFiles()).open(path)
     except (OSError, ValueError, IndexError, RuntimeError, safetensors.SafetensorError) as error:
         raise UnreadableTensorsError(f"{path.name}: {error}", file=path.name) from None
 

@@ -324,11 +324,11 @@ def load_and_count(world: Any, layout: str, folder: str) -> Loading:
     trainer = build_trainer(layout, *CASES["odd"], "sharded")
     read = 0
 
-    def count(path: Path, name: str, source: Part, wanted: Part, found: Tensor) -> None:
+    def count(path: Path, name: str, source: Part, wanted: Part, found: Tensor, files: Any) -> None:
         nonlocal read
         blocks = [found[here].numel() for here, _ in wanted.overlap(source)]
         read += sum(blocks) * found.element_size() if not name.startswith("state/") else 0
-        read_into(path, name, source, wanted, found)
+        read_into(path, name, source, wanted, found, files)
 
     with pytest.MonkeyPatch.context() as patch, Tracker() as loading:
         patch.setattr(sharded, "read_into", count)

@@ -21,6 +21,7 @@ from paceline.checkpoint.content.protocol import MODEL, RECIPE, TREES, Problem
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.tensors import (
     FileRecord,
+    OpenFiles,
     TensorInfo,
     UnreadableTensorsError,
     find_aliases,
@@ -138,6 +139,7 @@ class FullStored:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._files = OpenFiles()
 
     def list_tensors(self, group: str) -> dict[str, TensorInfo]:
         """Return what the header of a group's file says."""
@@ -149,7 +151,7 @@ class FullStored:
 
     def read(self, group: str, name: str, part: Part | None = None) -> torch.Tensor:
         """Read a tensor or a part of it."""
-        return read_tensor(self.folder / _tensors(group), name, part)
+        return read_tensor(self.folder / _tensors(group), name, part, self._files)
 
     def read_recipe(self) -> str | None:
         """Return the recipe's text, where there is one."""

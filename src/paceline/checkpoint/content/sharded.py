@@ -26,6 +26,7 @@ from paceline.checkpoint.manifest import FILE_NAME, BadManifestError, read_manif
 from paceline.checkpoint.part import Part, count_covers
 from paceline.checkpoint.tensors import (
     FileRecord,
+    OpenFiles,
     TensorInfo,
     UnreadableTensorsError,
     read_header,
@@ -139,6 +140,7 @@ class ShardedStored:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._files = OpenFiles()
         self._read: tuple[dict[str, list[_StoredPart]], dict[str, str]] | None = None
 
     def list_tensors(self, group: str) -> dict[str, TensorInfo]:
@@ -171,7 +173,7 @@ class ShardedStored:
         needed = [source for source in sources if any(True for _ in wanted.overlap(source.part))]
         found = torch.empty(wanted.shape, dtype=torch_dtype(sources[0].dtype))
         for source in needed:
-            read_into(self.folder / source.file, source.name, source.part, wanted, found)
+            read_into(self.folder / source.file, source.name, source.part, wanted, found, self._files)
         return found
 
     def read_recipe(self) -> str | None:
