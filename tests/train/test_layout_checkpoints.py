@@ -296,9 +296,11 @@ class Average:
             mean.copy_(state["means"][f"module.{name}"])
 
 
-def go_on_with_average(world: Any, layout: str, folder: str, tracks_late: bool) -> list[dict[str, Tensor]]:
+def go_on_with_average(
+    world: Any, layout: str, folder: str, tracks_late: bool, mode: str
+) -> list[dict[str, Tensor]]:
     """The whole means after loading, and after one more step."""
-    trainer = build_trainer(layout, build_gpt, fused)
+    trainer = build_trainer(layout, build_gpt, fused, checkpoint_mode=mode)
     average = Average(trainer.model)
     loader = trainer.loader(Tokens(), global_batch_size=GLOBAL_BATCH)
     if not tracks_late:
@@ -316,10 +318,11 @@ def go_on_with_average(world: Any, layout: str, folder: str, tracks_late: bool) 
     return found
 
 
-def test_an_average_of_weights_is_saved_whole(ranks: Pool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("mode", ["full", "sharded"])
+def test_an_average_of_weights_is_saved_whole(ranks: Pool, tmp_path: Any, mode: str) -> None:
     before: dict[str, Tensor] = {}
     for number, layout in enumerate(["tp=2", "dp_shard=2", "", "tp=2 dp_shard=2"]):
-        args = (layout, str(tmp_path), number % 2 == 1)
+        args = (layout, str(tmp_path), number % 2 == 1, mode)
         results = ranks.run(go_on_with_average, num_ranks(layout), args, timeout_s=60)
         for start, _ in results if number else []:
             assert_equal(start, before)

@@ -349,3 +349,52 @@ def test_no_rank_holds_more_than_its_parts(ranks: Pool, tmp_path: Path) -> None:
             assert found.own < 0.4 * found.whole
             assert found.read == pytest.approx(found.own, rel=0.05)
             assert found.most < 2.1 * found.own + 0.1 * found.whole
+
+
+def build_two(world: Any) -> paceline.Trainer:
+    """Two models with an optimizer each; one has buffers."""
+
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def step(update: Callable[[str, Any], Any]) -> None:
+        update("one", lambda models, batch: models["one"](batch["x"]).square().mean())
+        update("two", lambda models, batch: models["two"](batch["x"]).abs().mean())
+
+    def adam(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for _, p in named], lr=1e-2)
+
+    return paceline.Trainer(
+        {"one": normed, "two": lambda: nn.Linear(6, 2)},
+        optimizer={"one": adam, "two": adam},
+        step=step,
+        layout=f"dp_replicate={world.world_size}",
+        microbatch_size=2,
+        checkpoint_mode="sharded",
+    )
+
+
+def train_two(world: Any, folder: str, num_steps: int) -> str | None:
+    trainer = build_two(world)
+    trainer.resume(folder)
+    for number in range(num_steps):
+        trainer.step({"x": torch.ones(2, 6) * (number + world.rank)})
+    trainer.save()
+    found = {
+        f"{name}.{key}": t for name, model in trainer.models.items() for key, t in model.state_dict().items()
+    }
+    for name, update in trainer._updates.items():
+        for number, tensor in enumerate(tree_leaves(update.optimizer_state())):
+            if isinstance(tensor, Tensor):
+                found[f"optimizer.{name}.{number}"] = tensor
+    trainer.close()
+    return hash_tensors(found)
+
+
+def test_several_models_and_buffers_come_back(ranks: Pool, tmp_path: Path) -> None:
+    saved = ranks.run(train_two, 2, (str(tmp_path), 2))[0]
+    (path,) = list_at(tmp_path)
+    assert [file.name for file in sorted(path.glob("part-*"))] == [
+        f"part-0000{n}.safetensors" for n in (0, 1)
+    ]
+    assert ranks.run(train_two, 1, (str(tmp_path), 0)) == [saved]
