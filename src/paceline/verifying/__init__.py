@@ -1,1 +1,1 @@
-"""Shows that a layout gives the numbers of one process, and says where it does not (`check.verify`)."""
+"""Verifies that a layout gives the numbers of one process, and locates where it does not (`check.verify`)."""

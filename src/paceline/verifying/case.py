@@ -1,4 +1,4 @@
-"""A layout that differs, with all that was seen of it, and the words in which causes are told."""
+"""A layout that differs, with everything that was observed of it, and the phrases that describe causes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Explained:
 
     Attributes:
         code: of the page.
-        module: full name of the module or tensor that it is put to, empty for none.
+        module: full name of the module or tensor that has the cause, empty for none.
         saw, rule, fix: as in `Finding`.
     """
 
@@ -55,12 +55,12 @@ class Case:
 
     @property
     def step(self) -> int:
-        """The first that has a difference."""
+        """The first step that has a difference."""
         return first_step(self.differences)
 
     @property
     def num_microbatches(self) -> int:
-        """Of that step."""
+        """The number of microbatches of that step."""
         return self.facts.num_microbatches[max(0, self.step - 1)]
 
     @cached_property
@@ -69,16 +69,16 @@ class Case:
         return [difference for difference in self.differences if difference.step == self.step]
 
     def of_kind(self, kind: str) -> list[Difference]:
-        """Those of one kind, the largest in units of its tolerance first."""
+        """Return the differences of one kind, the largest in units of its tolerance first."""
         return sorted((d for d in self.first if d.kind == kind), key=lambda d: -d.ratio)
 
     def events(self, *, gradient: bool) -> list[EventDifference]:
-        """Of all ranks, the first first; in backward the last event is the first."""
+        """Return all ranks' differing events in order of execution; backward visits the last event first."""
         found = [d for rank in self.observed for d in rank.differences if d.gradient == gradient]
         return sorted(found, key=lambda d: (-d.order if gradient else d.order, d.microbatch, d.rank))
 
     def settings_of(self, owner: str, ranks: Iterable[int]) -> list[SettingDifference]:
-        """What differs in the settings of an owner on exactly these ranks."""
+        """Return the differences in the settings of an owner that exactly these ranks have."""
         wanted, found = set(ranks), []
         for difference in self.settings:
             if difference.owner == owner:
@@ -88,13 +88,13 @@ class Case:
 
     @cached_property
     def settings(self) -> list[SettingDifference]:
-        """All settings that differ, but for sizes of a layout's parts."""
+        """All settings that differ, except sizes of a layout's parts."""
         return drop_layouts_own([d for o in self.observed for d in o.settings], self.layout.num_ranks)
 
     def narrower(self, module: str | None) -> str:
-        """The type that this layout computes a module in, where one process has a wider one.
+        """Return the type that this layout computes a module in, if one process has a wider one; else "".
 
-        `None` asks for what runs outside of forwards: backward and the reductions. Empty where none is.
+        `None` stands for everything outside of forwards: backward and the reductions.
         """
         if self.watched is None or self.dtype not in KINDS_OF_TYPES:
             return ""
@@ -108,11 +108,11 @@ class Case:
         return ""
 
     def owned(self, dp_rank: int) -> range:
-        """The microbatches that a place of dp computes."""
+        """Return the microbatches that a place of dp computes."""
         return owned_microbatches(self.num_microbatches, self.layout.dp, dp_rank)
 
     def name_ranks(self, ranks: Iterable[int]) -> str:
-        """`on rank 1 only`, `on ranks 2 and 3 of 4`, `on all 4 ranks`."""
+        """Return a phrase such as `on rank 1 only`, `on ranks 2 and 3 of 4`, `on all 4 ranks`."""
         found, total = sorted(set(ranks)), self.layout.num_ranks
         if len(found) == total:
             return f"on all {total} ranks" if total > 1 else "on the only rank"
@@ -121,7 +121,7 @@ class Case:
         return f"on ranks {', '.join(map(str, found[:-1]))} and {found[-1]} of {total}"
 
     def name_degree(self, factor: float) -> str | None:
-        """The axis whose degree is `factor`, for example `dp_replicate=2`."""
+        """Return the axis whose degree is `factor`, for example `dp_replicate=2`."""
         data = " x ".join(list_axes(shares_data=True))
         degrees = self.layout.degrees | {data: self.layout.dp, "all ranks": self.layout.num_ranks}
         for axis, degree in degrees.items():
@@ -131,17 +131,17 @@ class Case:
 
 
 def first_step(differences: Iterable[Difference]) -> int:
-    """The first step that has a difference."""
+    """Return the first step that has a difference."""
     return min(difference.step for difference in differences)
 
 
 def near(value: float, wanted: float, slack: float = 5e-3) -> bool:
-    """Whether two factors are the same but for what a least-squares fit leaves."""
+    """Return whether two factors agree up to the error of a least-squares fit."""
     return abs(value - wanted) <= slack * max(abs(wanted), 1e-3)
 
 
 def tell_settings(case: Case, differences: Sequence[SettingDifference]) -> str:
-    """`eps is 0.001 on rank 1 only, and 1e-05 in one process`, of a few of them."""
+    """Describe up to three settings, for example `eps is 0.001 on rank 1 only, and 1e-05 in one process`."""
     told: dict[str, list[SettingDifference]] = {}
     for difference in differences:
         told.setdefault(difference.name, []).append(difference)
@@ -154,5 +154,5 @@ def tell_settings(case: Case, differences: Sequence[SettingDifference]) -> str:
 
 
 def show_size(size: float, tolerance: float) -> str:
-    """`by 3.1e-02, where rounding stays below 1.2e-13`."""
+    """Return a phrase such as `by 3.1e-02, where rounding stays below 1.2e-13`."""
     return f"by {size:.1e}, where rounding stays below {tolerance:.1e}"

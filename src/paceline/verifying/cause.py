@@ -1,7 +1,7 @@
-"""From what differs to the likely cause, as one finding per layout.
+"""Derives the likely cause from the differences, as one finding per layout.
 
-The order is that of a step: what went in, forward, loss, gradient, norm, update. The first that differs
-explains what comes after it.
+Causes are tried in the order of a step: inputs, forward, loss, gradient, norm, update. The first difference
+explains those after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.verifying.settings import FUNCTIONS, OPTIMIZER, PROCESS
 
 
 def diagnose(case: Case) -> Finding:
-    """What is most likely wrong with a layout."""
+    """Return the most likely fault of a layout."""
     found = _explain(case)
     when = f"step {case.step}" if case.step else "before step 1"
     where = f"{case.layout}, {when}" + (f", {found.module}" if found.module else "")
@@ -30,9 +30,9 @@ def diagnose(case: Case) -> Finding:
 
 
 def starts_in(case: Case, modules: Mapping[str, str]) -> bool:
-    """Whether the first difference is in the own code of one of `modules`, or in the loss where it is one.
+    """Return whether the first difference is in the code of one of `modules` (the loss may be one).
 
-    What goes in must agree, so nothing but this code can have made the difference.
+    Its inputs must agree, so only this code can have made the difference.
     """
     if case.step == 0 or case.watched is None or not modules:
         return False
@@ -49,7 +49,7 @@ def starts_in(case: Case, modules: Mapping[str, str]) -> bool:
 
 
 def _note_settings(case: Case, found: Explained) -> str:
-    """What else is known of ranks whose functions, process or optimizer differ."""
+    """Return what else is known of ranks whose functions, process or optimizer settings differ."""
     others = [d for d in case.settings if d.owner in (FUNCTIONS, PROCESS, OPTIMIZER)]
     others = [d for d in others if d.name not in found.saw]
     return f" Besides, {tell_settings(case, others)}." if others else ""
@@ -109,7 +109,7 @@ def _explain_start(case: Case) -> Explained:
 
 
 def _explain_lost(case: Case) -> Explained | None:
-    """Microbatches that no rank ran, or several did."""
+    """Explain microbatches that no rank ran, or that several ranks ran."""
     if not case.observed:
         return None
     ran = Counter(number for observed in case.observed for number in observed.ran)
@@ -168,7 +168,7 @@ def _list_losses_apart(case: Case) -> list[int]:
 
 
 def _explain_changed(case: Case) -> Explained | None:
-    """Weights that a forward changes in place."""
+    """Explain weights that a forward changes in place."""
     changed = set() if case.watched is None else set(case.watched.changed)
     differing = [d for d in case.first if d.kind in ("gradient", "weight") and d.name in changed]
     if not differing or case.watched is None:
@@ -268,7 +268,7 @@ def _explain_update(case: Case) -> Explained | None:
 
 
 def _find_clip(case: Case) -> float | None:
-    """The factor of the first moments, where the optimizer's state is compared at this step too."""
+    """Return the factor of the first moments, if the optimizer's state is compared at this step too."""
     factors = [
         d.factor
         for d in case.of_kind("optimizer")

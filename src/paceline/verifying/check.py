@@ -27,25 +27,26 @@ from paceline.verifying.locate import WatchedFacts, watch_layouts, watch_referen
 from paceline.verifying.reference import Facts, make_reference, measure_narrow
 from paceline.verifying.subject import RecipeSubject, Subject, UserSubject
 
-# Runs a function on so many fresh ranks of this machine and gives what they return, by rank.
+# Runs a function on the given number of fresh ranks of this machine and returns their results by rank.
 Run = Callable[[Callable[..., Any], int, tuple[Any, ...]], list[Any]]
 
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What came out for one layout.
+    """The result of verifying one layout.
 
     Attributes:
         layout: as text, resolved.
-        num_ranks: it was tried on.
-        status: `"ok"`, `"differs"`, `"refused"` (Paceline says why it can't be) or `"failed"` (a rank ended).
+        num_ranks: the layout was tried on.
+        status: `"ok"`, `"differs"`, `"refused"` (Paceline reports why it cannot run) or `"failed"` (a rank
+            ended).
         worst: the largest difference in units of its tolerance: at most 1 is rounding.
         worst_noise: the largest difference in units of an ordinary rounding difference.
         worst_where: which tensor had the largest, as `step/kind/name`.
         same_bits: whether nothing differed by a single bit.
         num_compared: tensors and numbers, over all ranks.
         seconds: that it took.
-        findings: why, where it is not ok.
+        findings: the causes if the status is not `"ok"`.
     """
 
     layout: str
@@ -62,7 +63,7 @@ class LayoutResult:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found; `dataclasses.asdict` of it is JSON-able.
+    """The result of `verify`; `dataclasses.asdict` of it can be written as JSON.
 
     Attributes:
         results: by layout, in the order asked for.
@@ -75,9 +76,9 @@ class Verified:
         tolerances: by tensor and number (`step/kind/name`): floor, scale, tolerance.
         reference_s: seconds that the reference and its reruns took.
         draws: random draws of the forward that depend on the microbatches' size, and under tp on the rank:
-            PL450 to PL453. They are no difference by themselves.
-        remarks: what else to know of the comparison, as findings that are no fault: another type than fp64,
-            which the model does not compute in (PL724); parts in a narrower type (PL725).
+            PL450 to PL453. They are not differences by themselves.
+        remarks: findings about the comparison that are not faults: the model does not compute in fp64, so
+            another type was used (PL724); parts compute in a narrower type (PL725).
     """
 
     results: list[LayoutResult]
@@ -95,12 +96,12 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """Whether every layout is the same as one process; one that can't be laid out is not."""
+        """Whether every layout gives the numbers of one process; a refused layout does not count as ok."""
         return all(result.status == "ok" for result in self.results)
 
     @property
     def findings(self) -> list[Finding]:
-        """Of all layouts."""
+        """The findings of all layouts."""
         return [finding for result in self.results for finding in result.findings]
 
 
@@ -123,23 +124,24 @@ def verify(
     hang_after_s: float | None = HANG_AFTER_S,
     **settings: Any,
 ) -> Verified:
-    """Shows whether layouts of a model train as one process does, and where they don't.
+    """Verify that layouts of a model train as one process does, and locate where they do not.
 
-    One rank trains the reference for a few steps; then every layout trains on as many ranks of this machine
-    as it has, on the same global batches, in train mode, with dropout, optimizer and clipping. Compared are
-    initial weights, loss, every gradient, the global norm, buffers, weights after each step and the
-    optimizer's state. Call it in a process that is not a rank itself.
+    One rank trains the reference for a few steps. Then every layout trains on as many ranks of this machine
+    as it has, on the same global batches, in train mode, with dropout, optimizer and clipping. Initial
+    weights, loss, every gradient, the global norm, buffers, weights after each step and the optimizer's state
+    are compared. Call it in a process that is not a rank itself.
 
     Args:
         model_fn: builds the model, as a factory for `Trainer`.
-        batch_fn: from the step, from 1, to a global batch: a nest of tensors with samples along their first
-            dimension, the same for the same step on every rank. Or a data set, with `global_batch_size`.
+        batch_fn: a function from the step (from 1) to a global batch: nested tensors with samples along their
+            first dimension, the same for the same step on every rank. Or a data set, with
+            `global_batch_size`.
         loss: as `Trainer`'s.
         layouts: for example `["dp_replicate=2", "dp_shard=2 tp=2"]`; a degree left out is 1.
         forward: as `Trainer`'s.
         optimizer: as `Trainer`'s. Default: AdamW with a rate of 1e-3.
         steps: optimizer steps to compare.
-        dtype: fp64 keeps rounding furthest away from faults. Default `"auto"`: fp64, or fp32 where the model
+        dtype: fp64 separates rounding from faults most clearly. Default `"auto"`: fp64, or fp32 if the model
             does not compute in fp64.
         reduction: `"fast"` or `"exact"`, which must have the same bits on layouts without tp.
         clip_norm: to clip to; lowered until it clips. 0 for none.
@@ -185,15 +187,15 @@ def verify_recipe(
     tell: Callable[[LayoutResult], None] | None = None,
     may_narrow: bool = False,
 ) -> Verified:
-    """The same for a recipe; see `verify`.
+    """Verify layouts of a recipe as `verify` does for a model.
 
     Args:
-        recipe: what to train; its own layout plays no part.
+        recipe: the recipe to train; its own layout is ignored.
         layouts: with all degrees known.
         steps: optimizer steps to compare.
-        run: what starts ranks; by default `paceline.launch`.
-        tell: hears of every layout as it is done.
-        may_narrow: whether a recipe in fp64 may be trained in fp32 where its model does not compute in fp64.
+        run: a function that starts ranks; by default `paceline.launch`.
+        tell: called with the result of every layout when it is done.
+        may_narrow: whether a recipe in fp64 may be trained in fp32 if its model does not compute in fp64.
     """
     subject = RecipeSubject(recipe, steps)
     runner = run or RankLauncher(recipe.train.device)
@@ -201,18 +203,18 @@ def verify_recipe(
 
 
 def build_default_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW over everything that is trained."""
+    """Return AdamW over all trainable parameters."""
     return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-3)
 
 
 def resolve_layout(layout: str | Layout) -> Layout:
-    """A layout with all degrees known: copies that are not named are one."""
+    """Return a layout with all degrees known; an axis that is not named has degree 1."""
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     return layout.close()
 
 
 class RankLauncher:
-    """Starts ranks by `paceline.launch`."""
+    """A runner that starts ranks with `paceline.launch`."""
 
     def __init__(self, device: str, hang_after_s: float | None = HANG_AFTER_S) -> None:
         self._device = device
@@ -231,10 +233,10 @@ def verify_subject(
     tell: Callable[[LayoutResult], None] | None = None,
     may_narrow: bool = False,
 ) -> Verified:
-    """Compares layouts of a subject with one process; see `verify_recipe`.
+    """Compare layouts of a subject with one process; see `verify_recipe`.
 
     Raises:
-        PacelineError: PL720 without layouts or steps, PL722 where the reference can't be repeated.
+        PacelineError: PL720 without layouts or steps, PL722 if the reference cannot be repeated.
     """
     _check(subject, layouts)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
@@ -262,7 +264,7 @@ def verify_subject(
 def _make_reference(
     subject: Subject, folder: str, run: Run, may_narrow: bool
 ) -> tuple[Subject, Facts, list[Finding]]:
-    """Train the reference; in fp32 where it fails in fp64 and not in fp32."""
+    """Train the reference; in fp32 if it fails in fp64 and succeeds in fp32."""
     try:
         return subject, run(make_reference, 1, (subject, folder))[0], []
     except RankFailed as error:
@@ -285,7 +287,7 @@ def _make_reference(
 
 
 class _Session:
-    """Layouts that share a reference."""
+    """The layouts that share one reference."""
 
     def __init__(
         self,
@@ -302,7 +304,7 @@ class _Session:
         self.remarks: list[Finding] = []
 
     def verify(self, layouts: list[Layout]) -> list[LayoutResult]:
-        """Layouts of one number of ranks share a launch."""
+        """Verify the layouts, with one launch per number of ranks."""
         done: dict[Layout, LayoutResult] = {}
         for size in sorted({layout.num_ranks for layout in layouts}):
             group = list(dict.fromkeys(layout for layout in layouts if layout.num_ranks == size))
@@ -318,13 +320,13 @@ class _Session:
         except (RankFailed, PacelineError, JobStuck) as error:
             if len(layouts) == 1:
                 return [_tell_failure(layouts[0], error)]
-            # One of them ended the ranks: each on its own tells which.
+            # One of the layouts ended the ranks; run alone, each shows whether it was the one.
             return [result for layout in layouts for result in self._verify_group([layout], size)]
         by_layout: list[list[Compared]] = [list(ranks) for ranks in zip(*found, strict=True)]
         return [self._judge(layout, ranks, size) for layout, ranks in zip(layouts, by_layout, strict=True)]
 
     def _judge(self, layout: Layout, ranks: list[Compared], size: int) -> LayoutResult:
-        """Runs a layout that differs again, watched, and says why."""
+        """Judge one layout: if it differs, run it again with every module watched, and find the cause."""
         differences = [d for compared in ranks for d in compared.differences]
         if not differences:
             return _summarise(layout, ranks, None)
@@ -350,8 +352,10 @@ class _Session:
         return replace(case, watched=facts, observed=[rank[0] for rank in observed])
 
     def _is_narrow_rounding(self, case: Case, ranks: list[Compared]) -> bool:
-        """Whether a layout is apart by no more than rounding in the narrower type of the part that is the
-        first to differ; then all else follows from it, and must be within what such rounding does to it."""
+        """Return whether a layout differs only by rounding in its first differing part's narrower type.
+
+        Everything after that part follows from it, so it must be within what such rounding does to it.
+        """
         if not starts_in(case, self._facts.narrow):
             return False
         if self._narrow_noise is None:
@@ -379,7 +383,7 @@ class _Session:
 
 
 def _measure_again(compared: Compared, noise: dict[str, Noise]) -> Compared:
-    """The same in units of another noise."""
+    """Return the same comparison in units of another noise."""
     ratios = [(divide(size, noise[key].tolerance), key) for key, size in compared.sizes.items()]
     levels = [divide(size, noise[key].level) for key, size in compared.sizes.items()]
     return replace(
@@ -388,7 +392,7 @@ def _measure_again(compared: Compared, noise: dict[str, Noise]) -> Compared:
 
 
 def _tell_unexplained(case: Case, error: Exception) -> Finding:
-    """A layout that differs, and whose watched run failed."""
+    """Return the finding for a layout that differs and whose watched run failed."""
     first = max(case.first, key=lambda d: d.ratio)
     return Finding(
         "PL726",
@@ -422,7 +426,7 @@ def _summarise(layout: Layout, ranks: list[Compared], finding: Finding | None) -
 
 
 def _tell_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) -> LayoutResult:
-    """The ranks ended in the middle of a step: refused where Paceline says why, failed otherwise."""
+    """Return the result for ranks that ended early: refused if Paceline raised the error, else failed."""
     if isinstance(error, PacelineError):
         found = Finding(error.code, str(layout), error.saw, error.rule, error.fix)
         return LayoutResult(str(layout), layout.num_ranks, "refused", findings=[found])

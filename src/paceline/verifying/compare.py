@@ -1,14 +1,14 @@
-"""Whether two tensors are the same but for rounding, and what their difference looks like.
+"""Decides whether two tensors are equal up to rounding, and describes their difference.
 
-A tensor's tolerance is
+The tolerance of a tensor is
 
     factor * max(floor, eps * scale)
 
-floor: the most that any of its elements moved in the reference's own reruns (`reference.py`), in which
-microbatches are added up in other orders and every weight starts a last bit away. It knows what rounding
-does to this very tensor: nearly nothing to a bias of the head, everything to a gradient whose true value is
-0. eps * scale: the last bit of its largest element, for what all reruns happened to agree on. A tensor
-that is 0 throughout takes the scale of the largest tensor of its kind.
+floor: the most that any of its elements moved in the reference's own reruns (`reference.py`), which add
+microbatches in other orders and start every weight one last bit away. It measures the effect of rounding on
+this very tensor: almost none on a bias of the head, everything on a gradient whose true value is 0. eps *
+scale: the last bit of its largest element, for tensors on which all reruns happened to agree. A tensor that
+is 0 throughout takes the scale of the largest tensor of its kind.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# How far a right layout may be from the reference, in units of the noise, by dtype. Right layouts were
-# found at 4.4 at most, in fp64 and fp32: replicated, sharded, split, with products in 2 and in 8 parts
-# (docs/verify.md); the mildest planted fault, a norm that counts small weights twice, is at 4e12 in fp64.
-# 16-bit types have less room between the two: there a tolerance of 8 is 6% of a tensor's largest element.
+# The allowed distance of a correct layout from the reference, in units of the noise, by dtype. The largest
+# distance measured for correct layouts is 4.4, in fp64 and fp32: replicated, sharded, split, with products in
+# 2 and in 8 parts (docs/verify.md). The mildest planted fault, a norm that counts small weights twice, is at
+# 4e12 in fp64. 16-bit types have less room between the two: a tolerance of 8 is 6% of a tensor's largest
+# element.
 FACTORS = {"fp64": 100.0, "fp32": 20.0, "bf16": 8.0, "fp16": 8.0}
-# Smallest step of what a forward computes in.
+# The smallest relative step of the type that a forward computes in.
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
-# How the note of a difference begins that is the right tensor of another rank.
+# The start of a note on a difference that equals the right tensor of another rank.
 ANOTHERS_PART = "it is the part of rank"
-# Bits of the significand of narrower types, and how many more a sum of a few such numbers may take.
+# Bits of the significand of narrower types, and the bits that a sum of a few such numbers may take.
 _SIGNIFICANDS = {"bf16": (8, 16), "fp16": (11, 13), "fp32": (24, 14)}
 _FP32_DIGITS = 24
-# How many binary digits the size of a difference may be from what its type would make.
+# Maximum distance, in binary digits, between a difference and the rounding error of its type.
 _FAR = 4.0
-# Fewer elements than these say nothing of a type; of more, this share must agree.
+# Fewer elements than these do not identify a type; of more, this share must agree.
 _LEAST_ROUNDED = 4
 _NEARLY_ALL = 0.9
 # Least-squares factors count when they leave less than this of the tensor unexplained.
@@ -43,13 +44,13 @@ _UNEXPLAINED = 1e-3
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding does to one tensor.
+    """The effect of rounding on one tensor.
 
     Attributes:
         floor: the most that any element moved in the reruns.
         scale: the largest element of the reference.
         eps: the relative step of the type that it was computed in.
-        factor: how many times an ordinary difference is allowed.
+        factor: the number of ordinary differences that are allowed.
     """
 
     floor: float
@@ -70,21 +71,21 @@ class Noise:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor or number of one rank that is not the reference's.
+    """A tensor or number of one rank that differs from the reference's.
 
     Attributes:
-        step: of the optimizer, from 1; 0 for what was there before the first.
+        step: of the optimizer, from 1; 0 for the state before the first.
         kind: see `run_steps.KINDS`.
         name: full name, empty for numbers.
-        rank: who had it.
+        rank: the rank that had it.
         size: the largest difference of an element; infinite where shapes or presence differ.
         tolerance: the largest that is allowed; 0 where the layout promises bits.
         rounding: the largest that rounding explains.
         scale: the largest element of the reference.
-        factor: such that the tensor is the reference times this; `None` where it is not.
-        share: of the elements, those that differ.
+        factor: the tensor is the reference times this; `None` if there is no such number.
+        share: the share of elements that differ.
         rounded_to: the narrower type that its values were rounded to, empty for none.
-        note: what else was seen.
+        note: further observations, as text.
     """
 
     step: int
@@ -102,26 +103,26 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """The difference in units of what is allowed."""
+        """The difference in units of its tolerance."""
         return divide(self.size, self.tolerance)
 
 
 def divide(size: float, tolerance: float) -> float:
-    """`size / tolerance`, with 0 / 0 = 0."""
+    """Return `size / tolerance`, with 0 / 0 = 0."""
     if size == 0:
         return 0.0
     return size / tolerance if tolerance else math.inf
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest absolute value; 0 of an empty tensor."""
+    """Return the largest absolute value; 0 for an empty tensor."""
     return float(tensor.detach().abs().max().item()) if tensor.numel() else 0.0
 
 
 def measure_distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference of an element; equal infinities and NaN in the same place count as 0.
+    """Return the largest difference of an element; equal infinities and NaN in the same place count as 0.
 
-    Infinite where shapes or types differ, or one is not finite where the other is.
+    It is infinite if shapes or types differ, or if one is not finite where the other is.
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
@@ -136,7 +137,7 @@ def measure_distance(one: Tensor, other: Tensor) -> float:
 
 
 def find_factor(reference: Tensor, other: Tensor) -> float | None:
-    """The number f with other = f * reference, but for a thousandth of its norm; `None` if there is none."""
+    """Return f with other = f * reference up to a thousandth of its norm; `None` if there is none."""
     if reference.shape != other.shape or not reference.is_floating_point():
         return None
     a, b = reference.double().flatten(), other.double().flatten()
@@ -150,7 +151,7 @@ def find_factor(reference: Tensor, other: Tensor) -> float | None:
 
 
 def share_apart(reference: Tensor, other: Tensor, tolerance: float) -> float:
-    """The share of elements that differ by more than the tolerance."""
+    """Return the share of elements that differ by more than the tolerance."""
     if reference.shape != other.shape or not reference.numel():
         return 1.0
     apart = (reference.double() - other.double()).abs()
@@ -166,7 +167,7 @@ def find_rounding(reference: Tensor, other: Tensor, scales: Sequence[float] = (1
     Args:
         reference: before the rounding.
         other: after it.
-        scales: what `other` may have been divided by since it was rounded.
+        scales: numbers by which `other` may have been divided since it was rounded.
     """
     if reference.shape != other.shape or reference.dtype != other.dtype or not other.is_floating_point():
         return ""
@@ -177,7 +178,8 @@ def find_rounding(reference: Tensor, other: Tensor, scales: Sequence[float] = (1
     a, b = a[differs].double(), b[differs].double()
     digits = 1 - round(math.log2(torch.finfo(other.dtype).eps))
     apart = -math.log2(max(1e-300, float(((a - b).abs() / a.abs().clamp(min=1e-300)).median())))
-    # The median of a rounding to n bits is near 2**-(n + 1.6); the nearest type is the one to ask for.
+    # The median error of a rounding to n bits is near 2**-(n + 1.6); the type that is nearest to it is
+    # tested.
     name = min(_SIGNIFICANDS, key=lambda kind: abs(apart - _SIGNIFICANDS[kind][0] - 1.6))
     bits, spare = _SIGNIFICANDS[name]
     if bits >= digits or abs(apart - bits - 1.6) > _FAR:
@@ -188,14 +190,14 @@ def find_rounding(reference: Tensor, other: Tensor, scales: Sequence[float] = (1
 
 
 def _share_short(values: Tensor, bits: int, digits: int) -> float:
-    """The share of values whose significand fits into `bits`, but for the last two of `digits`."""
+    """Return the share of values whose significand fits into `bits`, except for the last two of `digits`."""
     significand, _ = torch.frexp(values)
     whole = torch.ldexp((torch.ldexp(significand, torch.tensor(bits))).round(), torch.tensor(-bits))
     return float(((significand - whole).abs() <= 2.0 ** (2 - digits)).double().mean())
 
 
 def looks_masked(reference: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether other elements are 0, and those that are 0 in neither agree: as two dropout masks give it."""
+    """Return whether two dropout masks explain the difference: other elements are 0, and the rest agrees."""
     if reference.shape != other.shape or not reference.is_floating_point() or not reference.numel():
         return False
     zero, zero_there = reference == 0, other == 0

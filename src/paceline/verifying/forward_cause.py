@@ -1,8 +1,8 @@
-"""Why a module's output differs, from what was seen at the modules' doors.
+"""Explains why a module's output differs, from the tensors at the modules' boundaries.
 
-A cause is told only where something shows it: a setting that differs on these very ranks, random numbers that
-are others, values that a narrower type gives, a weight of an earlier step. Else the place is told, and that
-the cause is not known.
+A cause is reported only if there is evidence for it: a setting that differs on exactly these ranks, other
+random numbers, values rounded to a narrower type, a weight of an earlier step. Otherwise the place is
+reported, and that the cause is not known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from paceline.verifying.locate import EventDifference
 from paceline.verifying.settings import FUNCTIONS, PROCESS
 
 _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
-# A difference of this share of a tensor's largest element is no rounding of any type in use.
+# A difference of this share of a tensor's largest element is too large for rounding in any type in use.
 _LARGE = 1e-3
 
 
@@ -52,7 +52,7 @@ def explain_forward(case: Case) -> Explained:
 
 
 def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -> Explained:
-    """A module's forward that found another weight than the last update left."""
+    """Explain a module's forward that found another weight than the last update left."""
     name = first.event.weight
     finder = first.event.module or "the model"
     saw = f"The weight {name} that the forward of {finder} finds differs {which}, {size}"
@@ -80,7 +80,7 @@ def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -
 def explain_settings(
     case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
 ) -> Explained | None:
-    """A setting of the module, or a function, that is another one on these ranks and no others."""
+    """Explain a setting of the module, or a function, that differs on these ranks and no others."""
     found = case.settings_of(module, ranks)
     if not found and not case.settings_of(PROCESS, ranks) and not case.settings_of(FUNCTIONS, ranks):
         return None
@@ -109,7 +109,7 @@ def _explain_draws(
     is_drawn = module in others or first.event.module in others
     is_dropout = facts is not None and "drop" in facts.kind.lower() and dropout > 0
     is_large = first.size > _LARGE * first.scale
-    # What a mask inside a fused operation on a part of the heads does shows no zeros, and no draw to compare.
+    # A mask inside a fused operation on some of the heads shows no zeros, and there is no draw to compare.
     is_likely = bool(dropout) and is_large and case.layout.tp > 1 and first.factor is None
     if not (first.looks_masked or is_drawn or (is_dropout and is_large) or is_likely):
         return None
@@ -194,7 +194,7 @@ def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -
 
 
 def find_place(case: Case, first: EventDifference) -> tuple[str, str]:
-    """The module that a forward difference is put to, and where in it."""
+    """Return the module that a forward difference is attributed to, and the place in it."""
     event = first.event
     if event.side == "out":
         return event.module, f"in the output of {event.module or 'the model'}"
@@ -205,7 +205,7 @@ def find_place(case: Case, first: EventDifference) -> tuple[str, str]:
 
 
 def find_parent(case: Case, module: str) -> str:
-    """The module whose code calls a module: the next above it that is no container."""
+    """Return the module whose code calls a module: the next one above it that is not a container."""
     parent = module.rpartition(".")[0]
     modules = case.watched.modules if case.watched is not None else {}
     while parent and parent in modules and modules[parent].kind in _CONTAINERS:
@@ -214,7 +214,7 @@ def find_parent(case: Case, module: str) -> str:
 
 
 def _find_earlier(case: Case, order: int, parent: str) -> str:
-    """The last child of a module that came out before an event."""
+    """Return the last child of a module whose output came before an event."""
     if case.watched is None:
         return ""
     best, found = -1, ""

@@ -1,7 +1,7 @@
-"""Why gradients differ although every module's output agrees.
+"""Explains why gradients differ although every module's output agrees.
 
-A gradient is a sum over microbatches. Where least squares find the factor with which each of them went in,
-the factors tell the cause; where no factors explain it, backward went wrong inside a module.
+A gradient is a sum over microbatches. If least squares find the factor with which each of them entered the
+sum, the factors show the cause. If no factors explain the difference, backward went wrong inside a module.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from paceline.verifying.compare import ANOTHERS_PART
 from paceline.verifying.forward_cause import explain_settings
 from paceline.verifying.settings import FUNCTIONS, OPTIMIZER
 
-# What causes are put to that are nobody's but the reduction's.
+# The place of causes that belong to the reduction and to no module.
 _PLACE = "the sum of gradients"
-# Of all gradients; fewer may be the doing of one module.
+# A share of all gradients; if fewer differ, one module may be the cause.
 _NEARLY_ALL = 0.8
 _SUM_RULE = "The gradient is the sum over all microbatches of the global batch, each of them once."
 
 
 def explain(case: Case) -> Explained | None:
-    """The cause of differing gradients; `None` where they agree."""
+    """Return the cause of differing gradients; `None` if they agree."""
     differing = case.of_kind("gradient")
     if not differing:
         return None
@@ -42,7 +42,7 @@ def explain(case: Case) -> Explained | None:
 
 
 def _explain_anothers(case: Case) -> Explained | None:
-    """Parts that other ranks should have."""
+    """Explain gradients of which a rank has the part of another rank."""
     differing = case.of_kind("gradient")
     moved = [d for d in differing if d.note.startswith(ANOTHERS_PART)]
     if len(moved) < 0.8 * len(differing):
@@ -58,7 +58,7 @@ def _explain_anothers(case: Case) -> Explained | None:
 
 
 def _explain_strange(case: Case) -> Explained | None:
-    """Nearly all gradients differ though every module's is right: the sum has something that isn't theirs."""
+    """Explain that nearly all gradients differ though every module's is right: by a foreign addend."""
     differing = {d.name for d in case.of_kind("gradient")}
     known = [] if case.watched is None else case.watched.parameters
     is_tied = differing <= {name for group in case.facts.tied for name in group}
@@ -78,7 +78,7 @@ def _explain_strange(case: Case) -> Explained | None:
 
 
 def _explain_rounding(case: Case) -> Explained | None:
-    """Gradients that a narrower type has rounded."""
+    """Explain gradients that a narrower type has rounded."""
     differing = case.of_kind("gradient")
     rounded = [d for d in differing if d.rounded_to]
     computed = "" if case.events(gradient=True) else case.narrower(None)
@@ -98,7 +98,7 @@ def _explain_rounding(case: Case) -> Explained | None:
 
 
 def _explain_absent(case: Case) -> Explained | None:
-    """Parameters that the optimizer of a rank does not have."""
+    """Explain parameters that the optimizer of a rank does not have."""
     names = {d.name for d in case.of_kind("gradient")} | {d.name for d in case.of_kind("weight")}
     absent = [d for d in case.settings if d.owner == OPTIMIZER and not d.found and d.name in names]
     if not absent:
@@ -114,9 +114,9 @@ def _explain_absent(case: Case) -> Explained | None:
 
 
 def _explain_moved(case: Case) -> Explained | None:
-    """Factors that are nearly 1, and explain the difference itself."""
+    """Explain a factor that is nearly 1 and accounts for the whole difference."""
     found = {o.rank: o.moved for o in case.observed if o.moved is not None}
-    # Only tp's ranks of one place have the same microbatches; all others must see the same sum.
+    # Only the ranks of tp at one place have the same microbatches; all others must have the same sum.
     if not found or len(found) < case.layout.num_ranks:
         return None
     rank = min(found)
@@ -175,7 +175,7 @@ def _explain_factors(case: Case) -> Explained | None:
 
 
 def _explain_replicas(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
-    """A replica that has its own microbatches and no other's."""
+    """Explain a replica whose gradient has its own microbatches and no other replica's."""
     layout = case.layout
     within = list_axes(divides_model=True)
     replica = next(ranks for ranks in layout.list_groups(within) if rank in ranks)
@@ -194,7 +194,7 @@ def _explain_replicas(case: Case, rank: int, factors: list[float], which: str) -
 
 
 def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
-    """A rank that has its own microbatches and none of the others'."""
+    """Explain a rank whose gradient has its own microbatches and none of the others'."""
     own = set(case.owned(case.layout.find_dp_rank(rank)))
     others = set(range(len(factors))) - own
     if not own or not others or any(not near(factors[number], 0.0, 5.0) for number in others):
@@ -221,7 +221,7 @@ def _explain_unreduced(case: Case, rank: int, factors: list[float], which: str) 
 
 
 def _explain_missing(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
-    """Microbatches that went in with 0, on every rank that differs."""
+    """Explain microbatches that entered the sum with factor 0, on every rank that differs."""
     zeros = [number for number, factor in enumerate(factors) if near(factor, 0.0, 5.0)]
     if not zeros:
         return None
@@ -248,7 +248,7 @@ def _explain_missing(case: Case, rank: int, factors: list[float], which: str) ->
 
 
 def _explain_common(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
-    """One factor for all microbatches."""
+    """Explain one factor for all microbatches."""
     factor = factors[0]
     if not all(near(other, factor) for other in factors):
         return None
@@ -268,7 +268,7 @@ def _explain_common(case: Case, rank: int, factors: list[float], which: str) -> 
 
 
 def _explain_weights(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
-    """A factor per rank or microbatch: a mean of means where weights give it, else a clip per rank."""
+    """Explain a factor per rank or microbatch: a mean of means if weights show it, else a clip per rank."""
     assert case.watched is not None
     weights = [case.watched.losses.get(number, (0.0, 1.0))[1] for number in range(len(factors))]
     if len(set(weights)) > 1 and _all_near([f * w for f, w in zip(factors, weights, strict=True)]):
@@ -305,7 +305,7 @@ def _mean_of_means(which: str, what: str, factors: list[float]) -> Explained:
 
 
 def _explain_last(case: Case, rank: int, factors: list[float], which: str) -> Explained | None:
-    """Only the last microbatch of a rank went in rightly, or only it went in wrongly."""
+    """Explain that only the last microbatch of a rank entered the sum correctly, or only it did not."""
     places = [case.owned(place) for place in range(case.layout.dp) if case.owned(place)]
     last = {owned[-1] for owned in places}
     earlier = set(range(len(factors))) - last
@@ -371,7 +371,7 @@ def _explain_backward(case: Case) -> Explained:
 
 
 def _explain_parameters(case: Case) -> Explained:
-    """Every output and every gradient of an output agrees; the gradients of some parameters don't."""
+    """Explain that all outputs and their gradients agree, but the gradients of some parameters do not."""
     differing = case.of_kind("gradient")
     names = [d.name for d in differing]
     which = case.name_ranks(d.rank for d in differing)

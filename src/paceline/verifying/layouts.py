@@ -1,7 +1,7 @@
-"""What runs on the ranks of a layout: the same steps, each rank comparing its own parts with the reference.
+"""Runs on the ranks of a layout: the same steps, each rank comparing its own parts with the reference.
 
 Every rank reads the reference from one memory map and cuts its own part out of it, so comparing costs no
-communication, and a difference is known by its rank.
+communication, and each difference is known by its rank.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from paceline.verifying.subject import Opened, Subject
 from paceline.world import start
 
 _NO_NOISE = Noise(0.0, 0.0, 0.0, 0.0)
-# Differences that a rank tells of; a wrong layout differs nearly everywhere after its first step.
+# Maximum number of differences that a rank reports; a wrong layout differs nearly everywhere after step 1.
 _MAX_TOLD = 2000
 
 
 @dataclass
 class Compared:
-    """What one rank found of one layout.
+    """The differences that one rank found in one layout.
 
     Attributes:
         num_compared: tensors and numbers.
-        worst: the largest difference in units of its tolerance, and what had it.
+        worst: the largest difference in units of its tolerance, and the key of its tensor or number.
         worst_noise: the same in units of ordinary rounding.
         same_bits: whether nothing differed by a single bit.
-        differences: beyond tolerance, in the order in which a run gives them.
-        sizes: of all that are beyond tolerance, by key.
+        differences: those beyond tolerance, in the order in which a run produces them.
+        sizes: of all differences beyond tolerance, by key.
         refused: the code and text of the error that every rank met while building.
-        seconds: that the layout took on this rank.
+        seconds: the time that the layout took on this rank.
     """
 
     num_compared: int = 0
@@ -66,12 +66,12 @@ class Compared:
 
 
 class Comparer:
-    """Compares this rank's parts with the reference's as they come.
+    """A comparison of this rank's parts with the reference's, as a run produces them.
 
     Args:
         reference: whole tensors.
         trainer: of the layout.
-        bits: whether the layout promises the reference's bits; then nothing counts as rounding.
+        bits: whether the layout promises the reference's bits; then no difference counts as rounding.
     """
 
     def __init__(self, reference: Reference, trainer: Trainer, *, bits: bool) -> None:
@@ -114,18 +114,18 @@ class Comparer:
         )
 
     def _scales(self, step: int) -> tuple[float, ...]:
-        """What a reduction's sum is divided by after it: the weight of the global batch, or nothing."""
+        """Return the numbers that a reduction's sum may be divided by: 1 and the global batch's weight."""
         return 1.0, self._reference.facts.numbers.get(key_of(step, "weight of the batch"), 1.0)
 
     def _find_owner(self, key: str, owner: str, tensor: Tensor, noise: Noise) -> str:
-        """Whose part it is, where it is another rank's."""
+        """Return a note with the rank of dp_shard whose part this tensor is; empty if there is none."""
         for place, part in enumerate(list_parts(self._trainer, owner, self._reference.tensor(key))):
             if part.numel() and measure_distance(part, tensor) <= noise.tolerance:
                 return f"{ANOTHERS_PART} {place} of dp_shard"
         return ""
 
     def finish(self) -> Compared:
-        """Adds what the reference has and this layout never showed; gives everything, in order."""
+        """Add tensors that the reference has and this layout never showed; return everything in order."""
         for key in sorted(self._reference.keys - self._seen):
             step, kind, name = key.split("/", 2)
             owner = name.split(" ")[0] if kind == "optimizer" else name
@@ -136,7 +136,7 @@ class Comparer:
         return self.found
 
     def _take_part(self, owner: str, whole: Tensor) -> Tensor:
-        # State of an optimizer that is not laid out as its parameter (a count of steps) is whole everywhere.
+        # Optimizer state that does not have its parameter's shape (a count of steps) is whole on every rank.
         shape = self._reference.tensor(key_of(0, "initial", owner)).shape
         return take_part(self._trainer, owner, whole) if whole.shape == shape else whole
 
@@ -160,7 +160,7 @@ class Comparer:
 
 
 def _compare_kinds(expected: Tensor, tensor: Tensor) -> str:
-    """What shapes and types have to say, if they differ."""
+    """Return how shapes or dtypes differ, as text; empty if they agree."""
     if expected.shape != tensor.shape:
         return f"shape {list(tensor.shape)} in place of {list(expected.shape)}"
     if expected.dtype != tensor.dtype:
@@ -170,15 +170,15 @@ def _compare_kinds(expected: Tensor, tensor: Tensor) -> str:
 
 
 def promises_bits(subject: Subject, layout: Layout) -> bool:
-    """Whether the layout has the bits of one process: exact reduction, and no sum split inside a forward."""
+    """Return whether the layout promises the bits of one process: exact reduction, no split sum."""
     return subject.reduction == "exact" and layout.keeps_bits and layout.recompute == "none"
 
 
 def compare_layouts(subject: Subject, folder: str, layouts: list[Layout]) -> list[Compared]:
-    """Trains one layout after another on the ranks that are there, and compares each; collective.
+    """Train one layout after another on the present ranks, and compare each; collective.
 
     Returns:
-        What this rank found, by layout.
+        This rank's findings, by layout.
     """
     reference = Reference(Path(folder))
     with start(**subject.start) as world:
@@ -195,12 +195,12 @@ def compare_layouts(subject: Subject, folder: str, layouts: list[Layout]) -> lis
 
 @ranks_may_differ()
 def compare_layout(opened: Opened, subject: Subject, reference: Reference, layout: Layout) -> Compared:
-    """Trains a layout on the current world and compares it with the reference; collective."""
+    """Train a layout on the current world and compare it with the reference; collective."""
     try:
         trainer = opened.build_trainer(
             layout, reduction=subject.reduction, clip_norm=reference.facts.clip_norm
         )
-    except PacelineError as error:  # which all ranks meet alike; one in a step may be a single rank's
+    except PacelineError as error:  # all ranks raise this alike; in a step, one rank alone may fail
         return Compared(refused=error)
     try:
         comparer = Comparer(reference, trainer, bits=promises_bits(subject, layout))

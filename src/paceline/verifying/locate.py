@@ -1,8 +1,8 @@
-"""Finds where a layout goes wrong: one step again, on one process and on the layout, every module watched.
+"""Finds where a layout goes wrong: repeats one step on one process and on the layout, with modules watched.
 
-Beside the modules' tensors it looks at how the layout made its gradient: the whole gradient is a sum of the
-microbatches' gradients, which the watched reference has one by one, so least squares tell with which factor
-each of them went in. All ones is right; a 0 is a microbatch that was lost, all n a sum in place of a mean.
+It also examines how the layout made its gradient. The whole gradient is a sum of the microbatches' gradients,
+which the watched reference keeps one by one, so least squares give the factor with which each of them entered
+the sum. All ones is correct, a 0 is a lost microbatch, all n is a sum in place of a mean.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from paceline.verifying.subject import Opened, Subject
 from paceline.verifying.watch import ONCE, Event, ModuleFacts, Watch, describe_modules
 from paceline.world import start
 
-# Elements of gradients that are kept per microbatch, and those that a least-squares fit is made of.
+# Maximum elements of gradients kept per microbatch, and maximum elements used in a least-squares fit.
 _MAX_KEPT = 16_000_000
 _MAX_FITTED = 100_000
 _MAX_TOLD = 400
@@ -64,21 +64,21 @@ _MAX_TOLD = 400
 
 @dataclass(frozen=True)
 class EventDifference:
-    """A tensor at a module's door that is not the reference's.
+    """A tensor at a module's boundary that differs from the reference's.
 
     Attributes:
         order: of the event in the reference's forward.
         microbatch: number in the global batch.
-        event: where.
+        event: the place.
         gradient: whether it is the gradient of that tensor.
-        rank: who had it.
+        rank: the rank that had it.
         size, tolerance, scale: as in `Difference`.
         factor: as in `Difference`.
-        looks_masked: whether other elements are 0 and the rest agrees, as two dropout masks give it.
+        looks_masked: whether other elements are 0 and the rest agrees, as with two dropout masks.
         rounded_to: the narrower type that its values were rounded to, empty for none.
-        only_padding: whether all that differs belongs to positions that the batch marks as padding.
-        owner: the rank of tp whose part it is, where it is another one's.
-        stale: the step after which a weight was so, where it is an earlier one than it should be.
+        only_padding: whether all differences are in positions that the batch marks as padding.
+        owner: the rank of tp whose part the tensor is, if it is another rank's.
+        stale: the step after which the weight had this value, if that is an earlier step than expected.
     """
 
     order: int
@@ -99,21 +99,22 @@ class EventDifference:
 
 @dataclass
 class Observed:
-    """What one rank saw in the watched step.
+    """The observations of one rank in the watched step.
 
     Attributes:
-        rank: who.
+        rank: the rank.
         ran: microbatches it ran, in order.
         differences: in order: forwards first, by event; then gradients, from the last event to the first.
         num_events: compared.
-        factors: by which each microbatch's gradient went into the sum; `None` where no such sum explains it.
-        moved: the same, less 1, where this explains the difference itself: a factor that is nearly 1.
+        factors: of each microbatch's gradient in the sum; `None` if no such sum explains it.
+        moved: the same, less 1, if this explains the difference itself: factors that are nearly 1.
         losses: by microbatch, (sum of losses, weight).
-        types: the narrowest types that were computed in, by module in forward, and outside of it.
+        types: the narrowest types that operations computed in, by module in forward.
         outside: the same outside of forwards, under an empty name.
-        settings: that one process does not have so.
-        other_draws: modules whose forward drew other random numbers than in one process, of the same shapes.
-        stale_copies: by module, attributes that hold one of its weights as it was after an earlier step.
+        settings: those that differ from one process's.
+        other_draws: modules whose forward drew other random numbers of the same shapes than in one process.
+        stale_copies: by module, the attribute that holds a weight as it was after an earlier step, and that
+            step.
     """
 
     rank: int = 0
@@ -132,14 +133,14 @@ class Observed:
 
 @dataclass(frozen=True)
 class WatchedFacts:
-    """What is known of the watched step of the reference; JSON-able.
+    """The facts about the watched step of the reference; can be written as JSON.
 
     Attributes:
         order: of the events, by text.
         noise: by key, of the events' tensors.
         modules: facts by name.
         losses: by microbatch, (sum of losses, weight).
-        gradient_scale: what a microbatch's raw gradient is multiplied with in the mean over the global batch.
+        gradient_scale: the factor of a microbatch's raw gradient in the mean over the global batch.
         parameters: names whose gradients were kept by microbatch.
         types, outside: as in `Observed`.
         settings: of functions, the process and the optimizer, by owner.
@@ -161,7 +162,7 @@ class WatchedFacts:
 
     @classmethod
     def read(cls, folder: Path, step: int) -> WatchedFacts:
-        """Gets it from the folder."""
+        """Read the facts from the folder."""
         table = json.loads((folder / f"watched-{step}.json").read_text())
         table |= {
             "noise": {key: Noise(**value) for key, value in table["noise"].items()},
@@ -179,7 +180,7 @@ def _key(microbatch: int, event: Event, gradient: bool) -> str:
 
 
 class _Keep:
-    """Keeps all events of the reference."""
+    """A sink that keeps all events of the reference."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -196,7 +197,7 @@ class _Keep:
 
 
 class _Floors:
-    """Notes how far a rerun's events are from the first run's."""
+    """A sink that records how far a rerun's events are from the first run's."""
 
     def __init__(self, kept: _Keep) -> None:
         self._kept = kept
@@ -213,7 +214,7 @@ class _Floors:
 
 
 class _Nothing:
-    """Wants to see no tensors of whole steps."""
+    """An observer that ignores the tensors of whole steps."""
 
     def number(self, step: int, kind: str, value: float) -> None:
         pass
@@ -223,7 +224,7 @@ class _Nothing:
 
 
 class _Gradients(_Nothing):
-    """Keeps the whole gradients of one step."""
+    """An observer that keeps the whole gradients of one step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -235,7 +236,7 @@ class _Gradients(_Nothing):
 
 
 class _ByMicrobatch:
-    """Takes accumulated gradients apart into those of the microbatches."""
+    """A divider of accumulated gradients into those of the microbatches."""
 
     def __init__(self, trainer: Trainer, watch: Watch, num_microbatches: int) -> None:
         self.parts: dict[str, Tensor] = {}
@@ -262,7 +263,7 @@ class _ByMicrobatch:
 
 
 def watch_reference(subject: Subject, folder: str, step: int) -> None:
-    """Trains the reference up to `step`, which it keeps with every module's tensors, in the folder."""
+    """Train the reference up to `step`, and keep the tensors of every module in that step, in the folder."""
     facts = Facts.read(Path(folder))
     with start(**subject.start):
         opened = subject.open()
@@ -302,7 +303,7 @@ def watch_reference(subject: Subject, folder: str, step: int) -> None:
 
 
 def _list_process(trainer: Trainer) -> dict[str, dict[str, str]]:
-    """Settings that are no module's, by owner."""
+    """Return the settings that belong to no module, by owner."""
     return {
         FUNCTIONS: list_functions(),
         PROCESS: list_process_settings(),
@@ -311,12 +312,12 @@ def _list_process(trainer: Trainer) -> dict[str, dict[str, str]]:
 
 
 def _key_after(step: int, name: str) -> str:
-    """The reference's key of a weight as it was after a step; 0 for the start."""
+    """Return the reference's key of a weight as it was after a step; 0 is the start."""
     return key_of(step, "weight" if step else "initial", name)
 
 
 def _find_changed(kept: _Keep, reference: Reference, step: int) -> list[str]:
-    """Weights that a forward of the step found changed since the step before."""
+    """Return the weights that a forward of the step found changed since the step before."""
     found = []
     for text in kept.order:
         event = Event.parse(text)
@@ -363,7 +364,7 @@ def _measure_scale(gradients: dict[str, Tensor], parts: _ByMicrobatch, num_micro
 
 
 class _Judge(_Nothing):
-    """Compares a rank's events with the reference's, and keeps its gradients."""
+    """A sink that compares a rank's events with the reference's, and keeps its gradients."""
 
     def __init__(self, folder: Path, step: int, trainer: Trainer) -> None:
         self.facts = WatchedFacts.read(folder, step)
@@ -422,7 +423,7 @@ class _Judge(_Nothing):
         )
 
     def _find_step(self, name: str, tensor: Tensor) -> int | None:
-        """The earlier step after which the reference had such a weight."""
+        """Return the earlier step after which the reference had such a weight; `None` if there is none."""
         for step in range(self._step - 2, -1, -1):
             key = _key_after(step, name)
             if key in self._reference.keys:
@@ -447,7 +448,7 @@ class _Judge(_Nothing):
         return None
 
     def _is_padding(self, microbatch: int, apart: Tensor) -> bool:
-        """Whether what differs is where an input of the model says that there is nothing."""
+        """Return whether all differences are at positions that an input of the model marks as padding."""
         if apart.dim() < 2:
             return False
         wrong = apart.flatten(2).any(-1) if apart.dim() > 2 else apart
@@ -462,7 +463,7 @@ class _Judge(_Nothing):
         return False
 
     def finish(self, watch: Watch) -> Observed:
-        """Everything, in the order of forward and backward."""
+        """Return all observations, in the order of forward and backward."""
         self.found.ran = watch.ran
         self.found.differences.sort(
             key=lambda d: (d.gradient, -d.order if d.gradient else d.order, d.microbatch)
@@ -496,7 +497,7 @@ class _Judge(_Nothing):
         return found
 
     def _find_stale_copies(self) -> dict[str, tuple[str, int]]:
-        """Attributes that hold a weight as it was, in modules whose output differs."""
+        """Return, for modules whose output differs, attributes that hold an earlier value of a weight."""
         found = {}
         for name in dict.fromkeys(d.event.module for d in self.found.differences if d.event.side == "out"):
             module = self._trainer.model.get_submodule(name)
@@ -509,7 +510,7 @@ class _Judge(_Nothing):
         return found
 
     def _fit_factors(self) -> None:
-        """From all gradients; where they have no factors in common, from those that all ranks of tp have."""
+        """Fit factors to all gradients; if that fails, to those that all ranks of tp hold whole."""
         names = [name for name in self.facts.parameters if name in self.gradients]
         found, moved = self._fit(names)
         if found is None and self._trainer.layout.tp > 1:
@@ -542,7 +543,7 @@ class _Judge(_Nothing):
 
 
 def fit_sum(columns: Tensor, total: Tensor) -> list[float] | None:
-    """The factors f with columns @ f = total, or `None` where no factors give it to a thousandth."""
+    """Return the factors f with columns @ f = total, or `None` if no factors fit to a thousandth."""
     if not bool(total.isfinite().all()) or not len(total):
         return None
     factors = torch.linalg.lstsq(columns, total[:, None], driver="gelsd").solution[:, 0]
@@ -555,9 +556,9 @@ def fit_sum(columns: Tensor, total: Tensor) -> list[float] | None:
 
 
 def find_part(whole: Tensor, part: Tensor, num_parts: int, rank: int) -> Tensor | None:
-    """What a rank's tensor at a module's door should be: the whole one, or this rank's run of one dimension.
+    """Return the expected tensor at a module's boundary: the whole one, or this rank's slice of it.
 
-    `None` where the shapes don't say.
+    It is `None` if the shapes do not determine it.
     """
     if whole.shape == part.shape:
         return whole
@@ -574,11 +575,11 @@ def find_part(whole: Tensor, part: Tensor, num_parts: int, rank: int) -> Tensor 
 
 @ranks_may_differ()
 def watch_layouts(subject: Subject, folder: str, cases: list[tuple[Layout, int]]) -> list[Observed]:
-    """Trains each layout up to its step, which is watched, on the ranks that are there; collective.
+    """Train each layout on the present ranks up to its step, and watch that step; collective.
 
     Args:
-        subject: what is verified.
-        folder: where `watch_reference` was for each of the steps.
+        subject: the subject that is verified.
+        folder: the folder that `watch_reference` has filled for each of the steps.
         cases: layouts of this number of ranks, each with its step.
     """
     facts = Facts.read(Path(folder))

@@ -1,6 +1,6 @@
-"""What `verify` sees of a trainer: its tensors by full name, and this rank's part of a whole one.
+"""Reads a trainer for `verify`: its tensors by full name, and this rank's part of a whole one.
 
-The only file of `verify` that looks into a trainer, so that a change of the trainer is a change here.
+It is the only file of `verify` that reads a trainer's internals, so a change of the trainer is a change here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from paceline.train.trainer import Trainer
 
 
 def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
-    """This rank's parts of all parameters and buffers: (kind, full name, tensor).
+    """Yield this rank's parts of all parameters and buffers: (kind, full name, tensor).
 
-    Tied parameters come under each of their names, so that copies that drift apart are seen; buffers that
-    are not saved come too.
+    Tied parameters are yielded under each of their names, so that copies that drift apart are detected.
+    Buffers that are not saved are included.
     """
     for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
         yield "weight", name, take_local(parameter)
@@ -31,7 +31,7 @@ def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
-    """This rank's parts of the optimizer's state: (parameter's full name, name of the state, tensor)."""
+    """Yield this rank's parts of the optimizer's state: (parameter's full name, state's name, tensor)."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     optimizer = trainer._updates["model"].optimizer
     for group in optimizer.param_groups:
@@ -42,7 +42,7 @@ def list_optimizer_state(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def list_optimizer_settings(trainer: Trainer) -> dict[str, str]:
-    """The settings of the optimizer by parameter's full name, as text."""
+    """Return the settings of the optimizer by parameter's full name, as text."""
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     optimizer = trainer._updates["model"].optimizer
     found: dict[str, str] = {}
@@ -54,7 +54,7 @@ def list_optimizer_settings(trainer: Trainer) -> dict[str, str]:
 
 
 def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor that lies as parameter or buffer `name` does; not collective."""
+    """Return this rank's part of a whole tensor laid out as parameter or buffer `name`; not collective."""
     placement = _find_placement(trainer)
     if placement is None:
         return whole
@@ -68,12 +68,12 @@ def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
 
 
 def _find_placement(trainer: Trainer) -> Any:
-    """Where the parts of the model are, or `None` where all of it is everywhere."""
+    """Return the placement of the model's parts, or `None` if every rank has the whole model."""
     return getattr(trainer._updates["model"], "placement", None)
 
 
 def list_parts(trainer: Trainer, name: str, whole: Tensor) -> list[Tensor]:
-    """What the ranks of this one's dp_shard hold of a whole tensor, in order; [] where each has all."""
+    """Return the parts of a whole tensor on this rank's dp_shard ranks, in order; [] if each has all."""
     placement, mesh = _find_placement(trainer), trainer._updates["model"]._mesh
     if placement is None or mesh is None or mesh.dp_shard.size == 1:
         return []
@@ -84,16 +84,16 @@ def list_parts(trainer: Trainer, name: str, whole: Tensor) -> list[Tensor]:
 
 
 def is_whole(trainer: Trainer, name: str) -> bool:
-    """Whether ranks of tp all have what this rank has of a parameter or buffer."""
+    """Return whether all ranks of tp hold the same part of a parameter or buffer as this rank."""
     placement = _find_placement(trainer)
     return placement is None or name not in placement.splits
 
 
 def has_part_of_gradient(tensor: Tensor) -> bool:
-    """Whether a rank of tp gets a part of this activation's gradient only, and is right to.
+    """Return whether a rank of tp correctly gets only a part of this activation's gradient.
 
-    It is so behind the place where a gradient is added up over tp in backward, as long as the tensor is only
-    seen otherwise (viewed, transposed).
+    That is so behind the place where backward sums a gradient over tp, as long as the tensor is only viewed
+    or transposed in between.
     """
     node: Any = tensor.grad_fn
     while node is not None:
@@ -106,7 +106,7 @@ def has_part_of_gradient(tensor: Tensor) -> bool:
 
 
 def take_local(tensor: Tensor) -> Tensor:
-    """A plain, detached tensor on the CPU; of a DTensor this rank's part. No copy where there needn't be."""
+    """Return a plain, detached tensor on the CPU; of a DTensor, this rank's part. Copies only if needed."""
     return local(tensor.detach()).cpu()
 
 
@@ -115,7 +115,7 @@ def wrap_functions(
     forward: Callable[[Callable[..., Any], Any, Any], Any],
     loss: Callable[[Callable[..., Any], Any, Any], Any],
 ) -> None:
-    """Has `forward(inner, model, batch)` and `loss(inner, output, batch)` called in place of the user's."""
+    """Call `forward(inner, model, batch)` and `loss(inner, output, batch)` instead of the user's."""
     inner_forward, inner_loss = trainer._forward, trainer._loss
     assert inner_loss is not None
     trainer._forward = lambda model, batch: forward(inner_forward, model, batch)
@@ -123,17 +123,17 @@ def wrap_functions(
 
 
 def is_trial(trainer: Trainer) -> bool:
-    """Whether a forward runs that is no step's: the trainer tries out what the model does to a batch."""
+    """Return whether the running forward is a trial: the trainer finds out how the model treats a batch."""
     return trainer._updates["model"].runner.is_trying
 
 
 def place_batch(trainer: Trainer, batch: Any) -> Any:
-    """The batch as the model gets it: on the device, in the training dtype."""
+    """Return the batch as the model gets it: on the device, in the training dtype."""
     return trainer._precision.place_batch(batch)
 
 
 def move_last_bits(model: nn.Module, step: float, seed: int) -> None:
-    """Moves every weight by one part in 1/`step`, up or down at random: what rounding elsewhere might do."""
+    """Move every weight by a relative `step`, up or down at random, as rounding elsewhere might do."""
     generator = torch.Generator().manual_seed(seed)
     seen: set[int] = set()
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""The types that a model really computes in, noise of their size, and the random numbers that it draws.
+"""Finds the types that a model really computes in, adds noise of their size, and records random draws.
 
 A model trained in fp64 may compute parts in fp32: a norm, a scan, the logits. Rounding in fp64 hardly ever
-flips a rounding to fp32, so reruns that move weights by a last bit of fp64 show nothing of it. A layout that
-adds up such a part in another order does. `Rounding` lists the modules that compute so, and can move each of
-their results by a last bit of the type that it has.
+flips a rounding to fp32, so reruns that move weights by a last bit of fp64 do not show it. A layout that adds
+up such a part in another order does. `Rounding` lists the modules that compute so, and can move each of their
+results by a last bit of its type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.torch_seams.trees import tree_leaves
 from paceline.train.trainer import Trainer
 from paceline.verifying.observe import wrap_functions
 
-# What a narrow result of the loss function is put to; no module has such a name.
+# The owner of a narrow result of the loss function; no module has such a name.
 LOSS = "the loss"
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # From the widest to the narrowest.
@@ -34,10 +34,10 @@ def is_narrower(tensor: Tensor, eps: float) -> bool:
 
 
 class Modules:
-    """The innermost module whose forward runs, by name.
+    """A stack of the modules whose forwards run, by name.
 
     Args:
-        model: whose modules are followed, by hooks that stay.
+        model: its modules are followed by permanent hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +57,7 @@ class Modules:
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
-        """Puts what runs meanwhile to `name`."""
+        """Attribute the operations inside the context to `name`."""
         self._names.append(name)
         try:
             yield
@@ -66,13 +66,13 @@ class Modules:
 
 
 class Rounding(TorchFunctionMode):
-    """Lists the modules that compute what they learn from in a narrower type, and can add its noise.
+    """A torch function mode that lists modules computing in a narrower type, and can add noise of its size.
 
-    Counted are results that need a gradient: a table of angles made of positions is the same on every layout,
-    however narrow. A view or a change in place has no result of its own.
+    Only results that need a gradient count: a table of angles made of positions is the same on every layout,
+    however narrow. A view or an in-place change has no result of its own.
 
     Args:
-        trainer: of one process; its forward and loss are observed from now on.
+        trainer: of one process; its forward and loss are observed from then on.
         eps: smallest step of the training's type.
         seed: of the noise, `None` for none.
 
@@ -122,26 +122,26 @@ class Rounding(TorchFunctionMode):
             return result
         signs = torch.randint(0, 2, result.shape, generator=self._generator).mul_(2).sub_(1)
         step = torch.finfo(result.dtype).eps / 2
-        # In fp64, so that a number keeps its last bit or moves by it, and isn't rounded on the way.
+        # In fp64, so that a number keeps its last bit or moves by it, and is not rounded on the way.
         moved = result.double() * (1 + step * signs.to(result.device))
         return moved.to(result.dtype)
 
 
 class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the narrowest type of every operation, by module in forward and as a whole in backward.
+    """A dispatch mode that lists the narrowest type of every operation, by module in forward.
 
-    Unlike `Rounding` it sees backward, collectives and what a layout does around a module.
+    Unlike `Rounding` it sees backward, collectives and the operations that a layout adds around a module.
 
     Args:
-        modules: who runs.
+        modules: tracks the running module.
         eps: smallest step of the training's type.
 
     Attributes:
         forward: by module.
         outside: outside of any forward, under `""`.
         draws: digests of random numbers drawn in forwards, by `microbatch/module`.
-        is_forward: whether a forward runs; set by who knows.
-        microbatch: whose; set by who knows.
+        is_forward: whether a forward runs; set by the caller.
+        microbatch: the running microbatch; set by the caller.
     """
 
     def __init__(self, modules: Modules, eps: float) -> None:
@@ -176,7 +176,7 @@ class Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def keep_narrowest(table: dict[str, str], name: str, tensor: Tensor) -> None:
-    """Enter a tensor's type where it is narrower than what the table has."""
+    """Record a tensor's type if it is narrower than the type that the table has."""
     found = _NAMES[tensor.dtype]
     if name not in table or KINDS_OF_TYPES.index(table[name]) < KINDS_OF_TYPES.index(found):
         table[name] = found

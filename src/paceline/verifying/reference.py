@@ -1,26 +1,26 @@
-"""One process as the reference, and how much of it is rounding.
+"""Trains one process as the reference, and measures how much of its numbers is rounding.
 
-The reference is trained once. Then it is trained again, several times, in ways that must not matter: with
-every weight moved by its last bit at the start, and, but for the first time, with the microbatches of every
-step in another order.
-Another order is what other ranks do to sums over microbatches. The last bits stand for what splitting
-does inside a forward: a matrix product whose sum is cut in two rounds as if its factors were a last bit
-away (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5). What each tensor moves by
-is its noise floor.
+The reference is trained once. Then it is trained again several times, in ways that must not matter: every
+weight starts one last bit away and, except in the first rerun, the microbatches of every step run in another
+order.
+Another order of the microbatches stands for what other ranks do to sums over microbatches. The last bits
+stand for what splitting does inside a forward: a matrix product whose sum is cut in two rounds as if its
+factors were a last bit away (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5). The
+distance that the reruns move a tensor is its noise floor.
 
 Weights are compared by how far they have moved since the start, because the start of a rerun is moved on
-purpose. Optimizers like AdamW turn a gradient of nearly nothing into a whole step; the reruns go through
-the same optimizer, so the floor of the weights has that in it, element by element.
+purpose. Optimizers like AdamW turn a gradient of nearly 0 into a whole step. The reruns use the same
+optimizer, so the floor of the weights includes this effect, element by element.
 
-A buffer that depends on the order of the microbatches by more than rounding is not measured by it: the floor
-of such a buffer is what the first rerun alone gives, which keeps the order. Else a running average that ranks
-never bring together would be its own tolerance.
+For a buffer that depends on the order of the microbatches by more than rounding, only the first rerun, which
+keeps the order, sets the floor. Otherwise a running average that ranks never synchronise would be its own
+tolerance.
 
-Where the model computes in a narrower type than the training's (`precision.py`), `measure_narrow` measures
-the noise of that type in further reruns. It is needed only for a layout whose first difference is there.
+If the model computes in a narrower type than the training's (`precision.py`), `measure_narrow` measures the
+noise of that type in further reruns. It is needed only for a layout whose first difference is in such a part.
 
-On disk, in a folder that all ranks read: `reference.safetensors` (keys `step/kind/name`), read as
-memory map, and `reference.json`.
+On disk, in a folder that all ranks read: `reference.safetensors` (keys `step/kind/name`), read as a memory
+    map, and `reference.json`.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ from paceline.verifying.subject import Opened, Subject
 from paceline.world import start
 
 ONE = Layout(dp_replicate=1)
-# Reruns that the floor is taken over. Three draws of the largest of many elements: measured, a fourth
+# Number of reruns behind a floor. Each is one draw of the largest of many elements. As measured, a fourth
 # raises no floor by more than half.
 NUM_RERUNS = 3
-# Reruns apart by this share of a number are no rounding: something random isn't seeded.
+# Reruns that differ by this share of a number differ by more than rounding: something random is not seeded.
 _RANDOM = {"fp64": 1e-6, "fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
 _CLIPPED_SHARE = 0.5
 
 
 def key_of(step: int, kind: str, name: str = "") -> str:
-    """The name of a tensor or number in the reference's files."""
+    """Return the name of a tensor or number in the reference's files."""
     return f"{step}/{kind}/{name}"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the reference besides its tensors; JSON-able.
+    """The facts about the reference besides its tensors; can be written as JSON.
 
     Attributes:
         numbers: loss, weight of the batch and norm by key.
@@ -91,12 +91,12 @@ class Facts:
     ordered: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Puts it into the folder."""
+        """Write the facts into the folder."""
         (folder / "reference.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Facts:
-        """Gets it from the folder."""
+        """Read the facts from the folder."""
         table = json.loads((folder / "reference.json").read_text())
         table["noise"] = {key: Noise(**value) for key, value in table["noise"].items()}
         table["draws"] = [Finding(**value) for value in table["draws"]]
@@ -104,7 +104,7 @@ class Facts:
 
 
 class Reference:
-    """The reference as a layout's ranks read it: tensors by key, from a memory map."""
+    """The reference as the ranks of a layout read it: tensors by key, from a memory map."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -116,17 +116,17 @@ class Reference:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        """Of all tensors."""
+        """The keys of all tensors."""
         return frozenset(self._file.keys())
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor."""
+        """Return a whole tensor."""
         found: Tensor = self._file.get_tensor(key)
         return found
 
 
 class _ReferenceRecorder:
-    """Keeps everything."""
+    """An observer that keeps every number and tensor."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -140,7 +140,7 @@ class _ReferenceRecorder:
 
 
 class _Spread:
-    """Notes how far a rerun is from the first run."""
+    """An observer that records how far a rerun is from the first run."""
 
     def __init__(self, first: _ReferenceRecorder, floors: dict[str, float]) -> None:
         self._first, self._floors = first, floors
@@ -169,7 +169,7 @@ class _Spread:
 
 
 def make_reference(subject: Subject, folder: str) -> Facts:
-    """Trains the reference and its reruns on one rank, and writes them into the folder."""
+    """Train the reference and its reruns on one rank, and write them into the folder."""
     with start(**subject.start):
         opened = subject.open()
         first = _train_first(opened, subject)
@@ -198,7 +198,7 @@ def make_reference(subject: Subject, folder: str) -> Facts:
 
 @dataclass(frozen=True)
 class _First:
-    """The first run; as in `Facts`."""
+    """The results of the first run; attributes as in `Facts`."""
 
     found: _ReferenceRecorder
     clip_norm: float
@@ -208,7 +208,7 @@ class _First:
 
 
 def _train_first(opened: Opened, subject: Subject) -> _First:
-    """Trains once; where the gradients were never clipped, again with a norm that clips."""
+    """Train once; if the gradients were never clipped, train again with a norm that clips."""
     clip_norm = subject.clip_norm
     while True:
         trainer = opened.build_trainer(ONE, reduction=subject.reduction, clip_norm=clip_norm)
@@ -243,7 +243,7 @@ def _rerun(
     Returns:
         The modules that compute in a narrower type, with that type.
     """
-    # The fast reduction adds in the order of the microbatches; the exact one has an order of its own.
+    # The fast reduction adds in the order of the microbatches; the exact one has a fixed order of its own.
     trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=clip_norm)
     move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=number)
     seen = None
@@ -255,7 +255,7 @@ def _rerun(
 
 
 def measure_narrow(subject: Subject, folder: str) -> dict[str, Noise]:
-    """Return the noise of every tensor and number with that of the narrower types that the model computes in.
+    """Return the noise of every tensor and number, with that of narrower types the model computes in.
 
     Runs on one rank, after `make_reference`.
     """
@@ -276,7 +276,7 @@ def measure_narrow(subject: Subject, folder: str) -> dict[str, Noise]:
 def _find_ordered(
     first: _ReferenceRecorder, in_order: dict[str, float], floors: dict[str, float], dtype: str
 ) -> list[str]:
-    """Name the buffers that depend on the order of the microbatches, and take it out of their floors."""
+    """Return the buffers that depend on the order of the microbatches; lower their floors to `in_order`'s."""
     found = []
     for key, noise in _measure_noise(first, in_order, dtype).items():
         _, kind, name = key.split("/", 2)
@@ -287,8 +287,10 @@ def _find_ordered(
 
 
 def shuffle_shares(shares: Iterator[Share], seed: int) -> Iterator[Share]:
-    """The same global batches with their microbatches in another order; each keeps its number, and with it
-    its seeds and its place in BatchNorm's running statistics."""
+    """Yield the same global batches with their microbatches in another order.
+
+    Each microbatch keeps its number, and so its seeds and its place in BatchNorm's running statistics.
+    """
     generator = random.Random(seed)
     for share in shares:
         order = list(range(len(share.microbatches)))
@@ -314,7 +316,7 @@ def _measure_noise(first: _ReferenceRecorder, floors: dict[str, float], dtype: s
         if kind.endswith("initial") or not tensor.is_floating_point():
             noise[key] = Noise(0.0, scales[key], 0.0, factor)  # to the last bit
             continue
-        # Weights keep the type that they are stored in, also where forwards compute in 16 bits.
+        # Weights keep the type that they are stored in, even if forwards compute in 16 bits.
         eps = torch.finfo(tensor.dtype).eps if kind.endswith("weight") else EPS[dtype]
         noise[key] = Noise(floors.get(key, 0.0), scales[key] or tops[kind], eps, factor)
     for key, value in first.numbers.items():

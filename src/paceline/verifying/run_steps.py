@@ -1,4 +1,4 @@
-"""Takes the steps that are compared, and shows every number and tensor on the way to an observer."""
+"""Takes the steps that are compared, and passes every number and tensor on the way to an observer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from paceline.data.share import Share
 from paceline.train.trainer import Trainer
 from paceline.verifying.observe import list_optimizer_state, list_tensors, take_local
 
-# In the order in which a step gives them, so that the first difference is that of the first kind.
+# In the order in which a step produces them, so that the first kind that differs is the first difference.
 KINDS = ("initial", "weight of the batch", "loss", "gradient", "norm", "weight", "buffer", "optimizer")
 
 
 class Observer(Protocol):
-    """Who wants to see what the steps came to."""
+    """An observer of the numbers and tensors of the steps."""
 
     def number(self, step: int, kind: str, value: float) -> None:
-        """Loss, weight of the batch or global norm of a step."""
+        """Receive the loss, the weight of the batch or the global norm of a step."""
 
     def tensor(self, step: int, kind: str, name: str, owner: str, tensor: Tensor) -> None:
-        """This rank's part of a tensor; laid out as parameter or buffer `owner` where shapes agree. Valid
-        during the call only."""
+        """Receive this rank's part of a tensor, which is valid during the call only.
+
+        It is laid out as the parameter or buffer `owner` if its shape is the same.
+        """
 
 
 def run_steps(
@@ -35,7 +37,7 @@ def run_steps(
     *,
     before_step: Callable[[int, Share], None] | None = None,
 ) -> None:
-    """Takes `num_steps` optimizer steps; collective.
+    """Take `num_steps` optimizer steps; collective.
 
     Order: initial weights and buffers as step 0; per step gradients (after reduction, before clipping), the
     batch's weight, loss and global norm, weights and buffers; at the end the optimizer's state.
@@ -67,6 +69,6 @@ def run_steps(
 
 
 def show_state(trainer: Trainer, step: int, observer: Observer, *, initial: bool = False) -> None:
-    """Shows weights and buffers as they are after `step`."""
+    """Show the observer the weights and buffers as they are after `step`."""
     for kind, name, tensor in list_tensors(trainer):
         observer.tensor(step, "initial" if initial else kind, name, name, tensor)

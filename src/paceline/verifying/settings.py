@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paceline.torch_seams.modules import list_hooks as list_module_hooks
 from paceline.torch_seams.tensors import read_hooks
 
-# Owners of settings that are no module's.
+# Owners of settings that belong to no module.
 FUNCTIONS = "functions"
 PROCESS = "the process"
 OPTIMIZER = "the optimizer"
@@ -36,7 +36,7 @@ class SettingDifference:
     """A setting of a rank that is not the reference's.
 
     Attributes:
-        rank: who has it.
+        rank: the rank that has it.
         owner: full name of a module, or `FUNCTIONS`, `PROCESS`, `OPTIMIZER`.
         name: of the setting.
         expected: in one process; empty where it has none.
@@ -82,7 +82,7 @@ def list_hooks(module: nn.Module) -> list[str]:
 
 
 def list_functions() -> dict[str, str]:
-    """Return torch's functions that somebody other than torch and Paceline has replaced in this process."""
+    """Return the functions of torch that code outside torch and Paceline has replaced in this process."""
     found = {}
     for holder in (torch.nn.functional, torch, torch.Tensor, torch.distributed):
         name = getattr(holder, "__qualname__", holder.__name__)
@@ -115,7 +115,7 @@ def compare_settings(
 ) -> list[SettingDifference]:
     """Return what differs between one owner's settings in one process and on a rank.
 
-    A private name that one process lacks is left out: it is what a layout notes at a module.
+    A private name that one process lacks is left out: a layout keeps its notes on a module that way.
     """
     return [
         SettingDifference(rank, owner, name, expected.get(name, ""), found.get(name, ""))
@@ -167,7 +167,7 @@ def _name(function: Any) -> str:
 
 
 def _name_code(function: Callable[..., Any]) -> str:
-    """The name of a function, and a digest of its code: another function may have the same name."""
+    """Return a function's name and a digest of its code, because two functions may share a name."""
     settings = ""
     if isinstance(function, functools.partial):
         values = {key: value for key, value in function.keywords.items() if _is_plain(value)}

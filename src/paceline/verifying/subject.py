@@ -1,4 +1,4 @@
-"""What is verified: a recipe, or a model, batches and a loss of the user's."""
+"""The subject of a verification: a recipe, or the user's model, batches and loss."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from paceline.train.batches import count_samples
 from paceline.train.run import build_loader, build_trainer, count_steps
 from paceline.train.trainer import Trainer
 
-# Microbatches that a user's global batch is cut into where no size is named, as the trainer does.
+# A user's global batch is cut into this many microbatches if no size is given, as the trainer does it.
 _NUM_MICROBATCHES = 8
 
 
 class Opened(Protocol):
-    """A subject on a rank, with its data at hand."""
+    """A subject opened on a rank, with its data loaded."""
 
     def build_trainer(self, layout: Layout, *, reduction: str, clip_norm: float) -> Trainer:
-        """A fresh trainer on the current world; collective."""
+        """Build a fresh trainer on the current world; collective."""
 
     def give_shares(self, trainer: Trainer) -> Iterator[Share]:
-        """This rank's share of one global batch after another, the same ones for every layout."""
+        """Yield this rank's share of one global batch after another; batches are equal on every layout."""
 
 
 class Subject(Protocol):
-    """What is verified; sent to every rank.
+    """The model and data that are verified; sent to every rank.
 
     Attributes:
         dtype: of training, see `Precision`.
@@ -58,15 +58,15 @@ class Subject(Protocol):
     def start(self) -> dict[str, Any]: ...
 
     def open(self) -> Opened:
-        """Reads the data; on every rank once."""
+        """Read the data; called once on every rank."""
 
     def with_dtype(self, dtype: str) -> Subject:
-        """The same, trained in another type."""
+        """Return the same subject, trained in another dtype."""
 
 
 @dataclass(frozen=True)
 class RecipeSubject:
-    """A recipe as it is, but for its layout."""
+    """A recipe; its own layout is replaced by those that are verified."""
 
     recipe: Recipe
     num_steps: int
@@ -91,7 +91,8 @@ class RecipeSubject:
             "device": train.device,
             "timeout_s": train.timeout_s,
             "seed": train.seed,
-            # The same number on any number of ranks, because another one gives other last bits.
+            # The number of threads is fixed for any number of ranks, because it changes the last bits of
+            # results.
             "threads_per_rank": 1 if threads == "auto" else threads,
             "deterministic": train.deterministic,
         }
@@ -108,7 +109,7 @@ class _OpenedRecipe:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._data = build_data(recipe)
-        # The schedule is that of the whole run; only the first steps of it are taken.
+        # The schedule is that of the whole run, although only its first steps are taken.
         self._num_steps = count_steps(recipe, len(self._data.train))  # type: ignore[arg-type]
 
     def build_trainer(self, layout: Layout, *, reduction: str, clip_norm: float) -> Trainer:
@@ -186,7 +187,7 @@ class _OpenedUser:
         return size
 
     def _give_example(self) -> Any:
-        """A batch for `Trainer` to read off how the model can be split."""
+        """Return a batch from which `Trainer` reads how the model can be split."""
         source = self._subject.batch_fn
         if callable(source):
             return source(1)

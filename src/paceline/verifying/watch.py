@@ -1,11 +1,11 @@
-"""Shows what goes into and comes out of every module in one step, forward and backward.
+"""Shows the inputs and outputs of every module in one step, forward and backward.
 
-An event is a tensor at the door of a module: `in` before its forward, `out` after it. Inputs count, because a
-module's own code between two children (attention between its projections) shows at the door of the next
-one. The weights that a module has when its forward begins are events too, `weight NAME`, once per step: a
-shard that was gathered in another type, or not gathered again, shows there. Events are numbered per
-microbatch in the order of the forward; gradients of these tensors carry the numbers of theirs, so that
-backward is the same numbers downwards.
+An event is a tensor at a module's boundary: `in` before its forward, `out` after it. Inputs count, because
+the result of a module's own code between two children (attention between its projections) is the input of the
+next child. The weights that a module has when its forward begins are events too, `weight NAME`, once per
+step: they reveal a shard that was gathered in another type, or not gathered again. Events are numbered per
+microbatch in the order of the forward. Gradients of these tensors carry the same numbers, so backward runs
+through them in reverse.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from paceline.verifying.observe import has_part_of_gradient, is_trial, place_bat
 from paceline.verifying.precision import Modules, Types
 from paceline.verifying.settings import list_hooks, list_module_settings
 
-# How the side of a weight's event begins, and the number of the microbatch that it carries.
+# The start of the side of a weight's event, and the microbatch number that such an event carries.
 WEIGHT = "weight "
 ONCE = -1
 
 
 @dataclass(frozen=True)
 class Event:
-    """A tensor at the door of a module.
+    """A tensor at the boundary of a module.
 
     Attributes:
         module: full name, empty for the model itself.
-        call: which of the module's calls in this microbatch, from 0.
+        call: number of the module's call in this microbatch, from 0.
         side: `"in"`, `"out"` or `"weight NAME"`.
-        place: which of the tensors there.
+        place: index among the tensors there.
     """
 
     module: str
@@ -66,33 +66,33 @@ class Event:
 
     @classmethod
     def parse(cls, text: str) -> Event:
-        """Reads what `str` gave."""
+        """Parse the text that `str` gives for an event."""
         module, call, side, place = text.rsplit("|", 3)
         return cls(module, int(call), side, int(place))
 
 
 class Sink(Protocol):
-    """Who gets the events."""
+    """A receiver of the events."""
 
     def event(self, microbatch: int, event: Event, tensor: Tensor, *, gradient: bool) -> None:
-        """A tensor, or its gradient; valid during the call only."""
+        """Receive a tensor, or its gradient; valid during the call only."""
 
     def loss(self, microbatch: int, loss_sum: float, weight: float) -> None:
-        """What the loss function gave."""
+        """Receive the loss sum and the weight of a microbatch."""
 
 
 class Watch:
-    """Hooks on all modules of a trainer, at work in the one step that `begin` names.
+    """The hooks on all modules of a trainer, active in the one step that `begin` starts.
 
     Args:
-        trainer: whose model is watched.
-        sink: who gets the events.
+        trainer: the trainer whose model is watched.
+        sink: receives the events.
         dtype: of training.
 
     Attributes:
         ran: numbers of the microbatches that this rank ran forward in that step, in order.
-        microbatch: the number of the one that runs, -1 outside.
-        types: the narrowest types that were computed in.
+        microbatch: the number of the running microbatch, -1 outside.
+        types: the narrowest types that operations computed in.
     """
 
     def __init__(self, trainer: Trainer, sink: Sink, dtype: str) -> None:
@@ -110,13 +110,13 @@ class Watch:
             self._hook(name, module)
 
     def begin(self, share: Share) -> None:
-        """The next step is the one to watch."""
+        """Watch the next step, which trains on `share`."""
         self._waiting = list(share.microbatches)
         self.ran = []
         self.types.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """It is over."""
+        """End the watched step."""
         if self._waiting is not None:
             self.types.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._waiting = None
@@ -125,7 +125,7 @@ class Watch:
         if self._waiting is None or is_trial(self._trainer):
             return inner(model, batch)
         self.microbatch = self._identify(batch)
-        if self.microbatch < 0:  # a round that a rank takes for others' sake
+        if self.microbatch < 0:  # an idle round
             return inner(model, batch)
         self.ran.append(self.microbatch)
         self.types.microbatch = self.microbatch
@@ -142,14 +142,14 @@ class Watch:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        self._inside = self.types.is_forward = True  # forwards that backward runs again are no events
+        self._inside = self.types.is_forward = True  # forwards that backward recomputes are no events
         try:
             yield
         finally:
             self._inside = self.types.is_forward = False
 
     def _identify(self, batch: Any) -> int:
-        """The number of a microbatch, by its contents: a rank may have skipped one."""
+        """Return the number of a microbatch, found by its contents, because a rank may have skipped one."""
         assert self._waiting is not None
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         for place, (number, other) in enumerate(self._waiting):
@@ -192,14 +192,14 @@ class Watch:
             return
         self._shown.add(name)
         for key, parameter in own_parameters(module).items():
-            if parameter is not None and not hasattr(parameter, "to_local"):  # gathered, or never cut
+            if parameter is not None and not hasattr(parameter, "to_local"):  # gathered, or never sharded
                 event = Event(name, 0, f"{WEIGHT}{key}", 0)
                 self._sink.event(ONCE, event, take_local(parameter), gradient=False)
 
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """What a cause may follow from; JSON-able.
+    """The facts about a module from which a cause may follow; can be written as JSON.
 
     Attributes:
         kind: name of its class.
@@ -217,7 +217,7 @@ class ModuleFacts:
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
-    """Facts of every module, by name."""
+    """Return the facts about every module, by name."""
     return {
         name: ModuleFacts(
             type(module).__name__,
@@ -231,7 +231,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleFacts]:
 
 
 def _find_dropout(module: nn.Module) -> float:
-    """Of the module's own settings and of those in a settings object that it keeps."""
+    """Return the largest dropout rate among the module's settings and those of settings objects in it."""
     kind = type(module).__name__.lower()
     found = [0.0]
     for key, value in vars(module).items():
