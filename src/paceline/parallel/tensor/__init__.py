@@ -1,1 +1,1 @@
-"""Tensor parallelism: the matrix products of one model, split over the ranks of an axis."""
+"""Tensor parallelism: splits the matrix products of one model over the ranks of an axis."""

@@ -1,4 +1,4 @@
-"""Carries out a plan: parts in place of whole parameters, and hooks where ranks have to talk."""
+"""Carries out a plan: replaces whole parameters by parts, and adds hooks where ranks communicate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paceline.torch_seams.trees import tree_flatten, tree_unflatten
 
 
 def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | None = None) -> None:
-    """Splits a model over the ranks of tp, in place. No collective; forwards have some afterwards.
+    """Split a model over the ranks of tp, in place. No collective runs here; later forwards have some.
 
     Args:
         model: whole, with the same weights on every rank, or on meta.
@@ -84,7 +84,7 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
         if split is None:
             masks.splits[key] = []
             continue
-        # Samples in front of the heads in one dimension are counted per sample there.
+        # Samples that share a dimension with the heads, outside of them, are counted per sample there.
         outer = split.outer // NUM_SAMPLES if split.dim == 0 else split.outer
         masks.splits[key] = [Cut(split.dim, max(1, outer), axis.size, axis.rank)]
     for key in along.draws:
@@ -107,7 +107,7 @@ def _take_parts(model: nn.Module, splits: dict[str, Split], rank: int) -> None:
                     if isinstance(tensor, nn.Parameter):
                         part = nn.Parameter(part, requires_grad=tensor.requires_grad)
                     taken[id(tensor)] = part
-                    taken[id(part)] = part  # reached again where a module has several names
+                    taken[id(part)] = part  # reached again if a module has several names
                 store[key] = taken[id(tensor)]
 
 

@@ -1,14 +1,14 @@
-"""Which dimensions of a model's tensors are one and the same thing.
+"""Determines which dimensions of a model's tensors are the same.
 
-Every dimension of every tensor in a trace is a product of atoms, the outermost first: a packed projection
-of queries, keys and values gives features of 3 x heads x width. An operation says which dimensions must be
-cut alike, and so makes atoms one (`unify`): a view of features as heads splits an atom into two, an addition
-makes those of its operands equal, a product of matrices those that it sums over. What remains is a few
-hundred classes. Cutting one of them over the ranks means: every tensor that has it is cut there, all else is
-whole. An operation that needs all of an atom at once (a norm, a softmax) pins it: it can't be cut.
+Every dimension of every tensor in a trace is a product of atoms, the outermost first: a packed projection of
+queries, keys and values yields features of 3 x heads x width. An operation determines which dimensions must
+be cut alike, and so makes atoms equal (`unify`): a view of features as heads splits an atom into two, an
+addition equates those of its operands, a product of matrices those that it sums over. A few hundred classes
+remain. Cutting one of them over the ranks means that every tensor that has it is cut there, and all others
+are whole. An operation that needs all of an atom at once (a norm, a softmax) pins it: it cannot be cut.
 
-The idea is that of named or logical axes (Xu et al. 2021, GSPMD; Mesh-TensorFlow, Shazeer et al. 2018), with
-the names found instead of given.
+The idea is that of named or logical axes (Xu et al. 2021, GSPMD; Mesh-TensorFlow, Shazeer et al. 2018),
+except that the names are found instead of given.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Dim = tuple["Atom", ...]
 
 
 class Atom:
-    """A factor of a dimension, of at least 2.
+    """A factor of a dimension, of size 2 or more.
 
     Attributes:
-        size: how many places.
-        pinned: why it can't be cut, or `None`.
+        size: number of places.
+        pinned: why it cannot be cut, or `None`.
     """
 
     def __init__(self, size: int) -> None:
@@ -37,13 +37,13 @@ class Atom:
         return self._pinned
 
     def pin(self, reason: str) -> None:
-        """Says that it can't be cut, and why; the first reason stays."""
+        """Mark the atom as one that cannot be cut, with the reason; the first reason stays."""
         for atom in leaves((self,)):
             atom._pinned = atom._pinned or reason
 
 
 def leaves(dim: Iterable[Atom]) -> Dim:
-    """The atoms that a dimension consists of by now, each one standing for its class."""
+    """Return the atoms that a dimension consists of now, each one representing its class."""
     found: list[Atom] = []
     for atom in dim:
         while atom._same is not None:
@@ -56,22 +56,22 @@ def leaves(dim: Iterable[Atom]) -> Dim:
 
 
 def new_dim(size: int) -> Dim:
-    """A dimension of its own; of size 1 it has no atoms."""
+    """Return a new dimension with atoms of its own; of size 1 it has none."""
     return (Atom(size),) if size > 1 else ()
 
 
 def pin(dim: Iterable[Atom], reason: str) -> None:
-    """Pins all atoms of a dimension."""
+    """Pin all atoms of a dimension."""
     for atom in leaves(dim):
         atom.pin(reason)
 
 
 def unify(left: Sequence[Atom], right: Sequence[Atom], reason: str) -> None:
-    """Makes two products of equal size one and the same, atom by atom.
+    """Make two products of equal size the same, atom by atom.
 
     Args:
-        left, right: atoms in order; may stem from several dimensions that an operation regroups.
-        reason: what to say of atoms whose sizes don't nest (6 x 4 seen as 4 x 6), which are pinned.
+        left, right: atoms in order; may come from several dimensions that an operation regroups.
+        reason: of pinning atoms whose sizes do not nest (6 x 4 viewed as 4 x 6).
     """
     while True:
         a, b = leaves(left), leaves(right)
@@ -94,10 +94,10 @@ def unify(left: Sequence[Atom], right: Sequence[Atom], reason: str) -> None:
 
 
 def divide(dim: Sequence[Atom], outer: int, reason: str) -> Dim:
-    """What is left of a dimension when `outer` equal runs of it are taken apart; these are pinned.
+    """Return one of `outer` equal runs of a dimension; the number of runs is pinned.
 
     Returns:
-        The atoms of one run; all of them fresh and pinned where the sizes don't nest.
+        The atoms of one run; new and pinned ones if the sizes do not nest.
     """
     size = 1
     for atom in leaves(dim):
@@ -112,7 +112,7 @@ def divide(dim: Sequence[Atom], outer: int, reason: str) -> Dim:
 
 
 def _splits(atom: Atom, outer: int, others: Dim) -> bool:
-    # An atom that is there twice would be split in both places; that is right, too.
+    # An atom that occurs twice would be split in both places, which is correct too.
     return atom.size // outer > 1 and atom in others
 
 

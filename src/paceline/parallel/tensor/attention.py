@@ -1,9 +1,9 @@
-"""`nn.MultiheadAttention` in a form whose heads can be divided.
+"""A form of `nn.MultiheadAttention` whose heads can be divided.
 
-torch's own forward works out the width of a head from that of the input, so it can't run on some of the heads
-only; and its packed projection for attention between two sequences is cut in unequal runs. This one computes
-the same from the projections' own sizes. The fast path of torch's transformer layers goes around a module's
-forward; it is turned off for models that are laid out over tp.
+torch's own forward derives the width of a head from that of the input, so it cannot run on some of the heads
+only. Its packed projection for attention between two sequences is cut in unequal runs. This form computes the
+same from the projections' own sizes. The fast path of torch's transformer layers bypasses a module's forward,
+so it is turned off for models that are laid out over tp.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from paceline.parallel.tensor.flow import runs_own_forward
 
 
 def open_attention(model: nn.Module) -> None:
-    """Replaces the forwards of all `nn.MultiheadAttention`s of a model; the parameters stay as they are.
+    """Replace the forwards of all `nn.MultiheadAttention`s of a model; the parameters do not change.
 
-    A subclass, or an instance whose forward was patched, computes what it likes and stays as it is.
+    A subclass or an instance with a patched forward may compute something else, and is left alone.
     """
     found = [
         module
@@ -120,13 +120,13 @@ def _merge_masks(
     num_sources: int,
     batched: bool,
 ) -> Tensor | None:
-    """Both masks as one that is added to the scores [samples, heads, targets, sources], or `None`."""
+    """Return both masks as one addend of the scores [samples, heads, targets, sources], or `None`."""
     total: Tensor | None = None
     if attn_mask is not None:
         total = _as_addend(attn_mask, dtype)
         if total.dim() == 3:  # [samples * heads, targets, sources]
             total = total.unflatten(0, (num_samples, -1))  # type: ignore[no-untyped-call]
-        missing = num_sources - total.shape[-1]  # bias_k and add_zero_attn add places
+        missing = num_sources - total.shape[-1]  # bias_k and add_zero_attn add positions
         total = F.pad(total, (0, missing)) if missing else total
     if key_padding_mask is not None:
         padding = _as_addend(key_padding_mask, dtype)

@@ -1,12 +1,14 @@
-"""Calls of torch's functions in a module's own forward, recognised by their place in the source.
+"""Finds calls of torch's functions in a module's own forward, by their place in the source.
 
-A plan is read off a trial forward and carried out in later ones, so both must agree on which call is which. A
-call is recognised by the chain of source positions from the module's `forward` down to it, and by how often
-that chain was passed in this forward. A branch that only one of the two forwards takes moves no other call.
+A plan is derived from a trial forward and carried out in later ones, so both must agree on which call is
+which. A call is identified by the chain of source positions from the module's `forward` down to it, and by
+how often that chain was passed in this forward. A branch that only one of the two forwards takes does not
+shift other calls.
 
-Not counted are calls that the module's forward does not make: those of modules that it calls, of any hooks,
-and of Paceline itself (masks, collectives). Nor are those of a function that the forward gives to
-`torch.utils.checkpoint`: backward runs it again, outside of the forward. What such calls need stays whole.
+Calls that the module's forward does not make are not counted: those of modules that it calls, of any hooks,
+and of Paceline itself (masks, collectives). Calls of a function that the forward passes to
+`torch.utils.checkpoint` are not counted either, because backward runs it again, outside of the forward.
+Tensors that such calls need stay whole.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from paceline.torch_seams.modules import CALL
 
 # File, function and instruction, from the call outwards; torch's own files are left out.
 Site = tuple[tuple[str, str, int], ...]
-# Makes a call of a function of torch otherwise: (function, arguments, keywords) to the result.
+# Replaces a call of a function of torch: from (function, arguments, keywords) to the result.
 Change = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # Functions whose result may be a sum over the ranks.
 SUMMED = frozenset(
@@ -52,11 +54,11 @@ SUMMED = frozenset(
 
 
 class CallSite(NamedTuple):
-    """One call in a module's forward.
+    """The identity of one call in a module's forward.
 
     Attributes:
-        site: where in the source.
-        number: which of the calls there in this forward, from 0.
+        site: the place in the source.
+        number: of the call among those there in this forward, from 0.
     """
 
     site: Site
@@ -64,12 +66,12 @@ class CallSite(NamedTuple):
 
 
 def find_site() -> Site | None:
-    """Find the call of a function of torch that a function mode was just given.
+    """Return the site of the call of torch that a function mode was just given.
 
-    Must be called by `__torch_function__` itself.
+    `__torch_function__` itself must call this.
 
     Returns:
-        `None` where no forward that `run_inside` knows makes the call by itself.
+        `None` if the call does not come from a forward that `run_inside` knows.
     """
     found: list[tuple[str, str, int]] = []
     frame: FrameType | None = sys._getframe(2)
@@ -90,11 +92,11 @@ def find_site() -> Site | None:
 
 
 def run_inside(module: nn.Module, around: Callable[[], Any]) -> Callable[[], None]:
-    """Run a module's forwards inside of a context, without its hooks.
+    """Run a module's forwards inside a context, without its hooks.
 
     Args:
-        module: whose `forward` is replaced on the instance.
-        around: gives the context of one forward.
+        module: its `forward` is replaced on the instance.
+        around: returns the context of one forward.
 
     Returns:
         A function that restores the forward.
@@ -114,21 +116,21 @@ def run_inside(module: nn.Module, around: Callable[[], Any]) -> Callable[[], Non
 def change_calls(
     module: nn.Module, functions: Container[Any], changes: Mapping[Site, Sequence[Change | None]]
 ) -> None:
-    """Make some calls in a module's own forward otherwise, from now on.
+    """Replace some calls in a module's own forward from now on.
 
     Args:
-        module: the forwards of modules that it calls stay as they are.
-        functions: those whose calls are counted.
-        changes: by site, for each call there in turn. Calls beyond these are treated as the last one, such as
-            in a loop that is longer than it was in the trial.
+        module: the forwards of modules that it calls are not changed.
+        functions: the functions whose calls are counted.
+        changes: by site, for each call there in turn. Calls beyond these are treated as the last one, for
+            example in a loop that is longer than it was in the trial.
     """
     run_inside(module, lambda: _Changing(functions, changes))
-    # The compiler can't read positions in the source.
+    # The compiler cannot read positions in the source.
     module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
 
 
 class _Changing(TorchFunctionMode):
-    """Around one forward."""
+    """A mode that replaces calls during one forward."""
 
     def __init__(self, functions: Container[Any], changes: Mapping[Site, Sequence[Change | None]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ranks of tp say to each other, as functions that autograd can go back through.
+"""Collectives between the ranks of tp, as functions that autograd can differentiate.
 
 | function      | forward                          | backward                         |
 |---------------|----------------------------------|----------------------------------|
@@ -10,8 +10,8 @@
 | `take_rows`   | this rank's part                 | all-gather                       |
 
 The last three are those of sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-gather and a
-reduce-scatter carry together the bytes of the all-reduce that they replace. All ranks of the axis must call
-them in the same order.
+reduce-scatter together carry the bytes of the all-reduce that they replace. All ranks of the axis must call
+these functions in the same order.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from paceline.mesh import Axis
 
 
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
-    """The tensor; its gradient is added up over the ranks."""
+    """Return the tensor; its gradient is summed over the ranks."""
     result: Tensor = _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
 
 
 def add_up(tensor: Tensor, axis: Axis) -> Tensor:
-    """The sum of the ranks' tensors."""
+    """Return the sum of the ranks' tensors."""
     result: Tensor = _AddUp.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' parts side by side along a dimension; all ranks then compute the same with them."""
+    """Return the ranks' parts joined along a dimension; all ranks then compute the same with them."""
     result: Tensor = _Gather.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' parts side by side; each rank then computes with a part of the parameters."""
+    """Return the ranks' parts joined along a dimension; each rank then uses its part of the parameters."""
     result: Tensor = _GatherRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
 def add_up_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part along a dimension of the sum of the ranks' tensors."""
+    """Return this rank's part, along a dimension, of the sum of the ranks' tensors."""
     result: Tensor = _AddUpRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
 def take_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part of a tensor that all ranks have."""
+    """Return this rank's part of a tensor that all ranks have."""
     result: Tensor = _TakeRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """The sum over the ranks, in a tensor of its own; no autograd."""
+    """Return the sum over the ranks in a new tensor; no autograd."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=axis.group)
     return total
 
 
 def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' tensors, which have the same shape, side by side along a dimension; no autograd."""
+    """Return the ranks' tensors, which have the same shape, joined along a dimension; no autograd."""
     tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in range(axis.size)]
     dist.all_gather(parts, tensor, group=axis.group)
@@ -77,14 +77,14 @@ def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part along a dimension of the sum over the ranks; no autograd."""
+    """Return this rank's part, along a dimension, of the sum over the ranks; no autograd."""
     parts = [part.contiguous() for part in tensor.chunk(axis.size, dim)]
     own = parts[axis.rank]
     if tensor.is_cuda:
         total = torch.empty_like(own)
         dist.reduce_scatter(total, parts, group=axis.group)
         return total
-    # gloo's own takes longer than sending the parts and adding here.
+    # gloo's own reduce-scatter takes longer than sending the parts and adding them here.
     received = own.new_empty(axis.size, *own.shape)
     dist.all_to_all_single(received, torch.stack(parts), group=axis.group)
     first, *others = received.unbind(0)
@@ -94,7 +94,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def own_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part along a dimension, contiguous; a copy."""
+    """Return a contiguous copy of this rank's part along a dimension."""
     return tensor.chunk(axis.size, dim)[axis.rank].clone(memory_format=torch.contiguous_format)
 
 
@@ -163,5 +163,5 @@ class _TakeRows(torch.autograd.Function):
         return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
-# The names of the backwards that add up over tp, as `verify` meets them in autograd's graph.
+# The names of the backwards that sum over tp, as `verify` finds them in autograd's graph.
 ADDING_UP = tuple(f"{kind.__name__}Backward" for kind in (_Copy, _GatherRows))

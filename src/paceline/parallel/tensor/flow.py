@@ -1,4 +1,4 @@
-"""Where cut tensors begin and end in a forward, in terms of modules that a hook can reach."""
+"""Finds where cut tensors begin and end in a forward, in terms of modules that a hook can reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.parallel.tensor.calls import CallSite
 from paceline.parallel.tensor.sums import is_plain_lookup
 from paceline.parallel.tensor.trace import ModuleCall, Trace, Written, words
 
-# Operations that only look at a tensor otherwise: what holds for all uses of their result holds for them.
+# Operations that only view a tensor: the facts about all uses of their result hold for them.
 _SHAPES = frozenset(
     words(
         "view _unsafe_view reshape _reshape_alias t transpose permute expand unsqueeze squeeze clone "
@@ -25,7 +25,7 @@ _SHAPES = frozenset(
 
 
 class UnreachableError(Exception):
-    """An entry or exit is at no module's input or output."""
+    """The error for an entry or exit that is no module's input or output."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CutBoundary:
 
     Attributes:
         module: full name.
-        keys: which arguments of its call (places or keywords) are that one tensor; empty for its output.
+        keys: the arguments of its call (places or keywords) that are this tensor; empty for its output.
     """
 
     module: str
@@ -48,8 +48,8 @@ class Exit:
     Attributes:
         module: full name.
         kind: `"linear"`: a layer that runs torch's own forward, whose bias must be added after the sum;
-            `"lookup"`: one with a table of which each rank has some rows; `"output"`: the module's output is
-            the sum; `"call"` and `"lookup call"`: a call in the module's own forward gives it.
+            `"lookup"`: a layer with a table of which each rank has some rows; `"output"`: the module's output
+            is the sum; `"call"` and `"lookup call"`: a call in the module's own forward returns the sum.
         spot: that call.
     """
 
@@ -59,13 +59,13 @@ class Exit:
 
 
 class Uses:
-    """Who uses what in a forward, whatever is cut.
+    """The uses of each tensor in a forward, independent of what is cut.
 
     Attributes:
         trace: the forward.
         of: by number of a tensor, the numbers of the operations that take it.
-        learned: by number of a tensor, those of the parameters that went into it.
-        computed: numbers of the tensors that come from anything else too.
+        learned: by number of a tensor, the numbers of the parameters that it was computed from.
+        computed: numbers of the tensors that are computed from anything other than parameters too.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -87,24 +87,24 @@ class Uses:
 
 
 class Flow:
-    """Entries and exits of a forward in which some tensors are cut.
+    """The entries and exits of a forward in which some tensors are cut.
 
     Args:
         uses: of the forward.
         modules: by full name.
         cut: numbers of the cut tensors.
-        sums: numbers of the operations that give an addend.
-        lookups: numbers of those that look up a table which is cut by rows.
+        sums: numbers of the operations that produce an addend.
+        lookups: numbers of those that look up a table that is cut by rows.
 
     Attributes:
         entries, exits: in order of execution, each once.
         partial: whole parameters that meet cut tensors.
-        exit_of: by number of an operation that gives an addend, where that leaves.
+        exit_of: by number of an operation that produces an addend, its exit.
         sums: as given.
-        learned: by number of a tensor, those of the parameters that went into it.
+        learned: by number of a tensor, the numbers of the parameters that it was computed from.
 
     Raises:
-        UnreachableError: where no hook can reach.
+        UnreachableError: if no hook can reach an entry or exit.
     """
 
     def __init__(
@@ -125,17 +125,17 @@ class Flow:
         self.entries = list(dict.fromkeys(self._find_entries()))
 
     def mixes(self, number: int) -> bool:
-        """Whether an operation computes with cut tensors in a way that makes other gradients parts."""
+        """Return whether an operation uses cut tensors so that its other inputs get partial gradients."""
         op = self._trace.ops[number]
         return number not in self._lookups and any(t in self._cut for t in (*op.inputs, *op.outputs))
 
     def enters(self, tensor: int, number: int) -> bool:
-        """Whether a use of a whole tensor gives it a part of its gradient only."""
+        """Return whether one use of a whole tensor gives it only a part of its gradient."""
         if (tensor, number) in self._memo:
             return self._memo[(tensor, number)]
         op = self._trace.ops[number]
         if self.mixes(number):
-            # The bias of a sum is added behind it.
+            # The bias of a sum is added after the sum.
             entering = not (number in self.sums and len(op.inputs) == 3 and tensor == op.inputs[0])
         elif op.name in _SHAPES and len(op.outputs) and not op.name.endswith("_"):
             results = [output for output in op.outputs if output != tensor]
@@ -168,11 +168,11 @@ class Flow:
         return found
 
     def _needs_gradient(self, tensor: int) -> bool:
-        """An activation that some parameter went into."""
+        """Return whether a tensor is an activation that depends on some parameter."""
         return bool(self.learned.get(tensor)) and tensor in self._computed
 
     def _place(self, tensor: int, entering: list[int]) -> list[CutBoundary]:
-        """The fewest module inputs, from outside to inside, through which all these uses get the tensor."""
+        """Return the fewest module inputs, from outside to inside, that pass the tensor to all these uses."""
         missing = set(entering)
         found: list[CutBoundary] = []
         for call in self._trace.calls:
@@ -180,7 +180,7 @@ class Flow:
             inside = [use for use in self._uses[tensor] if call.first <= use < call.last]
             if not keys or not missing.intersection(inside) or not missing.issuperset(inside):
                 continue
-            if tensor in call.outputs:  # it goes on unused, so its gradient comes from there as well
+            if tensor in call.outputs:  # returned unused: its gradient comes from outside as well
                 continue
             found.append(CutBoundary(call.module, tuple(keys)))
             missing.difference_update(inside)
@@ -192,13 +192,13 @@ class Flow:
             if self.mixes(use):
                 where = self._trace.ops[use].module or "the model"
                 raise UnreachableError(f"its input in {where} is no module's input")
-            # Seen otherwise, it may be an input where the tensor itself is none.
+            # A view of the tensor may be an input although the tensor itself is none.
             results = [n for n in self._trace.ops[use].outputs if n != tensor]
             found += [entry for n in results for entry in self._place(n, self._uses[n])]
         return found
 
     def _check_every_call(self, entries: list[CutBoundary]) -> None:
-        """A module that is called several times has the same entries in each of its calls."""
+        """Raise unless a module that is called several times has the same entries in each call."""
         calls: dict[str, int] = defaultdict(int)
         for call in self._trace.calls:
             calls[call.module] += 1
@@ -212,7 +212,7 @@ class Flow:
                 )
 
     def _find_partial(self) -> set[str]:
-        """Whole parameters that meet cut tensors; all of their uses must."""
+        """Return whole parameters that meet cut tensors; raise unless all of their uses do."""
         found: set[str] = set()
         for number, op in enumerate(self._trace.ops):
             for tensor in op.inputs:
@@ -275,7 +275,7 @@ class Flow:
         return next((call for call in self._trace.written if call.first <= number < call.last), None)
 
     def _is_sum(self, number: int, call: Written) -> bool:
-        """Whether what a call of a function of torch gives is this sum, and a bias at most."""
+        """Return whether a call of a function of torch returns exactly this sum, with a bias at most."""
         if self.sums.intersection(range(call.first, call.last)) != {number}:
             return False
         if call.func is F.linear:
@@ -285,7 +285,7 @@ class Flow:
         return "out" not in call.kwargs and self._gives(number, call)
 
     def _gives(self, number: int, call: ModuleCall | Written) -> bool:
-        """Whether a sum, seen otherwise at most, is what a call returns, and nothing else there uses it."""
+        """Return whether a call returns this sum, possibly viewed, and nothing else in it uses the sum."""
         tensor = self._trace.ops[number].outputs[0]
         while tensor not in call.outputs:
             uses = self._uses[tensor]
@@ -295,7 +295,7 @@ class Flow:
         return True
 
     def _check_every_exit(self, exits: Mapping[int, Exit]) -> None:
-        """A call that is changed gives a sum in each of its module's forwards."""
+        """Raise unless a changed call produces a sum in each of its module's forwards."""
         for leaving in dict.fromkeys(exits.values()):
             if leaving.spot is None:
                 continue
@@ -305,9 +305,9 @@ class Flow:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A linear layer of torch, or GPT-2's Conv1D of the same kind, which holds its weight transposed.
+    """Return whether a module is torch's linear layer or GPT-2's Conv1D, which holds its weight transposed.
 
-    Only where the forward is that of the class: a subclass or a patched instance computes what it likes.
+    It must run the forward of its class: a subclass or a patched instance may compute something else.
     """
     kind = type(module)
     is_transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
@@ -315,7 +315,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module's forward is the one that torch wrote for the class `kind`."""
+    """Return whether a module's forward is the one that torch wrote for the class `kind`."""
     forward = type(module).forward
     is_torchs = forward.__module__ == kind.__module__ and forward.__qualname__ == f"{kind.__name__}.forward"
     return is_torchs and forward is kind.forward and "forward" not in module.__dict__

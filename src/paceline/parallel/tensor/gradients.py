@@ -1,9 +1,10 @@
-"""Hooks that users register on parameters, under tp.
+"""Runs hooks that users register on parameters, under tp.
 
-A hook of `parameter.register_hook` sees what it sees in one process: the gradient of one microbatch for the
+A hook of `parameter.register_hook` gets the same as in one process: the gradient of one microbatch for the
 whole parameter (see `parallel/parameter_hooks.py`, which does the same for dp_shard). All ranks of tp run it
-on the same numbers, and each keeps its part of what it returns. A split parameter with a hook costs one
-all-gather of its gradient per microbatch and hook; a whole one of which ranks have addends, one all-reduce.
+on the same numbers, and each keeps its part of the result. A split parameter with a hook costs one all-gather
+of its gradient per microbatch and hook. A whole parameter of whose gradient ranks have addends costs one
+all-reduce.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def show_whole_gradients(
     partial: Collection[str],
     axis: Axis,
 ) -> None:
-    """Have the hooks of a model's parameters see whole gradients, also hooks that are registered later.
+    """Pass whole gradients to the hooks of a model's parameters, including hooks that are registered later.
 
-    Handles that users hold still remove their hooks. No collective; backward has some where there are hooks.
+    Handles that users hold still remove their hooks. No collective runs here; backward has some if there are
+    hooks.
 
     Args:
         before: the parameters by full name, as users have seen them.
-        model: with the parts in their places.
+        model: with the parts in place of the whole parameters.
         splits: by full name.
         partial: names of whole parameters that get an addend of their gradient on each rank.
         axis: tp.
@@ -58,13 +60,13 @@ def show_whole_gradients(
 
 
 class _Hooks(OrderedDict[int, Any]):
-    """The hooks of one parameter, each made to see the whole gradient.
+    """The hooks of one parameter, each wrapped so that it gets the whole gradient.
 
     torch keeps a parameter's hooks in a dictionary and adds later ones to it.
 
     Args:
-        run: gives a hook the whole gradient, and the part of what it returns.
-        earlier: the dictionary that the parameter had so far; handles of these hooks refer to it.
+        run: calls a hook with the whole gradient, and returns this rank's part of its result.
+        earlier: the dictionary that the parameter had before; handles of these hooks refer to it.
     """
 
     def __init__(self, run: Callable[[Hook, Tensor], Tensor], earlier: Any) -> None:
@@ -79,7 +81,7 @@ class _Hooks(OrderedDict[int, Any]):
 
 
 class _InOrder:
-    """All hooks of a dictionary, as it is when they run."""
+    """A call of all hooks of a dictionary in order, as they are when it runs."""
 
     def __init__(self, hooks: Mapping[int, Hook]) -> None:
         self._hooks = hooks
@@ -98,7 +100,7 @@ class _SplitGradient:
     def __call__(self, hook: Hook, gradient: Tensor) -> Tensor:
         whole = self._split.join(all_gather(gradient.unsqueeze(0), self._axis, 0).unbind(0))
         result = hook(whole)
-        # Taken also where it returns nothing: it may have changed the gradient in place.
+        # The whole gradient is taken even if the hook returned `None`, which may have changed it in place.
         return self._split.take(whole if result is None else result, self._axis.rank)
 
 
@@ -110,5 +112,5 @@ class _AddedGradient:
         total = all_reduce(gradient, self._axis)
         result = hook(total)
         total = total if result is None else result
-        # The ranks' gradients are added up once more after the last microbatch.
+        # The ranks' gradients are summed once more after the last microbatch, so only one rank keeps the sum.
         return total if self._axis.rank == 0 else torch.zeros_like(total)

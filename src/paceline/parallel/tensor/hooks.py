@@ -1,4 +1,4 @@
-"""Hooks that put another tensor in the place of a module's input or output."""
+"""Hooks that replace a module's input or output tensor by another one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Change = Callable[[Tensor], Tensor]
 def change_input(
     module: nn.Module, keys: tuple[int | str, ...], change: Change, *, prepend: bool = False
 ) -> RemovableHandle:
-    """One tensor, which a call may get under several names (query, key and value of self-attention).
+    """Change one tensor, which a call may get under several names (query, key, value of self-attention).
 
     Args:
-        module: whose calls.
+        module: the module whose calls are changed.
         keys: places or keywords of the arguments.
-        change: gives what takes its place.
-        prepend: before all hooks that are there.
+        change: returns the tensor to use instead.
+        prepend: whether to run before all present hooks.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,7 +36,7 @@ def change_input(
 
 
 def change_output(module: nn.Module, change: Change) -> RemovableHandle:
-    """The first tensor of what a module returns."""
+    """Change the first tensor that a module returns."""
 
     def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
         leaves, structure = tree_flatten(result)

@@ -1,20 +1,21 @@
-"""Which dimensions are cut over tp, and where ranks have to talk.
+"""Decides which dimensions are cut over tp, and where ranks communicate.
 
-From a trace (`trace.py`) and the classes of its dimensions (`rules.py`), atoms are chosen to be cut, those
-that cut most bytes of matrices first. With them cut, every tensor is one of three:
+From a trace (`trace.py`) and the classes of its dimensions (`rules.py`), atoms are chosen to be cut: first
+those that cut most bytes of matrices. Every tensor is then one of three:
 
-- cut: it has a chosen atom, each rank holds its part;
-- whole: it has none, every rank computes the same;
-- a sum: a product over a chosen atom, each rank holds an addend. It is added up where it arises (an exit).
+- cut: it has a chosen atom, and each rank holds its part;
+- whole: it has none, and every rank computes the same;
+- a sum: a product over a chosen atom, of which each rank holds an addend. It is summed where it arises (an
+exit).
 
-Where a whole activation meets cut tensors (an entry), each rank gets only a part of its gradient, so the
-gradients are added up there in backward. That is Megatron-LM's f and g (Shoeybi et al. 2019, section 3):
-one all-reduce per attention or feed-forward and pass. A whole parameter that meets cut tensors inside (a
-norm of queries) has its gradient added up once per step instead (`SplitPlan.partial`).
+Where a whole activation meets cut tensors (an entry), each rank gets only a part of its gradient, so backward
+sums the gradients there. These are Megatron-LM's f and g (Shoeybi et al. 2019, section 3): one all-reduce per
+attention or feed-forward and pass. A whole parameter that meets cut tensors inside (a norm of queries) has
+its gradient summed once per step instead (`SplitPlan.partial`).
 
-A choice is made only where entry and exit are places that a hook can reach: the input or output of a module,
-or a linear layer. Then the forward is run once more with the parts of a rank, and every shape is compared
-with what is expected; what doesn't fit is left whole, with the reason.
+A choice is made only if a hook can reach entry and exit: the input or output of a module, or a linear layer.
+Then the forward runs once more with the parts of a rank, and every shape is compared with the expected
+one. Tensors that do not fit stay whole, and the plan records the reason.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ STYLES = ("colwise", "rowwise", "replicate")
 
 @dataclass
 class SplitPlan:
-    """How one model is split.
+    """The way in which one model is split.
 
     Attributes:
         num_ranks: degree of tp.
         splits: by full name, how a parameter or buffer is cut (tied ones under every name).
-        entries: where gradients of whole activations are added up in backward.
-        exits: where sums over ranks arise.
-        sizes: by module, the calls in its forward that are given the size of the whole, each with that
+        entries: places where backward sums the gradients of whole activations.
+        exits: places where sums over ranks arise.
+        sizes: by module, the calls in its forward that are given a whole tensor's size, each with that
             dimension of its result (`sizes.py`).
-        sites: by module, the places in the source where its forward makes calls that are changed, each with
-            how many calls the trial made there.
+        sites: by module, the places in the source where its forward makes changed calls, each with the number
+            of calls that the trial made there.
         partial: names of whole parameters that get a part of their gradient on each rank.
         outputs: by number among the tensors of the result, how it is cut.
-        draws: by key of each call of a dropout (`dropout.py`), how the tensor that is dropped is cut; `None`
-            where all ranks have all of it.
-        sequence: where activations are cut along the sequence, if that was asked for.
-        split_bytes: of the matrices that are multiplied with, those that are cut.
-        matmul_bytes: all of them.
+        draws: by key of each call of a dropout (`dropout.py`), how the dropped tensor is cut; `None` if all
+            ranks have the whole tensor.
+        sequence: how activations are cut along the sequence, if requested.
+        split_bytes: bytes of the cut matrices that are operands of products.
+        matmul_bytes: bytes of all matrices that are operands of products.
         whole: matrices that stay whole, with the reason.
     """
 
@@ -84,11 +85,11 @@ class SplitPlan:
 
     @property
     def share(self) -> float:
-        """Part of the bytes of matrices that is cut, from 0 to 1."""
+        """Return the share of the matrices' bytes that is cut, from 0 to 1."""
         return self.split_bytes / self.matmul_bytes if self.matmul_bytes else 0.0
 
     def describe(self) -> str:
-        """The plan for people: one line per kind of module, and what stays whole."""
+        """Return the plan as text: one line per kind of module, then the matrices that stay whole."""
         lines = [
             f"tp={self.num_ranks}: {self.share:.1%} of {self.matmul_bytes:,} bytes of matrices are split"
         ]
@@ -122,19 +123,19 @@ def find_plan(
     *,
     sequence: bool = False,
 ) -> SplitPlan:
-    """Finds out how a model can be split over `num_ranks`. Nothing is changed.
+    """Find out how a model can be split over `num_ranks`. Nothing is changed.
 
     Args:
         model: in training mode, whole; may be on meta.
-        example: calls it on a batch of a few samples.
+        example: calls the model on a batch of a few samples.
         num_ranks: degree of tp.
         requests: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`.
         masks: the model's dropout, so that the plan knows which dropouts see parts.
-        sequence: cut activations between the blocks along the sequence.
+        sequence: whether to cut activations between the blocks along the sequence.
 
     Raises:
-        PacelineError: PL460 where the forward can't be traced, PL461 where nothing can be split, PL462 where
-            a request can't be met, PL463 without an example, PL464 where the sequence can't be cut.
+        PacelineError: PL460 if the forward cannot be traced, PL461 if nothing can be split, PL462 if a
+            request cannot be met, PL463 without an example, PL464 if the sequence cannot be cut.
     """
     if example is None:
         raise PacelineError(
@@ -186,7 +187,7 @@ class _Planner:
         self._sizes: dict[str, dict[CallSite, int]] = {}
         self._flow: Flow | None = None
         self._uses = Uses(trace)
-        # Final from here on: no rule is applied any more.
+        # The atoms are final from here on: no further rule is applied.
         self.atoms = {number: atoms_of(dims, number) for number in trace.shapes}
         self._produced = {number for op in trace.ops for number in op.outputs}
         self.holders: dict[Atom, set[int]] = defaultdict(set)
@@ -219,7 +220,7 @@ class _Planner:
                         atom.pin(f"tp_plan says {pattern}: replicate")
 
     def choose(self) -> None:
-        """Takes atom after atom, by the bytes of matrices that it cuts, as long as hooks can reach."""
+        """Choose atoms, those that cut most bytes of matrices first, as long as hooks can reach."""
         self.chosen = []
         worth: dict[Atom, int] = defaultdict(int)
         for number, cost in self.matrices().items():
@@ -231,13 +232,13 @@ class _Planner:
         vocabulary = {atom.size for atom in self.chosen if self.holders[atom] & set(self.trace.outputs)}
         for found in self.lookups.values():
             for atom in found:
-                # A table of its own is worth an exchange where it is as tall as the vocabulary.
+                # A separate table is worth a collective if it is as tall as the vocabulary.
                 if len(found) == 1 and atom.size in vocabulary and self.can_cut(atom):
                     self._try(atom)
         self._flow = self._read_flow(self.chosen)
 
     def matrices(self) -> dict[int, int]:
-        """Bytes of the parameters that are an operand of a product, by their number."""
+        """Return the bytes of the parameters that are operands of products, by their number."""
         roots = _trace_roots(self.trace)
         found: dict[int, int] = {}
         for op in self.products:
@@ -278,7 +279,7 @@ class _Planner:
         return Flow(self._uses, self.modules, cut, sums, lookups)
 
     def splits(self) -> dict[int, Split]:
-        """By number of a tensor, how it is cut."""
+        """Return by number of a tensor how it is cut."""
         found = {}
         for atom in self.chosen:
             for number in self.holders[atom]:
@@ -287,11 +288,11 @@ class _Planner:
         return found
 
     def check(self) -> tuple[int, str] | None:
-        """Runs the parts of a rank; gives the first operation that isn't as expected, and why."""
+        """Run the parts of a rank; return the first operation that differs from the expected one, and why."""
         return self._first_mismatch() if self.chosen else None
 
     def give_up(self, op: int, reason: str) -> None:
-        """Leaves whole what an operation can't do with parts."""
+        """Leave whole the tensors that an operation cannot process in parts."""
         around = range(op, max(-1, op - 40), -1)
         for at in around:
             tensors = {*self.trace.ops[at].inputs, *self.trace.ops[at].outputs}
@@ -329,7 +330,7 @@ class _Planner:
             size = self.trace.shapes[cut[0]][dim]
 
             def change(given: int) -> int:
-                if given != size:  # that of the part already
+                if given != size:  # already the part's size
                     return given
                 self._sizes.setdefault(call.module, {})[call.spot] = dim
                 kept.pop((call.module, call.spot), None)
@@ -349,7 +350,7 @@ class _Planner:
         for (module, spot), at in kept.items():
             if spot in self._sizes.get(module, {}):
                 return at, f"{module or 'the model'} is also called without cut tensors"
-        made: set[int] = set()  # from nothing but sizes, such as what a dropout keeps
+        made: set[int] = set()  # created from sizes alone, such as the mask of a dropout
         pairs = itertools.zip_longest(_compared(self.trace), _compared(parts))
         last = len(self.trace.ops) - 1
         for one, other in pairs:
@@ -366,7 +367,7 @@ class _Planner:
                 if whole in splits:
                     expected[splits[whole].dim] //= self.num_ranks
                 if sequence is not None and whole in sequence.stream:
-                    # [batch, length, ...], or with both in one dimension
+                    # [batch, length, ...], or both in one dimension
                     expected[min(DIM, len(expected) - 1) if len(expected) > 2 else 0] //= self.num_ranks
                 if tuple(expected) != parts.shapes[part]:
                     return at, f"the code of {where} has a size of its own ({mine.name})"
@@ -418,8 +419,11 @@ class _Planner:
 
 
 def _compared(trace: Trace) -> Iterator[tuple[int, TracedOp]]:
-    """The operations that parts must go through as the whole does. Copies and expansions to the same shape
-    come and go with the order of elements in memory, which parts may have otherwise."""
+    """Yield the operations that parts must go through as the whole does.
+
+    Copies and expansions to the same shape are left out: they depend on the order of elements in memory,
+    which may be another one for parts.
+    """
     for number, op in enumerate(trace.ops):
         same = bool(op.inputs) and trace.shapes[op.inputs[0]] == trace.shapes[op.outputs[0]]
         if not (same and op.name in ("clone", "contiguous", "expand", "view", "_unsafe_view")):
@@ -431,7 +435,7 @@ def _kind(op: TracedOp) -> str:
 
 
 def _trace_roots(trace: Trace) -> dict[int, int]:
-    """By number of a tensor that is a parameter seen otherwise (transposed, cast), that parameter."""
+    """Return, by number of a tensor that is a view or cast of a parameter, that parameter."""
     roots = {number: number for number in trace.names}
     for op in trace.ops:
         if op.name in ("t", "transpose", "view", "_unsafe_view", "expand", "_to_copy", "permute", "clone"):
@@ -462,7 +466,7 @@ def _check_requests(plan: SplitPlan, requests: Mapping[str, str], model: nn.Modu
             if not fnmatch(name, pattern) or getattr(module, "weight", None) is None:
                 continue
             split = plan.splits.get(f"{name}.weight")
-            # nn.Linear holds [out, in]; a transposed one ([in, out]) has its bias along dimension 1.
+            # nn.Linear holds [out, in]; a transposed layer ([in, out]) has its bias along dimension 1.
             columns = 0 if isinstance(module, (nn.Linear, nn.Embedding)) else module.weight.dim() - 1
             wanted = columns if style == "colwise" else 1 - columns
             if split is None or split.dim != wanted:

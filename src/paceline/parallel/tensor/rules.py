@@ -1,7 +1,7 @@
-"""What each operation says about the dimensions of its tensors.
+"""Derives from each operation which dimensions of its tensors belong together.
 
-One function per kind of operation. An operation without a function pins all of its tensors: what it does
-isn't known here, so nothing that it touches is cut. That is safe, and the plan tells it.
+There is one function per kind of operation. An operation without a function pins all of its tensors: its
+effect is not known here, so nothing that it uses is cut. That is safe, and the plan reports it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Dims:
 
     Attributes:
         of: by number of a tensor, its dimensions.
-        products: by number of an operation, the atoms that it sums over: cut, they leave a sum over ranks.
-        lookups: by number of an operation, the atoms of the rows of the table that it looks up.
+        products: by number of an operation, the atoms that it sums over; if they are cut, a sum over ranks
+            remains.
+        lookups: by number of an operation, the atoms of the rows of its lookup table.
         unknown: names of operations without a rule.
     """
 
@@ -43,7 +44,7 @@ class Dims:
 
 
 def read_dims(trace: Trace) -> Dims:
-    """Applies the rules to all operations of a trace, in order."""
+    """Apply the rules to all operations of a trace, in order."""
     dims = Dims(trace)
     for number, op in enumerate(trace.ops):
         if not op.inputs and not op.outputs:
@@ -67,14 +68,14 @@ def _why(op: TracedOp) -> str:
 
 
 def _pointwise(dims: Dims, number: int, op: TracedOp) -> None:
-    """Every output broadcasts all inputs."""
+    """Broadcast every input to every output."""
     for output in op.outputs:
         for tensor in op.inputs:
             _align(dims, tensor, output, op)
 
 
 def _align(dims: Dims, tensor: int, output: int, op: TracedOp, skip: Sequence[int] = ()) -> None:
-    """Dimensions of equal size, from the last one on, are one; `skip` names places of the output."""
+    """Unify dimensions of equal size, from the last one on; `skip` holds indices of the output."""
     mine, its = dims.shape(tensor), dims.shape(output)
     for back in range(1, min(len(mine), len(its)) + 1):
         if mine[-back] == its[-back] > 1 and len(its) - back not in skip:
@@ -82,13 +83,13 @@ def _align(dims: Dims, tensor: int, output: int, op: TracedOp, skip: Sequence[in
 
 
 def _create(dims: Dims, number: int, op: TracedOp) -> None:
-    """A tensor made from numbers has dimensions of its own."""
+    """Give a tensor made from numbers new dimensions."""
     for output in op.outputs:
         dims[output]
 
 
 def _view(dims: Dims, number: int, op: TracedOp) -> None:
-    """The same elements in the same order, cut otherwise."""
+    """Unify the dimensions of the same elements, in the same order, in another shape."""
     (source, *_), (output,) = op.inputs, op.outputs
     if math.prod(dims.shape(source)) != math.prod(dims.shape(output)):
         _unknown_shape(dims, op)
@@ -130,14 +131,14 @@ def _permute(dims: Dims, number: int, op: TracedOp) -> None:
 
 
 def _squeeze(dims: Dims, number: int, op: TracedOp) -> None:
-    """squeeze, unsqueeze: only ones come and go."""
+    """Handle squeeze and unsqueeze: only dimensions of size 1 change."""
     source, output = op.inputs[0], op.outputs[0]
     kept = iter([dim for dim, size in zip(dims[source], dims.shape(source), strict=True) if size != 1])
     dims.of[output] = [() if size == 1 else next(kept) for size in dims.shape(output)]
 
 
 def _expand(dims: Dims, number: int, op: TracedOp) -> None:
-    """Ones become many: a dimension of its own, the same in all copies."""
+    """Handle expand: a dimension of size 1 becomes a new one, the same in all copies."""
     _align(dims, op.inputs[0], op.outputs[0], op)
 
 
@@ -149,7 +150,7 @@ def _select(dims: Dims, number: int, op: TracedOp) -> None:
 
 
 def _runs(dims: Dims, op: TracedOp, place: int) -> None:
-    """Each output is one of several equal runs of a dimension; otherwise it is pinned."""
+    """Treat each output as one of several equal runs of a dimension; otherwise pin the dimension."""
     source = op.inputs[0]
     place %= len(dims.shape(source))
     whole = dims.shape(source)[place]
@@ -218,7 +219,7 @@ def _stack(dims: Dims, number: int, op: TracedOp) -> None:
 
 
 def _along(dims: Dims, number: int, op: TracedOp) -> None:
-    """Along the named dimensions all is needed at once (softmax, mean, sum, argmax); the others pass."""
+    """Pin the named dimensions, which are needed whole (softmax, mean, sum, argmax); unify the others."""
     source = op.inputs[0]
     shape = dims.shape(source)
     given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
@@ -239,7 +240,7 @@ def _along(dims: Dims, number: int, op: TracedOp) -> None:
 
 
 def _mm(dims: Dims, number: int, op: TracedOp) -> None:
-    """mm, bmm, addmm, baddbmm: [.., m, k] x [.., k, n] -> [.., m, n]; sums over k."""
+    """Handle mm, bmm, addmm, baddbmm: [.., m, k] x [.., k, n] -> [.., m, n]; sums over k."""
     left, right = op.inputs[-2:]
     output = op.outputs[0]
     unify(dims[left][-1], dims[right][-2], _why(op))
@@ -254,7 +255,7 @@ def _mm(dims: Dims, number: int, op: TracedOp) -> None:
 
 
 def _attention(dims: Dims, number: int, op: TracedOp) -> None:
-    """Fused attention: queries [B, H, S, d], keys and values [B, G, T, d]; H is G or a multiple of it."""
+    """Handle fused attention: queries [B, H, S, d], keys, values [B, G, T, d]; H is a multiple of G."""
     query, key, value = (leaf.number for leaf in op.args[:3])
     output = op.outputs[0]
     reason = _why(op)
@@ -286,7 +287,7 @@ def _embedding(dims: Dims, number: int, op: TracedOp) -> None:
 
 
 def _layer_norm(dims: Dims, number: int, op: TracedOp) -> None:
-    """native_layer_norm, rms_norm: over the last dimensions, with weights of their shape."""
+    """Handle native_layer_norm, rms_norm: over the last dimensions, with weights of their shape."""
     source, *weights = op.inputs
     normed = len(op.args[1])
     for place in range(1, normed + 1):
@@ -298,7 +299,7 @@ def _layer_norm(dims: Dims, number: int, op: TracedOp) -> None:
 
 
 def _convolution(dims: Dims, number: int, op: TracedOp) -> None:
-    """Channels stay whole; samples pass."""
+    """Pin the channels; unify the samples."""
     source, weight, *bias = op.inputs
     output = op.outputs[0]
     unify(dims[source][0], dims[output][0], _why(op))
@@ -365,7 +366,7 @@ _RULES: dict[str, Rule] = {
 
 
 def atoms_of(dims: Dims, tensor: int) -> list[tuple[int, int, Atom]]:
-    """All atoms of a tensor as (dimension, size of what is outside of it in that dimension, atom)."""
+    """Return all atoms of a tensor as (dimension, product of the sizes outside of it there, atom)."""
     found = []
     for place, dim in enumerate(dims[tensor]):
         outer = 1

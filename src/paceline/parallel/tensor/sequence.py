@@ -1,12 +1,12 @@
-"""Sequence parallelism: between the parts of a block that tp splits, each rank has a part of the sequence.
+"""Sequence parallelism: each rank has a part of the sequence between the parts of a block that tp splits.
 
-Without it, all ranks of tp compute norms, dropouts and residual sums alike, and keep the same activations for
-backward. With it a stretch of blocks passes on [batch, length / ranks, width]: an entry gathers the sequence,
-an exit adds up and scatters it (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Without it, all ranks of tp compute the same norms, dropouts and residual sums, and keep the same activations
+for backward. With it, a stretch of blocks passes on [batch, length / ranks, width]. An entry gathers the
+sequence; an exit sums and scatters it (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
 Transformer Models", section 4.2.2). The bytes sent are those of the all-reduces that they replace.
 
-What happens to the stream outside of entries and exits must treat every place by itself. That is checked
-operation by operation in the trace; what isn't known to be so is refused, with its name.
+Outside of entries and exits, operations must treat every position of the sequence by itself. That is checked
+operation by operation in the trace. An operation that is not known to do so is refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow
 from paceline.parallel.tensor.rules import POINTWISE
 from paceline.parallel.tensor.trace import Detour, ModuleCall, Trace, TracedOp, words
 
-# Along the sequence, in tensors [batch, length, ...].
+# The dimension of the sequence, in tensors [batch, length, ...].
 DIM = 1
 _VIEWS = frozenset(words("view _unsafe_view reshape _reshape_alias clone contiguous"))
 _ALONG_LAST = frozenset(words("mean sum amax amin _softmax _log_softmax var std"))
@@ -32,12 +32,12 @@ _PRODUCTS = frozenset(words("mm addmm"))
 
 @dataclass
 class SequenceStretch:
-    """Blocks that pass on a part of the sequence.
+    """A run of blocks that pass on a part of the sequence.
 
     Attributes:
         first: the module whose input is cut.
         keys: the arguments of its call that are the stream.
-        last: the module whose output is put together again.
+        last: the module whose output is gathered.
     """
 
     first: str
@@ -47,13 +47,13 @@ class SequenceStretch:
 
 @dataclass
 class Sequence:
-    """Where a model's activations are cut along the sequence.
+    """The places where a model's activations are cut along the sequence.
 
     Attributes:
-        stretches: from where to where.
-        entries: those of the plan that gather.
-        exits: those that scatter.
-        partial: whole parameters that see a part of the sequence, so have a part of their gradient.
+        stretches: the runs of blocks.
+        entries: the plan's entries that gather.
+        exits: the plan's exits that scatter.
+        partial: whole parameters that see a part of the sequence, and so have a part of their gradient.
         draws: keys of dropouts that see a part.
         stream: numbers of the tensors in the trace that are cut along the sequence.
     """
@@ -69,7 +69,7 @@ class Sequence:
 def plan_sequence(
     trace: Trace, flow: Flow, modules: Mapping[str, nn.Module], blocks: list[str], num_ranks: int
 ) -> Sequence:
-    """Finds the stretches of a model and checks them.
+    """Find the stretches of a model and check them.
 
     Args:
         trace: the forward.
@@ -79,7 +79,7 @@ def plan_sequence(
         num_ranks: degree of tp.
 
     Raises:
-        PacelineError: PL464 where the sequence can't be cut.
+        PacelineError: PL464 if the sequence cannot be cut.
     """
     plan = Sequence()
     calls = {call.module: call for call in trace.calls if call.module in set(blocks)}
@@ -93,7 +93,7 @@ def plan_sequence(
 
 
 def _find_stretches(calls: list[ModuleCall]) -> Iterator[list[ModuleCall]]:
-    """Runs of blocks of which each takes what the one before gave."""
+    """Yield runs of blocks, each of which takes the output of the one before."""
     run: list[ModuleCall] = []
     for call in calls:
         if run and run[-1].outputs and run[-1].outputs[0] in call.inputs.values():
@@ -134,17 +134,17 @@ def _read_stretch(
 
 
 def _stream_keys(calls: list[ModuleCall]) -> tuple[int | str, ...]:
-    """Under which names the second block gets what the first one gave; so does the first one."""
+    """Return the arguments in which the second block gets the first one's output; the first uses the same."""
     if len(calls) < 2:
         return tuple(key for key in calls[0].inputs if key in (0, "hidden_states", "x", "src"))[:1]
     return tuple(key for key, number in calls[1].inputs.items() if number == calls[0].outputs[0])
 
 
 class _Walk:
-    """Follows the stream through the operations of a stretch, and adds what it meets to the plan.
+    """A walk that follows the stream through a stretch, and adds what it finds to the plan.
 
     Attributes:
-        stream: numbers of the tensors that are cut along the sequence where they are used, and of the sums
+        stream: numbers of the tensors that are cut along the sequence when they are used, and of the sums
             that are scattered into them.
     """
 
@@ -161,7 +161,7 @@ class _Walk:
         self._trace, self._flow, self._modules = trace, flow, modules
         self._calls = {(call.module, call.spot): call for call in trace.written}
         self._shape, self._plan = shape, plan
-        # Operations up to the place where a sum is scattered.
+        # Operations up to the one where a sum is scattered.
         self._unscattered: set[int] = set()
         for leaving in flow.exits:
             if leaving.spot is not None:
@@ -195,7 +195,7 @@ class _Walk:
                 self._plan.partial |= {names[source] for source in self._flow.learned.get(tensor, ())}
 
     def _gathered_at(self, tensor: int, number: int) -> CutBoundary | None:
-        """The entry through which an operation gets a tensor, if it does."""
+        """Return the entry through which an operation gets a tensor, or `None`."""
         for entry, call in self._entries:
             if entry.keys:
                 if call.first <= number < call.last and tensor in (call.inputs[key] for key in entry.keys):
@@ -205,7 +205,7 @@ class _Walk:
         return None
 
     def _leave(self, number: int, op: TracedOp) -> None:
-        """A sum: scattered, it is the stream again."""
+        """Record a sum, which is part of the stream again once it is scattered."""
         leaving = self._flow.exit_of[number]
         self.stream.update(op.outputs)
         self._plan.exits.add(leaving)
@@ -220,11 +220,11 @@ class _Walk:
 
 
 def _check_op(trace: Trace, op: TracedOp, taken: set[int], stream: set[int], shape: tuple[int, ...]) -> None:
-    """Raises unless an operation treats every place of the sequence by itself."""
+    """Raise unless an operation treats every position of the sequence by itself."""
     batch, length = shape[0], shape[DIM]
     where = f"{op.name} in {op.module or 'the model'}"
     if op.name in POINTWISE:
-        return  # with a tensor of the whole sequence shapes don't fit, which the rehearsal shows
+        return  # with a tensor of the whole sequence shapes do not fit; the rehearsal detects that
     tensor_shape = trace.shapes[op.inputs[0]]
     if op.name in _ALONG_LAST:
         given = op.args[1] if len(op.args) > 1 else None
@@ -244,7 +244,7 @@ def _check_op(trace: Trace, op: TracedOp, taken: set[int], stream: set[int], sha
 
 
 def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
-    """What the hooks of a plan will do, on one rank and with shapes only."""
+    """Return detours that do what the hooks of a plan will do, on one rank and with shapes only."""
 
     def take(tensor: Tensor) -> Tensor:
         return tensor.chunk(num_ranks, DIM)[0].contiguous()
@@ -261,7 +261,7 @@ def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
 
 
 def mismatch_error(reason: str) -> PacelineError:
-    """The error for code that doesn't work on a part of the sequence."""
+    """Return the error for code that does not work on a part of the sequence."""
     return _refuse(reason)
 
 

@@ -1,10 +1,10 @@
-"""Sizes in a model's code, such as the number of heads in `x.view(batch, -1, self.num_heads, width)`.
+"""Changes sizes in a model's code, such as the number of heads in `x.view(batch, -1, self.num_heads, width)`.
 
-With parts of the parameters, a size that counts what is cut has to be that of the part. Where the code takes
-it from a tensor's shape or leaves it to -1, it is right by itself. Where it is a number of the module (or
-worked out from one), it is changed on the way into the function of torch, in just the calls (`calls.py`) in
-which the trial forward has found it: the module's own numbers stay as they are, as code may use them
-otherwise too.
+With parts of the parameters, a size that counts a cut dimension must be that of the part. If the code takes
+it from a tensor's shape or leaves it to -1, it is correct already. If it is a number of the module (or
+derived from one), it is changed on the way into the function of torch, in just the calls (`calls.py`) in
+which the trial forward found it. The module's own numbers are not changed, because code may use them for
+other purposes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SIZED = _VIEWS | _SPLITS | _UNFLATTENS | _CREATORS
 def change_size(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, change: Change
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with the size that it gives a dimension of its result changed.
+    """Return the arguments of a call, with the size that it gives a dimension of its result changed.
 
     Args:
         func: of `SIZED`.
         args, kwargs: of the call.
-        dim: of the result; nothing is changed where the call says nothing of it.
-        change: from the size given to the one to use; not asked about -1.
+        dim: of the result; nothing is changed if the call does not specify its size.
+        change: from the given size to the one to use; not called for -1.
     """
     if func in _VIEWS or func in _CREATORS:
         start = 0 if func in _CREATORS else 1
@@ -69,7 +69,7 @@ def _change_at(sizes: Any, dim: int, change: Change) -> tuple[int, ...]:
 
 
 def divide_size(dim: int, num_ranks: int) -> CallChange:
-    """What makes a call give a dimension of its result the size of a part."""
+    """Return a change that makes a call give a dimension of its result the size of a part."""
 
     def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = change_size(func, args, kwargs, dim, lambda size: size // num_ranks)

@@ -1,9 +1,9 @@
-"""Sums over the ranks that arise in the middle of a forward, added up in the call that gives them.
+"""Sums over the ranks that arise inside a forward, computed in the call that produces the addends.
 
-A layer of torch that runs torch's own forward is changed as a whole (`apply.py`). All other code is the
+A layer of torch that runs torch's own forward is replaced as a whole (`apply.py`). All other code is the
 user's: a subclass of `nn.Linear` that scales, an embedding that multiplies, a forward patched on one
-instance. It runs as it is. Only its calls of some functions of torch (`calls.SUMMED`) give the sum over the
-ranks in place of a rank's addend.
+instance. It runs unchanged. Only its calls of some functions of torch (`calls.SUMMED`) return the sum over
+the ranks in place of a rank's addend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOKUP = inspect.signature(F.embedding)
 
 
 def add_up_call(change: Callable[[Tensor], Tensor]) -> Change:
-    """What makes a call of a product give the sum over the ranks.
+    """Return a change that makes a call of a product return the sum over the ranks.
 
     Args:
         change: from a rank's addend to the sum.
@@ -47,7 +47,7 @@ def add_up_call(change: Callable[[Tensor], Tensor]) -> Change:
 
 
 def add_up_lookup(change: Callable[[Tensor], Tensor], axis: Axis) -> Change:
-    """What makes a call of `F.embedding` give the sum over ranks that have some rows each."""
+    """Return a change that makes a call of `F.embedding` return the sum over the ranks' rows."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _LOOKUP.bind(*args, **kwargs).arguments
@@ -60,6 +60,6 @@ def add_up_lookup(change: Callable[[Tensor], Tensor], axis: Axis) -> Change:
 
 
 def is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `F.embedding` reads its table and does nothing else to it."""
+    """Return whether a call of `F.embedding` reads its table and does nothing else to it."""
     given = _LOOKUP.bind(*args, **kwargs).arguments
     return given.get("max_norm") is None and not given.get("sparse") and not given.get("scale_grad_by_freq")

@@ -1,8 +1,8 @@
-"""What one forward does: every operation on tensors, and the module that it belongs to.
+"""Records one forward: every operation on tensors, and the module that it belongs to.
 
 The forward runs on fake tensors (shapes without numbers), so it costs no arithmetic and works for a model on
-the meta device. Nothing of the model is changed. Recorded is what reaches the dispatcher: composite functions
-have come apart there, so that a handful of operations describes any Python code.
+the meta device. The model is not changed. The operations that reach the dispatcher are recorded. Composite
+functions are decomposed there, so a small set of operations describes any Python code.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from paceline.torch_seams.fake import LOGGER, FakeTensorMode
 from paceline.torch_seams.operators import GROUPED_MM
 from paceline.torch_seams.trees import tree_leaves, tree_map_only
 
-# Where torch keeps its stand-ins for operations on tensors without numbers.
+# torch's file with the implementations of operations for tensors without numbers.
 _META_KERNELS = "torch/_meta_registrations.py"
-# Samples of an example batch; enough that their dimension doesn't vanish.
+# Number of samples in an example batch; 2, because a dimension of size 1 would disappear.
 NUM_SAMPLES = 2
-# Functions whose calls in the model's code may have to be made otherwise.
+# Functions whose calls in the model's code may have to be changed.
 WATCHED = SIZED | SUMMED
 Resize = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-# Changes a parameter or buffer before a trace, by name: how a check sees the parts that a rank will hold.
+# Gives the shape of a parameter or buffer in a trace, by name: a check uses it to see a rank's parts.
 Reshape = Callable[[str, Tensor], tuple[int, ...]]
 
 
 @dataclass
 class TracedOp:
-    """One operation.
+    """One operation of a forward.
 
     Attributes:
         name: of the dispatcher, without overload: `mm`, `view`, `native_layer_norm`.
-        args: its arguments, with the numbers of tensors (`Ref`) in place of these.
+        args: its arguments, with `Ref`s in place of tensors.
         kwargs: the same for keywords.
-        outputs: numbers of the tensors that it gave, in order.
+        outputs: numbers of the tensors that it returned, in order.
         module: full name of the innermost module that is being called.
         is_hooked: whether it ran in a hook of that module, not in its forward.
     """
@@ -66,20 +66,20 @@ class TracedOp:
 
     @cached_property
     def inputs(self) -> list[int]:
-        """Numbers of the tensors that it takes."""
+        """The numbers of the tensors that it takes."""
         return [leaf.number for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
 
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor."""
+    """A placeholder for a tensor in recorded arguments."""
 
     number: int
 
 
 @dataclass
 class ModuleCall:
-    """One call of a module: the operations from `first` to `last` (excluded) ran inside.
+    """One call of a module: the operations from `first` to `last` (excluded) ran inside it.
 
     Attributes:
         inputs: by argument (its place, or its name for keywords), the tensors' numbers; nested ones are
@@ -96,13 +96,13 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Detour:
-    """What is done to a tensor on its way into or out of a module, in a trace only.
+    """A change of a tensor on its way into or out of a module, in a trace only.
 
     Attributes:
         module: full name.
         keys: arguments of its call that are the tensor; empty for its first output.
-        change: gives what takes its place; not recorded.
-        spot: the call in its forward whose result is meant in place of the module's.
+        change: returns the tensor to use instead; not recorded.
+        spot: the call in the module's forward whose result is changed, in place of the module's.
     """
 
     module: str
@@ -117,12 +117,12 @@ class Written:
 
     Attributes:
         module: full name of the module.
-        spot: which call it is.
+        spot: the call among those of the forward.
         func: the function, of `WATCHED`.
         args, kwargs: as given.
-        first: the operations from here on ran inside,
-        last: up to this one (excluded).
-        outputs: numbers of the tensors that it gave.
+        first: number of the first operation that ran inside,
+        last: number after the last one.
+        outputs: numbers of the tensors that it returned.
     """
 
     module: str
@@ -137,17 +137,17 @@ class Written:
 
 @dataclass
 class Trace:
-    """A forward.
+    """A recorded forward.
 
     Attributes:
         ops: the operations in order.
-        calls: the calls of modules, by order of their beginning; the first one is the model's.
+        calls: the calls of modules, in the order in which they began; the first one is the model's.
         shapes: by number of a tensor.
         dtypes: by number of a tensor.
-        names: by number, the full name of a parameter or buffer (the first, where it has several).
-        parameters: which of these are parameters.
-        outputs: numbers of the tensors that the model returned, by their place among the leaves.
-        written: calls of functions that were given sizes or that may leave a sum, in order.
+        names: by number, the full name of a parameter or buffer (the first, if it has several).
+        parameters: the numbers of those that are parameters.
+        outputs: numbers of the tensors that the model returned, by index among the leaves.
+        written: calls of functions that were given sizes or that may produce a sum, in order.
         drawn: by key of a dropout (`parallel/dropout/replacements.py`), the tensor that was dropped.
     """
 
@@ -172,19 +172,19 @@ def trace_forward(
     masks: Masks | None = None,
     detours: Sequence[Detour] = (),
 ) -> Trace:
-    """Runs `run(model)` on fake tensors and records it.
+    """Run `run(model)` on fake tensors and record it.
 
     Args:
         model: in the mode (train or eval) that is to be traced; its parameters may be on meta.
         run: calls the model, with tensors of the batch that may be real.
         reshape: from name and tensor to the shape that the parameter or buffer has in this trace.
-        partial_result: give what was recorded until the forward failed, in place of raising.
-        resize: from the number of a sized call and its function and arguments to those to use.
-        masks: the model's dropout, to be listened to.
-        detours: stand in for what hooks will do.
+        partial_result: if the forward fails, return what was recorded until then instead of raising.
+        resize: from the number of a sized call, its function and arguments, to the arguments to use.
+        masks: the model's dropout, whose draws are recorded.
+        detours: stand in for the hooks of a plan.
 
     Raises:
-        PacelineError: PL460 where the forward can't run without numbers.
+        PacelineError: PL460 if the forward cannot run without numbers.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[str, Tensor] = {}
@@ -244,7 +244,7 @@ def trace_forward(
 
 
 def _forward_error(model: nn.Module, recorder: _ForwardRecorder, error: Exception) -> PacelineError:
-    """Tell why the trial forward failed: by torch's stand-in for an operation, or by the model or batch."""
+    """Return the error for a failed trial forward: caused by torch's stand-in, or by the model or batch."""
     saw = f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
     saw += f"{type(error).__name__}: {first_line(error)}"
     rule = "To find out what tensor parallelism can split, one forward is traced on tensors without values."
@@ -265,12 +265,12 @@ def _forward_error(model: nn.Module, recorder: _ForwardRecorder, error: Exceptio
 
 
 def words(text: str) -> list[str]:
-    """Names of operations, from a text that fits on a few lines."""
+    """Return names of operations from a text that lists them."""
     return text.split()
 
 
 def cut_batch(batch: Any) -> Any:
-    """The first samples of a nest of tensors, for an example."""
+    """Return the first samples of nested tensors, as an example."""
     return tree_map_only(Tensor, lambda tensor: tensor[:NUM_SAMPLES] if tensor.dim() else tensor, batch)
 
 
@@ -282,12 +282,12 @@ def _listening(masks: Masks, recorder: _ForwardRecorder, drawn: dict[str, int]) 
         with masks.drawing(0, range(NUM_SAMPLES)):
             yield
     finally:
-        # What a trial tells of samples says nothing: it may not have been cut by samples.
+        # Draws marked unsafe by a trial do not count: its batch may not have been cut by samples.
         masks.on_draw, masks.unsafe[:] = before, unsafe
 
 
 class _Caller(nn.Module):
-    """So that `functional_call` takes a function of the model in place of its forward."""
+    """A module whose forward calls a function of the model, as `functional_call` requires."""
 
     def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
         super().__init__()
@@ -306,14 +306,14 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         self._numbers: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # a freed tensor's id would be given to another one
+        self._kept: list[Tensor] = []  # keeps tensors alive: a freed tensor's id would be reused
         self._open: list[ModuleCall] = []
-        # The modules whose own forward is running, each with what it has passed.
+        # The modules whose own forward is running, each with the number of calls made per site so far.
         self._forwards: list[tuple[str, Counter[Site]]] = []
         self._is_paused = False
 
     def find_call(self, site: Site) -> tuple[str, CallSite]:
-        """The module whose own forward is running, and which call in it comes now."""
+        """Return the module whose own forward is running, and the call in it that comes now."""
         module, passed = self._forwards[-1]
         passed[site] += 1
         return module, CallSite(site, passed[site] - 1)
@@ -328,7 +328,7 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Nothing is recorded inside."""
+        """Record nothing inside the context."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -357,7 +357,7 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = _run_fake(func, args, keywords)
         outputs = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
-        if outputs:  # not a question, such as for the device
+        if outputs:  # not a query, such as for the device
             module = self._open[-1].module if self._open else ""
             is_hooked = not self._forwards or self._forwards[-1][0] != module
             self.ops.append(TracedOp(name, refs, ref_keywords, outputs, module, is_hooked))
@@ -365,11 +365,11 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Hears of every call of a module."""
+        """Record every call of a module."""
         handles: list[RemovableHandle] = []
         restores: list[Callable[[], None]] = []
         logger = logging.getLogger(LOGGER)
-        # A trial that fails is told by us.
+        # Paceline reports a failed trial itself.
         before = logger.level
         logger.setLevel(logging.CRITICAL)
         for name, module in model.named_modules():
@@ -402,7 +402,7 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def taking(self, detours: Sequence[Detour], model: nn.Module) -> Iterator[None]:
-        """Sends tensors on detours, which are not recorded."""
+        """Apply the detours to the tensors; this is not recorded."""
         handles = []
         for detour in detours:
             module = model.get_submodule(detour.module)
@@ -425,10 +425,10 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation for the shapes of its result."""
+    """Run an operation to find the shapes of its result."""
     if func is not GROUPED_MM or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
-    # Without numbers it insists on bf16, though its kernel takes what the experts of a mixture compute in.
+    # On fake tensors it requires bf16, though its kernel accepts the types that mixtures of experts use.
     narrow = tree_map_only(
         Tensor, lambda tensor: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor, args
     )

@@ -1,8 +1,8 @@
 """Embedding tables and logits that are cut along the vocabulary.
 
-A rank looks up the tokens whose rows it has and gives zeros for the others; the sum over ranks is the
+A rank looks up the tokens whose rows it has and returns zeros for the others; the sum over ranks is the
 embedding (Shoeybi et al. 2019, section 3). The logits stay cut: a `CutTensor` stands for the whole tensor and
-becomes whole only where something needs that. Cross-entropy doesn't: it exchanges three numbers per token in
+becomes whole only if an operation needs that. Cross-entropy does not: it exchanges three numbers per token in
 place of the vocabulary.
 """
 
@@ -24,7 +24,7 @@ from paceline.torch_seams.tensors import find_base
 
 
 def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Axis) -> Tensor:
-    """This rank's addend of an embedding: its own rows, zeros elsewhere.
+    """Return this rank's addend of an embedding: the rows it has, zeros for all other tokens.
 
     Args:
         table: this rank's rows; the first one is row `rank * rows` of the whole table.
@@ -42,20 +42,20 @@ def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Axis) -> Tens
     elsewhere = (own < 0) | (own >= rows)
     found = F.embedding(own.masked_fill(elsewhere, 0), table)
     if padding is not None:
-        # As in torch: its row is read, and gets no gradient.
+        # As in torch, the padding row is read and gets no gradient.
         found = torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 class CutTensor:
-    """A tensor of which each rank of tp has a part; becomes whole where something needs all of it.
+    """A tensor of which each rank of tp has a part; it becomes whole if an operation needs all of it.
 
-    Functions of torch take it for a tensor. Those that leave the cut dimension alone (`flatten`, `view`,
-    slices, casts) and cross-entropy work on the parts, all others on the whole, which costs one all-gather
-    of the tensor. All ranks must use it alike.
+    Functions of torch accept it as a tensor. Those that leave the cut dimension alone (`flatten`, `view`,
+    slices, casts) and cross-entropy work on the parts. All others work on the whole tensor, which costs one
+    all-gather of it. All ranks must use it alike.
 
     Attributes:
-        part: this rank's.
+        part: this rank's part.
         split: how the whole is cut.
     """
 
@@ -66,11 +66,11 @@ class CutTensor:
         self._whole: Tensor | None = None
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # code that asks whether an output is a tensor is answered as it expects
+    def __class__(self) -> type:  # passes isinstance checks for a tensor
         return Tensor
 
     def whole(self) -> Tensor:
-        """The whole tensor, the same on all ranks."""
+        """Return the whole tensor, the same on all ranks; collective at the first call."""
         if self._whole is None:
             self._whole = _Join.apply(self.part, self.split, self._axis)  # type: ignore[no-untyped-call]
         return self._whole
@@ -122,22 +122,22 @@ class CutTensor:
         return self.part.is_floating_point()
 
     @property
-    def _base(self) -> Tensor | None:  # fully_shard's hooks and ours ask, and must not make it whole
+    def _base(self) -> Tensor | None:  # hooks of fully_shard and Paceline read it; it must not gather
         return find_base(self.part)
 
     def register_hook(self, hook: Any) -> Any:
-        """Runs when backward reaches the part: there fully_shard gathers what backward needs."""
+        """Register a hook for when backward reaches the part; there fully_shard gathers for backward."""
         return self.part.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        """On the parts where the cut dimension is the last one and stays out of it."""
+        """Flatten the parts if the cut dimension is the last one and not flattened, else the whole."""
         end = end_dim % self.dim()
         if self._is_last and end < self.dim() - 1:
             return self._with(self.part.flatten(start_dim, end_dim))
         return self.whole().flatten(start_dim, end_dim)
 
     def view(self, *shape: Any) -> Any:
-        """On the parts where the last dimension stays as it is."""
+        """View the parts if the last dimension keeps its size, else the whole."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], (int, torch.dtype)) else shape
         if self._is_last and sizes and sizes[-1] == self.shape[-1]:
             return self._with(self.part.reshape(*sizes[:-1], self.part.shape[-1]))
@@ -212,7 +212,7 @@ def _keeps_last(index: tuple[Any, ...], num_dims: int) -> bool:
 
 
 class _Join(torch.autograd.Function):
-    """The whole tensor from its parts; backward, this rank's part."""
+    """The whole tensor from its parts; backward returns this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, split: Split, axis: Axis) -> Tensor:
@@ -234,7 +234,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """As `F.cross_entropy` on [N, classes] or [classes] cut by classes; `None` for what needs all of them."""
+    """Return `F.cross_entropy` on [N, classes] cut by classes; `None` if it needs all classes."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     is_index = isinstance(target, Tensor) and not target.is_floating_point()
     if not (plain and is_index and logits._is_last and logits.dim() == 2):
@@ -253,7 +253,7 @@ def _cross_entropy(
 
 
 class _CutCrossEntropy(torch.autograd.Function):
-    """Losses [N] from parts of logits [N, classes / ranks] and targets [N]."""
+    """The losses [N] from parts of logits [N, classes / ranks] and targets [N]."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, target: Tensor, ignore_index: int, axis: Axis) -> Tensor:
