@@ -1,8 +1,8 @@
-"""Finds the random draws of a forward that are not made by `dropout.py`: for `paceline verify`.
+"""Finds the random draws of a forward that `replacements.py` does not make: for `paceline verify`.
 
-On different data-parallel layouts such draws are still the same, as all generators are seeded before every
-microbatch (`generators.py`). They change with the microbatch's size and with whatever draws before them, and
-tensor-parallel ranks, or ranks with parts of a sequence, may draw the same numbers for different elements.
+On different data-parallel layouts such draws are still the same, because all generators are seeded before
+every microbatch. They change with the microbatch's size and with the draws before them. Tensor-parallel
+ranks, or ranks with parts of a sequence, may draw the same numbers for different elements.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _NO_DRAW = {"aten::_fused_sdp_choice", "paceline::keep"}
 
 
 def find_random(model: nn.Module, run: Callable[[], Any]) -> list[Finding]:
-    """The random operations of a forward, by module and operation, in the order of their first use.
+    """Return the random operations of a forward, by module and operation, in the order of their first use.
 
     Args:
-        model: whose modules are named; its dropout counts unless `run` is inside of `Masks.drawing`.
-        run: does the forward, in train mode and not compiled (compiled code is not seen).
+        model: its modules are named; its dropout counts unless `run` is inside `Masks.drawing`.
+        run: does the forward, in train mode and not compiled (draws in compiled code are not detected).
 
     Returns:
-        PL450 per module and operation; PL453 where Python's or numpy's global generator was used, or torch's
-        by something that isn't an operation of torch's (a kernel of another library).
+        PL450 per module and operation; PL453 if Python's or numpy's global generator was used, or torch's by
+        code that is not an operation of torch (a kernel of another library).
     """
     names = {id(module): name for name, module in model.named_modules()}
     stack: list[nn.Module] = []
@@ -41,7 +41,7 @@ def find_random(model: nn.Module, run: Callable[[], Any]) -> list[Finding]:
 
     def leave(module: nn.Module, _args: Any, _output: Any) -> None:
         while stack and stack.pop() is not module:
-            pass  # what a forward that raised has left
+            pass  # left by a forward that raised
 
     watch = _Watch(lambda: next((m for m in reversed(stack) if id(m) in names), None), names)
     before = _read_generators()
@@ -54,12 +54,12 @@ def find_random(model: nn.Module, run: Callable[[], Any]) -> list[Finding]:
             handle.remove()
     moved = [kind for kind, state in _read_generators().items() if state != before[kind]]
     if watch.found and "torch" in moved:
-        moved.remove("torch")  # by what was seen
+        moved.remove("torch")  # used by the operations found
     return [*watch.found.values(), *(_drawn_unseen(kind) for kind in moved)]
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes random operations; what runs is the same."""
+    """A mode that records random operations and does not change them."""
 
     def __init__(self, find_module: Callable[[], nn.Module | None], names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call really draws: attention without dropout, or dropout in eval mode, doesn't."""
+    """Return whether a call really draws; attention without dropout, or dropout in eval mode, does not."""
     if read_schema(func).name in _NO_DRAW:
         return False
     arguments = read_schema(func).arguments

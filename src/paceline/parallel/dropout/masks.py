@@ -1,17 +1,16 @@
-"""Masks as a pure function of (seed, sample, name of the draw, position): no generator, no state.
+"""Computes masks as a pure function of (seed, sample, name of the draw, position): no generator, no state.
 
-Each element's 32 random bits are a hash of what it is, so a rank computes the part that it holds and
-nothing else, in any order, on any device. Integer arithmetic wraps alike everywhere, so CPU and CUDA agree
-to the bit.
+Each element's 32 random bits are a hash of its identity. A rank thus computes only the part that it holds, in
+any order, on any device. Integer arithmetic wraps alike everywhere, so CPU and CUDA agree to the bit.
 
     key(sample)  = blake2b(seed, name, sample)               64 bits, on the host
     row          = splitmix64(key + row number * odd)        per run of the last dimension
     column       = splitmix64(column number * odd)           cached
     element      = murmur(row + column), kept where it is at least p * 2^32
 
-The two mixing steps per element are those of MurmurHash3's finaliser without the last shift: only the
-high bits decide. Shifts are arithmetic, as torch has no others on signed integers; x ^ (x >> k) can be undone
-all the same, so nothing is lost. It takes a quarter of `bernoulli_`'s time.
+The two mixing steps per element are those of MurmurHash3's finaliser without the last shift: only the high
+bits decide. Shifts are arithmetic, because torch has no others on signed integers. x ^ (x >> k) is invertible
+all the same, so no information is lost. It takes a quarter of `bernoulli_`'s time.
 
 Sources: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (counter-based generators);
 Steele et al. 2014, "Fast splittable pseudorandom number generators"; Appleby's MurmurHash3.
@@ -32,16 +31,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """This rank's part of a tensor that is dropped: one dimension seen as [outer, num_parts, rest].
+    """This rank's part of a dropped tensor: one dimension seen as [outer, num_parts, rest].
 
-    As `parallel/split.py` sees parameters. Where the dimension holds the samples too ([batch * heads, ...]),
-    `outer` counts within one sample.
+    `parallel/split.py` describes parameters the same way. If the dimension holds the samples too ([batch *
+    heads, ...]), `outer` counts within one sample.
 
     Attributes:
         dim: the dimension, not negative.
         outer: how often the divided part repeats.
-        num_parts: into how many parts it is divided.
-        part: which one this rank has.
+        num_parts: number of parts.
+        part: number of this rank's part.
     """
 
     dim: int
@@ -52,10 +51,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class SampleDim:
-    """Where in a tensor the samples are.
+    """The place of the samples in a tensor.
 
     Attributes:
-        dim: the samples' dimension, 0 or 1; `None` where there is none.
+        dim: the samples' dimension, 0 or 1; `None` if there is none.
         folded: whether dimension 0 is [samples, rest].
     """
 
@@ -64,7 +63,7 @@ class SampleDim:
 
 
 def place_samples(size: Sequence[int], num_samples: int, cuts: Sequence[Cut] = ()) -> SampleDim:
-    """The samples' dimension of a tensor.
+    """Return the samples' dimension of a tensor.
 
     It is dimension 0 if that is as long as there are samples, else dimension 1 (sequence-first models), else
     dimension 0 is [samples, rest] if it is a multiple. Sizes are compared as they are without cuts.
@@ -92,17 +91,17 @@ def draw_mask(
     place: SampleDim,
     cuts: Sequence[Cut] = (),
 ) -> Tensor:
-    """What is kept: bool of `size`, each element with probability 1 - p.
+    """Return the mask of the kept elements: bool of `size`, each True with probability 1 - p.
 
     Args:
-        seed: of the run, the step and whatever else separates draws.
+        seed: of the run, the step and everything else that separates draws.
         key: name of the draw.
         samples: numbers of the samples in the global batch, in the order in which the tensor holds them.
         size: of the tensor on this rank.
         p: probability of an element to be dropped, from 0 to 1.
-        device: where the mask is wanted.
-        place: where the samples are; without a dimension the first sample's number stands for all.
-        cuts: what part of the whole tensor this rank has.
+        device: the device of the mask.
+        place: the place of the samples; without a dimension the first sample's number stands for all.
+        cuts: the part of the whole tensor that this rank has.
     """
     if p <= 0 or p >= 1 or not math.prod(size):
         return torch.full(list(size), p < 1, dtype=torch.bool, device=device)
@@ -136,12 +135,12 @@ def draw_mask(
 
 
 def _threshold(p: float) -> int:
-    """The least signed 32-bit number that is kept."""
+    """Return the least signed 32-bit number that is kept."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def _derive_keys(seed: int, key: str, samples: Sequence[int], device: torch.device) -> Tensor:
-    """A 64-bit key per sample, int64 [samples, 1]."""
+    """Return a 64-bit key per sample, int64 [samples, 1]."""
     prefix = hashlib.blake2b(f"{seed}/{key}/".encode(), digest_size=8)
     digests = bytearray()
     for sample in samples:
@@ -156,8 +155,11 @@ def _derive_keys(seed: int, key: str, samples: Sequence[int], device: torch.devi
 def _number_positions(
     described: tuple[tuple[int, Cut | None], ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Of positions inside a whole sample: row numbers times an odd number, int64 [1, rows]; the last
-    dimension's random offsets, int32 [length]. Cached: 8 bytes per row and 4 per column."""
+    """Return row numbers times an odd number, int64 [1, rows], and column offsets, int32 [length].
+
+    Both are of positions inside one whole sample. The offsets are random, one per place of the last
+    dimension. Cached: 8 bytes per row and 4 per column.
+    """
     *rows, last = (_number_dim(length, cut) for length, cut in described)
     numbers, stride = torch.zeros(1, dtype=torch.int64), 1
     for index, whole in reversed(rows):
@@ -168,7 +170,7 @@ def _number_positions(
 
 
 def _number_dim(length: int, cut: Cut | None) -> tuple[Tensor, int]:
-    """The places along a whole dimension that this rank has, and how long the whole one is."""
+    """Return this rank's places along a whole dimension, and the length of the whole dimension."""
     if cut is None:
         return torch.arange(length), length
     whole = length * cut.num_parts
@@ -177,7 +179,7 @@ def _number_dim(length: int, cut: Cut | None) -> tuple[Tensor, int]:
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """splitmix64's output function, on a fresh tensor."""
+    """Return splitmix64's output function of a tensor, which is overwritten."""
     x ^= x >> 30
     x *= _signed64(0xBF58476D1CE4E5B9)
     x ^= x >> 27

@@ -1,8 +1,8 @@
-"""Puts functions in the place of torch's own for a while, and leaves a user's in place.
+"""Replaces functions of torch temporarily, and leaves a user's replacements in place.
 
-A user may have replaced one of torch's functions before (another attention, a context manager of torch's own
-that patches), or may do so while ours are in place. So what is there is read on entry, only torch's own is
-replaced, and on exit only what is still ours is put back.
+A user may have replaced one of torch's functions before (another attention, a context manager of torch that
+patches), or may do so while Paceline's are in place. So the present function is read on entry, only torch's
+own is replaced, and on exit only Paceline's is restored.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PatchedFunction:
-    """A place of one of torch's functions.
+    """The place of a function of torch.
 
     Attributes:
         place: the module that holds it.
         name: its name there.
-        make: gives what takes the place of the function found there (`None` where the module finds torch's
-            own elsewhere), or `None` to leave that alone.
+        make: returns the replacement of the function found there (`None` if the module gets torch's own from
+            elsewhere), or `None` to leave that function alone.
     """
 
     place: Any
@@ -31,10 +31,10 @@ class PatchedFunction:
 
 
 class Patches:
-    """Replaces functions as long as somebody is inside of `applied`; entering again changes nothing.
+    """A set of replacements in force inside `applied`; entering again changes nothing.
 
     Args:
-        spots: what is replaced.
+        spots: the functions that are replaced.
     """
 
     def __init__(self, spots: list[PatchedFunction]) -> None:
@@ -42,15 +42,15 @@ class Patches:
         self._lock = threading.Lock()
         self._depth = 0
         self._saved: list[tuple[PatchedFunction, Any, Any]] = []
-        # Per spot what was found, and what was made for it: compiled code depends on it being the same
+        # The function found at each spot, and its replacement. Compiled code depends on that being the same
         # object in every step.
         self._made: list[tuple[Any, Callable[..., Any] | None] | None] = [None] * len(spots)
-        # The same of the first time, when torch's own are usually found.
+        # The same of the first time, when torch's own functions are usually found.
         self._first = list(self._made)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the functions inside of this."""
+        """Replace the functions inside the context."""
         with self._lock:
             if self._depth == 0:
                 self._apply()
@@ -66,7 +66,8 @@ class Patches:
     def _apply(self) -> None:
         for number, spot in enumerate(self._spots):
             found = spot.place.__dict__.get(spot.name)
-            # A user who patched inside of this and undid it afterwards has put ours back, to stay.
+            # A user who patched inside the context and undid it afterwards has permanently restored
+            # Paceline's.
             for earlier in (self._first[number], self._made[number]):
                 if earlier is not None and found is not None and found is earlier[1]:
                     found = earlier[0]
@@ -82,7 +83,7 @@ class Patches:
     def _restore(self) -> None:
         for spot, found, ours in self._saved:
             if spot.place.__dict__.get(spot.name) is not ours:
-                continue  # replaced in the meantime by a user, who means it to stay
+                continue  # replaced in the meantime by a user, who wants it to stay
             if found is None:
                 delattr(spot.place, spot.name)
             else:

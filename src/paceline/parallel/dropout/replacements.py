@@ -1,17 +1,17 @@
-"""Dropout whose masks depend on the seed, the sample, the module and the position, and on nothing else.
+"""Drops elements by masks that depend only on the seed, the sample, the module and the position.
 
-Not on the rank, the microbatch's size, the degree of tensor parallelism, the part of the sequence, nor on
-what else drew random numbers, or whether a block is run a second time in backward. The masks themselves are
-in `masks.py`, names of draws in `dropout_scope.py`.
+The masks do not depend on the rank, the microbatch's size, the degree of tensor parallelism, the part of the
+sequence, other random draws, or whether backward recomputes a block. `masks.py` computes the masks;
+`scope.py` names the draws.
 
-torch's functions are replaced while `Masks.drawing` is on, and only then, in the places that modules call:
-`torch.nn.functional`, and below it `torch._VF`, which also serves those who imported `dropout` by name. So
-nn.Dropout and its kin, functional dropout, `scaled_dot_product_attention` and the dropouts within
-`multi_head_attention_forward` are all reached, and the model's modules stay what they are. A function that
-the user has put in the place of torch's is called as before (`dropout_patch.py`).
+torch's functions are replaced only while `Masks.drawing` is active, in the places that modules call:
+`torch.nn.functional`, and below it `torch._VF`, which also serves code that imported `dropout` by name. This
+covers nn.Dropout and its relatives, functional dropout, `scaled_dot_product_attention` and the dropouts
+within `multi_head_attention_forward`, while the model's modules are unchanged. A function with which the user
+has replaced torch's is called as before (`patch.py`).
 
-What is not reached is named: at once in `Masks.unsafe` where the model's modules show it, and by
-`find_random` (`dropout_find.py`), which watches a forward.
+Draws that are not covered are reported: at once in `Masks.unsafe` if the model's modules reveal them, else by
+`find_random` (`find.py`), which watches a forward.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ OnDraw = Callable[[str, Tensor, Tensor], None]
 # By token (see `Enter`); a copy of a laid-out model has the same one.
 _laid_out: weakref.WeakValueDictionary[str, Masks] = weakref.WeakValueDictionary()
 _CALL_NUMBER = re.compile(r"~\d+")
-# Of a module that is called above the one that drops.
+# The call number of a module above the one that drops.
 _CALL_ABOVE = re.compile(r"~\d+(?=[.>])")
-# The hooks' keys. torch numbers hooks through, and numbers that differ between blocks would be conditions
+# The hooks' keys. torch numbers hooks consecutively. Numbers that differ between blocks would be conditions
 # for compiled code.
 _ENTER, _LEAVE = "paceline_enter", "paceline_leave"
 
@@ -67,14 +67,14 @@ class Masks:
     """The random draws of one model.
 
     Attributes:
-        splits: by key (see `on_draw`): what part of the tensor that is dropped this rank has, empty for all
-            of it. Tensor parallelism fills it, with a key for every call (`layers.0~1/dropout#0` is a
-            module's second). A call without a key is as those of the same module that have one.
-        sample_dims: by key: the dimension of the samples, where sizes don't tell (a sequence as long as
+        splits: by key (see `on_draw`): this rank's part of the dropped tensor, empty for all of it. Tensor
+            parallelism fills it, with a key for every call (`layers.0~1/dropout#0` is a module's second). A
+            call without a key is treated like those of the same module that have one.
+        sample_dims: by key: the dimension of the samples, if sizes do not determine it (a sequence as long as
             there are samples, with the sequence first).
         unsafe: draws that depend on the layout, once each.
-        on_draw: called with the key, the tensor that is dropped and the result. In attention that tensor is
-            the weights [batch, heads, queries, keys]. Not called in compiled code.
+        on_draw: called with the key, the dropped tensor and the result. In attention that tensor is the
+            weights [batch, heads, queries, keys]. Not called in compiled code.
     """
 
     def __init__(self, token: str) -> None:
@@ -87,10 +87,10 @@ class Masks:
 
     @contextmanager
     def drawing(self, seed: int, samples: Sequence[int]) -> Iterator[None]:
-        """Around forward and backward of a microbatch, as recompute draws again in backward.
+        """Draw from masks inside the context: a microbatch's forward and, for recompute, its backward.
 
-        The model may be called several times; each call draws anew. Outside of it, the model draws as torch
-        does.
+        The model may be called several times; each call draws anew. Outside the context, the model draws as
+        torch does.
 
         Args:
             seed: of the run, the step and its phase.
@@ -108,11 +108,11 @@ class Masks:
 
     @property
     def is_drawing(self) -> bool:
-        """Whether this is inside of `drawing`."""
+        """Whether the call is inside `drawing`."""
         return bool(self._active)
 
     def draw(self, key: str, size: Sequence[int], p: float, device: torch.device) -> Tensor:
-        """What is kept of a tensor: bool of `size`, on `device`. Inside of `drawing`."""
+        """Return the mask of a tensor's kept elements: bool of `size`, on `device`. Only inside `drawing`."""
         seed, samples = self._active[-1]
         cuts = _look_up(self.splits, key, ())
         dim = _look_up(self.sample_dims, key, None)
@@ -127,14 +127,14 @@ class Masks:
 
 
 def _look_up(values: Mapping[str, Value], key: str, default: Default) -> Value | Default:
-    """What is known of a draw; of a call that nothing is known of, what all other calls have in common.
+    """Return the value for a draw; for an unknown call, the value that all other calls have in common.
 
     Raises:
-        PacelineError: PL429 where they have nothing in common.
+        PacelineError: PL429 if they have nothing in common.
     """
     if not values or key in values:
         return values.get(key, default)
-    # A later call of the model, or of a block, is as its other calls; else one of the module that drops.
+    # A later call of the model or of a block is like its other calls, else like one of the dropping module.
     for simplify in (_forget_calls_above, _forget_calls):
         name = simplify(key)
         found = [value for other, value in values.items() if simplify(other) == name]
@@ -156,10 +156,10 @@ def _forget_calls(key: str) -> str:
 
 
 def apply_dropout(model: nn.Module) -> Masks:
-    """Makes a model's dropout independent of the layout; what it returns must live as long as that.
+    """Make a model's dropout independent of the layout; the result must live as long as it is used.
 
-    Puts hooks on modules that may draw: those with modules below them, those that aren't torch's own, and
-    torch's dropouts. They are pickled and copied with the model; parameters, buffers and names stay.
+    Registers hooks on modules that may draw: those with submodules, those that are not torch's own, and
+    torch's dropouts. They are pickled and copied with the model; parameters, buffers and names do not change.
     """
     remember_in_checkpoints()
     masks = Masks(uuid.uuid4().hex)
@@ -178,7 +178,7 @@ def apply_dropout(model: nn.Module) -> Masks:
 
 
 def remove_dropout(model: nn.Module) -> None:
-    """Takes the hooks of `apply_dropout` off again."""
+    """Remove the hooks of `apply_dropout`."""
     for module in model.modules():
         before, after, always = list_forward_hooks(module)
         before.pop(_ENTER, None)
@@ -187,7 +187,7 @@ def remove_dropout(model: nn.Module) -> None:
 
 
 def _find_above(name: str, hooked: set[str]) -> str | None:
-    """The nearest of the names that `name` stands below; all modules above were seen before it."""
+    """Return the nearest hooked module above `name`; all modules above were visited before it."""
     while name:
         name = name.rpartition(".")[0]
         if name in hooked:
@@ -203,11 +203,11 @@ def _may_draw(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.modules.")
 
 
-# --- what takes the place of torch's functions ----------------------------------------------------------
+# --- replacements of torch's functions ------------------------------------------------------------------
 
 
 def _find_masks() -> Masks | None:
-    """Whose draw it is; `None` where it is nobody's that is drawing."""
+    """Return the masks of the running model; `None` if none is drawing."""
     top = scope.top
     if top is None:
         return None
@@ -216,7 +216,7 @@ def _find_masks() -> Masks | None:
 
 
 def _keep(masks: Masks, key: str, size: Sequence[int], p: float, like: Tensor) -> Tensor:
-    """A mask, made out of sight of dispatch modes: for who records a forward it comes from nowhere."""
+    """Return a mask made hidden from dispatch modes, so that they do not record how it was made."""
     if like.is_meta or isinstance(like, FakeTensor):
         return torch.empty(list(size), dtype=torch.bool, device=like.device)
     if has_modes():
@@ -227,9 +227,9 @@ def _keep(masks: Masks, key: str, size: Sequence[int], p: float, like: Tensor) -
 
 @torch.library.custom_op("paceline::keep", mutates_args=())
 def _keep_compiled(base: Tensor, name: str, size: list[int], p: float, like: Tensor) -> Tensor:
-    """A mask in compiled code; who draws is looked up when it runs.
+    """Return a mask in compiled code; the masks are looked up when it runs.
 
-    For the compiler it isn't random: run again in backward, it gives the same.
+    For the compiler the operation is not random: a second run in backward returns the same.
     """
     found = bases[int(base)]
     masks = _laid_out.get(found.token)
@@ -244,7 +244,7 @@ def _(base: Tensor, name: str, size: list[int], p: float, like: Tensor) -> Tenso
 
 
 def _mask(kind: str, size: Sequence[int], p: float, like: Tensor) -> tuple[Tensor, Masks | None, str]:
-    """The mask of the next draw, and who may want to hear of it; inside of `drawing` only."""
+    """Return the next draw's mask, and the masks to notify and the draw's key; only inside `drawing`."""
     assert scope.top is not None
     name = scope.top.name_draw(kind)
     if torch.compiler.is_compiling():
@@ -256,7 +256,7 @@ def _mask(kind: str, size: Sequence[int], p: float, like: Tensor) -> tuple[Tenso
 
 
 def _is_drawn(x: Tensor) -> bool:
-    """Whether a draw is to be made by us."""
+    """Return whether Paceline makes the draw."""
     if torch.compiler.is_compiling():
         return scope.top is not None
     return _find_masks() is not None
@@ -271,9 +271,9 @@ def _drop(x: Tensor, p: float, inplace: bool, kind: str = "dropout") -> Tensor:
 
 
 def _replace_dropout(found: Any) -> Callable[..., Tensor] | None:
-    """In place of F.dropout."""
+    """Replace F.dropout."""
     if not _is_of_functional(found):
-        return None  # a user's; what of torch's it calls is below
+        return None  # a user's function; the functions of torch that it calls are replaced below
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or not 0 < p <= 1 or not _is_drawn(input):
@@ -294,7 +294,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """In place of F.scaled_dot_product_attention: torch's own math path, which takes a mask."""
+    """Replace F.scaled_dot_product_attention by torch's own math path, which takes a mask."""
     if not dropout_p or dropout_p > 1 or not _is_drawn(query):
         return ATTENTION(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -312,12 +312,12 @@ def _attention(
         return (weights @ repeat_heads(value, query, enable_gqa)).to(dtype)
 
 
-# The position of `dropout_p` in its arguments.
+# The index of `dropout_p` in its arguments.
 _DROPOUT_P = 4
 
 
 def _replace_attention(found: Any) -> Callable[..., Tensor]:
-    """In place of F.scaled_dot_product_attention; of a user's one the same, with a finding where it drops."""
+    """Replace F.scaled_dot_product_attention; call a user's one unchanged, with a finding if it drops."""
     if found is ATTENTION:
         return _attention
 
@@ -333,13 +333,13 @@ def _replace_attention(found: Any) -> Callable[..., Tensor]:
 
 
 def _replace_low(name: str) -> Callable[[Any], Callable[..., Tensor] | None]:
-    """In place of a function (input, p, training) of torch._VF."""
+    """Replace a function (input, p, training) of torch._VF."""
     original = find_function(name)
     is_feature, is_alpha, inplace = "feature" in name, "alpha" in name, name.endswith("_")
     kind = name.rstrip("_")
 
     def run(input: Tensor, p: float, train: bool) -> Tensor:
-        # Inside of a compiler's tracing (of a function that was imported by name) the draw has no name.
+        # While a compiler traces a function that was imported by name, the draw has no name.
         traced = torch.compiler.is_compiling() or isinstance(input, FakeTensor)
         masks = None if traced else _find_masks()
         if masks is None or not train or not 0 < p <= 1 or not input.numel():
@@ -359,7 +359,7 @@ def _replace_low(name: str) -> Callable[[Any], Callable[..., Tensor] | None]:
 
 
 def _with_break(found: Any) -> Callable[..., Tensor] | None:
-    """In place of F.dropout2d and the like: the original, which compiled code leaves for (a graph break)."""
+    """Replace F.dropout2d and the like by the original, which breaks the graph of compiled code."""
     if not _is_of_functional(found):
         return None
     run: Callable[..., Tensor] = torch.compiler.disable(  # type: ignore[no-untyped-call]
@@ -369,7 +369,7 @@ def _with_break(found: Any) -> Callable[..., Tensor] | None:
 
 
 def _is_of_functional(function: Any) -> bool:
-    """Whether `torch.nn.functional` itself defines this function."""
+    """Return whether `torch.nn.functional` itself defines this function."""
     return getattr(function, "__globals__", None) is F.__dict__
 
 
@@ -378,7 +378,7 @@ _LOW = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 
 
 def _list_spots() -> list[PatchedFunction]:
-    """All that is replaced. (In `torch`, functions of these names are those of torch._VF.)"""
+    """Return all replaced places. (In `torch`, functions of these names are those of torch._VF.)"""
     low = {name: _replace_low(name) for n in _LOW for name in (n, f"{n}_")}
     return [
         PatchedFunction(F, "dropout", _replace_dropout),

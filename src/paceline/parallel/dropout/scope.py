@@ -1,20 +1,19 @@
-"""Which module is running, so that a random draw has a name: `layers.0.self_attn`, second call.
+"""Tracks the running module, so that a random draw has a name: `layers.0.self_attn`, second call.
 
 Hooks on the modules that may draw keep a stack of frames while masks are being drawn, and do nothing
-otherwise. A frame counts how often each module is called in it and how many draws it made, so a draw's name
-says which call it belongs to (layers that share one module don't share one mask). Names follow from the
-model's code alone.
+otherwise. A frame counts the calls of each module in it and its own draws. A draw's name thus identifies its
+call, and layers that share one module do not share one mask. Names follow from the model's code alone.
 
 Recompute runs a part of a forward again in backward, when the frames above it are gone. So
-`torch.utils.checkpoint` is made to remember the frame in which it was called, with its counts, and to put it
-back for the second run.
+`torch.utils.checkpoint` is patched to remember the frame in which it was called, with its counts, and to
+restore it for the second run.
 
-Under `torch.compile` hooks are traced once, and what they read becomes a condition for the compiled code. A
-block's full name would make that code good for this one block. So inside of a compiled block frames have
-names relative to it, which are the same for all blocks, and the block's own name travels as a tensor, an
-input of the graph (`compiled`).
+Under `torch.compile` hooks are traced once, and the values that they read become conditions for the compiled
+code. A block's full name would limit that code to this one block. So inside a compiled block frames have
+names relative to it, which are the same for all blocks. The block's own name is a tensor, an input of the
+graph (`compiled`).
 
-All of it is per process, not per thread: backward runs in threads of its own on CUDA.
+The state is per process, not per thread: on CUDA, backward runs in threads of its own.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class ScopeFrame:
 
     Attributes:
         parent: the frame that was on top before; `None` at the bottom of a stack.
-        hook: whose call it is; `None` at the bottom of a drawing.
-        number: which call of this module by the parent it is, from 0.
-        counts: how often modules were called in it, by `Enter.counted`, and draws made, by kind.
-        is_entered: this call is known already when its module's hook comes: of a block that is compiled, or
-            run again.
+        hook: of the module that is called; `None` at the bottom of a drawing.
+        number: of this call among the parent's calls of this module, from 0.
+        counts: number of calls of modules in it, by `Enter.counted`, and of its draws, by kind.
+        is_entered: whether the frame exists before its module's hook runs: for a block that is compiled or
+            recomputed.
     """
 
     __slots__ = ("counts", "hook", "is_entered", "number", "parent")
@@ -55,7 +54,7 @@ class ScopeFrame:
         self.is_entered = False
 
     def find_path(self) -> str:
-        """The name of this call; "" at the bottom. Calls after the first have their number: `layer~1`."""
+        """Return the name of this call; "" at the bottom. Calls after the first have a number: `layer~1`."""
         if self.hook is None or self.parent is None:
             return ""
         path, above = self.parent.find_path(), self.parent.hook
@@ -63,11 +62,11 @@ class ScopeFrame:
         if is_compiling() or self.hook.belongs_below(above):
             called = self.hook.relative
             return f"{path}.{called}{number}" if path and called else f"{path}{called}{number}"
-        # Called from elsewhere than from the module that it belongs to.
+        # Called from a module other than the one that it belongs to.
         return f"{path}>{self.hook.name}{number}" if path else self.hook.name + number
 
     def name_draw(self, kind: str) -> str:
-        """The name of the next draw."""
+        """Return the name of the next draw."""
         kind = "/" + kind
         number = self.counts.get(kind, 0)
         self.counts[kind] = number + 1
@@ -75,11 +74,11 @@ class ScopeFrame:
 
 
 class Scope:
-    """Where the process stands.
+    """The position of the process in the stack of calls.
 
     Attributes:
         top: the frame of the innermost call; `None` while nothing is being drawn.
-        base: what the frames' paths are relative to.
+        base: the name that the frames' paths are relative to.
     """
 
     def __init__(self) -> None:
@@ -88,12 +87,12 @@ class Scope:
 
 
 class Base:
-    """A name that paths are relative to.
+    """A name to which paths are relative.
 
     Attributes:
         token: the laid-out model, see `Enter`.
-        path: name of a call in it, "" for all of it.
-        number: stands for both, int64 without dimensions.
+        path: name of a call in it, "" for the whole model.
+        number: represents both, int64 without dimensions.
     """
 
     def __init__(self, token: str, path: str) -> None:
@@ -103,17 +102,17 @@ class Base:
         self.number = torch.tensor(int.from_bytes(digest, "little"))
 
     def join(self, name: str) -> str:
-        """The full name of a draw or a call whose name is relative to this."""
+        """Return the full name of a draw or a call whose name is relative to this base."""
         return self.path + ("." if self.path and name[:1] not in ("", "/") else "") + name
 
 
 scope = Scope()
-# Of all names that were a base in this process, by number; they stay, as backwards may ask late.
+# All bases of this process, by number; they are kept, because a backward may need one late.
 bases: dict[int, Base] = {}
 
 
 def find_base(token: str, path: str) -> Base:
-    """The one base of a name."""
+    """Return the one base of a name."""
     found = _bases_by_name.get((token, path))
     if found is None:
         found = _bases_by_name[token, path] = Base(token, path)
@@ -128,11 +127,11 @@ class Enter:
     """A hook before a module's forward; picklable, and holds nothing of the model.
 
     Attributes:
-        token: which laid-out model it is, also in copies of it.
+        token: identifies the laid-out model, also in copies of it.
         name: the module's full name.
         above: full name of the nearest module above that has such a hook, `None` at the top.
-        relative: the name below that one.
-        counted: by what a frame counts calls.
+        relative: the name below that module.
+        counted: the key under which a frame counts calls.
     """
 
     def __init__(self, token: str, name: str, above: str | None) -> None:
@@ -143,7 +142,7 @@ class Enter:
         self.counted = f"{token}:{self.relative}"
 
     def belongs_below(self, above: Enter | None) -> bool:
-        """Whether a hook is that of the nearest module above this one."""
+        """Return whether a hook belongs to the nearest module above this one."""
         return above is not None and above.token == self.token and above.name == self.above
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -160,7 +159,7 @@ class Enter:
 
 
 class Leave:
-    """The hook after the forward, also of one that raised; drops what inner calls left behind."""
+    """A hook after the forward, also one that raised; drops the frames that inner calls left behind."""
 
     def __init__(self, enter: Enter) -> None:
         self.enter = enter
@@ -178,7 +177,7 @@ class Leave:
 
 @contextmanager
 def standing_at(frame: ScopeFrame | None, base: Base) -> Iterator[None]:
-    """Inside, the stack is another one; afterwards it is as it was, whatever was raised."""
+    """Use another stack inside the context; restore the earlier one afterwards, also after an error."""
     saved = scope.top, scope.base
     scope.top, scope.base = frame, base
     try:
@@ -192,10 +191,10 @@ def _find_enter(module: nn.Module) -> Enter | None:
 
 
 def compiled(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, the compiled forward of a module with hooks, run where names are relative to the module.
+    """Return `call`, a module's compiled forward, run in a scope where names are relative to the module.
 
-    Without this around it the masks are the same, but each block is compiled for itself, and after
-    eight of them torch gives up.
+    Without it the masks are the same, but each block is compiled separately, and torch stops compiling after
+    eight of them.
     """
     enter = _find_enter(module)
     if enter is None:
@@ -209,7 +208,7 @@ def compiled(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         base = find_base(enter.token, scope.base.join(outer.find_path()))
         bottom = ScopeFrame(None, enter, 0)
         bottom.is_entered = True
-        scope.top = outer.parent  # where this is left again
+        scope.top = outer.parent  # the caller's frame is restored on leaving
         with standing_at(bottom, base):
             return call(*args, **kwargs)
 
@@ -217,17 +216,17 @@ def compiled(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _remember(function: Callable[..., Any], *, is_second: bool) -> Callable[..., Any]:
-    """`function`, whose second and later runs stand where this was called.
+    """Return `function`, whose second and later runs use the scope of this call.
 
     Args:
         function: the forward of a block.
-        is_second: whether the first run is another's, and all that come are repetitions.
+        is_second: whether the first run is made elsewhere, so that all runs of the result are repetitions.
     """
     top = scope.top
     if top is None:
         return function
     frame, base = _copy(top), scope.base
-    # A module that is checkpointed by hooks of its own has been entered by now, and will be once more.
+    # A module that is checkpointed by hooks of its own is already entered, and will be entered once more.
     frame.is_entered = isinstance(function, nn.Module) and top.hook is _find_enter(function)
     num_runs = int(is_second)
 
@@ -250,7 +249,7 @@ def _copy(frame: ScopeFrame) -> ScopeFrame:
 
 
 def remember_in_checkpoints() -> None:
-    """Makes torch's checkpointing, of both kinds, put frames back; does so once per process."""
+    """Make both kinds of torch's checkpointing restore frames; patches once per process."""
     without_reentrant = find_generator()
     if getattr(without_reentrant, "_paceline", False):
         return

@@ -1,4 +1,4 @@
-"""What dropout computes once there is a mask, rounded as torch does it."""
+"""Computes dropout from a mask, rounded as torch does it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.torch_seams.operators import apply_safe_softmax, reduces_narrow_at
 
 
 def apply_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """x * keep / (1 - p), in steps as torch takes them.
+    """Return x * keep / (1 - p), in the same steps as torch.
 
-    For backward, the CPU keeps the mask in x's dtype, which is faster; others keep a byte per element.
+    For backward, the CPU keeps the mask in x's dtype, which is faster. Other devices keep a byte per element.
     """
     if not inplace and p < 1 and x.device.type != "cpu" and not isinstance(x, FakeTensor):
-        # What torch calls the backward of dropout is all that is left of it once there is a mask.
+        # torch's backward of dropout is exactly the computation that remains once there is a mask.
         y: Tensor = torch.ops.aten.native_dropout_backward(x, keep, 1 / (1 - p))
         return y
     noise = keep.to(x.dtype)
@@ -27,7 +27,7 @@ def apply_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
 
 
 def apply_alpha_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor:
-    """Alpha dropout (Klambauer et al. 2017, section 3), with the constants of aten/native/Dropout.cpp."""
+    """Apply alpha dropout (Klambauer et al. 2017, section 3) with the constants of aten's Dropout.cpp."""
     noise = keep.to(x.dtype)
     if p == 1:
         return x.mul_(noise) if inplace else x * noise
@@ -41,9 +41,9 @@ def apply_alpha_mask(x: Tensor, keep: Tensor, p: float, inplace: bool) -> Tensor
 def weigh(
     query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Tensor:
-    """Attention's weights before dropout, step by step as in torch's `_scaled_dot_product_attention_math`.
+    """Return attention's weights before dropout, in the steps of `_scaled_dot_product_attention_math`.
 
-    (That function takes a mask for its dropout, but warns that it is for tests.)
+    (torch's function takes a mask for its dropout, but warns that it is for tests.)
     """
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -math.inf)
@@ -63,5 +63,5 @@ def weigh(
 
 
 def repeat_heads(x: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
-    """Keys or values [..., heads, length, width], each head as often as queries share it."""
+    """Return keys or values [..., heads, length, width], each head repeated for the queries that share it."""
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) if enable_gqa else x
