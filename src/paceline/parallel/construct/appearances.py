@@ -1,8 +1,8 @@
-"""Keeps up appearances for Python code that runs on the meta device and shouldn't notice.
+"""Makes tensors on the meta device appear to Python code as tensors on the CPU.
 
-A function mode of torch, for what no dispatch mode sees. A recorded tensor says that it is on the CPU:
-torch.nn.init leaves tensors on the meta device as they are, and so does transformers. And whatever would read
-Python data into a tensor, or a tensor into Python, is led through the recorder.
+A function mode of torch handles what no dispatch mode sees. A recorded tensor reports that it is on the CPU,
+because torch.nn.init and transformers skip tensors on the meta device. Code that reads Python data into a
+tensor, or a tensor into Python, goes through the recorder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.torch_seams.trees import tree_map
 
 
 class Appearances(TorchFunctionMode):
-    """The function mode.
+    """The function mode that presents recorded tensors as tensors on the CPU.
 
     Args:
         recorder: knows which tensors are recorded.
@@ -54,7 +54,7 @@ class Appearances(TorchFunctionMode):
 
 
 def _get_device(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    # Pickle would read the bytes of what is on the CPU. Told the truth, it makes a tensor that is refused.
+    # Pickle would read the bytes of a CPU tensor. Given the true device, it makes a tensor that is refused.
     return META if is_pickling(sys._getframe(2)) else CPU
 
 
@@ -86,7 +86,7 @@ def _read_value(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwa
 
 
 def _move(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """`.to` and `.cpu`: to the CPU, where the tensor says that it is, nothing moves and nothing is copied."""
+    """Handle `.to` and `.cpu`: a move to the CPU, where the tensor reports that it is, copies nothing."""
     tensor = args[0]
     if kwargs.get("copy"):
         return func(*args, **kwargs)
@@ -109,7 +109,7 @@ def _format(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs:
 
 
 def _make_tensor(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """`torch.tensor`, which reads the values of tensors in a list where no dispatch mode sees it."""
+    """Handle `torch.tensor`, which reads the values of tensors in a list unseen by any dispatch mode."""
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
@@ -138,7 +138,7 @@ def _new_tensor(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwa
 
 
 def _index(recorder: FactoryRecorder, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Lists in an index would be made into tensors on the meta device, without their numbers."""
+    """Convert lists in an index on the CPU; torch would make them meta tensors without numbers."""
 
     def convert(index: Any) -> Any:
         if isinstance(index, (list, range)) and all(isinstance(i, (int, list, np.integer)) for i in index):
@@ -174,14 +174,15 @@ _APPEARANCES: dict[str, Callable[[FactoryRecorder, Any, tuple[Any, ...], Any], A
 
 @contextmanager
 def recording() -> Iterator[FactoryRecorder]:
-    """Everything inside runs on the meta device and is recorded."""
+    """Run everything inside the context on the meta device, and record it."""
     recorder = FactoryRecorder()
 
     def as_one_operation(truncated: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda tensor, *args, **kwargs: recorder.call_whole(truncated, tensor, *args, **kwargs)
 
     try:
-        # It draws again until all values are inside of its bounds: data-dependent, so one operation for us.
+        # It redraws until all values are inside its bounds, which depends on data, so it is recorded as one
+        # call.
         with replaced_truncated_normal(as_one_operation), Appearances(recorder), recorder:
             yield recorder
     finally:

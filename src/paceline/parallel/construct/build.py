@@ -2,18 +2,19 @@
 
 A factory's construction is recorded and replayed tensor by tensor:
 
-1. `construct` runs the factory with everything on the meta device, which costs no memory, and records what
-   it does to memory (`construct_mode.py`).
-2. Every random operation gets a seed from (seed, name of the first tensor, in named order, that depends on
-   it, its number among that tensor's). What several tensors depend on, such as the layer that
-   `nn.TransformerEncoder` copies, is thus drawn alike for all of them.
-3. `Construction.fill` does again what one tensor depends on, and nothing else (`construct_replay.py`).
+1. `construct` runs the factory with everything on the meta device, which costs no memory, and records its
+   reads and writes of memory (`construct/mode.py`).
+2. Every random operation gets a seed from the global seed, the name of the first tensor (in named order) that
+   depends on it, and its number among the operations of that tensor. An operation on which several tensors
+   depend, such as the layer that `nn.TransformerEncoder` copies, thus draws the same for all of them.
+3. `Construction.fill` repeats the operations that one tensor depends on, and no others
+   (`construct/replay.py`).
 
-The value of a tensor depends on the seed, its name and how it is made; not on the layout, the rank, the
-device, on which tensors were filled before, or on what else is in the model. A factory that seeds torch's
-generator itself, or draws from a generator of its own, gets the numbers that it would get without us.
+The value of a tensor depends on the seed, its name and its operations. It does not depend on the layout, the
+rank, the device, the tensors filled before, or other tensors of the model. A factory that seeds torch's
+generator itself, or draws from a generator of its own, gets the numbers that it would get without Paceline.
 
-What can't be replayed is refused with the name of what it is: PL455 to PL459.
+An operation that cannot be replayed is refused by name: PL455 to PL459.
 
 Not collective: every rank runs the same factory with the same seed.
 """
@@ -52,13 +53,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Construction:
-    """A model on the meta device, and the means to make its tensors.
+    """A model on the meta device, and the record from which its tensors are made.
 
     Attributes:
-        model: complete but for values: names, ties, dtypes, strides, hooks and attributes are those of the
+        model: complete except for values: names, ties, dtypes, strides, hooks and attributes are those of the
             eager model.
-        windows: by full name of every parameter and buffer, persistent or not, and under every name of a
-            shared one, the bytes that it shows. In named order, parameters first.
+        windows: the bytes that each parameter and buffer shows, by full name, persistent or not, and under
+            every name of a shared one. In named order, parameters first.
         parameters: those of the names that are parameters.
     """
 
@@ -69,19 +70,19 @@ class Construction:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Full names of all parameters, then of all buffers."""
+        """Return the full names of all parameters, then of all buffers."""
         return tuple(self.windows)
 
     def fill(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """The whole initial value of one parameter or buffer, computed anew.
+        """Return the whole initial value of one parameter or buffer, computed anew.
 
-        Any order, any subset, any number of times: the bits are the same. Computed on the CPU, also for
-        another device. Memory: that of the tensor, and of what its making holds at once. Tensors that
-        share memory in the model don't share it here.
+        The bits are the same in any order, for any subset and any number of times. The value is computed on
+        the CPU, also for another device. Memory: that of the tensor and of its operations at a time. Tensors
+        that share memory in the model do not share it here.
 
         Args:
             name: one of `names`.
-            device: where it is wanted.
+            device: the device of the result.
 
         Raises:
             PacelineError: PL456, PL458, PL459.
@@ -128,7 +129,7 @@ class Construction:
         return tensor.to(device)
 
     def fingerprint(self) -> str:
-        """A digest of names, shapes, seeds, operations and data: equal where all ranks get equal tensors."""
+        """Return a digest of names, shapes, seeds, operations, data; equal if all ranks get equal tensors."""
         digest = hashlib.blake2b(digest_size=16)
         for name, window in self.windows.items():
             digest.update(f"{name} {window}\n".encode())
@@ -147,19 +148,19 @@ def construct(
     seed: int,
     place: Callable[[nn.Module], object] | None = None,
 ) -> Construction:
-    """Runs a factory on the meta device.
+    """Run a factory on the meta device.
 
-    torch's, numpy's and Python's generators are seeded for the factory and left as they were. Memory: the
-    model's structure, and what data the factory brings along. Tensors that a module keeps as plain
-    attributes are made at once, on the CPU.
+    torch's, numpy's and Python's generators are seeded for the factory and restored afterwards. Memory: the
+    model's structure, and the data that the factory loads. Tensors that a module keeps as plain attributes
+    are made at once, on the CPU.
 
     Args:
         factory: builds the model; called once.
         seed: of all random numbers.
-        place: called with the model after that, under the same record: for example a change of dtype.
+        place: called with the model afterwards, under the same record: for example to change the dtype.
 
     Raises:
-        PacelineError: PL455 to PL459, for what can't be replayed.
+        PacelineError: PL455 to PL459, for operations that cannot be replayed.
     """
     with seeded_generators(derive_seed(seed, 0, "construction")), recording() as recorder:
         try:
@@ -189,7 +190,7 @@ def construct(
 
 
 def uninitialised_error(names: list[str]) -> PacelineError:
-    """The error for parameters whose memory nobody wrote."""
+    """Return the error for parameters with memory that nothing wrote."""
     return PacelineError(
         "PL459",
         saw=f"The factory does not write all of {name_some(names)}: its content after construction is "
@@ -200,7 +201,7 @@ def uninitialised_error(names: list[str]) -> PacelineError:
 
 
 def lost_error(names: list[str]) -> PacelineError:
-    """The error for tensors whose values the record doesn't know."""
+    """Return the error for tensors whose values the record does not know."""
     return PacelineError(
         "PL458",
         saw=f"The values of {name_some(names)} were not made by the factory while it ran.",
@@ -211,7 +212,7 @@ def lost_error(names: list[str]) -> PacelineError:
 
 
 def _finish(model: nn.Module, recorder: FactoryRecorder, seed: int) -> Construction:
-    """Names the windows, seeds the random operations and refuses what can't be made."""
+    """Name the windows, seed the random operations, and refuse tensors that cannot be made."""
     record = recorder.record
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -239,7 +240,7 @@ def _finish(model: nn.Module, recorder: FactoryRecorder, seed: int) -> Construct
 
 
 def _seed(record: Record, windows: Mapping[str, StorageWindow], seed: int) -> None:
-    """Gives every random operation that matters its seed, by the first name that depends on it."""
+    """Give every random operation that matters a seed, by the first name that depends on it."""
     seen: set[int] = set()
     lost: list[str] = []
     for name, window in windows.items():
@@ -256,7 +257,7 @@ def _seed(record: Record, windows: Mapping[str, StorageWindow], seed: int) -> No
 def _attributes(
     model: nn.Module, recorder: FactoryRecorder, known: set[int]
 ) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Recorded tensors that modules hold outside of parameters and buffers: name, holder, key, tensor."""
+    """Yield recorded tensors that are attributes, not parameters or buffers: name, holder, key, tensor."""
     for prefix, module in model.named_modules():
         for key, value in list(vars(module).items()):
             if key not in STORES:
@@ -267,7 +268,7 @@ def _attributes(
 def _held(
     name: str, holder: Any, key: Any, value: Any, recorder: FactoryRecorder, known: set[int]
 ) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """The same for one attribute, and inside of lists, tuples and dicts."""
+    """Yield the same for one attribute, including tensors inside lists, tuples and dicts."""
     if isinstance(value, Tensor):
         if value.device == META and id(value) not in known:
             yield name, holder, key, value
@@ -280,7 +281,7 @@ def _held(
 def _make_attribute(
     construction: Construction, name: str, holder: Any, key: Any, window: StorageWindow, owned: set[int]
 ) -> None:
-    """Puts the real value in the place of a tensor that is a plain attribute."""
+    """Replace a tensor that is a plain attribute by its real value."""
     if window.storage in owned or isinstance(holder, tuple):
         raise PacelineError(
             "PL458",

@@ -1,10 +1,11 @@
-"""Runs a factory on the meta device and writes down what it does to memory.
+"""Runs a factory on the meta device and records its effects on memory.
 
-A dispatch mode sees every operation below autograd: it sends those that make tensors to the meta device and
-records all that write. What no dispatch mode sees is up to `construct_appearances.py`.
+A dispatch mode sees every operation below autograd. It sends those that make tensors to the meta device and
+records all that write. `construct/appearances.py` handles calls that no dispatch mode sees.
 
-Values are not there, but those that don't depend on random numbers can be had: the record is replayed up to
-that point (`dpr = [x.item() for x in torch.linspace(0, 0.1, depth)]`). Any other is refused.
+Tensors have no values there, but a value that does not depend on random numbers can be computed: the record
+is replayed up to that point (`dpr = [x.item() for x in torch.linspace(0, 0.1, depth)]`). Any other value is
+refused.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ META = torch.device("meta")
 CPU = torch.device("cpu")
 BUILT = "Pass the built model in place of its factory: its weights are then the truth."
 
-# They write every element of what they write, and don't look at what was there.
+# They write every element of their output, and do not read its old content.
 _OVERWRITING = {
     *("bernoulli_.float", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"),
     *("normal_", "random_", "uniform_", "zero_"),
 }
-# They write running statistics, and their schemas don't say so.
+# They write running statistics, which their schemas do not declare.
 _UNTOLD = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
 )
@@ -43,38 +44,38 @@ _EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
 
 
 class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The dispatch mode.
+    """The dispatch mode that records a factory.
 
     Attributes:
-        record: what was done so far.
-        refused: the first refusal, also where the factory's own `except` swallowed it.
+        record: the operations so far.
+        refused: the first refusal, even if the factory's own `except` swallowed it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = Record()
         self.refused: PacelineError | None = None
-        # By the address of a meta storage its number; the storages are kept, so that no address is reused.
+        # Number of each meta storage by its address; the storages are kept, so that no address is reused.
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.UntypedStorage] = []
-        # By the address of a real storage: its stand-in on the meta device, and what keeps its bytes.
+        # By the address of a real storage: its stand-in on the meta device, and the data with its bytes.
         self._mirrors: dict[int, tuple[torch.UntypedStorage, Data]] = {}
         self._sources: list[torch.UntypedStorage] = []
-        # Stand-ins for memory that others see too.
+        # Stand-ins for memory that code outside the factory sees too.
         self._foreign: set[int] = set()
-        # numpy's memory, and what was in it when it was met.
+        # numpy's memory, and its content when it was first seen.
         self._shared: list[tuple[Tensor, Data]] = []
         # By id: each generator that was drawn from, and its state before.
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        # By id of a generator and its state: the operation that left it so; None: nobody seeded it.
+        # By id of a generator and its state: the operation that left it so; None if nothing seeded it.
         self._drawn: dict[tuple[int, bytes], int | None] = {
             (id(torch.default_generator), _digest(torch.default_generator.get_state())): None
         }
 
-    # -- what others ask
+    # -- queries by other modules
 
     def window(self, tensor: Tensor) -> StorageWindow:
-        """What a tensor on the meta device shows; one that was not made here is noted as lost."""
+        """Return the bytes that a meta tensor shows; a tensor that was not made here is recorded as lost."""
         storage = tensor.untyped_storage()
         number = self._numbers.get(identify(storage))
         if number is None:
@@ -91,7 +92,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made here."""
+        """Return whether a tensor was made here."""
         return (
             tensor.device.type == "meta"
             and tensor.layout is torch.strided
@@ -100,7 +101,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """A stand-in on the meta device for a real tensor, whose bytes are kept."""
+        """Return a stand-in on the meta device for a real tensor, whose bytes are kept."""
         mirror = self._adopt_storage(tensor.untyped_storage(), tensor)
         window = StorageWindow(
             0, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), False, False
@@ -110,7 +111,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return view_negated(stand_in) if tensor.is_neg() else stand_in
 
     def value(self, tensor: Tensor, reader: str) -> Tensor:
-        """The real tensor, where its value doesn't depend on random numbers.
+        """Return the real tensor, if its value does not depend on random numbers.
 
         Raises:
             PacelineError: PL455, PL458, PL459.
@@ -131,7 +132,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def refuse_read(self, reader: str) -> NoReturn:
-        """Refuses to give a value that depends on random numbers."""
+        """Refuse to return a value that depends on random numbers."""
         self.refuse(
             "PL455",
             saw=f"{where()} reads a value that depends on random numbers ({reader}).",
@@ -141,22 +142,22 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def refuse(self, code: str, *, saw: str, rule: str, fix: str) -> NoReturn:
-        """Raises, and remembers it for the end of the construction."""
+        """Raise the error, and remember it for the end of the construction."""
         error = PacelineError(code, saw=saw, rule=rule, fix=fix)
         self.refused = self.refused or error
         raise error
 
-    # -- what torch asks
+    # -- called by torch
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # What is called here must not be seen by the function mode.
+        # The function mode must not see calls made here.
         with without_functions():
             return self.perform(func, args, dict(kwargs or {}))
 
     def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Does an operation on the meta device, and records it where it writes."""
+        """Run an operation on the meta device, and record it if it writes."""
         name = read_schema(func).name.removeprefix("aten::")
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         self._check_kinds(name, tensors)
@@ -171,7 +172,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map_only(Tensor, self._on_meta, (args, kwargs))
         if name == "lift_fresh":
             if real and real[0].untyped_storage().resizable():
-                self._foreign.discard(self.window(args[0]).storage)  # fresh, so nobody else's
+                self._foreign.discard(self.window(args[0]).storage)  # fresh, so no outside code sees it
             self.window(args[0])
             return args[0]
         if name == "set_" and isinstance(args[1], torch.UntypedStorage) and args[1].device.type != "meta":
@@ -192,7 +193,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._note(func, name, windows, outputs, written, overwritten)
 
     def call_whole(self, func: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Records one call of a Python function that fills a tensor at random, without looking inside."""
+        """Record one call of a Python function that fills a tensor at random, as one operation."""
         with unseen():
             if not self.knows(tensor):
                 return func(tensor, *args, **kwargs)
@@ -205,7 +206,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor
 
     def check_shared(self) -> None:
-        """Raises PL458 where numpy's memory was written after torch looked at it."""
+        """Raise PL458 if numpy's memory was written after torch read it."""
         for tensor, data in self._shared:
             if not torch.equal(read_bytes(tensor), read_bytes(data.tensor)):
                 self.refuse(
@@ -217,18 +218,18 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def put_back_generators(self) -> None:
-        """Gives all generators that were drawn from the state that they had."""
+        """Restore the state of all generators that were drawn from."""
         for generator, state in self._generators.values():
             generator.set_state(state)
 
-    # -- its parts
+    # -- internals
 
     def _adopt_storage(self, storage: torch.UntypedStorage, tensor: Tensor) -> torch.UntypedStorage:
-        """The stand-in of a real storage; `tensor` is any on it."""
+        """Return the stand-in of a real storage; `tensor` is any tensor on it."""
         if identify(storage) not in self._mirrors:
             data = Data(tensor, read_version(tensor))
             if not storage.resizable():
-                data.keep()  # numpy's memory: its owner may write there unseen
+                data.keep()  # numpy's memory: its owner may write to it undetected
                 self._shared.append((tensor, data))
             mirror = torch.UntypedStorage(storage.nbytes(), device=META)  # type: ignore[no-untyped-call]
             self._mirrors[identify(storage)] = mirror, data
@@ -278,7 +279,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A read of, or a write to, a tensor that was made outside: as it would be without us."""
+        """Read or write a tensor that was made outside, as without Paceline."""
         if any(t.device.type == "meta" for t in tensors):
             self.refuse(
                 "PL458",
@@ -301,7 +302,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         written: list[Tensor],
     ) -> Any:
-        """Outputs of an operation that can't be done on the meta device."""
+        """Return outputs of an operation that cannot run on the meta device."""
         if written:
             return written[0] if len(written) == 1 else written
         storages = {leaf.storage for leaf in tree_iter(windows) if isinstance(leaf, StorageWindow)}
@@ -334,7 +335,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: list[Tensor],
         overwritten: set[int],
     ) -> Any:
-        """Records an operation that was done; gives its outputs."""
+        """Record an operation that has run; return its outputs."""
         flat = tree_flatten(outputs)[0]
         before = {id(t): self.window(t) for t in written}
         resized = name in ("resize_", "resize_as_")
@@ -373,19 +374,19 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def _note_resize(self, outputs: Any, before: dict[int, StorageWindow]) -> Any:
-        """Bytes that a resize adds are nobody's yet."""
+        """Record that the bytes that a resize adds are uninitialised."""
         for window in before.values():
             num_bytes = self._kept[window.storage].nbytes()
             if num_bytes > self.record.num_bytes[window.storage]:
                 fresh = self.record.num_bytes[window.storage] == 0
                 self.record.num_bytes[window.storage] = num_bytes
-                # What was there before is refused rather than carried over: it would need its old extent.
+                # Earlier content is refused instead of carried over: that would need the storage's old size.
                 kind = Kind.EMPTY if fresh else Kind.LOST
                 self.record.add(RecordedOp(None, (), {}, [], {window.storage: True}, (), kind))
         return outputs
 
     def _reads(self, windows: Any, overwritten: list[StorageWindow]) -> tuple[int, ...]:
-        """Storages whose content an operation needs."""
+        """Return the storages whose content an operation needs."""
         remaining = list(overwritten)
         reads: dict[int, None] = {}
         for leaf in tree_iter(windows):
@@ -397,11 +398,11 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(reads)
 
     def _note_randomness(self, op: RecordedOp, generator: torch.Generator | None = None) -> None:
-        """Notes where an operation's random numbers come from.
+        """Record the origin of an operation's random numbers.
 
-        Numbers are seeded by name, unless the factory seeded the generator itself: then they are the
-        ones that it would have got. On the meta device nothing is drawn, so that a mark is left in the
-        generator's state; a state that is neither such a mark nor ours was set by the factory.
+        Numbers are seeded by name, unless the factory seeded the generator itself: then they are those that
+        it would have got. Nothing is drawn on the meta device, so a mark is left in the generator's state. A
+        state that is neither such a mark nor the initial one was set by the factory.
         """
         op.random = True
         drawing = generator if generator is not None else op.kwargs.get("generator")
@@ -431,18 +432,18 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Neither mode sees what is called inside."""
+    """Hide the calls inside the context from both modes."""
     with without_modes(), without_functions():
         yield
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether torch's own classes say what operations on it do."""
+    """Return whether operations on a tensor behave as torch's own classes define."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def where() -> str:
-    """The innermost module that is being built, and the line that called torch."""
+    """Return the innermost module that is being built, and the line that called torch."""
     frame: FrameType | None = sys._getframe(1)
     line = module = None
     while frame is not None and module is None:
@@ -459,7 +460,7 @@ def where() -> str:
 def _written(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], set[int]]:
-    """Tensors that an operation writes, and ids of those of which it looks at no old value."""
+    """Return the tensors that an operation writes, and the ids of those whose old values it does not read."""
     written: list[Tensor] = []
     overwritten: set[int] = set()
     overload = f"{name}.{read_schema(func).overload_name}"

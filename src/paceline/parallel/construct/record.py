@@ -1,11 +1,11 @@
-"""What a factory did to memory: the operations in order, and which of them a tensor depends on.
+"""A record of a factory's effects on memory: operations in order, and those that a tensor depends on.
 
-Tensors are told by the bytes that they show (`StorageWindow`), not by the Python objects: views, `.data`,
-`detach` and tied parameters then need no bookkeeping of their own, as all of them are windows into one
-storage. An operation reads storages and writes storages; a slice is found by going back from a storage over
-its writes up to one that covers it wholly, and from there over what was read.
+Tensors are identified by the bytes that they show (`StorageWindow`), not by the Python objects. Views,
+`.data`, `detach` and tied parameters then need no bookkeeping of their own, because all of them are windows
+into one storage. An operation reads and writes storages. A slice is found by going back from a storage over
+its writes up to one that covers it wholly, and from there over the storages that were read.
 
-The idea of a recorded construction is torchdistx' `deferred_init`.
+torchdistx' `deferred_init` introduced recorded constructions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paceline.torch_seams.tensors import read_version
 
 @dataclass(frozen=True, slots=True)
 class StorageWindow:
-    """Which bytes of which storage a tensor shows, and how.
+    """The bytes of a storage that a tensor shows, and their layout.
 
     Attributes:
         storage: its number in the record.
-        dtype: how the bytes are read.
+        dtype: type of the elements.
         size, stride, offset: in elements.
         conj, neg: torch's lazy conjugation and negation.
     """
@@ -44,14 +44,14 @@ class StorageWindow:
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements, each counted once."""
+        """The number of bytes of its elements, each counted once."""
         num_elements = 1
         for extent in self.size:
             num_elements *= extent
         return num_elements * self.dtype.itemsize
 
     def is_dense(self) -> bool:
-        """Whether its elements lie next to each other, in any order of the dimensions, none twice."""
+        """Return whether its elements are adjacent, in any order of the dimensions, without repetition."""
         expected = 1
         for stride, extent in sorted(zip(self.stride, self.size, strict=True)):
             if extent != 1:
@@ -61,7 +61,7 @@ class StorageWindow:
         return True
 
     def view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor that shows these bytes of a storage."""
+        """Return the tensor that shows these bytes of a storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conj:
@@ -70,28 +70,28 @@ class StorageWindow:
 
 
 class Kind(Enum):
-    """How an operation makes the bytes that it writes."""
+    """The way in which an operation produces the bytes that it writes."""
 
     CALL = "call"  # by a function of torch
-    DATA = "data"  # they were there: torch.tensor([...]), numpy, a tensor of the caller's
-    EMPTY = "empty"  # not at all: memory as it came
-    LOST = "lost"  # on the meta device before anyone could look: unknown
+    DATA = "data"  # existing bytes: torch.tensor([...]), numpy, a tensor of the caller's
+    EMPTY = "empty"  # none: uninitialised memory
+    LOST = "lost"  # unknown: on the meta device before anything was recorded
 
 
 @dataclass(slots=True)
 class Data:
-    """Bytes that a factory brought along.
+    """The bytes that a factory loads from outside.
 
     Attributes:
-        tensor: a real one, on whose storage the bytes are.
-        version: torch's count of the writes to it, when it was met.
+        tensor: a real tensor on the storage with the bytes.
+        version: torch's count of the writes to it, when it was first seen.
     """
 
     tensor: Tensor
     version: int
 
     def keep(self) -> None:
-        """Copies the bytes, before someone writes over them."""
+        """Copy the bytes, before they are overwritten."""
         storage = self.tensor.untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.tensor = whole.clone()
@@ -103,10 +103,10 @@ class Data:
 
 @dataclass(slots=True)
 class Draw:
-    """Where an operation's random numbers come from, if the factory itself seeded the generator.
+    """The origin of an operation's random numbers, if the factory itself seeded the generator.
 
     Attributes:
-        state: of the generator before the operation; `None`: as the operation `previous` left it.
+        state: of the generator before the operation; `None`: the state that `previous` left.
         previous: number of that operation.
     """
 
@@ -116,19 +116,19 @@ class Draw:
 
 @dataclass(slots=True)
 class RecordedOp:
-    """One operation.
+    """One operation of a construction.
 
     Attributes:
         func: called with `args` and `kwargs`, in which windows stand for tensors.
-        makes: position among its flat outputs, and window, of each output in a storage of its own.
-        writes: storages that it changes, and whether every byte of them.
+        makes: index among its flat outputs, and window, of each output in a storage of its own.
+        writes: storages that it changes, each with whether it writes every byte.
         reads: storages whose content it needs.
         kind: see `Kind`.
-        random: it draws random numbers.
-        draw: set where they are the factory's own; otherwise they are seeded by name.
-        data: of `Kind.DATA`.
-        dtype: torch's default when it was called.
-        number: its place in the record.
+        random: whether it draws random numbers.
+        draw: set if the factory seeded them; otherwise they are seeded by name.
+        data: for `Kind.DATA`.
+        dtype: torch's default dtype when it was called.
+        number: its index in the record.
     """
 
     func: Callable[..., Any] | None
@@ -151,10 +151,10 @@ class Record:
 
     Attributes:
         ops: the operations.
-        num_bytes: of each storage, at its largest.
+        num_bytes: of each storage, the maximum.
         writers: of each storage, numbers of the operations that write it, ascending.
-        states: generator states after operations that drew from one seeded by the factory; filled while
-            replaying, about 5 KB each.
+        states: generator states after operations that drew from one seeded by the factory; filled during
+            replay, about 5 KB each.
         seeds: of the random operations, by number.
     """
 
@@ -165,29 +165,29 @@ class Record:
     seeds: dict[int, int] = field(default_factory=dict)
 
     def add_storage(self, num_bytes: int) -> int:
-        """Number of a new storage."""
+        """Add a storage and return its number."""
         self.num_bytes.append(num_bytes)
         self.writers.append([])
         return len(self.num_bytes) - 1
 
     def add(self, op: RecordedOp) -> None:
-        """Appends an operation."""
+        """Append an operation."""
         op.number = len(self.ops)
         self.ops.append(op)
         for storage in op.writes:
             self.writers[storage].append(op.number)
 
     def covers(self, window: StorageWindow) -> bool:
-        """Whether writing all of a window leaves no byte of its storage as it was."""
+        """Return whether writing all of a window overwrites every byte of its storage."""
         return window.is_dense() and window.num_bytes == self.num_bytes[window.storage]
 
     def slice(self, storages: Iterable[int], until: int, seen: set[int] | None = None) -> list[int]:
-        """Numbers of the operations, ascending, that the content of storages depends on.
+        """Return the numbers of the operations, ascending, that the content of storages depends on.
 
         Args:
-            storages: whose content is wanted.
-            until: as it was before the operation of this number.
-            seen: operations known already with all that they depend on; those found are added to it.
+            storages: the storages whose content is wanted.
+            until: their content before the operation of this number.
+            seen: operations already known with all that they depend on; those found are added to it.
         """
         found: list[int] = []
         seen = set() if seen is None else seen
@@ -222,5 +222,5 @@ class Record:
         return sorted(found)
 
     def is_random(self, numbers: Iterable[int]) -> bool:
-        """Whether any of these operations draws numbers that are seeded by name."""
+        """Return whether any of these operations draws numbers that are seeded by name."""
         return any(self.ops[n].random and self.ops[n].draw is None for n in numbers)

@@ -1,10 +1,10 @@
-"""Does recorded operations again, on real memory, for one tensor at a time.
+"""Repeats recorded operations on real memory, for one tensor at a time.
 
-All of it runs on the CPU, and by whole tensors: a GPU's generator gives other numbers than the CPU's, and
-other numbers on another model of GPU, so the same start everywhere is only to be had here.
+All operations run on the CPU, on whole tensors. A GPU's generator gives other numbers than the CPU's, and
+they differ between models of GPU, so only the CPU gives the same start everywhere.
 
-Memory: storages are dropped after their last use, so about as much is held as the operations that make one
-tensor hold at once: that tensor, and for `x.mul(a).add(b)` twice as much.
+Memory: storages are freed after their last use, so the peak is about that of the operations that make one
+tensor: the tensor itself, and for `x.mul(a).add(b)` twice as much.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from paceline.torch_seams.tensors import identify
 from paceline.torch_seams.trees import tree_flatten, tree_iter, tree_map_only
 
 CPU = torch.device("cpu")
-# Uninitialised memory is filled with one, then with the other, to see whether the result depends on it.
-# As floating-point numbers they are 0 and NaN.
+# Uninitialised memory is filled with one, then with the other, to detect whether the result depends on it. As
+# floating-point numbers they are 0 and NaN.
 FILLINGS = (0x00, 0xFF)
 
 
 class UninitialisedError(Exception):
-    """What was asked for depends on memory that nobody wrote.
+    """The error for a tensor that depends on memory that nothing wrote.
 
     Args:
-        zeroed: the same with that memory taken as zeros.
+        zeroed: the tensor with zeros in that memory.
     """
 
     def __init__(self, zeroed: Tensor) -> None:
@@ -42,19 +42,19 @@ class UninitialisedError(Exception):
 
 
 class LostError(Exception):
-    """What was asked for depends on a tensor whose values are unknown."""
+    """The error for a tensor that depends on one whose values are unknown."""
 
 
 class ChangedError(Exception):
-    """What was asked for depends on a tensor of the caller's that was changed since."""
+    """The error for a tensor that depends on one of the caller's that was changed since."""
 
 
 def replay(record: Record, window: StorageWindow, until: int) -> Tensor:
-    """A tensor as it was before the operation number `until`, in memory of its own.
+    """Return a tensor as it was before the operation number `until`, in memory of its own.
 
     Raises:
-        UninitialisedError: it depends on memory that nobody wrote.
-        LostError: it depends on a tensor that was on the meta device when it was met.
+        UninitialisedError: it depends on memory that nothing wrote.
+        LostError: it depends on a tensor that was already on the meta device when first seen.
         ChangedError: it depends on data that was changed since.
     """
     numbers = record.slice([window.storage], until)
@@ -70,23 +70,23 @@ def replay(record: Record, window: StorageWindow, until: int) -> Tensor:
 
 
 def have_same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors hold the same bits, NaNs too."""
+    """Return whether two tensors hold the same bits, including NaNs."""
     pair = [t.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for t in (left, right)]
     return torch.equal(*pair)
 
 
 def read_bytes(tensor: Tensor) -> Tensor:
-    """All bytes of a real tensor's storage, on the CPU; not a copy where they are there already."""
+    """Return all bytes of a real tensor's storage on the CPU; copied only if they are elsewhere."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu()
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Nothing around the call has a say: no autograd, autocast or default device; generators are put back.
+    """Run torch without autograd, autocast, default device or function modes; restore generators afterwards.
 
-    One thread, as the bits of a matrix product or a factorisation depend on their number. (Random numbers are
-    drawn by one in any case.)
+    One thread is used, because the bits of a matrix product or a factorisation depend on the number of
+    threads. (One thread draws random numbers in any case.)
     """
     state = torch.default_generator.get_state()
     dtype = torch.get_default_dtype()
@@ -105,7 +105,7 @@ def plain_torch() -> Iterator[None]:
 
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Seeds torch's, numpy's and Python's generators of the CPU for what is inside, and puts them back."""
+    """Seed torch's, numpy's and Python's CPU generators inside the context, and restore them afterwards."""
     states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -119,7 +119,7 @@ def seeded_generators(seed: int) -> Iterator[None]:
 
 
 def _run(record: Record, numbers: list[int], window: StorageWindow, filling: int) -> Tensor:
-    """The tensor that a slice makes."""
+    """Return the tensor that a slice makes."""
     last_use = {window.storage: len(record.ops)}
     for number in reversed(numbers):
         for storage in _storages(record.ops[number]):
@@ -140,20 +140,20 @@ def _run(record: Record, numbers: list[int], window: StorageWindow, filling: int
 
 
 def _storages(op: RecordedOp) -> set[int]:
-    """All storages that an operation touches."""
+    """Return all storages that an operation uses."""
     windows = (leaf.storage for leaf in tree_iter((op.args, op.kwargs)) if isinstance(leaf, StorageWindow))
     return {*windows, *op.writes, *op.reads}
 
 
 def _own_stride(window: StorageWindow) -> tuple[int, ...]:
-    """The strides of a copy with memory of its own: the same where nothing is left out or seen twice."""
+    """Return the strides of a copy with memory of its own: the same if the window is dense."""
     if window.is_dense():
         return window.stride
     return tuple(torch.empty_strided(window.size, window.stride, device="meta").clone().stride())
 
 
 def _memory_of(record: Record, storage: int, memory: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-    """A storage's memory; what will be written over before it is read needs no content."""
+    """Return a storage's memory; memory that is overwritten before it is read needs no content."""
     if storage not in memory:
         memory[storage] = _allocate(record.num_bytes[storage])
     return memory[storage]
@@ -165,7 +165,7 @@ def _allocate(num_bytes: int, filling: int | None = None) -> torch.UntypedStorag
 
 
 def _do(record: Record, op: RecordedOp, memory: dict[int, torch.UntypedStorage], filling: int) -> None:
-    """Does one operation."""
+    """Run one operation."""
     if op.kind is Kind.EMPTY:
         for storage, whole in op.writes.items():
             if whole:
@@ -197,7 +197,7 @@ def _do(record: Record, op: RecordedOp, memory: dict[int, torch.UntypedStorage],
 
 
 def _set_generator(record: Record, op: RecordedOp) -> None:
-    """Brings torch's generator to where this operation draws from."""
+    """Set torch's generator to the state that this operation draws from."""
     if op.draw is None:
         torch.default_generator.manual_seed(record.seeds[op.number])
     elif op.draw.state is not None:
@@ -210,9 +210,9 @@ def _set_generator(record: Record, op: RecordedOp) -> None:
 def _settle(
     record: Record, output: Tensor, window: StorageWindow, memory: dict[int, torch.UntypedStorage]
 ) -> torch.UntypedStorage:
-    """The memory of a new tensor, laid out as it was recorded.
+    """Return the memory of a new tensor, with the recorded layout.
 
-    The CPU may give other strides than the meta device did, or its input itself where that gave a copy.
+    The CPU may return other strides than the meta device did, or its input itself instead of a copy.
     """
     assert (tuple(output.size()), output.dtype) == (window.size, window.dtype)
     storage = output.untyped_storage()

@@ -1,4 +1,4 @@
-"""Puts a construction's values into its model, tensor by tensor."""
+"""Puts the values of a construction into its model, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from paceline.parallel.construct.record import StorageWindow
 from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.torch_seams.tensors import read_accumulate_hooks, read_hooks, set_hooks
 
-# From a full name and the whole value to what this rank keeps of it.
+# From a full name and the whole value to the part that this rank keeps.
 Cut = Callable[[str, Tensor], Tensor]
 
 
 def place_values(
     construction: Construction, device: torch.device | str = "cpu", cut: Cut | None = None
 ) -> nn.Module:
-    """Gives every parameter and buffer on the meta device its value, in place.
+    """Give every parameter and buffer on the meta device its value, in place.
 
-    `Module.to_empty` would untie tied parameters. Here the tensors stay the objects that they are, so that
-    ties, lists of weights (`nn.LSTM`), attributes and hooks of parameters stay as the factory left them. Two
-    parameters of which one is all of the other's memory share it again; other overlaps (a buffer that is a
-    row of a parameter) get memory of their own, as with `Module.to`.
+    `Module.to_empty` would untie tied parameters. Here the tensors stay the same objects, so ties, lists of
+    weights (`nn.LSTM`), attributes and hooks of parameters stay as the factory left them. If one parameter is
+    all of another's memory, the two share it again. Other overlaps (a buffer that is a row of a parameter)
+    get memory of their own, as with `Module.to`.
 
-    Not collective. Memory: one whole tensor beside what `cut` keeps of those before.
+    Not collective. Memory: one whole tensor besides the kept parts of those before.
 
     Args:
-        construction: its model may have been laid out since, as long as names stayed.
-        device: where the values go.
-        cut: what this rank keeps; all by default. Must not give a view into its argument that is smaller
-            than the argument, as that would keep the whole alive: such a view is copied.
+        construction: its model may have been laid out since, as long as names are unchanged.
+        device: the device of the values.
+        cut: returns the part that this rank keeps; all by default. If it returns a view smaller than its
+            argument, the view is copied, because it would keep the whole tensor alive.
 
     Returns:
         The construction's model.
@@ -60,7 +60,7 @@ def place_values(
 
 
 def _count(construction: Construction, tensors: dict[str, Tensor]) -> dict[StorageWindow, int]:
-    """How many different tensors show the same bytes."""
+    """Count the different tensors that show the same bytes."""
     owners: dict[StorageWindow, set[int]] = {}
     for name, tensor in tensors.items():
         owners.setdefault(construction.windows[name], set()).add(id(tensor))
@@ -68,18 +68,18 @@ def _count(construction: Construction, tensors: dict[str, Tensor]) -> dict[Stora
 
 
 def _keep_alone(value: Tensor) -> Tensor:
-    """The same without memory that it doesn't show."""
+    """Return the value without memory that it does not show."""
     too_much = value.untyped_storage().nbytes() > value.numel() * value.element_size()
     return value.clone() if too_much else value
 
 
 def _give(model: nn.Module, tensor: Tensor, value: Tensor) -> None:
-    """Makes a tensor on the meta device be the one with the value."""
+    """Turn a tensor on the meta device into the one with the value."""
     if isinstance(tensor, nn.Parameter):
         real: Tensor = nn.Parameter(value, requires_grad=tensor.requires_grad)
     else:
         real = value.detach().requires_grad_(tensor.requires_grad)
-    # The dictionary itself, so that handles still remove hooks, and later ones are kept as the layout needs.
+    # The dictionary itself is kept, so that handles still remove hooks and the layout can keep later ones.
     set_hooks(real, read_hooks(tensor))
     for hook in read_accumulate_hooks(tensor).values():
         real.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -87,8 +87,8 @@ def _give(model: nn.Module, tensor: Tensor, value: Tensor) -> None:
     try:
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
     except RuntimeError:
-        # Someone holds a weak reference to it, as nn.LSTM does: then the modules get another object, by
-        # setattr, from which an LSTM keeps its list of weights up to date.
+        # Another object holds a weak reference to it, as nn.LSTM does. The modules then get another object by
+        # setattr, from which an LSTM updates its list of weights.
         for module in model.modules():
             for held in (own_parameters(module), own_buffers(module)):
                 for key in [key for key, item in held.items() if item is tensor]:
