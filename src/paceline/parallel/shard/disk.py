@@ -1,11 +1,11 @@
-"""Offload to disk: a rank's shards and optimizer state live in files that are mapped into memory.
+"""Offloads to disk: keeps a rank's shards and optimizer state in files that are mapped into memory.
 
-The system reads a page when it is touched and may drop it again when memory is short, so what must fit into
-memory is the gradients and the few blocks that are gathered. Every tensor has a file of its own, which has no
-name any more once it is mapped: the disk is free again when the process ends, however it ends.
+The system reads a page when it is accessed and may drop it again when memory is short. Only the gradients and
+the few gathered blocks must fit into memory. Every tensor has a file of its own, which is unlinked once it is
+mapped: the disk space is free again when the process ends, however it ends.
 
-An optimizer's own step would make all of its state in memory first, and temporary tensors for all parameters
-at once; so it steps one parameter at a time, and new state moves to disk before the next one.
+An optimizer's own step would first make all of its state in memory, and temporary tensors for all parameters
+at once. So it steps one parameter at a time, and new state moves to disk before the next one.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _MMAP_THRESHOLD_BYTES = 1 << 20
 
 
 class Disk:
-    """Tensors in files.
+    """The tensors of a rank that are in files.
 
     Args:
-        folder: where the files are; `None` for the system's temporary folder.
+        folder: the folder of the files; `None` for the system's temporary folder.
 
     Attributes:
-        num_bytes: of all tensors that were put there.
+        num_bytes: of all tensors that were moved to disk.
 
     Raises:
-        PacelineError: PL444 for a folder in memory, PL445 for one that can't be used.
+        PacelineError: PL444 for a folder in memory, PL445 for one that cannot be used.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -67,13 +67,13 @@ class Disk:
 
     @torch.no_grad()
     def move(self, tensor: Tensor) -> Tensor:
-        """The same numbers in a file."""
+        """Return the same numbers in a tensor that is mapped from a file."""
         if not tensor.numel() or self.holds(tensor):
             return tensor
         num_bytes = tensor.numel() * tensor.element_size()
         handle, path = tempfile.mkstemp(prefix="paceline-offload-", dir=self._folder)
         try:
-            # Reserved now: a full disk is an error here, and a SIGBUS at the first touch.
+            # Reserved now: a full disk raises an error here, but SIGBUS at the first access.
             os.posix_fallocate(handle, 0, num_bytes)
             moved = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         except OSError as error:
@@ -88,10 +88,10 @@ class Disk:
         return moved
 
     def write_back(self, tensor: Tensor) -> None:
-        """Writes what changed in a tensor to its file and gives its memory back.
+        """Write a tensor's changes to its file and free its memory.
 
-        The system would do both by itself, but not in time under a limit: a control group that is full of
-        pages that were not written yet kills its processes.
+        The system would do both by itself, but too late under a limit: a control group that is full of
+        unwritten pages kills its processes.
         """
         if _LIBC is not None and self.holds(tensor):
             storage = tensor.untyped_storage()
@@ -100,18 +100,18 @@ class Disk:
                 _LIBC.madvise(start, length, _MADV_DONTNEED)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is there already."""
+        """Return whether a tensor is on disk already."""
         return tensor.untyped_storage().data_ptr() in self._known
 
     @torch.no_grad()
     def move_parameters(self, units: list[Unit]) -> None:
-        """Moves the shards of all parameters; they must not be on the meta device any more."""
+        """Move the shards of all parameters, which must not be on the meta device any more."""
         for unit in units:
             for record in list_records(unit.module):
                 move_shard(record, self.move)
 
     def move_state(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
-        """Moves an optimizer's state of one parameter, but for counters."""
+        """Move an optimizer's state of one parameter, except counters."""
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, DTensor):
@@ -122,7 +122,7 @@ class Disk:
                 self.write_back(state[key])
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, one parameter at a time, each one's state being moved after it."""
+        """Run the optimizer's step one parameter at a time, and move each one's state after it."""
         groups = optimizer.param_groups
         try:
             for group in groups:
@@ -138,10 +138,10 @@ class Disk:
 
 
 def _return_freed_memory() -> None:
-    """Has glibc give large tensors back to the system when they are freed.
+    """Make glibc return large tensors to the system when they are freed.
 
     By default it keeps more and more of them once the first one was freed: with 40 blocks of 4 MiB on 2 ranks
-    a forward alone left 320 MiB behind in every process, where two blocks at most were gathered at once.
+    a forward alone left 320 MiB behind in every process, although at most two blocks were gathered at once.
     """
     if _LIBC is not None and hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
@@ -153,7 +153,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _kind_of_file_system(folder: Path) -> str:
-    """As in /proc/mounts; "" where that is not known."""
+    """Return the type of a folder's file system as in /proc/mounts; "" if it is not known."""
     try:
         mounts = [line.split(" ")[1:3] for line in _MOUNTS.read_text().splitlines()]
     except OSError:

@@ -1,22 +1,22 @@
-"""What sharding sends: gathered parameters, and sums of gradients of which each rank keeps its chunk.
+"""Gathers sharded parameters, and sums gradients of which each rank keeps its chunk.
 
-torch's `fully_shard` takes objects for both collectives. It hands a reduce-scatter one flat vector per group
-of parameters, `[num_shards, chunk]`, row s being what rank s of dp_shard keeps. Every group has a
-`SumChunks` or an `ExactChunks` of its own; all of them share one `StepProgress`, which knows the microbatch.
+torch's `fully_shard` takes objects for both collectives. It passes a reduce-scatter one flat vector per group
+of parameters, `[num_shards, chunk]`, whose row s is the chunk of rank s of dp_shard. Every group has a
+`SumChunks` or an `ExactChunks` of its own. All of them share one `StepProgress`, which knows the microbatch.
 
 Fast (`SumChunks`): the sum over dp_shard after every microbatch; then, once per step, the all-reduce of the
 chunk over dp_replicate. On a CPU the sum is an all-to-all and a local addition: gloo's own reduce-scatter
 takes 2 to 3 times as long for the same bytes (1 to 24 MiB on 2 and 4 ranks).
 
-Exact (`ExactChunks`): nothing is sent before the step's last microbatch. Each one's flat vector is set aside
-and added in the order of the tree of `comm/tree.py`; the last one's call sums the subtrees of all ranks of
-dp, replicas included, in that order. What was not yet summed is given out as -0.0, which added to anything
-changes no bit of it. So the bits are those of `parallel/exact.py` and of one process: padding is zero
-everywhere, and every number is added in its own place whatever lies beside it.
+Exact (`ExactChunks`): nothing is sent before the step's last microbatch. Each microbatch's flat vector is
+kept and added in the order of the tree of `comm/tree.py`. The last call sums the subtrees of all ranks of dp,
+replicas included, in that order. Until then the call returns -0.0, which changes no bit when it is added. So
+the bits are those of `parallel/exact.py` and of one process: padding is zero everywhere, and every number is
+added in its own place, independent of its neighbours.
 
-Who may issue what, and when: fully_shard calls these objects one after the other, from the thread that runs
-backward and in the order of the groups, and a call returns when its collectives are done (on CUDA: are on
-their stream). The exact exchange has a group of its own, so it never meets a prefetched all-gather.
+Order of the collectives: fully_shard calls these objects one after the other, from the thread that runs
+backward and in the order of the groups. A call returns when its collectives are done (on CUDA: are on their
+stream). The exact exchange has a group of its own, so it cannot be mismatched with a prefetched all-gather.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from paceline.torch_seams.fsdp import AllGather, ReduceScatter
 # torch 2.13 renamed both and deprecates the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Mixes the numbers of groups into one; any odd constant of 64 bits does (this one is Knuth's).
+# Combines the numbers of groups into one; any odd 64-bit constant works (this one is Knuth's).
 _MULTIPLIER = 6364136223846793005
 
 
 class StepProgress:
-    """Where one optimizer step stands on this rank.
+    """The progress of one optimizer step on this rank.
 
     A round is a forward and backward of all ranks at once. A rank with fewer microbatches than others has
-    idle rounds: it gathers and sums along with them, its own gradients counting for nothing.
+    idle rounds: it gathers and sums along with them, but its own gradients do not count.
 
     Attributes:
-        num_rounds: of the step: the most microbatches that a rank owns.
+        num_rounds: of the step: the largest number of microbatches that a rank owns.
         index: the number within the global batch of the round's microbatch; `None` in an idle round.
         is_last: whether the step's gradients are complete after this round.
         silent: whether nothing is sent, see `Shards.silenced`.
-        plan: how the microbatches are added; of the exact reduction.
+        plan: the order in which the exact reduction adds the microbatches.
         waited_s: seconds spent in collectives since it was last set to 0.
-        signature: a number made from which groups were gathered and reduced in this step and in which order.
+        signature: a number derived from the groups that were gathered and reduced in this step, in order.
     """
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class StepProgress:
         self.signature = 0
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
-        """Starts a step."""
+        """Start a step."""
         self.num_rounds = max(num_owned, default=0)
         self.plan = plan_reduction(num_owned)
         self.signature = 0
 
     def note(self, number: int) -> None:
-        """Puts a collective of a group into the signature."""
+        """Add a collective of a group to the signature."""
         self.signature = (self.signature * _MULTIPLIER + number + 1) & (2**63 - 1)
 
 
@@ -82,7 +82,7 @@ class GatherChunks(AllGather):
     Args:
         rounds: of this model.
         number: of the group.
-        on_cpu: whether the model is there. Then the gather always runs beside the caller, so that a
+        on_cpu: whether the model is on the CPU. Then the gather always runs asynchronously, so that a
             prefetched one overlaps with compute; fully_shard waits for it before the parameters are used.
 
     Communication: (n-1)/n times the group's bytes, received by every rank of dp_shard.
@@ -100,7 +100,7 @@ class GatherChunks(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if self._rounds.silent:
-            # Numbers of the right size, for timing: this rank's own, in everybody's place.
+            # Numbers of the right size, for timing: this rank's own, in place of every rank's.
             rows = output_tensor.view(group.size(), -1)
             for number, row in enumerate(rows):
                 if number != group.rank():
@@ -112,7 +112,7 @@ class GatherChunks(AllGather):
 
 
 class _TimedWork(dist.Work):
-    """A collective under way on the CPU; waiting for it is counted."""
+    """A collective in progress on the CPU; the time that a rank waits for it is counted."""
 
     def __init__(self, work: dist.Work, rounds: StepProgress) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class SumChunks(ReduceScatter):
     Args:
         rounds: of this model.
         number: of the group.
-        replicas: the ranks of dp_replicate; `None` where there is one replica.
+        replicas: the ranks of dp_replicate; `None` if there is one replica.
 
     Communication per call: (n-1)/n times the group's bytes sent by every rank of dp_shard. On the last call
     of a step also an all-reduce of 1/n of them over dp_replicate.
@@ -228,7 +228,7 @@ class ExactChunks(ReduceScatter):
     ) -> None:
         rounds = self._rounds
         if rounds.index is not None:
-            # fully_shard forgets the vector after the call; nothing else is written into it.
+            # fully_shard drops the vector after the call, and nothing else is written into it.
             self._sum.push((rounds.index, rounds.index + 1), input_tensor)
         self._is_summed = rounds.is_last
         if not rounds.is_last:
@@ -253,7 +253,7 @@ class ExactChunks(ReduceScatter):
 
 
 class ChunkExchange:
-    """Sums vectors over all ranks of dp in the order of a tree; each rank gets the chunk of its shard.
+    """A sum of vectors over all ranks of dp in the order of a tree; each rank gets the chunk of its shard.
 
     Args:
         exchange: sums whole vectors over all ranks of dp.
@@ -267,17 +267,17 @@ class ChunkExchange:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to others so far."""
+        """The number of bytes that this rank has sent to others so far."""
         return self.exchange.sent_bytes
 
     def sum_chunk(self, subtrees: list[Tensor], plan: ReductionPlan, scratch: Tensor, chunk: Tensor) -> None:
-        """Sums the subtrees of all ranks; collective.
+        """Sum the subtrees of all ranks; collective.
 
         Args:
             subtrees: this rank's, flat, `[num_shards * chunk]`; overwritten.
-            plan: which subtrees each rank brings and how they are added.
+            plan: the subtrees of each rank, and the order in which they are added.
             scratch: as long as a subtree; overwritten. May be one of them.
-            chunk: this rank's part of the sum, afterwards.
+            chunk: receives this rank's part of the sum.
         """
         total = subtrees[-1] if subtrees else scratch
         self.exchange.sum_subtrees([[subtree] for subtree in subtrees], plan, total)
@@ -285,7 +285,7 @@ class ChunkExchange:
 
 
 def _sum_rows(chunk: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
-    """Rank r's row r of all ranks' `rows` [num_ranks, chunk], summed into its `chunk`."""
+    """Sum row r of all ranks' `rows` [num_ranks, chunk] into the `chunk` of rank r."""
     if rows.is_cuda:
         _reduce_scatter(chunk, rows, group=group)
         return
@@ -295,13 +295,13 @@ def _sum_rows(chunk: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
-    """The sum, in place of `right`."""
+    """Return the sum, computed in place of `right`."""
     right.add_(left)
     _keep_for_stream(left)
     return right
 
 
 def _keep_for_stream(tensor: Tensor) -> None:
-    """Before the host forgets a tensor that the current stream may still read."""
+    """Keep a tensor's memory until the current stream has read it, before the host drops the tensor."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream())

@@ -1,21 +1,20 @@
-"""Marks in backward: the instants at which a block's parameters are gathered and its gradients are summed.
+"""Marks in backward: the moments at which a block's parameters are gathered and its gradients are summed.
 
-torch puts a node of autograd around the inputs of a block, to learn that the block's backward is over. Such a
-node collects the gradient of an input over the block before it hands it on. Where several blocks take one
-tensor (an encoder's output in all blocks of a decoder, a bias that blocks share), its gradient is then added
-up in another order than in one process: `(a + b) + (c + d)` in place of `((a + b) + c) + d`. The last bits
-differ.
+torch puts a node of autograd around the inputs of a block, to detect the end of the block's backward. Such a
+node sums the gradient of an input over the block before it passes it on. If several blocks take one tensor
+(an encoder's output in all blocks of a decoder, a bias that blocks share), its gradient is then summed in
+another order than in one process: `(a + b) + (c + d)` in place of `((a + b) + c) + d`. The last bits differ.
 
-A mark lies beside the tensors. It is a node made when the block is called, and its only result is an empty
-tensor, its token. All tokens are tied to the model's output and to the loss, so backward knows all marks from
-its start. Autograd runs the newest node that is ready. So it runs a mark after the nodes that were made
-later, which are the block's, and before those that were made earlier. What flows through the block is left
-alone, and the gradient of each tensor is added up in the order of one process.
+A mark is not on the path of the tensors. It is a node made when the block is called, and its only result is
+an empty tensor, its token. All tokens are tied to the model's output and to the loss, so backward knows all
+marks from its start. Autograd runs the newest node that is ready. So it runs a mark after the nodes that were
+made later, which are the block's, and before those that were made earlier. The tensors in the block are not
+changed, and the gradient of each tensor is summed in the order of one process.
 
-A tie collects gradients too. But it is the newest consumer of what it is tied to, so it collects those that
-come first in one process as well. Two ties are needed. Without the one to the output, a loss on another
-device would start the marks before the model's backward. Without the one to the loss, a loss of something
-else than the output would not start them.
+A tie sums gradients too. But it is the newest consumer of its tensors, so it sums those that come first in
+one process as well. Two ties are needed. Without the one to the output, a loss on another device would start
+the marks before the model's backward. Without the one to the loss, a loss that does not depend on the output
+would not start them.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class Marks:
 
     Args:
         model: sharded.
-        blocks: its sharded modules, without itself.
-        device_type: where it is; the marks run in line with its backward.
+        blocks: its sharded modules, without the model itself.
+        device_type: of the model; the marks run in line with its backward.
     """
 
     def __init__(self, model: FSDPModule, blocks: Sequence[FSDPModule], device_type: str) -> None:
-        # Makes tokens require a gradient. Tensors of the model would do too, but backward would then
-        # go from the token to them, even where the loss doesn't depend on them.
+        # Makes tokens require a gradient. Tensors of the model would do so too, but then backward would go
+        # from the token to them, even if the loss does not depend on them.
         self._anchor = torch.empty(0, device=device_type, requires_grad=True)
         self._tokens: list[Tensor] = []
         self._num_tied = 0  # tokens that are tied to an output
@@ -62,16 +61,16 @@ class Marks:
             set_output_hook(module, self._exit(module, is_root=module is model))
         assert isinstance(model, nn.Module)
         opening = torch.compiler.disable(self._open)  # type: ignore[no-untyped-call]
-        # Before torch's own, which calls the entry.
+        # Runs before torch's own hook, which calls the entry.
         model.register_forward_pre_hook(opening, prepend=True)
 
     def add(self, act: Callable[[], object], *, is_needed: bool = False) -> int:
         """Set a mark here, and return its number; nodes made later have higher ones.
 
         Args:
-            act: is called in backward, after the nodes made from now on and before those made up to now. If
+            act: called in backward, after the nodes made from now on and before those made up to now. If
                 backward reaches nothing of this call of the model, it is not called.
-            is_needed: whether the mark must be met even where nothing else has a gradient.
+            is_needed: whether backward must reach the mark even if nothing else has a gradient.
         """
         token: Tensor = _Mark.apply(act, self._call, self._anchor)  # type: ignore[no-untyped-call]
         self._tokens.append(token)
@@ -88,7 +87,7 @@ class Marks:
         return tied  # type: ignore[no-any-return]
 
     def clear(self) -> None:
-        """Drop what a forward that raised has left."""
+        """Drop what a forward that raised has left behind."""
         self._tokens.clear()
         self._num_tied = 0
         self._is_needed = False
@@ -102,7 +101,7 @@ class Marks:
     def _entry(self, module: FSDPModule) -> Callable[[Register, Callable[[], None], Any, Any], Any]:
         def enter(register: Register, finish: Callable[[], None], args: Any, kwargs: Any) -> Any:
             if not self._is_open:
-                # There is no backward; or one is running, and computes the block again for itself.
+                # There is no backward; or one is running, and recomputes the block.
                 return register(args, kwargs)
             if find_trained((args, kwargs)):
                 self._starts[id(module)] = self.add(finish)
@@ -119,7 +118,7 @@ class Marks:
                 return register(output)
             output = _copy_views(output, start)
             if is_root:
-                # What can't be tied doesn't say in time whether backward comes through here. It mostly does.
+                # Untied tensors do not show in time whether backward passes through here. It mostly does.
                 trained = find_trained(output)
                 self._call.is_reached = not trained or not all(map(_is_real, trained))
                 output = _tie(output, self._tokens[self._num_tied :])
@@ -128,7 +127,7 @@ class Marks:
             made = trained if is_root else [tensor for tensor in trained if _is_made(tensor, start)]
             for tensor in made:
                 tensor.register_hook(self._call.reach)  # type: ignore[no-untyped-call]
-            # An input that is handed on gets its gradient when the block's own backward is long over.
+            # An input that is passed on gets its gradient long after the block's own backward is over.
             register(made)
             if trained and not made:
                 self.add(lambda: begin_backward(module))
@@ -138,7 +137,7 @@ class Marks:
 
 
 class _Call:
-    """A call of the model; `is_reached` once a backward has come to one of its blocks."""
+    """A call of the model; `is_reached` is set once a backward has reached one of its blocks."""
 
     def __init__(self) -> None:
         self.is_reached = False
@@ -148,7 +147,7 @@ class _Call:
 
 
 class _Mark(torch.autograd.Function):
-    """Gives a token, and acts in backward."""
+    """A node that returns a token in forward, and acts in backward."""
 
     @staticmethod
     def forward(ctx: Any, act: Callable[[], object], call: _Call, anchor: Tensor) -> Tensor:
@@ -164,13 +163,13 @@ class _Mark(torch.autograd.Function):
 
 
 class _Tie(torch.autograd.Function):
-    """Hands the first tensors on; the rest are tokens, whose marks come after it in backward."""
+    """A node that passes the first tensors on; the rest are tokens, whose marks follow it in backward."""
 
     @staticmethod
     def forward(ctx: Any, num_tensors: int, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.num_tokens = len(tensors) - num_tensors
-        # Not the tensors themselves, of which autograd would make views, nor copies.
+        # Not the tensors themselves, of which autograd would make views, and not copies.
         return tuple(tensor.detach() for tensor in tensors[:num_tensors])
 
     @staticmethod
@@ -179,9 +178,9 @@ class _Tie(torch.autograd.Function):
 
 
 def _tie(value: Any, tokens: list[Tensor]) -> Any:
-    """The same tensors, whose backward knows the marks."""
+    """Return the same tensors, whose backward knows the marks."""
     trained = find_trained(value)
-    # A tensor that is there twice stays one, whose gradient is added up in one place.
+    # A tensor that occurs twice stays one, so that its gradient is summed in one place.
     tensors = {id(tensor): tensor for tensor in trained if _is_real(tensor)}
     if not tokens or not tensors:
         return value
@@ -191,25 +190,25 @@ def _tie(value: Any, tokens: list[Tensor]) -> Any:
 
 
 def _is_real(value: Any) -> bool:
-    """Whether a value is a tensor for autograd; logits of which a rank has a part only pass for one."""
+    """Return whether a value is a tensor for autograd; logits cut over tp only appear to be one."""
     return issubclass(type(value), Tensor)
 
 
 def _number(tensor: Tensor) -> int:
-    """When autograd made a tensor's node; -1 for a tensor that is no result."""
+    """Return the sequence number of a tensor's autograd node; -1 for a tensor that is no result."""
     return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
 
 
 def _is_made(tensor: Tensor, start: int | None) -> bool:
-    """Whether a tensor was computed after a mark, if there is one."""
+    """Return whether a tensor was computed after a mark, if there is one."""
     return start is None or _number(tensor) > start
 
 
 def _copy_views(output: Any, start: int | None) -> Any:
-    """A module's output, with the views that were made after a mark as tensors of their own.
+    """Return a module's output, with the views that were made after a mark as tensors of their own.
 
-    fully_shard hangs its gathering for backward on the output. Changed in place (`x += y`) a view would drop
-    that without a word, and backward would see freed parameters.
+    fully_shard registers its gathering for backward on the output. If a view is changed in place (`x += y`),
+    it silently drops that hook, and backward would read freed parameters.
     """
     trained = find_trained(output)
     copies = {id(t): t.clone() for t in trained if t._base is not None and _is_made(t, start)}

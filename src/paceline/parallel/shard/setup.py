@@ -1,4 +1,4 @@
-"""Applies `fully_shard` to a model's blocks and then to the model: what is refused, and how it is set."""
+"""Applies `fully_shard` to a model's blocks and then to the model: checks it first, and sets its options."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Unit:
-    """What is gathered, freed and reduced together: a block, or all parameters outside of the blocks.
+    """The parameters that are gathered, freed and reduced together: of a block, or all outside of the blocks.
 
     Attributes:
         name: of the module; "" for the model itself.
         module: sharded.
-        parameters: its own by full name, those of other units left out; the shards.
+        parameters: its own shards by full name, without those of other units.
     """
 
     name: str
@@ -47,24 +47,24 @@ class Unit:
 def apply_sharding(
     model: nn.Module, mesh: DeviceMesh, settings: ShardSection, *, zero: int, offload: str
 ) -> list[Unit]:
-    """Shards a model in place; its parameters are DTensors afterwards, cut along their first dimension.
+    """Shard a model in place; its parameters become DTensors, cut along their first dimension.
 
-    Parameters without a dimension stay as they are, whole on every rank.
+    Parameters without a dimension are not changed and stay whole on every rank.
 
     Args:
         model: on its device, or on the meta device.
         mesh: one-dimensional, over the ranks that share one copy.
         settings: the recipe's.
-        zero: what they share: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: "none", "cpu" or "disk".
 
     Returns:
         The blocks in the order of the definition, and the model last.
 
     Raises:
-        PacelineError: PL434 for hooks that would see other numbers, PL440 for parameters that can't be cut,
-            PL442 for a mix of types, PL446 for settings that contradict `zero`, PL449 for a torch that lacks
-            something.
+        PacelineError: PL434 for hooks that would see other numbers, PL440 for parameters that cannot be cut,
+            PL442 for a mix of types, PL446 for settings that contradict `zero`, PL449 if torch lacks a
+            required function.
     """
     keeps = _keeps_parameters(settings, zero)
     blocks = separable_blocks(model)
@@ -72,7 +72,7 @@ def apply_sharding(
     before = dict(model.named_parameters())
     check_hooks(before.items())
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, offload)}
-    # Kept whole on every rank, see `shard_whole.py`.
+    # Kept whole on every rank, see `whole.py`.
     arguments["ignored_params"] = {parameter for parameter in before.values() if not parameter.dim()}
     for name, block in [*blocks, ("", model)]:
         fully_shard(
@@ -88,7 +88,7 @@ def apply_sharding(
     move_hooks(before, model)
     units = _collect_units(model, modules)
     for unit in units:
-        # With a factor of one the operation is a plain sum; without force it would be "multiply, then sum".
+        # With a factor of 1 the operation is a plain sum; without force it would be "multiply, then sum".
         unit.module.set_gradient_divide_factor(1.0)
         unit.module.set_force_sum_reduction_for_comms(True)
     _set_prefetch(units, settings.prefetch)
@@ -96,10 +96,11 @@ def apply_sharding(
 
 
 def _hide_mark(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Takes torch's mark of sharded modules off those that call the blocks.
+    """Remove torch's mark of sharded modules from those that call the blocks.
 
-    Hugging Face's models that drop layers look for it, and then run the dropped layers all the same, so that
-    all ranks gather alike: other numbers than one process has. Here ranks gather what they leave out.
+    Hugging Face's models that drop layers check for it, and then run the dropped layers as well, so that all
+    ranks gather alike. That gives other numbers than one process has. Here ranks gather the blocks that they
+    leave out.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():
@@ -118,7 +119,7 @@ def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Uni
 
 
 def _keeps_parameters(settings: ShardSection, zero: int) -> bool:
-    """Whether gathered parameters stay after a forward."""
+    """Return whether gathered parameters are kept after a forward."""
     if zero < 3 and settings.reshard_after_forward is True:
         raise PacelineError(
             "PL446",
@@ -168,7 +169,7 @@ def _precision_policy(settings: ShardSection, *, is_root: bool) -> MixedPrecisio
     return MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=torch.float32 if wants_fp32 else None,
-        # What the loss is computed from; between blocks activations stay narrow.
+        # The loss is computed from this output; between blocks activations stay narrow.
         output_dtype=torch.float32 if is_root and param_dtype is not None else None,
         cast_forward_inputs=True,
     )
@@ -184,23 +185,23 @@ def _offload_policy(mesh: DeviceMesh, offload: str) -> OffloadPolicy:
 
 
 def _set_prefetch(units: list[Unit], ahead: int) -> None:
-    """Says what is gathered early: in forward the next blocks, in backward the ones before."""
+    """Set what is gathered early: in forward the next blocks, in backward the previous ones."""
     *blocks, root = [unit.module for unit in units]
     root.set_modules_to_forward_prefetch(blocks[:ahead])
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + ahead])
         before = blocks[max(0, place - ahead) : place][::-1]
-        # An empty list stands for torch's own choice; a block that is there already, for nothing.
+        # An empty list means torch's own choice; a block that is already gathered means none.
         block.set_modules_to_backward_prefetch(before or [block])
     prefetch_last(units, ahead)
 
 
 def prefetch_last(units: list[Unit], ahead: int) -> None:
-    """Have the last blocks gathered as soon as backward begins.
+    """Gather the last blocks as soon as backward begins.
 
     Args:
         units: the blocks, and the model last.
-        ahead: how many; with 0 none.
+        ahead: number of blocks; 0 for none.
     """
     *blocks, root = [unit.module for unit in units]
     root.set_modules_to_backward_prefetch(blocks[::-1][:ahead] or [root])

@@ -1,11 +1,12 @@
-"""Sharding: the ranks of dp_shard hold one copy of the model among them, with gradients and optimizer state.
+"""Sharding: each copy of the model, with gradients and optimizer state, is divided over ranks of dp_shard.
 
 Protocol of one optimizer step of k rounds, on every rank of dp:
 
-1. `begin`, with how many microbatches each rank owns. The one with the most has a round for each; a rank with
-   fewer runs idle rounds: any microbatch, whose gradients don't count. For in every forward all ranks gather.
+1. `begin`, with the number of microbatches that each rank owns. The rank with the most has a round for each.
+   A rank with fewer runs idle rounds on any microbatch, whose gradients do not count, because all ranks
+   gather in every forward.
 2. Per round a forward, in which each block's parameters are gathered before they are used, and a backward,
-   in which gradients are summed over ranks and cut up. What is kept between them is a matter of `zero`:
+   in which gradients are summed over ranks and cut. `zero` decides what is kept between them:
 
    | zero | parameters gathered | gradients summed | a rank keeps between rounds |
    |---|---|---|---|
@@ -13,16 +14,17 @@ Protocol of one optimizer step of k rounds, on every rank of dp:
    | 2 | once per step | every round | all parameters, its shards of the gradients |
    | 1 | once per step | once per step | all parameters and all gradients |
 
-   The optimizer's state is sharded with all three. The exact reduction sets every microbatch's gradients
-   aside and sums them in the last round, whatever `zero` says.
+   The optimizer's state is sharded with all three. The exact reduction keeps every microbatch's gradients and
+   sums them in the last round, whatever `zero` is.
 3. `check_reduced`. Then parameters and gradients are DTensors on the mesh of dp_shard, and the optimizer
    updates this rank's shards.
 
 With dp_replicate > 1 every replica is sharded alike, and the replicas' chunks of the gradient are summed once
-per step. Gradients are *summed*, not averaged. How they travel: `gradient_exchange.py`.
+per step. Gradients are *summed*, not averaged. `gradient_exchange.py` describes the collectives.
 
-Built on `torch.distributed.fsdp.fully_shard` (Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277;
-the levels are those of Rajbhandari et al. 2020, "ZeRO", https://arxiv.org/abs/1910.02054).
+Built on `torch.distributed.fsdp.fully_shard` (Zhao et al. 2023, "PyTorch FSDP",
+https://arxiv.org/abs/2304.11277). The levels are those of Rajbhandari et al. 2020, "ZeRO"
+(https://arxiv.org/abs/1910.02054).
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from paceline.torch_seams.fsdp import clear_gradients, forget_iteration, gathere
 
 log = logging.getLogger(__name__)
 
-# Part of torch's message where an operation meets a shard and a plain tensor.
+# Part of torch's message for an operation between a shard and a plain tensor.
 _MIXED = "mixed torch.Tensor and DTensor"
 
 
@@ -74,14 +76,14 @@ class Shards:
             before the first forward (each parameter's `to_local()` is this rank's shard).
         mesh: the ranks.
         settings: the recipe's `[shard]`.
-        zero: what is shared: 1 the optimizer's state, 2 gradients too, 3 parameters too.
-        offload: "none", "cpu", or "disk"; where the shards and the optimizer's state are between uses.
+        zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        offload: "none", "cpu" or "disk": where the shards and the optimizer's state are kept between uses.
         exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.
 
     Attributes:
         group: the ranks over which gradients are summed.
-        num_ranks: how many they are.
-        units: what is gathered together.
+        num_ranks: number of these ranks.
+        units: the sets of parameters that are gathered together.
         silent: whether nothing is sent at the moment, see `silenced`.
 
     Raises:
@@ -108,7 +110,7 @@ class Shards:
         self.group = mesh.dp.group
         self.num_ranks = mesh.dp.size
         self._is_exact = exact_group is not None
-        # The exact reduction must see each microbatch's gradients by themselves.
+        # The exact reduction must see each microbatch's gradients separately.
         self._sums_once = zero == 1 and not self._is_exact
         self._keeps_parameters = zero < 3
         self._model = model
@@ -135,12 +137,12 @@ class Shards:
 
     @property
     def used(self) -> set[int]:
-        """Ids of the parameters that a microbatch of this rank has used in this step."""
+        """The ids of the parameters that a microbatch of this rank has used in this step."""
         return self._skipped.used | self._whole.used
 
     @property
     def num_rounds(self) -> int:
-        """How many rounds this step has: the most microbatches that a rank owns."""
+        """The number of rounds of this step: the largest number of microbatches that a rank owns."""
         return self._rounds.num_rounds
 
     @property
@@ -150,18 +152,18 @@ class Shards:
 
     @property
     def signature(self) -> int:
-        """A number of 63 bits made from the groups that were gathered and reduced since `begin`, in order.
+        """A 63-bit number derived from the groups that were gathered and reduced since `begin`, in order.
 
-        Equal on all ranks unless they ran different modules, and so took one another's data: the sums are
-        wrong then, though nothing failed. Whoever agrees on things per step compares it.
+        It is equal on all ranks unless they ran different modules, and so used one another's data: then the
+        sums are wrong, though nothing failed. The agreement of each step compares it.
         """
         return self._rounds.signature
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
-        """Starts a global batch.
+        """Start a global batch.
 
         Args:
-            num_owned: per rank of dp, how many microbatches it computes; numbered through.
+            num_owned: per rank of dp, the number of microbatches that it computes; numbered consecutively.
         """
         if self._is_in_round:
             self._abandon_round()
@@ -170,7 +172,7 @@ class Shards:
             check_hooks(unit.parameters)
             self._connect_hooks(unit)
             for record in list_records(unit.module):
-                clear_gradients(record)  # added up, they would be in this step
+                clear_gradients(record)  # otherwise they would be added to this step's
         self._rounds.begin(num_owned)
         self._skipped.begin()
         for chunks in self._chunks:
@@ -179,7 +181,7 @@ class Shards:
 
     @contextmanager
     def synchronising(self, sync: bool, index: int | None) -> Iterator[None]:
-        """Around forward and backward of one round.
+        """Wrap the forward and backward of one round.
 
         Args:
             sync: whether it is the step's last round.
@@ -200,10 +202,10 @@ class Shards:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Inside, nothing is sent: for timing compute alone. The numbers mean nothing.
+        """Send nothing inside the context: for timing compute alone. The resulting numbers are meaningless.
 
-        Where a gather would bring the other ranks' shards, this rank's own stand in for them, copied as often
-        as the others' would be; a sum over ranks is this rank's own gradient. Set it between steps only.
+        Instead of a gather, this rank's own shards are copied as often as the other ranks' would be. A sum
+        over ranks is this rank's own gradient. Set it between steps only.
         """
         self._rounds.silent = True
         try:
@@ -212,10 +214,10 @@ class Shards:
             self._rounds.silent = False
 
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
-        """Runs `compute(batch)`, which must call the model itself and not modules inside of it.
+        """Run `compute(batch)`, which must call the model itself and not modules inside it.
 
         Raises:
-            PacelineError: PL435 where a block's parameters are used and the block is not called.
+            PacelineError: PL435 if a block's parameters are used and the block is not called.
         """
         try:
             return compute(batch)
@@ -226,10 +228,10 @@ class Shards:
             raise _uncalled_error(unit) from error
 
     def backward(self, loss: Tensor) -> float:
-        """Runs backward; in an idle round of zero times the loss.
+        """Run backward; in an idle round on zero times the loss.
 
-        Gives the seconds that this round's forward and backward waited for communication; 0 under CUDA,
-        where the host doesn't wait.
+        Returns the seconds that this round's forward and backward waited for communication; 0 under CUDA,
+        where the host does not wait.
         """
         loss = self._marks.tie_loss(loss)
         if self._rounds.index is not None:
@@ -241,10 +243,10 @@ class Shards:
         return 0.0 if loss.is_cuda else waited_s
 
     def check_reduced(self) -> None:
-        """After the last round: raises unless every gradient was summed.
+        """Raise unless every gradient was summed; called after the last round.
 
         Raises:
-            PacelineError: PL441, naming the parameters that got no gradient on this rank.
+            PacelineError: PL441, with the parameters that got no gradient on this rank.
         """
         missing = [
             name
@@ -263,28 +265,32 @@ class Shards:
         )
 
     def reshard(self) -> None:
-        """Puts the shards back into the model wherever gathered parameters stand in for them.
+        """Put the shards back into the model in place of gathered parameters.
 
-        Between the rounds of a step they do, with `zero` 1 and 2. Costs nothing where there are none.
+        Parameters stay gathered between the rounds of a step with `zero` 1 and 2. Costs nothing if there are
+        none.
         """
         for unit in self.units:
             unit.module.reshard()
 
     def offload(self) -> None:
-        """Moves the shards to disk where `offload` says so; call it again once a model on meta is filled."""
+        """Move the shards to disk if `offload` asks for it; call it again once a model on meta is filled."""
         if self._disk is not None and not any(p.is_meta for p in self._model.parameters()):
             self._disk.move_parameters(self.units)
 
     def offload_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Moves an optimizer's state to disk where `offload` says so; after loading a checkpoint."""
+        """Move an optimizer's state to disk if `offload` asks for it; after loading a checkpoint."""
         if self._disk is not None:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._disk.move_state(optimizer, parameter)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step: with offload to disk one parameter at a time, so that its state needs no room
-        in memory. Optimizers that look at all parameters at once (LBFGS) are not for that."""
+        """Run the optimizer's step.
+
+        With offload to disk it runs one parameter at a time, so that its state needs no room in memory. That
+        does not suit optimizers that use all parameters at once (LBFGS).
+        """
         if self._disk is not None:
             self._disk.step(optimizer)
         elif self._whole:
@@ -317,13 +323,16 @@ class Shards:
         return sums
 
     def _reshard_without_backward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After an evaluation's forward: fully_shard would keep all of it, for a backward that doesn't
-        come, and use it again after the optimizer's next update."""
+        """Reshard after an evaluation's forward.
+
+        fully_shard would keep the gathered parameters for a backward that does not follow, and use them again
+        after the optimizer's next update.
+        """
         if not torch.is_grad_enabled():
             self.reshard()
 
     def _connect_hooks(self, unit: Unit) -> None:
-        """Has the gathered parameters run the hooks that users have registered on the shards."""
+        """Make the gathered parameters run the hooks that users have registered on the shards."""
         for record in list_records(unit.module):
             if id(record) in self._hooked or not has_hooks(record.sharded_param):
                 continue
@@ -343,20 +352,20 @@ class Shards:
         return run
 
     def _before_first_forward(self, unit: Unit, act: Callable[[], None]) -> None:
-        """Runs a function once, when torch has made the gathered parameters."""
+        """Run a function once, when torch has made the gathered parameters."""
 
         def run(module: nn.Module, args: Any) -> None:
             handle.remove()
             act()
 
         assert isinstance(unit.module, nn.Module)
-        # Runs after fully_shard's, which gathers. Compiled along with the block, it would register hooks that
-        # do not run in the first step.
+        # Runs after fully_shard's hook, which gathers. Compiled along with the block, it would register hooks
+        # that do not run in the first step.
         outside = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
         handle = unit.module.register_forward_pre_hook(outside)
 
     def _find_uncalled(self) -> Unit | None:
-        """The first block that was never called."""
+        """Return the first block that was never called."""
         for unit in self.units[:-1]:
             records = list_records(unit.module)
             if records and all(gathered(record) is None for record in records):
@@ -364,7 +373,7 @@ class Shards:
         return None
 
     def _abandon_round(self) -> None:
-        """After a forward or backward that raised: lets torch forget what it had under way."""
+        """Make torch drop the state of a forward or backward that raised."""
         self._is_in_round = False
         forget_iteration(self.units[-1].module)
 

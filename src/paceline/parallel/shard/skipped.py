@@ -1,17 +1,17 @@
-"""Blocks and parameters that a microbatch leaves out, under sharding.
+"""Handles blocks and parameters that a microbatch leaves out, under sharding.
 
-Ranks compute different microbatches in the same round. Where a forward leaves blocks out (layers dropped at
-random), each rank leaves out others. All ranks must gather and sum the same blocks in the same order all the
-same, so a rank takes part in the collectives of the blocks that it leaves out:
+Ranks compute different microbatches in the same round. If a forward leaves blocks out (layers dropped at
+random), each rank leaves out others. Still all ranks must gather and sum the same blocks in the same order.
+So a rank takes part in the collectives of the blocks that it leaves out:
 
 - The blocks have an order. When a block is called, those before it that were not called are passed by first.
   The last blocks are passed by when the model returns. Forward gathers them in their place. Two marks, see
-  `marks.py`, have backward gather and sum them in theirs.
-- A parameter that backward has not reached joins the sum with -0.0, which changes no bit of anything.
+  `marks.py`, make backward gather and sum them in theirs.
+- A parameter that backward has not reached joins the sum with -0.0, which changes no bit.
 
-The order is that of the definition. Where the first step calls them in another one, the same in every
-microbatch and without leaving any out, it is that. In the first step each rank writes into the store which
-block it gathers next, before it does. If the orders differ, the second rank finds another block there.
+The order is that of the definition. If the first step calls all blocks in another order, the same in every
+microbatch, that order is used. In the first step each rank writes the next block to the store before it
+gathers it. If the orders differ, the second rank finds another block there.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _num_models: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Skipped:
-    """Takes part in the collectives of what a rank's microbatch leaves out.
+    """A participant in the collectives of the blocks that a rank's microbatch leaves out.
 
     Args:
         model: sharded.
         units: its blocks, and the model last.
         rounds: of this model.
-        ahead: how many blocks ahead are gathered.
+        ahead: number of blocks that are gathered ahead.
         marks: of this model.
 
     Attributes:
@@ -78,7 +78,7 @@ class Skipped:
             model.register_forward_hook(self._end_forward, prepend=True)
         for number, unit in enumerate(self._blocks):
             assert isinstance(unit.module, nn.Module)
-            # Before torch's own, which gathers.
+            # Runs before torch's own hook, which gathers.
             hook = torch.compiler.disable(self._entry(number))  # type: ignore[no-untyped-call]
             unit.module.register_forward_pre_hook(hook, prepend=True)
 
@@ -100,7 +100,7 @@ class Skipped:
 
     def _entry(self, number: int) -> Any:
         def enter(_module: nn.Module, _args: Any) -> None:
-            # Without a place it is run again in backward, or has no backward.
+            # Without a place, the block is recomputed in backward, or has no backward.
             if self._place is None or self._order is None:
                 return
             self._calls.append(number)
@@ -150,7 +150,7 @@ class Skipped:
         module = self._blocks[number].module
         self._compare(number)
         pass_block(module)
-        # Backward meets the second one first.
+        # Backward reaches the second one first.
         self._marks.add(lambda: end_backward(module), is_needed=True)
         self._marks.add(lambda: begin_backward(module), is_needed=True)
 
@@ -162,8 +162,8 @@ class Skipped:
             if self._rounds.index is not None:
                 self.used |= {id(record.sharded_param) for record in reached}
             if not self._visited:
-                # torch repeats that for every output of the model that gets its gradient later, which may
-                # be on some ranks only.
+                # torch repeats the prefetch for every output of the model that gets its gradient later, which
+                # may happen on some ranks only.
                 prefetch_last(self._units, 0)
             is_again = number in self._visited
             self._visited.add(number)
@@ -176,7 +176,7 @@ class Skipped:
         return complete
 
     def _settle(self) -> None:
-        """After the first step: keep the order in which it called the blocks."""
+        """Keep the order in which the first step called the blocks, after that step."""
         if self._is_settled or not self._seen:
             return
         self._is_settled = True
@@ -184,7 +184,7 @@ class Skipped:
             return
         if any(len(set(calls)) < len(self._blocks) for calls in self._seen):
             raise self._order_error()
-        # Calls that differ without leaving a block out are for the signature to judge.
+        # Calls that differ without leaving a block out are checked by the signature.
         self._order = list(next(iter(self._seen))) if len(self._seen) == 1 else None
 
     def _order_error(self) -> PacelineError:
@@ -201,7 +201,7 @@ class Skipped:
 
 
 class _Notes:
-    """What the ranks do next, written into their store by the first one to come."""
+    """The next block of the ranks at each point, written to their store by the first rank that gets there."""
 
     def __init__(self) -> None:
         world = dist.group.WORLD

@@ -27,7 +27,7 @@ class WholeParameters:
     """The parameters of a model that dp_shard does not cut, and the sums of their gradients.
 
     Args:
-        model: sharded; its parameters that are no DTensors are meant.
+        model: sharded; these are its parameters that are no DTensors.
         rounds: of this model.
         group: the ranks of dp.
         exchange: sums in the order of the tree; `None` for the fast reduction.
@@ -54,8 +54,8 @@ class WholeParameters:
         return self._reached
 
     def begin(self) -> None:
-        """Starts a step."""
-        # Looked up anew: a model on the meta device gets other objects when it is filled.
+        """Start a step."""
+        # Listed anew: a model on the meta device gets other objects when it is filled.
         self._trained = self._list() if self._any else []
         check_hooks(self._trained)
         self._reached = set()
@@ -64,9 +64,9 @@ class WholeParameters:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Around the forward and backward of one round.
+        """Wrap the forward and backward of one round.
 
-        In an idle round they need no gradient, so that none is counted and no hook of a user runs.
+        In an idle round the parameters need no gradient, so that none is counted and no hook of a user runs.
         """
         idle = self._trained if self._rounds.index is None else []
         for _, parameter in idle:
@@ -79,7 +79,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Keeps what a round's backward has brought; in the last round sums over ranks."""
+        """Keep the gradients of a round's backward; in the last round sum them over ranks."""
         if not self._trained:
             return
         if self._rounds.index is not None:
@@ -97,7 +97,7 @@ class WholeParameters:
         return [p for _, p in self._trained if p.dtype == dtype]
 
     def _set_aside(self, index: int) -> None:
-        """Takes a microbatch's gradients off the parameters."""
+        """Move a microbatch's gradients from the parameters to the sums."""
         for dtype, total in self._sums.items():
             parameters = self._of(dtype)
             total.push((index, index + 1), _flatten(parameters))
@@ -127,10 +127,10 @@ class WholeParameters:
 
 @contextmanager
 def split_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, no group of an optimizer has both shards and whole parameters.
+    """Split the groups of an optimizer inside the context, so that none mixes shards and whole parameters.
 
-    Kernels that take a list of tensors (foreach, fused) refuse a mix of them. What an optimizer writes into a
-    group's settings is kept.
+    Kernels that take a list of tensors (foreach, fused) refuse a mix of them. Changes that an optimizer makes
+    to a group's settings are kept.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     split = [(group, _split_group(group)) for group in groups]
@@ -145,7 +145,7 @@ def split_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _split_group(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """The group itself, unless it has both kinds."""
+    """Return the group itself, or a part for each kind if it has both."""
     shards = [p for p in group["params"] if isinstance(p, DTensor)]
     whole = [p for p in group["params"] if not isinstance(p, DTensor)]
     if not shards or not whole:
@@ -154,7 +154,7 @@ def _split_group(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _flatten(parameters: list[nn.Parameter]) -> Tensor:
-    """Their gradients as one vector; a missing one adds nothing, not even the sign of a zero."""
+    """Return their gradients as one vector; a missing one adds nothing, not even the sign of a zero."""
     missing = torch.full((), -0.0, dtype=parameters[0].dtype, device=parameters[0].device)
     return torch.stack([missing if p.grad is None else p.grad for p in parameters])
 
