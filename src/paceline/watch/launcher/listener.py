@@ -1,4 +1,4 @@
-"""The socket at which a node's ranks tell of themselves."""
+"""Receives the messages of a node's ranks at a Unix socket."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class _RankConnection:
         self._unpacker = Unpacker()
 
     def receive(self) -> list[Message]:
-        """What has come.
+        """Return the messages that have arrived.
 
         Raises:
             EOFError: the rank has gone.
-            OSError, ValueError: the connection is broken, or speaks something else.
+            OSError, ValueError: the connection is broken, or uses another protocol.
         """
         data = self.socket.recv(1 << 20)
         if not data:
@@ -50,11 +50,11 @@ class Listener:
 
     @property
     def ranks(self) -> set[int]:
-        """Those that are connected, and have said who they are."""
+        """The ranks that are connected and have sent a beat."""
         return set(self._lines)
 
     def hear(self, seconds: float) -> Iterator[Message]:
-        """What comes within so many seconds; ends with the first that comes."""
+        """Yield the messages that arrive within this time; stop after the first batch."""
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 yield from self._read(key.data)
@@ -65,13 +65,14 @@ class Listener:
             self._selector.register(connection, selectors.EVENT_READ, _RankConnection(connection))
 
     def ask(self, *, is_full: bool) -> None:
-        """Asks all ranks for reports; one whose thread doesn't read takes a few hundred before this fails."""
+        """Ask all ranks for reports; a rank whose thread does not read buffers a few hundred before this
+        fails."""
         for line in self._lines.values():
             with suppress(OSError):
                 line.socket.send(pack(Ask(is_full)))
 
     def close(self) -> None:
-        """Closes all sockets."""
+        """Close all sockets."""
         for key in list(self._selector.get_map().values()):
             self._selector.unregister(key.fileobj)
             if isinstance(key.fileobj, socket.socket):

@@ -1,8 +1,8 @@
-"""How the launchers of several nodes tell each other what they see: through the store that the ranks meet at.
+"""Exchanges what the launchers of several nodes see, through the store at which the ranks meet.
 
-Each launcher writes its state under a key of its own every two seconds, and reads the others'. No port is
-opened for it. A node whose state doesn't change any more can't be reached, or its launcher has gone. The
-store itself may be on that node; then nothing can be read at all.
+Each launcher writes its state under its own key every two seconds, and reads the others'. No port is opened
+for it. If a node's state no longer changes, the node is unreachable or its launcher has gone. The store
+itself may be on that node; then nothing can be read at all.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from paceline.watch.reasoning.pace import BeatInterval, RankPace
 
 EVERY_S = 2.0
 _TIMEOUT = timedelta(seconds=5)
-# Nodes that have told nothing new for so long are taken for lost.
+# A node whose state has not changed for this long is considered lost.
 LOST_S = 10.0
 _WORKS = Stillness(0.0, 0.0, has_waiting=False)
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """What a launcher tells of its ranks.
+    """The state of a node's ranks, as its launcher publishes it.
 
     Attributes:
         name: of its machine.
-        ranks: that it has.
+        ranks: the node's ranks.
         stillness: for how long they have stood still.
         seen: what they do, once the job stands still; `None` while it works.
         told: its verdict, once it has one.
         prints: of its ranks' latest calls, for comparison.
-        asks_at_s: when all nodes ask their ranks what they have called, as calls don't seem to fit together;
-            in seconds since 1970, 0 where they do.
-        suspected: what its ranks have answered then.
-        paces: how much its ranks have waited lately; the board puts them in.
+        asks_at_s: when all nodes ask their ranks for their calls because these seem not to match, in
+            seconds
+          since 1970; 0 if they match.
+        suspected: its ranks' answers to that.
+        paces: how much its ranks have waited lately; the board fills it in.
     """
 
     name: str
@@ -60,11 +61,11 @@ class NodeState:
 
 
 class NodeBoard:
-    """This node's place on the board, and what the others have written there.
+    """This node's entry on the board, and the latest ones of the other nodes.
 
     Args:
         node: number of this node in the job.
-        num_nodes: how many there are.
+        num_nodes: number of nodes.
         host, port: of the ranks' store.
         name: of this attempt; the same on all nodes.
     """
@@ -81,27 +82,27 @@ class NodeBoard:
             other: ("", None, now_s) for other in range(num_nodes) if other != node
         }
         self._ends = threading.Event()
-        # A thread of its own: where the store is out of reach, reading it may take for ever.
+        # On its own thread: if the store is unreachable, reading it may never return.
         threading.Thread(target=self._run, name="paceline-nodes", daemon=True).start()
 
     def publish(self, state: NodeState) -> None:
-        """Puts this node's state on the board, with the next round."""
+        """Set the state that this node writes in the next round."""
         with self._lock:
             self._own = state
 
     def publish_paces(self, paces: tuple[RankPace, ...]) -> None:
-        """The same for how much its ranks wait, which changes all the time."""
+        """Set how much this node's ranks wait, which changes all the time."""
         with self._lock:
             self._paces = paces
 
     def read(self) -> dict[int, tuple[NodeState | None, float]]:
-        """Of every other node: its latest state, and for how many seconds there was no newer one."""
+        """Return the latest state of each other node, and its age in seconds."""
         now_s = time.monotonic()
         with self._lock:
             return {node: (state, now_s - heard_s) for node, (_, state, heard_s) in self._heard.items()}
 
     def close(self) -> None:
-        """Ends the thread, when it next has the store's answer."""
+        """End the thread as soon as the store has answered it."""
         self._ends.set()
 
     def _run(self) -> None:
@@ -111,7 +112,7 @@ class NodeBoard:
         number = 0
         while not self._ends.wait(EVERY_S if number else 0.0):
             number += 1
-            with suppress(Exception):  # the store is gone: what is known gets older
+            with suppress(Exception):  # The store is gone: what is known gets older.
                 if store is None:
                     host, port = self._where
                     client = TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
@@ -133,11 +134,11 @@ class NodeBoard:
 
 
 Others = Mapping[int, tuple[NodeState | None, float]]
-"""What `NodeBoard.read` gives."""
+"""What `NodeBoard.read` returns."""
 
 
 def join_stillness(own: Stillness, others: Others) -> Stillness:
-    """That of the whole job; nodes that are out of reach don't count."""
+    """Return the stillness of the whole job; unreachable nodes do not count."""
     for state, age_s in others.values():
         if age_s <= LOST_S:
             own = own.join(state.stillness if state is not None else _WORKS)
@@ -145,7 +146,7 @@ def join_stillness(own: Stillness, others: Others) -> Stillness:
 
 
 def merge(own: Seen, others: Others) -> tuple[Seen, bool]:
-    """One job, from what its nodes have seen; and whether every node that can be reached has told."""
+    """Return one job from what its nodes have seen, and whether every reachable node has reported."""
     processes, reports, is_complete = dict(own.processes), dict(own.reports), True
     for state, age_s in others.values():
         if age_s > LOST_S:
@@ -157,14 +158,14 @@ def merge(own: Seen, others: Others) -> tuple[Seen, bool]:
             processes |= state.seen.processes
             reports |= state.seen.reports
     if any(age_s > LOST_S and (state is None or not state.ranks) for state, age_s in others.values()):
-        # It was lost before it could tell which ranks it has.
+        # The node was lost before it could report its ranks.
         unknown = set(range(own.world_size)) - processes.keys()
         processes |= {rank: Process(rank, "another node", 0, "unreachable") for rank in unknown}
     return Seen(own.world_size, processes, reports, own.quiet_s), is_complete
 
 
 def state_to_json(state: NodeState) -> dict[str, Any]:
-    """As text can hold it."""
+    """Return a state as JSON-able values."""
     return {
         "name": state.name,
         "ranks": state.ranks,
@@ -193,10 +194,10 @@ def _seen_to_json(seen: Seen | None) -> dict[str, Any] | None:
 
 
 def state_from_json(value: dict[str, Any]) -> NodeState:
-    """What `state_to_json` gave.
+    """Return the state that `state_to_json` has converted.
 
     Raises:
-        ValueError, KeyError, TypeError: it is something else.
+        ValueError, KeyError, TypeError: the value is something else.
     """
     return NodeState(
         value["name"],

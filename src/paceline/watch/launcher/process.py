@@ -1,4 +1,4 @@
-"""What can be seen of ranks from outside: whether they run, wait or are stopped, and what they compute."""
+"""Polls the processes of ranks from outside: state, use of CPU and I/O."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _STATES: dict[str, ProcessState] = {
 }
 
 
-# The system counts CPU time in hundredths of a second: shares of less time than this say nothing.
+# The system counts CPU time in hundredths of a second, so a share over less time than this is meaningless.
 _LEAST_S = 0.5
 
 
 @dataclass
 class _Look:
-    """What a rank and its descendants had used at an instant, by process, and how fast since the look before.
+    """The resources that a rank and its descendants had used at an instant, and their rates since the last
+    one.
 
     Attributes:
-        time_s: when.
-        cpu_s: seconds of CPU.
-        io_bytes: read and written.
+        time_s: the instant.
+        cpu_s: seconds of CPU, by process.
+        io_bytes: bytes read and written, by process.
         share: of a core.
         rate: bytes per second.
     """
@@ -46,7 +47,7 @@ class _Look:
 
 
 class ProcessSampler:
-    """Looks at the ranks' processes on this node; each look tells what they did since the one before.
+    """A sampler of the ranks' processes on this node; each sample covers the time since the one before.
 
     Args:
         node: name of this machine.
@@ -57,11 +58,11 @@ class ProcessSampler:
         self._before: dict[int, _Look] = {}
 
     def look(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
-        """What is seen of each rank, by rank."""
+        """Return the state of each rank's process, by rank."""
         return {watched.rank: self._look_at(watched, is_kept=True) for watched in ranks}
 
     def peek(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
-        """A look between two others: the next one tells nevertheless all that came since the last one."""
+        """Return a sample out of turn: the next call of `look` still covers all the time since the last one."""
         return {watched.rank: self._look_at(watched, is_kept=False) for watched in ranks}
 
     def _look_at(self, watched: WatchedRank, *, is_kept: bool) -> Process:
@@ -95,5 +96,5 @@ class ProcessSampler:
 
 
 def _add_up(before: Mapping[int, float], now: Mapping[int, float]) -> float:
-    """What was used between two looks; a process that has come since counts from its start."""
+    """Return what was used between two samples; a process that has started since counts in full."""
     return max(0.0, sum(value - before.get(pid, 0.0) for pid, value in now.items()))

@@ -1,8 +1,8 @@
-"""From calls that seem not to fit together, in a job that goes on, to a verdict: when all ranks are asked.
+"""Decides when to ask all ranks for their calls, in a running job whose calls seem not to match.
 
-On one node they are asked at once. On several, launchers tell each other an instant a few seconds ahead at
-which each asks its ranks, because what is recorded goes back a few seconds only; then they exchange the
-reports. Each comes to the same verdict, or to none.
+On one node they are asked at once. With several nodes, launchers agree on an instant a few seconds ahead at
+which each asks its ranks, because records go back only a few seconds; then they exchange the reports. Every
+launcher reaches the same verdict, or none.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from paceline.watch.launcher.nodes import EVERY_S, Others
 from paceline.watch.protocol.report import Call, Seen, Verdict
 from paceline.watch.reasoning.compare import Comparison, Prints, confirm, strip
 
-# How long it takes until all nodes have read what one has written, and back.
+# How long it takes until all nodes have read what one has written, and until it has read their answers.
 _HEARD_S = 2.5 * EVERY_S
 _ANSWERED_S = 4 * EVERY_S
-# Nodes choose the next multiple of this, so that they choose alike without having heard each other.
+# Nodes choose the next multiple of this, so that they choose the same instant without communicating.
 _ROUND_S = 8.0
 
 
 class NodeSuspicion(NamedTuple):
-    """What the other nodes have to know.
+    """The part of a node's suspicion that the other nodes need.
 
     Attributes:
         prints: of this node's ranks' latest calls.
@@ -37,7 +37,7 @@ class NodeSuspicion(NamedTuple):
 
 
 class Suspicion:
-    """Compares the calls of one job, from start to restart."""
+    """The comparison of one job's calls, from start to restart."""
 
     def __init__(self) -> None:
         self._comparison = Comparison()
@@ -45,12 +45,12 @@ class Suspicion:
         self._seen: Seen | None = None
 
     def note_calls(self, rank: int, calls: Iterable[Call]) -> None:
-        """A rank of this node has told of calls."""
+        """Compare calls that a rank of this node has reported."""
         self._comparison.note_calls(rank, calls)
 
     @property
     def told(self) -> NodeSuspicion:
-        """For the other nodes."""
+        """What the other nodes need."""
         seen = None if self._seen is None else strip(self._seen)
         return NodeSuspicion(self._comparison.read_prints(), self._asks_at_s, seen)
 
@@ -61,12 +61,12 @@ class Suspicion:
         collect: Callable[[], Seen],
         read_source: Callable[[str], Sequence[str]],
     ) -> Verdict | None:
-        """What doesn't fit together, once that is certain.
+        """Return the mismatch, once it is certain.
 
         Args:
             others: the other nodes.
             now_s: since 1970.
-            collect: asks this node's ranks for all calls that are recorded.
+            collect: asks this node's ranks for all calls that are still recorded.
             read_source: as in `explain_hang`.
         """
         heard = {node: state for node, (state, _) in others.items() if state is not None}
@@ -88,7 +88,7 @@ class Suspicion:
         return verdict
 
     def _choose(self, asked_s: Iterable[float], has_others: bool, now_s: float) -> float:
-        """When to ask: the earliest instant that any node has chosen."""
+        """Return when to ask: the earliest instant that any node has chosen, or 0 for not at all."""
         if not self._comparison.is_awake(now_s):
             return 0.0
         chosen = [each for each in asked_s if each > now_s]

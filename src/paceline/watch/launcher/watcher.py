@@ -1,8 +1,8 @@
-"""The launcher's side: hears the ranks, decides when they are stuck, and says why.
+"""Listens to a node's ranks in the launcher, decides when they are stuck, and reports why.
 
-A thread of the launcher. Each rank connects to a Unix socket in the launch's folder, sends a `Beat` every
-second and a `Report` when asked. Where a rank can't answer, because its main thread holds Python's lock in
-compiled code, a signal has its interpreter write its stacks into a file.
+It runs on a thread of the launcher. Each rank connects to a Unix socket in the launch's folder, sends a
+`Beat` every second and a `Report` when asked. If a rank cannot answer because its main thread holds Python's
+lock in compiled code, a signal makes its interpreter write its stacks into a file.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from paceline.watch.reasoning.not_finite import FirstNotFinite
 from paceline.watch.reasoning.render import render_place, say
 from paceline.watch.reasoning.slow import SlowRanks
 
-# How often the ranks' processes are looked at, and while collectives come, as they are at work then anyway:
-# not where a verdict may be due before two looks have come after the last collective.
+# How often the ranks' processes are polled. While collectives arrive, ranks evidently work and are polled
+# less often, unless a verdict could then be due before two polls after the last collective.
 _LOOK_S = 1.0
 _LOOK_CALM_S = 5.0
 _LEAST_FOR_CALM_S = 10.0
-# How long a rank has to answer; its thread may wait for Python's lock.
+# How long a rank may take to answer; its thread may wait for Python's lock.
 _ANSWER_S = 2.0
 # How long ranks that lose their peer may take until the exception has ended their scripts.
 _SETTLE_S = 1.0
-# How long a failure may take to be told among nodes.
+# How long it may take to exchange a failure among nodes.
 _NODES_S = 4 * EVERY_S
-# How long the launcher reads what ranks that have ended sent before; it is there already.
+# How long the launcher reads what ended ranks sent before; it has arrived already.
 _CLOSING_S = 1.0
 
 
 class RankWatcher:
-    """Watches this node's ranks; see `launch.watching.Watcher`.
+    """The watcher of this node's ranks; see `launch.watching.Watcher`.
 
     Args:
-        hang_after_s: how long all ranks must stand still until they are taken for stuck.
-        keep_alive: whether a stuck job is left as it is, for a debugger; the verdict is told by `tell`.
-        tell: prints a verdict that doesn't end the job.
+        hang_after_s: how long all ranks must stand still until they are considered stuck.
+        keep_alive: whether a stuck job is left running, for a debugger; `tell` then reports the verdict.
+        tell: prints a verdict that does not end the job.
     """
 
     entry = "paceline.watch.rank.reporter:begin"
@@ -87,13 +87,13 @@ class RankWatcher:
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
 
     def begin(self, folder: Path, look: Callable[[], Sequence[WatchedRank]]) -> None:
-        """Starts the thread; ranks that start from now on find the socket."""
+        """Start the thread; ranks that start from now on find the socket."""
         self._look = look
-        self._listener = Listener(folder / SOCKET)  # here, so that no rank inherits it
+        self._listener = Listener(folder / SOCKET)  # Here, so that no rank inherits it.
         self._thread.start()
 
     def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
-        """Ranks start, on so many nodes; what was known of those before is of no use."""
+        """Forget the previous attempt, as the ranks of a new one start on this many nodes."""
         self._clock = Clock(time.monotonic())
         self._suspicion = Suspicion()
         self._failed.clear()
@@ -107,20 +107,20 @@ class RankWatcher:
         self._board = NodeBoard(node, num_nodes, host, port, str(attempt)) if num_nodes > 1 else None
 
     def note_failure(self, rank: int, status: int) -> None:
-        """Asks the ranks that are left where they are; once, as the others fail because of the first."""
+        """Ask the remaining ranks where they are, at the first failure only: later ones are its consequences."""
         self._rank_ends.note_status(rank, status)
         if not self._failed.is_set() and self._thread.is_alive():
             self._failed.set()
             self._looked_back.wait(_ANSWER_S + _SETTLE_S + 1.0 + (_NODES_S if self._board is not None else 0))
 
     def explain_failure(self, died: str = "") -> Said | None:
-        """Why ranks failed, where that is known of collectives that don't match or a peer that ended."""
+        """Return why ranks failed, if mismatched collectives or an ended peer are known to be the cause."""
         verdict = self._failure.verdict
         told = [died] if died else []
         return None if verdict is None else say(replace(verdict, more=(*verdict.more, *told)))
 
     def end(self) -> None:
-        """Stops the thread and closes the sockets."""
+        """Stop the thread and close the sockets."""
         self._ends.set()
         if self._board is not None:
             self._board.close()
@@ -131,7 +131,7 @@ class RankWatcher:
     # ---- hearing
 
     def _run(self) -> None:
-        looked_s = 0.0  # the first time at once: other nodes want to know which ranks are here
+        looked_s = 0.0  # Poll at once: other nodes want to know which ranks are here.
         calm_s = _LOOK_CALM_S if self._hang_after_s >= _LEAST_FOR_CALM_S else _LOOK_S
         while not self._ends.is_set():
             self._hear(0.25)
@@ -162,7 +162,7 @@ class RankWatcher:
 
     def _note_beat(self, beat: Beat, now_s: float) -> None:
         self._clock.note_beat(beat, now_s)
-        if beat.time_s < self._met_s:  # late, of a rank of the attempt before
+        if beat.time_s < self._met_s:  # Late, from a rank of the previous attempt.
             return
         self._slow.book.note_beat(beat, now_s)
         self._rank_ends.note_beat(beat)
@@ -228,7 +228,7 @@ class RankWatcher:
             self._speak(say(verdict))
 
     def _compare_closing(self) -> None:
-        """Compares all recorded calls of this node's ranks once all have ended well."""
+        """Compare all recorded calls of this node's ranks once all of them have ended successfully."""
         ranks = {watched.rank for watched in self._look() if watched.exit_code == 0}
         if len(ranks) < 2 or len(ranks) < len(self._look()):
             return
@@ -250,7 +250,7 @@ class RankWatcher:
         for state, age_s in others.values():
             if state is not None:
                 self._slow.book.note_others(state.paces, now_s, age_s)
-        # What other nodes write and read in turns is late.
+        # What other nodes write and read periodically arrives late.
         verdict = self._slow.read(now_s, 2 * EVERY_S if others else 0.0)
         if verdict is not None:
             self._tell(say(verdict))
@@ -266,9 +266,9 @@ class RankWatcher:
         return find_mismatch(calls, groups, _read_source)
 
     def _speak(self, said: Said, *, is_heard: bool = False) -> None:
-        """Says a verdict of its own, or one that it has heard from another node.
+        """Report a verdict of this node, or one received from another node.
 
-        The other nodes are given time to hear it, before this one's ranks end and theirs lose them.
+        The other nodes get time to read it before this node's ranks end and theirs lose their peers.
         """
         self._has_spoken = True
         if self._board is not None and not is_heard:
@@ -281,7 +281,7 @@ class RankWatcher:
             self.told = said
 
     def _collect(self, *, is_full: bool = False) -> Seen:
-        """Asks all ranks for reports, and gives what came."""
+        """Ask all ranks for reports, and return what came."""
         self._reports = {}
         self._listener.ask(is_full=is_full)
         ends_s = time.monotonic() + _ANSWER_S
@@ -297,11 +297,12 @@ class RankWatcher:
         return Seen(world_size, processes, self._reports | self._rank_ends.last)
 
     def _lacks_word(self, ranks: set[int]) -> bool:
-        """Whether any of these ranks has a connection still, and neither answered nor said its last."""
+        """Return whether any of these ranks is still connected and has sent neither an answer nor a last
+        report."""
         return bool((ranks & self._listener.ranks) - self._reports.keys() - self._rank_ends.last.keys())
 
     def _collect_failure(self) -> Seen:
-        """Where all ranks are once one has failed; those that lose their peer by it have time to say so."""
+        """Return where all ranks are once one has failed; those that lose their peer get time to report it."""
         seen = self._collect()
         ends_s = time.monotonic() + _SETTLE_S
         while time.monotonic() < ends_s and any(
@@ -314,7 +315,8 @@ class RankWatcher:
         return self._rank_ends.add_to(seen, self._processes)
 
     def _ask_nodes(self, seen: Seen) -> Seen:
-        """Tells the other nodes of a failure; with what they tell, where it may come from one of them."""
+        """Publish a failure to the other nodes; if it may come from one of them, return it with their
+        reports."""
         if self._board is None:
             return seen
         self._publish(self._clock.read(time.monotonic()), seen)
@@ -323,13 +325,13 @@ class RankWatcher:
         while not is_complete and time.monotonic() < ends_s:
             self._hear(0.25)
             joined, is_complete = merge(seen, self._board.read())
-        # The store may go with this node, so the others are given time to read; or with theirs.
+        # The store may end with this node or with theirs, so the others get time to read.
         self._ends.wait(EVERY_S)
         self._board.close()
         return joined
 
     def _answer_nodes(self, others: Others, now_s: float) -> bool:
-        """Once a rank of another node has failed of what may have happened here: tells what is known here."""
+        """Publish what is known here once a rank of another node has failed for a reason that may be here."""
         if not any(s is not None and s.seen is not None and is_felt(s.seen) for s, _ in others.values()):
             return False
         if now_s - self._asked_at_s >= EVERY_S:
@@ -344,7 +346,7 @@ class RankWatcher:
 
 
 def _describe(processes: Mapping[int, Process]) -> dict[int, tuple[int, bool]]:
-    """By rank: its process, and whether that has ended."""
+    """Return each rank's process and whether it has ended, by rank."""
     return {rank: (process.pid, process.state == "ended") for rank, process in processes.items()}
 
 

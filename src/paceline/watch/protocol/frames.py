@@ -1,4 +1,4 @@
-"""Builds frames of a stack, and tells the user's files from libraries' and from the watch's own."""
+"""Builds frames of a stack, and distinguishes the user's files from those of libraries and of this package."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _WATCH = str(Path(__file__).resolve().parent.parent) + os.sep
 
 @lru_cache(maxsize=4096)
 def is_own(path: str) -> bool:
-    """Whether a file is the user's: outside of Python's and its packages' folders."""
+    """Return whether a file is the user's: outside of Python's and its packages' folders."""
     return trace.TracebackFrame(path, 0, "", ()).is_own
 
 
 def build_frame(path: str, line: int, function: str) -> Frame:
-    """A frame, with its line's source where the file is the user's."""
+    """Return a frame, with its line's source where the file is the user's."""
     # The sources of libraries are not shown to anybody, and reading them takes time.
     text = linecache.getline(path, line).strip() if line and is_own(path) else ""
     return Frame(path, line, function, text)
 
 
 def is_watching(path: str) -> bool:
-    """Whether a file is of this package, whose frames are of no interest."""
+    """Return whether a file is of this package, whose frames are of no interest."""
     return path.startswith(_WATCH)

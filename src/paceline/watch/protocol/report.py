@@ -1,4 +1,4 @@
-"""What a rank tells of itself while it runs: the words between the thread in a rank and the launcher.
+"""The data types that travel between the thread in a rank and the launcher.
 
 JSON-able. A rank sends a `Beat` every second and a `Report` when it is asked.
 """

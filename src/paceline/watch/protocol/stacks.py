@@ -1,6 +1,6 @@
-"""The stack of a rank that can't answer: a signal has its interpreter write it into a file.
+"""Reads the stack of a rank that cannot answer: a signal makes its interpreter write it into a file.
 
-The handler is `faulthandler`'s. It runs without Python's lock, so it answers also where the main thread holds
+The handler is `faulthandler`'s. It runs without Python's lock, so it also answers if the main thread holds
 that lock in compiled code.
 """
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from paceline.watch.protocol.report import Frame
 
 SIGNAL = signal.SIGRTMAX - 3
-# How long the handler has to write.
+# How long the handler may take to write.
 _WRITTEN_S = 1.0
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 
 
 def read_main_stack(pid: int, path: Path) -> tuple[Frame, ...]:
-    """The main thread's stack of a process, innermost first; empty where it doesn't answer."""
+    """Return a process's main-thread stack, innermost frame first; empty if the process does not answer."""
     try:
         size = path.stat().st_size
         if not _catches(pid):
@@ -43,14 +43,14 @@ def read_main_stack(pid: int, path: Path) -> tuple[Frame, ...]:
 
 
 def _catches(pid: int) -> bool:
-    """Whether a process has a handler for the signal; without one it would end."""
+    """Return whether a process has a handler for the signal; without one, the signal would end it."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (SIGNAL - 1) & 1)
 
 
 def parse_main_stack(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames from what `faulthandler` wrote: it writes the main thread last."""
+    """Return the main thread's frames from `faulthandler`'s output, which lists the main thread last."""
     frames: list[Frame] = []
     for line in text.splitlines():
         if _THREAD.match(line):

@@ -1,11 +1,13 @@
-"""The bytes between the thread in a rank and the launcher, over a Unix stream socket.
+"""Packs and unpacks the messages between the thread in a rank and the launcher, over a Unix stream socket.
 
-A message is four bytes of length, the highest first, and so many bytes of JSON: an object with one key, which
-says what it is (`beat`, `report` or `ask`). A rank sends `Beat`s by itself, and a `Report` for each `Ask`. In
-a report a frame is written once, and stacks point to it: the calls of a loop share most of theirs.
+A message is four bytes of length, big-endian, followed by that many bytes of JSON: an object with one key,
+its kind (`beat`, `report` or `ask`). A rank sends a `Beat` unprompted every second, and a `Report` for each
+`Ask`. A report lists each distinct frame once and its stacks refer to frames by number, because the calls of
+a loop share most of their frames.
 
-Written by hand on purpose: a rank packs these, and importing pydantic would cost each of them 0.5 s. Its JSON
-also refuses paths that are not UTF-8, which Python holds as surrogates. So `nodes.py` does without it too.
+This is written by hand on purpose: every rank packs messages, and importing pydantic would cost each rank 0.5
+s. Its JSON also rejects paths that are not UTF-8, which Python holds as surrogates. `nodes.py` avoids it for
+the same reason.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Ask:
-    """The launcher wants a report.
+    """The launcher's request for a report.
 
     Attributes:
-        is_full: with all calls that are recorded still, not just the latest ones.
+        is_full: whether to include all calls that are still recorded, not just the latest ones.
     """
 
     is_full: bool = False
@@ -47,7 +49,7 @@ Message = Beat | Report | Ask
 
 
 def pack(message: Message) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     text: dict[str, Any]
     if isinstance(message, Beat):
         # Not `asdict` of hundreds of calls, which takes 5 ms.
@@ -64,16 +66,16 @@ def pack(message: Message) -> bytes:
 
 
 class Unpacker:
-    """Makes messages of a stream of bytes, however it is cut."""
+    """A parser that assembles messages from a stream of bytes, in pieces of any size."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Takes the next bytes; gives the messages that they complete.
+        """Take the next bytes, and yield the messages that they complete.
 
         Raises:
-            ValueError: these bytes are not of this protocol.
+            ValueError: these bytes do not follow this protocol.
         """
         self._bytes += data
         while len(self._bytes) >= _LENGTH_BYTES:
@@ -132,7 +134,7 @@ def _pace_from_json(value: dict[str, Any] | None) -> Pace | None:
 
 
 class _Frames:
-    """Frames by number, in the order in which they were first met."""
+    """Distinct frames, numbered in the order of their first use."""
 
     def __init__(self) -> None:
         self.numbers: dict[Frame, int] = {}

@@ -1,4 +1,4 @@
-"""How ranks, calls, groups and places in the user's code are worded."""
+"""Words for ranks, calls, groups and places in the user's code."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.phrases import name_ranks
 from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Call, Frame, Group
 
-# More pieces than this, and a list of ranks is cut.
+# A description lists at most this many different tensors.
 _MANY_TENSORS = 3
 _LABELS = {"", "undefined", "default_pg", "world"}
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 def pick(ranks: Sequence[int] | frozenset[int], one: str, several: str) -> str:
-    """The form of a verb or a noun that goes with so many ranks."""
+    """Return the singular form of a verb or noun for one rank, the plural form for several."""
     return one if len(ranks) == 1 else several
 
 
@@ -40,19 +40,19 @@ _PLURALS = {
 
 
 def to_plural(words: str) -> str:
-    """`waits in all_reduce` gives `wait in all_reduce`: what is said of one rank, of several."""
+    """Turn a phrase about one rank into one about several: `waits in all_reduce` into `wait in all_reduce`."""
     verb, _, rest = words.partition(" ")
     plural = f"{_PLURALS.get(verb, verb)} {rest}"
     return plural.replace("its script", "their scripts").replace("and does not", "and do not")
 
 
 def name_group(group: Group | None, name: str, world_size: int = 0) -> str:
-    """`world`, `tp (ranks 8-15)`, `group 3 (ranks 0 and 2)`.
+    """Return a group's name for messages: `world`, `tp (ranks 8-15)`, `group 3 (ranks 0 and 2)`.
 
     Args:
-        group: as a member knows it; `None` where nobody has told.
-        name: torch's.
-        world_size: 0 where it isn't known.
+        group: as a member knows it; `None` if no member has reported it.
+        name: torch's name.
+        world_size: 0 if unknown.
     """
     label = "" if group is None or group.label in _LABELS else group.label
     if name == "0" or (not label and group is not None and len(group.ranks) == world_size):
@@ -62,24 +62,25 @@ def name_group(group: Group | None, name: str, world_size: int = 0) -> str:
 
 
 def name_label(group: Group | None, name: str) -> str:
-    """A group's name without its ranks, the same for all groups along one axis of a mesh."""
+    """Return a group's name without its ranks, the same for all groups along one axis of a mesh."""
     if group is not None and group.label not in _LABELS:
         return group.label
     return "world" if name == "0" else f"group {name}"
 
 
 def is_pairwise(call: Call) -> bool:
-    """Whether it is a send or a receive."""
+    """Return whether a call is a send or a receive."""
     return call.operation.startswith(("send", "recv"))
 
 
 def sequence_of(call: Call) -> str:
-    """What a call is numbered in, within its group: most together, a few operations each by itself."""
+    """Return the sequence, within its group, in which a call is numbered: `""`, or the operation if it has
+    its own."""
     return call.operation if call.operation == "monitored_barrier" or is_pairwise(call) else ""
 
 
 def name_call(call: Call, group: str) -> str:
-    """`all_reduce number 57 of world`, `recv number 3 from rank 1`."""
+    """Return a call's name: `all_reduce number 57 of world`, `recv number 3 from rank 1`."""
     if is_pairwise(call):
         way = "to" if call.operation.startswith("send") else "from"
         peer = "any rank" if call.peer is None else f"rank {call.peer}"
@@ -88,7 +89,7 @@ def name_call(call: Call, group: str) -> str:
 
 
 def describe_tensors(call: Call) -> str:
-    """`float32 [128], sum`, `3 x float32 [128]`, `float32 [4], int64 [2]`; empty where nothing is known."""
+    """Return a call's tensors in words: `float32 [128], sum`, `3 x float32 [128]`; empty if unknown."""
     dtypes = call.dtypes or ("",)
     kinds = [f"{dtypes[min(n, len(dtypes) - 1)]} {list(size)}".strip() for n, size in enumerate(call.sizes)]
     if len(kinds) > 1 and len(set(kinds)) == 1:
@@ -99,7 +100,7 @@ def describe_tensors(call: Call) -> str:
 
 
 def own_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The user's own, innermost first; where there are none, those of Paceline's training."""
+    """Return the user's frames, innermost first; if there are none, those of Paceline's training."""
     own = tuple(frame for frame in frames if is_own(frame.file))
     if own:
         return own
@@ -107,25 +108,25 @@ def own_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     return tuple(f for f in ours if os.path.relpath(f.file, _PACKAGE).split(os.sep)[0] not in _STARTERS)
 
 
-# They run the script; no rank is ever stuck there by itself.
+# These packages run the script; no rank is ever stuck in them by itself.
 _STARTERS = {"watch", "launching", "cli"}
 
 
 def name_line(frame: Frame) -> str:
-    """`train.py:31`."""
+    """Return a frame's file and line: `train.py:31`."""
     path = os.path.relpath(frame.file)
     path = frame.file if path.startswith("..") else path
     return f"{path}:{frame.line}" if frame.line else path
 
 
 def name_place(frame: Frame) -> str:
-    """`train.py:31 in evaluate`, or `train.py:31` outside of functions."""
+    """Return a frame's place: `train.py:31 in evaluate`, or `train.py:31` outside of functions."""
     where = name_line(frame)
     return where if frame.function in ("", "<module>") else f"{where} in {frame.function}"
 
 
 def name_exit(exit_code: int | None, is_out_of_memory: bool) -> str:
-    """How a process ended, after "it": `has ended (exit code 0)`, `was killed by SIGKILL`."""
+    """Return how a process ended, to follow "it": `has ended (exit code 0)`, `was killed by SIGKILL`."""
     if is_out_of_memory:
         return "was killed by the kernel, which had run out of memory"
     if exit_code is None:

@@ -1,4 +1,4 @@
-"""What torch's Flight Recorder has dumped, in our words."""
+"""Converts the entries that torch's Flight Recorder dumps into `Call`s."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Key = tuple[int, int]
-"""Which recorder, and its number for a process group: unlike a name, never used again."""
+"""A recorder, and its number for a process group: unlike a name, it is never used again."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """How far a process group is, in the recorder's count, where sends and receives take part.
+    """The progress of a process group in the recorder's count, which includes sends and receives.
 
     Attributes:
-        issued: the latest one.
-        completed: the one that completed last, which need not be the highest.
+        issued: number of the latest collective.
+        completed: number of the one that completed last, which need not be the highest.
     """
 
     issued: int
@@ -56,7 +56,7 @@ class Status:
 
 @dataclass(slots=True)
 class FlightEntry:
-    """One collective as recorded; what only a few of a thousand are asked for is read from `raw` then.
+    """One collective as recorded; rarely needed fields are read from `raw` on demand.
 
     Attributes:
         record: counts all entries of its recorder, from 0.
@@ -83,17 +83,17 @@ class FlightEntry:
 
     @property
     def operation(self) -> str:
-        """As recorded, in users' words; see `build_call`."""
+        """The operation's name as users call it; see `build_call`."""
         return _name_operation(str(self.raw["profiling_name"]).rpartition(":")[2])
 
     @property
     def thread(self) -> int:
-        """Ident of the thread that issued it; 0 where it isn't known."""
+        """Ident of the thread that issued it; 0 if unknown."""
         return int(self.raw.get("thread_id") or 0)
 
 
 def read_status() -> dict[Key, Status]:
-    """How far all process groups are; takes 0.01 ms."""
+    """Return the progress of all process groups; takes 0.01 ms."""
     found = {}
     for source, dump in list_dumps():
         for number, status in _load(dump(False, False, False)).get("pg_status", {}).items():
@@ -103,14 +103,14 @@ def read_status() -> dict[Key, Status]:
 
 
 def read_entries(*, has_frames: bool) -> list[FlightEntry]:
-    """All that is recorded, oldest first; takes 15 us per entry."""
+    """Return all recorded entries, oldest first; takes 15 us per entry."""
     with without_inductor() if has_frames else nullcontext():
         dumps = [(source, dump(True, has_frames, False)) for source, dump in list_dumps()]
     return [
         _build_entry(source, raw)
         for source, data in dumps
         for raw in _load(data).get("entries", ())
-        if not raw.get("is_p2p", False)  # `operations` has them, of all backends
+        if not raw.get("is_p2p", False)  # `operations` records them, for all backends.
     ]
 
 
@@ -127,14 +127,14 @@ def _build_entry(source: int, raw: Mapping[str, Any]) -> FlightEntry:
         group=raw["process_group"][0],
         number=raw["collective_seq_id"],
         created_ns=raw["time_created_ns"],
-        # gloo's never become "completed"; NCCL's are retired by a thread that may be late.
+        # gloo's entries never become "completed"; NCCL's are retired by a thread that may be late.
         is_done=bool(raw.get("retired")) or raw.get("state") == "completed",
         raw=raw,
     )
 
 
 def _name_operation(recorded: str) -> str:
-    """As users call it: `_all_gather_base` is an `all_gather`."""
+    """Return the name by which users call an operation: `_all_gather_base` is an `all_gather`."""
     if recorded.endswith("barrier"):  # NCCL's is an `all_reduce_barrier`
         return "barrier"
     name = recorded.lower().removeprefix("_")
@@ -144,12 +144,12 @@ def _name_operation(recorded: str) -> str:
 
 
 def build_call(entry: FlightEntry, groups: Groups, windows: Windows) -> Call:
-    """A call of an entry, with what the wrappers know of it.
+    """Return an entry's call, with what the wrappers know of it.
 
     Args:
-        entry: what is recorded.
+        entry: the recorded entry.
         groups: those of this rank.
-        windows: when which thread was in a wrapper.
+        windows: which thread was in which wrapper, and when.
     """
     window = _find_window(entry, windows)
     return Call(
@@ -170,7 +170,7 @@ def _find_window(entry: FlightEntry, windows: Windows) -> CallWindow | None:
     if entry.operation not in _REDUCING and entry.operation not in _ROOTED:
         return None
     window = windows.find(entry.thread, entry.group, entry.created_ns)
-    # Gloo makes all-reduces of a reduce-scatter.
+    # Gloo implements a reduce-scatter by all-reduces.
     if window is None or (entry.operation in _ROOTED and entry.operation != window.operation):
         return None
     return window
@@ -186,7 +186,7 @@ def _build_frames(raw: Any) -> tuple[Frame, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _build_frame(path: str, line: int | str, function: str) -> Frame:
-    # A thousand calls have a few dozen different frames.
+    # A thousand calls share a few dozen frames.
     return build_frame(path, int(line), function)
 
 
@@ -206,14 +206,14 @@ class Groups:
     backends: Mapping[str, str]
 
     def join(self, others: Groups) -> Groups:
-        """Return these groups and `others`; a name that both have means the group of `others`."""
+        """Return these groups and `others`; if both have a name, it means the group of `others`."""
         return Groups({**self.by_name, **others.by_name}, {**self.backends, **others.backends})
 
     def name_sequence(self, entry: FlightEntry) -> str:
-        """What to call the sequence of calls that an entry belongs to.
+        """Return the name of the sequence of calls that an entry belongs to.
 
-        A group with two backends has a sequence in each: that of the backend named first has the group's
-        name, and that of another is `NAME:BACKEND`. So all members call them the same.
+        A group with two backends has one sequence per backend. The sequence of the first backend has the
+        group's name, that of another is `NAME:BACKEND`. So all members use the same names.
         """
         backends = [word.rpartition(":")[2] for word in self.backends.get(entry.group, "").split(",")]
         if len(backends) < 2 or entry.backend in ("", backends[0]):
@@ -221,7 +221,7 @@ class Groups:
         return f"{entry.group}:{entry.backend}"
 
     def find_rank(self, name: str, place: int | None) -> int | None:
-        """Of a rank in a group the global one."""
+        """Return the global rank of a rank in a group."""
         group = self.by_name.get(name)
         if group is None or place is None or not 0 <= place < len(group.ranks):
             return place
@@ -229,7 +229,7 @@ class Groups:
 
 
 def read_groups() -> Groups:
-    """The process groups that exist now."""
+    """Return the process groups that exist now."""
     world = find_world()
     groups: dict[str, Group] = {}
     backends: dict[str, str] = {}
@@ -249,13 +249,13 @@ def read_groups() -> Groups:
 
 
 def count_named() -> int:
-    """How many groups torch has named by counting on this rank, whether or not it is in them."""
+    """Return the number of groups that torch has named by counting here, those without this rank included."""
     number = getattr(find_world(), "group_count", 0)
     return number if isinstance(number, int) else 0
 
 
 def _label(group: Any, ranks: tuple[int, ...], *, is_default: bool) -> str:
-    """As a person calls it; a mesh describes its groups as `mesh_AXIS`."""
+    """Return a group's name for people; a mesh describes its groups as `mesh_AXIS`."""
     description = str(getattr(group, "group_desc", ""))
     if is_default or description in ("default_pg", "mesh_default"):
         return "world"

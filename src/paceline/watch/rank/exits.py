@@ -1,9 +1,9 @@
-"""What ends a process, noticed just before: an exception that ends the script, `os._exit`, `std::terminate`.
+"""Detects what ends a process just before it does: an uncaught exception, `os._exit`, `std::terminate`.
 
-Gloo meets data of another size with an exception in a thread of its own, which nobody catches. C++ then calls
-its terminate handler, in that thread and outside of any signal handler, so that Python may run there; the
-handler that was set before is called afterwards, writes the exception's text and aborts. Ours has to wait for
-Python's lock: a thread that holds it and computes in compiled code delays the end for so long. Nothing here
+If gloo receives data of another size, it throws an exception in its own thread, which nobody catches. C++
+then calls its terminate handler in that thread, outside of any signal handler, so that Python may run there.
+The previously set handler is called afterwards, writes the exception's text and aborts. Our handler has to
+wait for Python's lock, so a thread that holds it in compiled code delays the end for as long. Nothing here
 costs anything until a process ends.
 """
 
@@ -24,14 +24,14 @@ from paceline.watch.protocol.report import Frame
 from paceline.watch.rank.threads import mark_main_thread, mark_stack, resolve
 
 Say = Callable[[Ending, tuple[Frame, ...]], None]
-"""Takes what ends the process, and where its main thread is or the exception was raised."""
+"""Takes what ends the process, and where its main thread is or where the exception was raised."""
 
 _LIBRARY = "libstdc++.so.6"
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate(void (*)())
 
 
 class Exits:
-    """Ways out of a process that Python's exit handlers don't see.
+    """The ways out of a process that bypass Python's exit handlers.
 
     Args:
         rank: of this process.
@@ -44,11 +44,11 @@ class Exits:
         self._exits: tuple[Any, Any] | None = None
         self._set_terminate: Any = None
         self._terminate: int | None = None
-        # Kept for good, as C++ has its address and may be in it.
+        # Kept for good, because C++ has its address and may be in it.
         self._callback = ctypes.CFUNCTYPE(None)(self._on_terminate)
 
     def watch_exit(self) -> None:
-        """From now on `os._exit` says so, where the user's code has led to it."""
+        """Report every later call of `os._exit` that the user's code leads to."""
         original = os._exit
 
         def _exit(status: int) -> NoReturn:
@@ -66,7 +66,7 @@ class Exits:
         os._exit = _exit
 
     def watch_terminate(self) -> None:
-        """From now on `std::terminate` says so, where torch uses GCC's library."""
+        """Report every later `std::terminate`, if torch uses GCC's library."""
         try:
             set_terminate = getattr(ctypes.CDLL(_LIBRARY), _SET_TERMINATE)
         except (OSError, AttributeError):
@@ -77,7 +77,7 @@ class Exits:
         self._set_terminate = set_terminate
 
     def forget(self) -> None:
-        """Puts back what was there before; to be called while Python still runs, and in forks."""
+        """Restore the previous handlers; to be called while Python still runs, and in forks."""
         if self._exits is not None and os._exit is self._exits[1]:
             os._exit = self._exits[0]
         if self._set_terminate is not None:

@@ -1,16 +1,14 @@
-"""Notices the first gradient that is not finite, before the ranks' gradients are summed.
+"""Detects the first gradient that is not finite, before the ranks' gradients are summed.
 
-After the reduction every rank has the same NaN, and nobody can tell where it came from. Looking at all
-gradients takes too long. But what is not finite spreads in backward to everything that is computed later, so
-a few small parameters of each optimizer are enough: a hook on these (`Tensor.register_hook`) sees the rank's
-own gradient before it is accumulated, for about 10 us each (3 us where caches are warm). When one is not
-finite, the whole model is looked at once, at the end of this backward pass and still before DDP puts the sums
-in place.
+After the reduction every rank has the same NaN, and its origin is lost. Checking all gradients takes too
+long. But a non-finite value spreads in backward to everything that is computed later, so a few small
+parameters of each optimizer suffice. A hook on these (`Tensor.register_hook`) checks the rank's own gradient
+before it is accumulated, for about 10 us each (3 us with warm caches). If one is not finite, the whole model
+is checked once: at the end of this backward pass, and before DDP puts the sums in place.
 
-It counts only once it has reached the weights: a GradScaler that skips a step, or a script that does, has
-nothing to be told of, unless it goes on and on, or an exception follows. On a GPU nothing waits for the
-device: sums are copied into pinned memory, and read later, so the module is known only if the weights still
-tell it.
+A finding counts only once it has reached the weights. A GradScaler or script that skips a step needs no
+message, unless it keeps skipping steps or an exception follows. On a GPU nothing waits for the device: sums
+are copied into pinned memory and read later, so the module is known only if the weights still show it.
 """
 
 from __future__ import annotations
@@ -36,24 +34,24 @@ from paceline.watch.protocol.words import own_frames
 from paceline.watch.rank.modules import Named, find_siblings, has_finite_gradient, is_finite
 from paceline.watch.rank.threads import mark_main_thread, resolve
 
-# Summing more numbers than this takes several threads (torch's grain size), and some microseconds more.
+# Summing more numbers than this uses several threads (torch's grain size) and takes some microseconds more.
 _MAX_NUMBERS = 32768
 _PER_GROUP = 4
 _IN_ALL = 8
-# So many backward passes in a row without effect on the weights are told, too. A GradScaler begins with a
-# scale of 2**16 and halves it each time: after these the scale is no reason any more.
+# This many backward passes in a row without an effect on the weights are reported too. A GradScaler begins
+# with a scale of 2**16 and halves it each time, so after this many the scale is no longer the reason.
 _MANY = 20
 _MAX_FRAMES = 4
-# Of passes on a GPU: as many as there may be between two beats.
+# Backward passes on a GPU whose sums are kept: more than there are between two beats.
 _LATE = 1024
 
 
 class Gradients:
-    """What the gradients of this process's optimizers have shown.
+    """The findings in the gradients of this process's optimizers.
 
     Attributes:
-        found: the first that wasn't finite, once it is certain; nothing is looked at from then on.
-        passes: how many backward passes there have been through the watched parameters.
+        found: the first that was not finite, once it is certain; nothing is checked from then on.
+        passes: number of backward passes through the watched parameters.
     """
 
     def __init__(self) -> None:
@@ -67,13 +65,14 @@ class Gradients:
         self._task = -1
         self._looks_in = -1
         self._fired: _Sentinel | None = None
-        # What hasn't reached the weights yet, where, and the weights' version then.
+        # The finding that has not reached the weights yet, its sentinel, and the weights' version at that
+        # time.
         self._pending: tuple[NotFinite, _Sentinel, int] | None = None
         self._row = (0, 0)
         self._after_step: Any = None
 
     def install(self, torch: Any) -> None:
-        """Has each optimizer that is made from now on choose its parameters; once."""
+        """Make each optimizer that is created from now on choose its parameters; call it once."""
         hide_from_compiler(torch, _Sentinel.__call__, Gradients._look, Gradients._note_step)
         kind = torch.optim.Optimizer
         original = self._original = kind.add_param_group
@@ -89,7 +88,7 @@ class Gradients:
         self._wrapper = kind.add_param_group = add_param_group
 
     def remove(self) -> None:
-        """Takes the hooks away, and puts torch's method back."""
+        """Remove the hooks, and restore torch's method."""
         self._is_over = True
         if self._wrapper is not None and self._wrapper is self._torch.optim.Optimizer.add_param_group:
             self._torch.optim.Optimizer.add_param_group = self._original
@@ -101,12 +100,12 @@ class Gradients:
         self._sentinels.clear()
 
     def settle(self) -> None:
-        """Looks whether what was noticed has reached the weights; for any thread, at any time."""
+        """Check whether a finding has reached the weights; may be called from any thread at any time."""
         if self.found is not None:
             return
         for sentinel in self._sentinels:
             sentinel.read_late()
-        pending = self._pending  # once: this may be another thread
+        pending = self._pending  # Read once, because this may be another thread.
         if pending is None:
             return
         finding, sentinel, version = pending
@@ -115,11 +114,11 @@ class Gradients:
             self._pending = None
         elif not is_finite(parameter):
             self.found = finding
-        elif count_writes(parameter) != version:  # the step went by without it
+        elif count_writes(parameter) != version:  # The step has passed without it.
             self._pending = None
 
     def note_error(self) -> bool:
-        """An exception ends the script; whether there is something to be told now."""
+        """Note that an exception ends the script, and return whether there is something new to report."""
         was_found = self.found is not None
         self.settle()
         pending = self._pending
@@ -128,18 +127,18 @@ class Gradients:
         return self.found is not None and not was_found
 
     def _watch(self, optimizer: Any) -> None:
-        """Chooses parameters of the optimizer's newest group."""
+        """Choose parameters of the optimizer's newest group to watch."""
         for gone in [sentinel for sentinel in self._sentinels if sentinel.find() is None]:
             gone.remove()
             self._sentinels.remove(gone)
         known = {id(sentinel.find()): sentinel for sentinel in self._sentinels}
         small = []
         for n, parameter in enumerate(optimizer.param_groups[-1]["params"]):
-            if id(parameter) in known:  # the older optimizer may be about to go
+            if id(parameter) in known:  # The older optimizer may be about to be deleted.
                 known[id(parameter)].belong_to(optimizer, n)
             elif self._can_be_watched(parameter):
                 small.append(n)
-        # The first in the model sees most; others for models of several towers.
+        # The first in the model sees most; the others are for models with several towers.
         count = min(_PER_GROUP, _IN_ALL - len(self._sentinels), len(small))
         for n in range(count):
             self._sentinels.append(_Sentinel(self, self._torch, optimizer, small[n * len(small) // count]))
@@ -156,13 +155,13 @@ class Gradients:
     # ---- within backward
 
     def count(self, task: int) -> None:
-        """A sentinel is in a backward pass, known to autograd by a number."""
+        """Count the backward pass with this number of autograd's, when a sentinel first sees it."""
         if task != self._task:
             self._task = task
             self.passes += 1
 
     def look_after(self, task: int, sentinel: _Sentinel) -> None:
-        """Has the model looked at when this backward pass is through."""
+        """Have the model checked at the end of this backward pass."""
         if task != self._looks_in:
             self._looks_in, self._fired = task, sentinel
             call_after_backward(self._torch, self._look)
@@ -190,7 +189,7 @@ class Gradients:
             for other in self._sentinels:
                 other.late = 0
             if is_spoilt:
-                # With all of them not finite, where it began can't be seen any more.
+                # If all of them are not finite, the origin can no longer be found.
                 began = spoilt[-1] if 0 < len(spoilt) < len(named) else None
                 self.found = _describe(min(late), began, named, "applied")
             return
@@ -209,14 +208,14 @@ class Gradients:
             finding = _describe(self.passes, broken[-1] if broken else None, named, "applied")
             self._pending = finding, sentinel, count_writes(parameter)
             if self._after_step is None:
-                # Only now, because optimizers are the faster for having no hooks.
+                # Only now, because optimizers without hooks are faster.
                 module = sys.modules[self._torch.optim.Optimizer.__module__]
                 self._after_step = module.register_optimizer_step_post_hook(self._note_step)
         elif self._row[1] >= _MANY:
             self.found = replace(self._pending[0], effect="skipped")
 
     def _note_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """An optimizer has taken a step; a script may end after it, and let the model go."""
+        """Check the finding after an optimizer's step, because a script may end then and free the model."""
         if not self._torch.compiler.is_compiling():
             with suppress(Exception):
                 self.settle()
@@ -226,11 +225,11 @@ class _Sentinel:
     """The hook on one parameter.
 
     Attributes:
-        late: the backward pass whose gradient wasn't finite, where that is known only now; else 0.
-        siblings: the parameters of its model, once they were looked for.
+        late: the backward pass whose gradient was not finite, if that was read later; else 0.
+        siblings: the parameters of its model, once they were searched for.
     """
 
-    # Models are pickled without their hooks, and nobody has to be warned of it.
+    # Models are pickled without their hooks; that needs no warning.
     __torch_unserializable__ = True
 
     def __init__(self, gradients: Gradients, torch: Any, optimizer: Any, number: int) -> None:
@@ -245,13 +244,14 @@ class _Sentinel:
         self._handle = optimizer.param_groups[-1]["params"][number].register_hook(self)
 
     def belong_to(self, optimizer: Any, number: int) -> None:
-        """The parameter is the one with this number in the optimizer's newest group."""
-        # No reference to itself: one with a weak reference can't be swapped (`torch.utils.swap_tensors`).
+        """Let the hook belong to the parameter with this number in the optimizer's newest group."""
+        # No reference to the parameter itself: one with a weak reference cannot be swapped
+        # (`torch.utils.swap_tensors`).
         self._optimizer = weakref.ref(optimizer)
         self._place = len(optimizer.param_groups) - 1, number
 
     def find(self) -> Any | None:
-        """The parameter; None where the optimizer has gone."""
+        """Return the parameter, or None if the optimizer has been deleted."""
         optimizer = self._optimizer()
         group, number = self._place
         with suppress(IndexError):
@@ -259,7 +259,7 @@ class _Sentinel:
         return None
 
     def __call__(self, gradient: Any) -> None:
-        if self._is_compiling():  # of compiled autograd: a look would break its graph
+        if self._is_compiling():  # In compiled autograd a check would break its graph.
             return
         try:
             task = self._find_task()
@@ -284,7 +284,7 @@ class _Sentinel:
         self._sums[self._gradients.passes % _LATE].copy_(total, non_blocking=True)
 
     def read_late(self) -> None:
-        """Looks at the sums that have come from the device."""
+        """Read the sums that have arrived from the device."""
         if self._sums is None or self.late or is_finite(self._sums):
             return
         passes = self._gradients.passes
@@ -293,7 +293,7 @@ class _Sentinel:
         self._sums.nan_to_num_(0.0, 0.0, 0.0)
 
     def remove(self) -> None:
-        """Takes the hook away; also from within it."""
+        """Remove the hook; allowed from within it, too."""
         self._handle.remove()
 
 
@@ -302,7 +302,7 @@ def _is_here(gradient: Any) -> bool:
 
 
 def _make_sums(torch: Any) -> Any:
-    """Where a device writes sums by itself."""
+    """Return pinned memory into which a device writes sums by itself."""
     return torch.zeros(_LATE, dtype=torch.float32, pin_memory=True)
 
 

@@ -1,4 +1,4 @@
-"""Where this process looks for the other ranks, while it is in `init_process_group`."""
+"""Finds the address at which this process waits for the other ranks in `init_process_group`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _JOINS = "init_process_group"
 
 
 def find_meeting() -> str:
-    """The address, port and number of ranks that the main thread's call uses; empty where there is none.
+    """Return the address, port and number of ranks of the main thread's call, or an empty text without one.
 
-    They are read from the call's own variables, so it does not matter whether they come from the
+    They are read from the call's local variables, so it does not matter whether they come from the
     environment, from a URL or from a store that the script made.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    with suppress(Exception):  # torch of another version has other variables
+    with suppress(Exception):  # Another version of torch has other variables.
         return _search(frame)
     return ""
 

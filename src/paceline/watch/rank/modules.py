@@ -1,7 +1,7 @@
-"""Which module a parameter belongs to, and which parameters are not finite: asked once something is wrong.
+"""Finds the module of a parameter, and the parameters that are not finite, once something is wrong.
 
-Nothing is known of the script's model before. The collector knows every module that lives, and those that
-hold a parameter lead to the model.
+The script's model is not known before. The garbage collector knows every live module, and those that hold a
+parameter lead to the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.torch_seams.watching import read_module, read_values
 
-# What wraps a model and isn't part of it: DistributedDataParallel, DataParallel, torch.compile.
+# Modules that wrap a model without being part of it: DistributedDataParallel, DataParallel, torch.compile.
 _WRAPPED = {"module", "_orig_mod"}
 
 
@@ -23,27 +23,28 @@ class Named:
     """A parameter of a model.
 
     Attributes:
-        name: as in `named_parameters`, without what wrappers put before it.
+        name: as in `named_parameters`, without the prefixes of wrappers.
         kind: the class of its module.
     """
 
     name: str
     kind: str
-    # Not to the parameter itself: one with a weak reference can't be swapped (`torch.utils.swap_tensors`).
+    # No reference to the parameter itself: one with a weak reference cannot be swapped
+    # (`torch.utils.swap_tensors`).
     _module: weakref.ref[Any]
 
     def find(self) -> Any | None:
-        """The parameter, if it is still there and trained."""
+        """Return the parameter, if it still exists and is trained."""
         module = self._module()
         found = None if module is None else read_module(module)[0].get(self.name.rpartition(".")[2])
         return found if found is not None and found.requires_grad else None
 
 
 def find_siblings(torch: Any, parameter: Any) -> tuple[Named, ...]:
-    """All parameters of the model that one belongs to, in the order in which modules are defined.
+    """Return all parameters of the model to which one belongs, in the order of the modules' definition.
 
-    Those of other kinds of tensors (DTensor) are left out: looking at them may take a collective. Empty where
-    no module holds the parameter.
+    Other kinds of tensors (DTensor) are left out, because reading them may take a collective. The result is
+    empty if no module holds the parameter.
     """
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
     models = [_unwrap(root) for root in _find_roots(modules, parameter)]
@@ -82,7 +83,7 @@ def _find_roots(modules: Iterable[Any], parameter: Any) -> list[Any]:
 
 
 def _is_traced(model: Any) -> bool:
-    """Whether it is what a compiler has made of a model, with names of its own."""
+    """Return whether a model is a compiler's trace of another one, with other names."""
     return any(kind.__name__ == "GraphModule" for kind in type(model).__mro__)
 
 
@@ -95,11 +96,11 @@ def _unwrap(model: Any) -> Any:
 
 
 def is_finite(tensor: Any) -> bool:
-    """Whether all of its numbers are; reads them, and waits for the device."""
+    """Return whether all numbers of a tensor are finite; waits for the device."""
     numbers = read_values(tensor) if tensor.is_sparse else tensor.detach()
     return bool(numbers.isfinite().all().item())
 
 
 def has_finite_gradient(tensor: Any) -> bool:
-    """Whether it has none that isn't."""
+    """Return whether a tensor's gradient is finite; True without one."""
     return tensor.grad is None or is_finite(tensor.grad)

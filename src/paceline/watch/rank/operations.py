@@ -1,11 +1,11 @@
-"""What torch's Flight Recorder leaves out: reduce operations, roots, sends and receives.
+"""Records what torch's Flight Recorder leaves out: reduce operations, roots, sends and receives.
 
-The methods of `torch.distributed.ProcessGroup` that take a reduce operation or a root, send or receive are
-wrapped on the class. For the former two a wrapper notes when it was in which thread, so that an entry of the
-Flight Recorder is recognised by the instant at which it was made; what C++ issues by itself (DDP's buckets,
-functional collectives) doesn't pass here. When a group gets its name is noted too, as names are used again:
-what was recorded under one before belongs to another group. A wrapper costs about two microseconds, and
-raises nothing of its own.
+The methods of `torch.distributed.ProcessGroup` that take a reduce operation or a root, or that send or
+receive, are wrapped on the class. For the former, a wrapper notes which thread was in it and when. This
+identifies an entry of the Flight Recorder by its time of creation. Collectives that C++ issues by itself
+(DDP's buckets, functional collectives) do not pass through here. The time at which a group gets its name is
+noted too, because names are reused: what was recorded under a name before belongs to another group. A wrapper
+costs about two microseconds, and raises nothing of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from paceline.torch_seams.watching import find_group_class, hide_from_compiler
 from paceline.watch.rank.threads import Mark, mark_stack
 
-# The operation's name as users say it: gloo makes all-reduces of a reduce-scatter.
+# The operation's name as users call it: gloo implements a reduce-scatter by all-reduces.
 _REDUCING = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -37,7 +37,7 @@ _REDUCING = {
     "reduce_scatter_single_coalesced": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }
-# Where the options, or the root itself, stand among the arguments.
+# The position of the options, or of the root itself, among the arguments.
 _ROOTED = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}
 _TRANSFERRING = {
     "send": "send",
@@ -45,7 +45,7 @@ _TRANSFERRING = {
     "recv_anysource": "recv",
     "monitored_barrier": "monitored_barrier",
 }
-# Called once where a group is made, and once where it is destroyed.
+# Each is called once per group: when the group is made, and when it is destroyed.
 _NAMING = "_set_group_name"
 _ENDING = "shutdown"
 # At least as many as the Flight Recorder's entries.
@@ -54,16 +54,16 @@ _MAX_TRANSFERS = 512
 
 
 class CallWindow:
-    """When a thread was in a method that takes a reduce operation or a root.
+    """The time during which a thread was in a method that takes a reduce operation or a root.
 
     Attributes:
         thread: its ident.
         group: the group's name.
         operation: as `reduce_scatter`.
-        op: torch's reduce operation; None where there is none or it isn't known.
-        root: its rank in the group; None where there is none or it isn't known.
+        op: torch's reduce operation; None if there is none or it is unknown.
+        root: its rank in the group; None if there is none or it is unknown.
         began_ns: since 1970.
-        ended_ns: since 1970; 0 before.
+        ended_ns: since 1970; 0 until the method returns.
     """
 
     __slots__ = ("began_ns", "ended_ns", "group", "op", "operation", "root", "thread")
@@ -80,7 +80,7 @@ class CallWindow:
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """A send, a receive or a monitored barrier, none of which gloo's Flight Recorder has.
+    """A send, a receive or a monitored barrier, which gloo's Flight Recorder does not record.
 
     Attributes:
         record: counts all transfers of this process, from 0.
@@ -110,7 +110,7 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has completed; a handle that was let go counts as completed."""
+        """Whether it has completed; a handle that was released counts as completed."""
         if self.is_inside:
             return False
         work = self.work() if self.work is not None else None
@@ -118,7 +118,7 @@ class Transfer:
 
 
 class Operations:
-    """The wrapped methods, and what went through them lately."""
+    """The wrapped methods, and the latest calls of them."""
 
     def __init__(self) -> None:
         self._windows: deque[CallWindow] = deque(maxlen=_MAX_WINDOWS)
@@ -133,7 +133,7 @@ class Operations:
         """Called before a group is destroyed."""
 
     def install(self, torch: Any) -> None:
-        """Wraps the methods; does nothing where torch has no `distributed` or they are wrapped already."""
+        """Wrap the methods; do nothing if torch has no `distributed` or they are wrapped already."""
         kind = find_group_class()
         if kind is None or self._originals:
             return
@@ -141,45 +141,45 @@ class Operations:
         rooted = {name: name for name in _ROOTED}
         for name, operation in (rooted | _REDUCING | _TRANSFERRING | {_NAMING: "", _ENDING: ""}).items():
             stored = vars(self._kind).get(name)
-            if stored is None:  # this torch has it not, or not yet
+            if stored is None:  # This torch does not have it.
                 continue
             wrapper = self._wrap(getattr(self._kind, name), operation)
             hide_from_compiler(torch, wrapper)
-            # Not what `getattr` gives: that is the function without the binding to an instance.
+            # Not the result of `getattr`, which is the function without its binding to an instance.
             self._originals[name] = stored
             setattr(self._kind, name, wrapper)
 
     def remove(self) -> None:
-        """Puts torch's own methods back."""
+        """Put torch's own methods back."""
         for name, original in self._originals.items():
             setattr(self._kind, name, original)
         self._originals.clear()
 
     def transfers(self, since: int = 0) -> list[Transfer]:
-        """The latest sends and receives, from a record on."""
+        """Return the latest sends and receives, from a record on."""
         return [transfer for transfer in self._transfers.copy() if transfer.record >= since]
 
     def count_transfers(self) -> Counter[str]:
-        """By group, how many sends, receives and monitored barriers there have been."""
+        """Return the number of sends, receives and monitored barriers, by group."""
         counts: Counter[str] = Counter()
         for (group, _, _), number in self._numbers.copy().items():
             counts[group] += number
         return counts
 
     def count_open(self) -> Counter[str]:
-        """By group, how many of these have not completed."""
+        """Return the number of these that have not completed, by group."""
         return Counter(transfer.group for transfer in self._transfers.copy() if not transfer.is_done)
 
     def windows(self) -> Windows:
-        """The latest calls with a reduce operation or a root."""
+        """Return the latest calls with a reduce operation or a root."""
         return Windows(self._windows.copy())
 
     def read_names(self) -> dict[str, int]:
-        """By name of a group: when it was given last, in nanoseconds since 1970."""
+        """Return when each group's name was last given, in nanoseconds since 1970, by name."""
         return self._made_ns.copy()
 
     def read_makers(self) -> dict[str, tuple[Mark, ...]]:
-        """By name of a group: the stack that made it last."""
+        """Return the stack that last made a group of each name."""
         return self._made_at.copy()
 
     # ---- wrappers
@@ -250,7 +250,7 @@ class Operations:
                     self._take_back(transfer)
                 raise
             if transfer is not None:
-                with suppress(TypeError):  # None, from a barrier
+                with suppress(TypeError):  # A barrier returns None.
                     transfer.work = weakref.ref(work)
                 transfer.is_inside = False
             return work
@@ -283,14 +283,14 @@ class Operations:
         return transfer
 
     def _take_back(self, transfer: Transfer) -> None:
-        """For a call that raised: it has sent nothing, and takes no number."""
-        with suppress(ValueError):  # fallen out meanwhile
+        """Forget a call that raised: it has sent nothing, and takes no number."""
+        with suppress(ValueError):  # It has been pushed out meanwhile.
             self._transfers.remove(transfer)
         self._numbers[transfer.group, transfer.operation, transfer.peer] -= 1
 
 
 class Windows:
-    """Windows, to be found by an instant in them."""
+    """Call windows, searchable by an instant within them."""
 
     def __init__(self, windows: Sequence[CallWindow]) -> None:
         self._by_place: dict[tuple[int, str], list[CallWindow]] = {}
@@ -298,7 +298,7 @@ class Windows:
             self._by_place.setdefault((window.thread, window.group), []).append(window)
 
     def find(self, thread: int, group: str, time_ns: int) -> CallWindow | None:
-        """The window that a thread was in at an instant."""
+        """Return the window that a thread was in at an instant, or None."""
         windows = self._by_place.get((thread, group), [])
         at = bisect_right(windows, time_ns, key=lambda window: window.began_ns) - 1
         if at < 0 or 0 < windows[at].ended_ns < time_ns:
@@ -307,7 +307,7 @@ class Windows:
 
 
 def _find_reduce_op(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """From `(..., options)` or `(..., op)`; these come last."""
+    """Return the reduce operation of `(..., options)` or `(..., op)`; these come last."""
     for value in (*kwargs.values(), *reversed(args)):
         op = getattr(value, "reduceOp", None)
         if op is not None:
@@ -318,13 +318,13 @@ def _find_reduce_op(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _find_root(args: Sequence[Any], kwargs: dict[str, Any], at: int) -> int:
-    """From `(..., options)` or `(..., root)`; without both it is the first rank."""
+    """Return the root of `(..., options)` or `(..., root)`; without both it is the first rank."""
     value = args[at] if len(args) > at else kwargs.get("opts", kwargs.get("root", 0))
     return int(getattr(value, "rootRank", value))
 
 
 def name_reduce_op(op: Any) -> str | None:
-    """Such as `sum`, of torch's object."""
+    """Return the name of torch's reduce operation, such as `sum`."""
     kind = getattr(op, "op", op)  # a ReduceOp has a RedOpType
     name = getattr(kind, "name", None)
     return name.lower() if isinstance(name, str) else None

@@ -1,13 +1,13 @@
-"""What this rank has issued: torch's Flight Recorder and our wrappers, brought together.
+"""Records what this rank has issued, from torch's Flight Recorder and the wrappers of `operations`.
 
-A beat asks the Flight Recorder for two numbers per group. The entries themselves take 15 us each, up to 25 ms
-in all, so a beat has them only where that stays below `_SHARE` of the time: `_SHARE_EAGER` at first, as most
-mismatches are there from the start, and `_SHARE_STILL` once the rank stands still. A new group is looked up
-at once. A report always has them, with frames.
+A beat asks the Flight Recorder for two numbers per group. Reading the entries takes 15 us each, up to 25 ms
+in all, so a beat reads them only while that stays below `_SHARE` of the time. The limit is `_SHARE_EAGER` at
+first, because most mismatches exist from the start, and `_SHARE_STILL` once the rank stands still. A new
+group is read at once. A report always contains the entries, with frames.
 
-The launcher compares what the beats of different ranks tell. So that they tell of the same calls, all ranks
-read at the same multiples of a power of two of seconds, and where there are more calls than a beat takes they
-choose by the calls' numbers: a rank that has to choose more strictly chooses among what the others have.
+The launcher compares the beats of different ranks, so these must contain the same calls. To that end all
+ranks read at the same multiples of a power of two of seconds. If there are more calls than a beat takes, they
+choose by the calls' numbers: a rank that must choose fewer chooses a subset of what the others choose.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from paceline.watch.rank.threads import resolve
 # A step of FSDP over 80 layers issues 240. Reading 1000 takes 12 ms where caches are warm, and they are 1 MB.
 _BUFFER_SIZE = "1000"
 _BUFFER_SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# Of the time, for reading entries: while collectives come, for the first while and later, and once they have
-# stopped.
+# The share of the time for reading entries: while collectives arrive (at first, then later), and once they
+# have stopped.
 _SHARE_EAGER = 0.002
 _SHARE = 0.001
 _SHARE_STILL = 0.02
 _MAX_CALLS_PER_BEAT = 256
-# At least so many of a group, however many groups there are.
+# At least this many per group, however many groups there are.
 _LEAST_CALLS_PER_BEAT = 8
 _MAX_CALLS_PER_GROUP = 100
 _MONITORED = "monitored_barrier"
@@ -53,9 +53,9 @@ _TRANSFERS = "transfers"
 
 
 def choose_buffer_size() -> None:
-    """Turns the Flight Recorder on, unless the user has said how large it shall be.
+    """Turn the Flight Recorder on, unless the user has set its size.
 
-    To be called before the first process group is made; torch reads it then.
+    Call it before the first process group is made, because torch reads the size then.
     """
     if not any(name in os.environ for name in _BUFFER_SIZE_NAMES):
         os.environ[_BUFFER_SIZE_NAMES[0]] = _BUFFER_SIZE
@@ -63,13 +63,13 @@ def choose_buffer_size() -> None:
 
 @dataclass(frozen=True)
 class CollectiveProgress:
-    """What a beat tells of collectives.
+    """The collectives that a beat reports.
 
     Attributes:
-        issued: by group, the number of the latest; sends and receives, which aren't numbered together, are
-            counted as `GROUP:transfers`.
+        issued: by group, the number of the latest; sends and receives, which are numbered separately, are
+          counted as `GROUP:transfers`.
         completed: by group, how many of these have completed.
-        calls: since the last time, without frames; a choice where there are many.
+        calls: those since the last time, without frames; a choice if there are many.
     """
 
     issued: dict[str, int]
@@ -79,7 +79,7 @@ class CollectiveProgress:
 
 @dataclass(frozen=True)
 class _Level:
-    """How far a sequence was when entries were read: what its status counts, and what that means."""
+    """A sequence's progress when entries were read: the status then, and the numbers that it stands for."""
 
     name: str
     group: str
@@ -90,7 +90,7 @@ class _Level:
 
 
 class CollectiveRecorder:
-    """Reads the Flight Recorder; every method may be called by the watching thread alone.
+    """A reader of the Flight Recorder; only the watching thread may call its methods.
 
     Args:
         operations: the wrappers.
@@ -108,10 +108,10 @@ class CollectiveRecorder:
         self._cost_s = 0.0
 
     def read_progress(self, *, is_eager: bool = False) -> CollectiveProgress:
-        """What has happened since the last time.
+        """Return the progress since the last call.
 
         Args:
-            is_eager: whether entries may take more of the time.
+            is_eager: whether reading entries may take a larger share of the time.
         """
         status = read_status()
         transfers = self._operations.transfers(self._told_transfers)
@@ -121,7 +121,7 @@ class CollectiveRecorder:
         if self._is_due(status, _SHARE_EAGER if is_eager else _SHARE):
             calls = self._read_new(status)
         self._status = status
-        # A monitored barrier's number can't be told without the entries around it.
+        # A monitored barrier's number is unknown without the entries around it.
         transfers = [transfer for transfer in transfers if transfer.operation != _MONITORED]
         if transfers:
             groups = read_groups()
@@ -138,11 +138,12 @@ class CollectiveRecorder:
     def read_calls(
         self, *, is_full: bool = False, has_destroyed: bool = False
     ) -> tuple[dict[str, Group], tuple[Call, ...]]:
-        """The groups, and of each the latest calls and all that have not completed, in the order of issue.
+        """Return the groups, and the calls in the order of issue: the latest of each group and all incomplete
+        ones.
 
         Args:
-            is_full: whether to give all calls that are recorded still.
-            has_destroyed: whether to give groups that the script has destroyed too.
+            is_full: whether to return all calls that are still recorded.
+            has_destroyed: whether to include groups that the script has destroyed.
         """
         groups = read_groups()
         if has_destroyed:
@@ -158,7 +159,8 @@ class CollectiveRecorder:
         return _with_sequences(groups, calls), tuple(calls)
 
     def read_names(self) -> tuple[int, dict[str, Frame]]:
-        """How many groups were named by counting, and the user's line that made each of this rank's."""
+        """Return the number of groups named by counting, and the user's line that made each of this rank's
+        groups."""
         made_at = {}
         for name, stack in self._operations.read_makers().items():
             own = own_frames(resolve(stack))
@@ -167,16 +169,16 @@ class CollectiveRecorder:
         return count_named(), made_at
 
     def _keep_groups(self) -> None:
-        """Keep the groups of now, of which one is about to be destroyed; called by the script's thread."""
+        """Keep the current groups, one of which is about to be destroyed; the script's thread calls it."""
         self._destroyed = self._destroyed.join(read_groups())
 
     def _find_number(self, transfer: Transfer, entries: list[FlightEntry]) -> int:
-        """A monitored barrier takes its place after the collectives that were issued before it."""
+        """Return a transfer's number; a monitored barrier's follows the collectives issued before it."""
         if transfer.operation != _MONITORED:
             return transfer.number
         same = [entry for entry in entries if entry.group == transfer.group]
         before = [entry.number for entry in same if entry.created_ns < transfer.began_ns]
-        if not same:  # pushed out of the buffer by other groups
+        if not same:  # They were pushed out of the buffer by other groups.
             before = [level.issued for level in self._levels.values() if level.group == transfer.group]
         return max(before, default=0) + 1
 
@@ -193,14 +195,14 @@ class CollectiveRecorder:
         return time.time() // every_s != self._read_at_s // every_s
 
     def _read_new(self, status: dict[Key, Status]) -> list[Call]:
-        """The calls that were not told yet; notes how far each sequence is."""
-        # Of this thread alone: waiting for Python's lock takes nothing from the script.
+        """Return the calls that were not reported yet, and note the progress of each sequence."""
+        # CPU time of this thread alone: waiting for Python's lock costs the script nothing.
         began_s = time.thread_time()
         groups, windows = read_groups(), self._operations.windows()
         entries = read_entries(has_frames=False)
         self._note_levels(status, entries, groups)
         fresh = [entry for entry in entries if entry.record > self._told.get(entry.key[0], -1)]
-        # Of all entries: torch counts from 0 again where a group was aborted.
+        # From all entries: torch counts from 0 again if a group was aborted.
         self._told.update({entry.key[0]: entry.record for entry in entries})
         fresh = _sample(self._keep_current(fresh))
         calls = [build_call(entry, groups, windows) for entry in fresh]
@@ -209,7 +211,7 @@ class CollectiveRecorder:
         return calls
 
     def _keep_current(self, entries: list[FlightEntry]) -> list[FlightEntry]:
-        """Without those of groups that are gone and whose name another has now."""
+        """Return the entries without those of deleted groups whose name has been reused."""
         made_ns = self._operations.read_names()
         return _latest_of_names([e for e in entries if e.created_ns >= made_ns.get(e.group, 0)])
 
@@ -228,7 +230,7 @@ class CollectiveRecorder:
                     last.number - num_open[key],
                     num_transfers[last.group],
                 )
-            elif key in self._levels:  # pushed out of the buffer by other groups since
+            elif key in self._levels:  # Pushed out of the buffer by other groups since.
                 level = self._levels[key]
                 num = num_transfers[level.group]
                 issued, completed = _count_level(level, now, num)
@@ -237,11 +239,11 @@ class CollectiveRecorder:
                 )
 
     def _count(self, status: dict[Key, Status]) -> tuple[dict[str, int], dict[str, int]]:
-        """How far each sequence is: what was read, and from the status what has come since."""
+        """Return the progress of each sequence: what was read, plus what the status has counted since."""
         num_transfers = self._operations.count_transfers()
         issued: dict[str, int] = {}
         completed: dict[str, int] = {}
-        # A name that is used again has a higher key, which comes later.
+        # A reused name has a higher key, which comes later.
         for key, level in sorted(self._levels.items()):
             now = status.get(key, level.status)
             issued[level.name], completed[level.name] = _count_level(level, now, num_transfers[level.group])
@@ -249,7 +251,7 @@ class CollectiveRecorder:
 
 
 def _count_level(level: _Level, now: Status, num_transfers: int) -> tuple[int, int]:
-    """How many collectives of a sequence were issued and have completed, by its group's status of now."""
+    """Return how many collectives of a sequence were issued and have completed, by its group's status now."""
     if now == level.status:
         return level.issued, level.completed
     num_new = max(0, now.issued - level.status.issued - (num_transfers - level.num_transfers))
@@ -258,7 +260,7 @@ def _count_level(level: _Level, now: Status, num_transfers: int) -> tuple[int, i
 
 
 def _latest_of_names(entries: list[FlightEntry]) -> list[FlightEntry]:
-    """Of groups of one name those of the latest that has any."""
+    """Return, among entries of groups with the same name, those of the latest group."""
     latest: dict[tuple[int, str], Key] = {}
     for entry in entries:
         name = (entry.key[0], entry.group)
@@ -267,7 +269,7 @@ def _latest_of_names(entries: list[FlightEntry]) -> list[FlightEntry]:
 
 
 def _sample(entries: list[FlightEntry]) -> list[FlightEntry]:
-    """As many as a beat takes, of each group alike: those that other ranks choose too, whenever they do."""
+    """Return as many entries as a beat takes, evenly by group, chosen such that other ranks choose the same."""
     num_groups = len({entry.key for entry in entries})
     most = max(_LEAST_CALLS_PER_BEAT, _MAX_CALLS_PER_BEAT // max(1, num_groups))
     by_group: dict[Key, list[FlightEntry]] = {}
@@ -275,6 +277,8 @@ def _sample(entries: list[FlightEntry]) -> list[FlightEntry]:
         by_group.setdefault(entry.key, []).append(entry)
     chosen: list[FlightEntry] = []
     for members in by_group.values():
+        # Halve the accepted range of hashes until the rest fits. So a smaller choice is a subset of a larger
+        # one.
         below = 1 << 32
         places = [_scatter(entry.number) for entry in members] if len(members) > most else []
         while len(members) > most:
@@ -286,14 +290,15 @@ def _sample(entries: list[FlightEntry]) -> list[FlightEntry]:
 
 
 def _scatter(number: int) -> int:
-    """32 bits that are the same on all ranks, and in no rhythm: a step may be of any number of calls."""
+    """Return 32 bits of hash, equal on all ranks and without a period that could match a step's number of
+    calls."""
     number = (number ^ number >> 16) * 0x7FEB352D & 0xFFFFFFFF
     number = (number ^ number >> 15) * 0x846CA68B & 0xFFFFFFFF
     return number ^ number >> 16
 
 
 def _choose(entries: Iterable[FlightEntry]) -> list[FlightEntry]:
-    """The latest of each group, and those that have not completed."""
+    """Return the latest of each group, and those that have not completed."""
     num_seen: Counter[Key] = Counter()
     chosen = []
     for entry in reversed(list(entries)):
@@ -320,7 +325,7 @@ def _build_transfer(transfer: Transfer, number: int, groups: Groups, frames: tup
 
 
 def _with_sequences(groups: Groups, calls: Iterable[Call]) -> dict[str, Group]:
-    """The groups, those with a second backend under that sequence's name too."""
+    """Return the groups, and those with a second backend under that sequence's name too."""
     found: dict[str, Any] = dict(groups.by_name)
     for call in calls:
         base = found.get(call.group.rpartition(":")[0])

@@ -1,10 +1,10 @@
-"""The thread in a rank that tells the launcher how it goes: a `Beat` every second, a `Report` when asked.
+"""Reports a rank's state to the launcher from a thread: a `Beat` every second, a `Report` when asked.
 
-It is started before the script's first line, imports nothing of torch by itself, and prints nothing. Python's
-`threading` doesn't know it, so a script that counts or joins its threads doesn't meet it; for the system its
-name is `paceline-watch`. It ends with the process, or when the launcher has gone. Around a fork it rests, and
-the child closes what it got of it. At the interpreter's end it has left torch's code, because a thread that
-is stopped there would bring the process down.
+The thread starts before the script's first line, imports nothing of torch by itself, and prints nothing.
+Python's `threading` does not know it, so a script that counts or joins its threads does not find it; the
+system knows it as `paceline-watch`. It ends with the process, or when the launcher has gone. It pauses around
+a fork, and the child closes what it inherited. At the interpreter's end it has left torch's code, because a
+thread that is stopped there would crash the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from paceline.watch.rank.sampling import Sampler
 from paceline.watch.rank.threads import Mark, mark_main_thread, mark_traceback, read_stacks, resolve
 
 _BEAT_S = 1.0
-# A fork waits this long for a report that is being made, and an exit for the last beat.
+# A fork waits this long for a report that is being made; an exit waits for the last beat.
 _REST_S = 2.0
 _LEAVE_S = 0.5
 _SEND_TIME = struct.pack("@ll", 2, 0)  # a `struct timeval`, in seconds and microseconds
@@ -49,17 +49,18 @@ _THREAD = "paceline-watch"
 _C10D = "torch.distributed.distributed_c10d"
 # Its functions are on the stack of a rank that waits in them.
 _C10D_FILE = "torch/distributed/distributed_c10d.py"
-# What can only be meant for the thread that it strikes.
+# Signals that are meant for the thread in which they occur.
 _OWN_FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
 
 
 def begin(rank: int, socket_path: str, stacks_path: str) -> WatchedProcess:
-    """Lets the launcher watch this process; to be called once, before the script's first line.
+    """Let the launcher watch this process; call it once, before the script's first line.
 
     Args:
         rank: global.
-        socket_path: where the launcher listens; where it doesn't, nothing is watched.
-        stacks_path: the file where the interpreter writes its stacks upon the signal `stacks.SIGNAL`.
+        socket_path: where the launcher listens; if it does not, nothing is watched.
+        stacks_path: the file into which the interpreter writes its stacks upon the signal
+            `stacks.SIGNAL`.
     """
     watched = WatchedProcess(rank)
     watched.begin(socket_path, stacks_path)
@@ -82,9 +83,9 @@ class WatchedProcess:
         self._has_begun = False
         self._is_leaving = False
         self._is_over = False
-        # Held while it is in torch's code.
+        # Held while the thread is in torch's code.
         self._work = threading.Lock()
-        # Held while a message is sent: the watching thread's, or the last words of another.
+        # Held while a message is sent: by the watching thread, or by another thread as the last report.
         self._sending = threading.Lock()
         self._has_said_last = False
         self._had_groups = False
@@ -97,17 +98,17 @@ class WatchedProcess:
         self._ended = threading.Event()
 
     def begin(self, socket_path: str, stacks_path: str) -> None:
-        """Starts the thread, where the launcher listens."""
+        """Start the thread, if the launcher listens."""
         self._register_stacks(stacks_path)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(socket_path)
             self._socket = connection
             self._inode = os.fstat(connection.fileno()).st_ino
-        except OSError:  # the launcher has gone
+        except OSError:  # The launcher has gone.
             connection.close()
             return
-        with suppress(Exception):  # a torch of other words must not keep the script from running
+        with suppress(Exception):  # An unknown version of torch must not keep the script from running.
             when_imported("torch", self._meet_torch)
         os.register_at_fork(
             before=self._rest, after_in_parent=self._resume, after_in_child=self._close_in_child
@@ -115,12 +116,12 @@ class WatchedProcess:
         atexit.register(self.end)
         self._exits.watch_exit()
         with suppress(OSError):
-            # From here, because the script may lock Python before the thread has had its turn.
+            # From here, because the script may hold Python's lock before the thread first runs.
             self._send(pack(self._make_beat()))
         _thread.start_new_thread(self._run, ())
 
     def end(self) -> None:
-        """Has the thread say that the process is leaving, and end; puts torch's methods back."""
+        """Let the thread send a last beat and end, and restore torch's methods."""
         if self._is_over or self._socket is None:
             return
         self.operations.remove()
@@ -128,37 +129,37 @@ class WatchedProcess:
         self._exits.forget()
         self._is_leaving = True
         if self._is_ours():
-            with suppress(OSError):  # wakes it
+            with suppress(OSError):  # This wakes it.
                 self._socket.shutdown(socket.SHUT_RD)
-        # Not for long: a launcher that doesn't read must not keep the process.
+        # Not for long: a launcher that does not read must not delay the process.
         self._ended.wait(_LEAVE_S)
-        self._rest()  # so that it isn't in torch's code any more
+        self._rest()  # So that the thread is no longer in torch's code.
         self._is_over = True
         self._resume()
         if self._ended.is_set() and self._is_ours():
             self._socket.close()
 
     def note_error(self, error: BaseException) -> None:
-        """To be called when an exception ends the script; says so, and where it was raised."""
+        """Report the exception that ends the script, and where it was raised."""
         with suppress(Exception):
-            if self._gradients.note_error():  # at once, as the launcher ends the ranks that are left
+            if self._gradients.note_error():  # At once, because the launcher ends the remaining ranks.
                 self._send(pack(self._make_beat()))
-        with suppress(Exception):  # what ends the script is told elsewhere too
+        with suppress(Exception):  # What ends the script is reported elsewhere too.
             ending = replace(describe_ending(self._rank, error), trace="", pickled="")
             self.say_last(ending, resolve(mark_traceback(error.__traceback__)))
 
     def say_last(self, last: Ending, frames: tuple[Frame, ...]) -> None:
-        """Sends a last report, in whichever thread ends this process; only the first time."""
+        """Send a last report, from whichever thread ends this process; only the first call does."""
         if self._is_over or self._has_said_last or self._socket is None or self._pid != os.getpid():
             return
         self._has_said_last = True
         with suppress(OSError):
-            # A launcher that doesn't read must not keep the process.
+            # A launcher that does not read must not delay the process.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIME)
             self._send(pack(self._make_last_report(last, frames)))
 
     def _register_stacks(self, path: str) -> None:
-        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:  # it means something else here
+        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:  # The signal has another use here.
             return
         try:
             self._stacks = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open until the end)
@@ -176,7 +177,8 @@ class WatchedProcess:
 
     def _run(self) -> None:
         try:
-            # The launcher has gone, or the script has closed our descriptor. Other trouble is not the user's.
+            # The launcher has gone, or the script has closed our descriptor. No error here may reach the
+            # user's script.
             with suppress(Exception):
                 self._serve()
         finally:
@@ -196,7 +198,7 @@ class WatchedProcess:
             now_s = time.monotonic()
             if now_s >= next_s:
                 self._send(pack(self._make_beat()))
-                # Not at once for what a stopped process has missed.
+                # Do not make up for the beats that a stopped process has missed.
                 next_s = max(next_s + _BEAT_S, now_s + _BEAT_S / 2)
             if now_s >= self._sampler.next_s:
                 self._sample()
@@ -227,7 +229,8 @@ class WatchedProcess:
             self._sending.release()
 
     def _is_ours(self) -> bool:
-        """Whether our descriptor is still our socket: scripts close all, and another file gets its number."""
+        """Return whether our descriptor is still our socket: a script may close all, and the number be
+        reused."""
         with suppress(OSError):
             assert self._socket is not None
             return os.fstat(self._socket.fileno()).st_ino == self._inode
@@ -248,7 +251,7 @@ class WatchedProcess:
                     self._gradients.settle()
             stack = mark_main_thread()
         pace = None
-        with suppress(Exception):  # a script's odd file names and sources
+        with suppress(Exception):  # A script may have unusual file names and sources.
             pace = self._sampler.drain()
         return Beat(
             rank=self._rank,
@@ -264,7 +267,7 @@ class WatchedProcess:
         )
 
     def _sample(self) -> None:
-        # Without a group it waits for nobody; what raises here is no trouble of the script's.
+        # Without a group the rank waits for no other; what raises here must not reach the script.
         with self._work, suppress(Exception):
             if _has_groups():
                 self._sampler.take(time.monotonic())
@@ -296,7 +299,8 @@ class WatchedProcess:
         )
 
     def _make_closing_report(self) -> Report:
-        """Return all recorded calls, those of destroyed groups too, for a comparison after a good end."""
+        """Return a report of all recorded calls, destroyed groups included, for a comparison after a normal
+        end."""
         groups: dict[str, Group] = {}
         calls: tuple[Call, ...] = ()
         with self._work, suppress(Exception):
@@ -307,10 +311,10 @@ class WatchedProcess:
     def _make_last_report(self, last: Ending, frames: tuple[Frame, ...]) -> Report:
         groups: dict[str, Group] = {}
         calls: tuple[Call, ...] = ()
-        # Not without end: whoever holds it may be what ends the process.
+        # With a limit: the thread that holds it may be what ends the process.
         if self._work.acquire(timeout=_REST_S):
             try:
-                # Also where the script has destroyed its groups by now.
+                # Also if the script has destroyed its groups by now.
                 with suppress(Exception):
                     if _C10D in sys.modules:
                         groups, calls = self._recorder.read_calls()
@@ -336,7 +340,7 @@ class WatchedProcess:
         self._resting.is_on = not self._is_over and self._work.acquire(timeout=_REST_S)
 
     def _resume(self) -> None:
-        if self._resting.is_on:  # it has rested in time
+        if self._resting.is_on:  # The thread has paused in time.
             self._work.release()
 
     def _close_in_child(self) -> None:
@@ -351,12 +355,13 @@ class WatchedProcess:
 
 
 def _has_groups() -> bool:
-    """Whether there is a process group: before, asking the Flight Recorder would settle its size for good."""
+    """Return whether a process group exists: without one, asking the Flight Recorder would fix its size for
+    good."""
     return bool(getattr(find_world(), "pg_map", None))
 
 
 def _name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal
+    except ValueError:  # A real-time signal.
         return ""

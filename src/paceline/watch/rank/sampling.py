@@ -1,14 +1,14 @@
-"""What the main thread of a rank does, looked at a few times a second: whether it waits, or where it is.
+"""Samples a rank's main thread a few times a second: where it is, and whether it waits.
 
-For the launcher, which names a slow rank by it. Most that make a rank slow do so from the start, so looks are
-more frequent then than in the hours that follow. The watching thread looks, at instants that are drawn at
-random, because regular ones could fall on the same line of every step. A sample stands for the time since the
-one before, so that code which holds Python's lock for seconds counts in full.
+The launcher names a slow rank by these samples. Most causes of slowness exist from the start, so samples are
+more frequent at first than later. The watching thread takes them at random instants, because regular ones
+could fall on the same line of every step. A sample stands for the time since the previous one, so code that
+holds Python's lock for seconds counts in full.
 
-A rank waits for others where its innermost frames are torch's collectives, and where they are autograd's
-engine, DDP, FSDP or a `.wait()` and the thread is asleep: at the end of backward DDP waits in C++. With a GPU
-it doesn't wait in collectives but for the device: in `.item()`, `.cpu()` or `synchronize()`. Its sleep in
-backward says nothing there, as other threads compute.
+A rank waits for others in two cases: its innermost frames are torch's collectives; or they are autograd's
+engine, DDP, FSDP or a `.wait()`, and the thread is asleep (at the end of backward, DDP waits in C++). With a
+GPU it does not wait in collectives but for the device: in `.item()`, `.cpu()` or `synchronize()`. A thread
+asleep in backward means nothing there, because other threads compute.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from paceline.watch.protocol.report import Frame, Pace, PlaceTime
 from paceline.watch.protocol.words import own_frames
 from paceline.watch.rank.threads import Mark, resolve
 
-# Between two looks: for the first while with a process group, and from then on. A look takes about 0.35 ms of
-# CPU, most of it for waking up with cold caches.
+# Seconds between two samples: at first, with a process group, and later. A sample takes about 0.35 ms of CPU,
+# most of it for waking up with cold caches.
 EAGER_S = 30.0
 EVERY_EAGER_S = 0.2
 EVERY_S = 0.5
-# An interval is between half and one and a half of it.
+# An interval is between half and one and a half times that.
 _SPREAD = 0.5
-# Of a stack: library frames at its inner end, and the user's frames, that are kept.
+# The frames of a stack that are kept: of libraries at its inner end, and the user's.
 _MANY_INNERMOST = 8
 _MANY_OWN = 12
 _MANY_FRAMES = 200
-# Resolved frames that are kept for the next time.
+# Resolved frames that are cached.
 _MANY_RESOLVED = 2000
 
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
-# Where torch waits for other ranks without a frame of the above, if the thread is asleep.
+# Files of torch in which a sleeping thread waits for other ranks.
 _WAITS_ASLEEP = re.compile(
     r"torch/(distributed/(?!checkpoint/|elastic/|launcher/|rpc/)|nn/parallel/distributed\.py$)"
 )
 _ENGINE = "torch/autograd/graph.py"
-# Methods of works and streams, and those of tensors that bring numbers of a GPU to Python.
+# Methods of works and streams, and those of tensors that copy numbers from a GPU to Python.
 _WAIT = re.compile("wait")
 _WAITS_FOR_DEVICE = re.compile("_?(item|cpu|tolist|numpy|synchronize|wait)")
 _CALLED = re.compile(r"\.(\w+)\(")
@@ -56,12 +56,12 @@ _STDLIB = os.path.dirname(threading.__file__) + os.sep
 
 @dataclass
 class _Tally:
-    """How long the thread was at one place.
+    """The time for which the thread was at one place.
 
     Attributes:
-        marks: the shortened stack; kept, as their ids are the key.
+        marks: the shortened stack; kept, because the ids of its code objects are the key.
         is_waiting: whether it waits for other ranks there.
-        seconds: since the beat before.
+        seconds: since the previous beat.
     """
 
     marks: tuple[Mark, ...]
@@ -70,14 +70,14 @@ class _Tally:
 
 
 class Sampler:
-    """Samples of this process's main thread; used by the watching thread alone.
+    """A sampler of this process's main thread; used by the watching thread alone.
 
     Args:
         now_s: from a monotonic clock, as all times here.
     """
 
     def __init__(self, now_s: float) -> None:
-        # One of its own, because the script's draws must not depend on us.
+        # A separate generator, because the script's random numbers must not depend on us.
         self._random = random.Random()
         self._before_s: float | None = None
         self._began_s: float | None = None
@@ -87,11 +87,12 @@ class Sampler:
         self.next_s = self._draw(now_s)
 
     def is_eager(self, now_s: float) -> bool:
-        """Whether it is the first while with a process group, or before, when what goes wrong shows most."""
+        """Return whether to sample more often: before the first process group and shortly after, when most
+        faults show."""
         return self._began_s is None or now_s - self._began_s < EAGER_S
 
     def take(self, now_s: float) -> None:
-        """Looks at the main thread."""
+        """Take a sample of the main thread."""
         if self._began_s is None:
             self._began_s = now_s
         self.next_s = self._draw(now_s)
@@ -100,7 +101,7 @@ class Sampler:
         if frame is None or before_s is None:
             return
         marks, is_waiting = _read(frame)
-        del frame  # with its variables
+        del frame  # It holds the thread's local variables.
         # The same line of backward computes at one time and waits at another.
         key = (is_waiting, tuple((id(code), at) for code, at in marks))
         tally = self._tallies.setdefault(key, _Tally(marks, is_waiting))
@@ -108,12 +109,12 @@ class Sampler:
         self._samples += 1
 
     def skip(self, now_s: float) -> None:
-        """Lets the time until now count for nothing, as there is nobody to wait for."""
+        """Discard the time until now, because there is no rank to wait for."""
         self.next_s = self._draw(now_s)
         self._before_s = now_s
 
     def drain(self) -> Pace | None:
-        """What was seen since the last time; `None` where it is nothing."""
+        """Return what was sampled since the last call, or `None` for nothing."""
         samples, tallies = self._samples, list(self._tallies.values())
         self._samples, self._tallies = 0, {}
         if not samples:
@@ -134,7 +135,7 @@ class Sampler:
         frames = []
         for mark in marks:
             key = (id(mark[0]), mark[1])
-            # With the mark: its id is its own for as long as it lives.
+            # Kept together with the mark: its id is unique only as long as it lives.
             if key not in self._resolved:
                 self._resolved[key] = mark, next(iter(resolve((mark,))), None)
             frame = self._resolved[key][1]
@@ -144,7 +145,7 @@ class Sampler:
 
 
 def _read(frame: FrameType) -> tuple[tuple[Mark, ...], bool]:
-    """The shortened stack of a thread, innermost first, and whether it waits for other ranks."""
+    """Return the shortened stack of a thread, innermost first, and whether it waits for other ranks."""
     inner: list[Mark] = []
     at: FrameType | None = frame
     while at is not None and not _is_users(at.f_code.co_filename) and len(inner) < _MANY_FRAMES:
@@ -156,7 +157,7 @@ def _read(frame: FrameType) -> tuple[tuple[Mark, ...], bool]:
     while at is not None and num_own < _MANY_OWN and len(run) < _MANY_FRAMES:
         mark = (at.f_code, at.f_lasti)
         if _is_users(at.f_code.co_filename):
-            # Of a library between two of the user's: what the user called.
+            # Keep the library's frame between two of the user's that the user called.
             own += [*run[-1:], mark]
             run = []
             num_own += 1
@@ -191,9 +192,9 @@ def _is_waiting(inner: list[Mark], frame: FrameType) -> bool:
 
 
 def _calls(frame: FrameType, methods: re.Pattern[str]) -> bool:
-    """Whether the line of a frame, not of Python's own library, calls a method of C of such a name.
+    """Return whether a frame's line, outside of Python's library, calls a C method with such a name.
 
-    Had the method a frame, it would be the innermost.
+    A method in Python would have the innermost frame itself.
     """
     code = frame.f_code
     if not any(map(methods.fullmatch, code.co_names)) or _is_of_python(code.co_filename):
@@ -208,11 +209,11 @@ def _uses_gpu() -> bool:
 
 
 def _is_asleep() -> bool:
-    """Whether the main thread doesn't run now, because it waits for something."""
-    # Its number is the process's; the one that `threading` has is wrong after a fork.
+    """Return whether the main thread is asleep, because it waits for something."""
+    # Its number is the process's; `threading` has a wrong one after a fork.
     file = os.open(f"/proc/self/task/{os.getpid()}/stat", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # After the name, which may have brackets itself.
+        # The state follows the name, which may contain parentheses itself.
         return os.read(file, 512).rpartition(b") ")[2].startswith(b"S")
     finally:
         os.close(file)

@@ -11,11 +11,11 @@ from paceline.watch.protocol.frames import build_frame, is_watching
 from paceline.watch.protocol.report import Frame, Stack
 
 Mark = tuple[CodeType, int]
-"""A frame as cheaply as it can be kept: its code, and the instruction in it."""
+"""A frame in its cheapest form: its code, and the instruction in it."""
 
 
 def mark_stack(frame: FrameType | None, most: int = 200) -> tuple[Mark, ...]:
-    """The stack from a frame outwards, innermost first."""
+    """Return the stack from a frame outwards, innermost first."""
     marks: list[Mark] = []
     while frame is not None and len(marks) < most:
         marks.append((frame.f_code, frame.f_lasti))
@@ -24,7 +24,7 @@ def mark_stack(frame: FrameType | None, most: int = 200) -> tuple[Mark, ...]:
 
 
 def mark_traceback(trace: TracebackType | None) -> tuple[Mark, ...]:
-    """Where an exception was raised, innermost first."""
+    """Return the stack at which an exception was raised, innermost first."""
     marks: list[Mark] = []
     while trace is not None:
         marks.append((trace.tb_frame.f_code, trace.tb_lasti))
@@ -33,7 +33,7 @@ def mark_traceback(trace: TracebackType | None) -> tuple[Mark, ...]:
 
 
 def resolve(marks: Iterable[Mark]) -> tuple[Frame, ...]:
-    """Frames with their lines, without those of this package."""
+    """Return frames with their lines, without those of this package."""
     return tuple(
         build_frame(code.co_filename, _find_line(code, at), code.co_name)
         for code, at in marks
@@ -52,12 +52,12 @@ def _find_line(code: CodeType, at: int) -> int:
 
 
 def mark_main_thread() -> tuple[Mark, ...]:
-    """The main thread's stack; empty once it has ended."""
+    """Return the main thread's stack; empty once it has ended."""
     return mark_stack(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def read_stacks() -> tuple[Stack, ...]:
-    """The stacks of all threads but the calling one, the main thread's first."""
+    """Return the stacks of all threads but the calling one, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, here = threading.main_thread().ident, threading.get_ident()
     found = [

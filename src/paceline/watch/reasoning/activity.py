@@ -1,4 +1,4 @@
-"""What a thread that is in no collective does, read from its stack."""
+"""Recognises from its stack what a thread does that is in no collective."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.watch.reasoning.source import Source
 
 @dataclass(frozen=True)
 class Activity:
-    """What a thread does.
+    """The activity of a thread.
 
     Attributes:
-        words: after "it": `is asleep in time.sleep`.
+        words: to follow "it": `is asleep in time.sleep`.
         short: for a page's fix, such as `the loader`.
     """
 
@@ -24,8 +24,8 @@ class Activity:
     short: str
 
 
-# Looked for among the innermost frames, in this order: a pattern of the file, the functions (empty: any), and
-# what it means. The loader comes first, as it waits in queues and pipes itself.
+# Patterns for the innermost frames, in order of precedence: of the file, its functions (empty: any), and the
+# meaning. The loader comes first, because it waits in queues and pipes itself.
 _BY_FRAME: tuple[tuple[str, frozenset[str], Activity], ...] = (
     (
         r"/torch/utils/data/",
@@ -85,7 +85,7 @@ _BY_FRAME: tuple[tuple[str, frozenset[str], Activity], ...] = (
     (r"/selectors\.py$|/asyncio/", frozenset(), Activity("waits for a file or a socket", "the socket")),
     (r"/(pdb|bdb)\.py$", frozenset(), Activity("is in the debugger (pdb)", "the debugger")),
 )
-# Functions in C have no frame: only the text of the line that calls them tells. For innermost frames.
+# C functions have no frame: only the text of the line that calls them shows them. For innermost frames.
 _BY_TEXT: tuple[tuple[str, Activity], ...] = (
     (
         r"\b(time|_time|trio|gevent)\.sleep\(|(?<![\w.])sleep\(",
@@ -100,23 +100,24 @@ _BY_TEXT: tuple[tuple[str, Activity], ...] = (
     (r"\.(recv|recv_into|accept|connect)\(", Activity("waits for a socket", "the socket")),
     (r"\.get\(\)|\.get\((block|timeout)", Activity("waits for a queue", "the queue")),
 )
-# A line of these gives a GPU's numbers to Python, and so waits for the collectives before it.
+# Such a line copies a GPU's numbers to Python, and so waits for the collectives before it.
 _SYNCHRONIZES = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|wait|to|result)\(|\bprint\(|\bfloat\(")
 _DISTRIBUTED = "/torch/distributed/"
-# Of torch.distributed: where a thread waits for others. Elsewhere, as in its checkpoints, it may be at work.
+# The files of torch.distributed in which a thread waits for others. In others, such as its checkpoints, it
+# may work.
 _WAITS_ITSELF = re.compile(r"/torch/distributed/(distributed_c10d|rendezvous|device_mesh|c10d_\w+)\.py$")
-# How many of the innermost frames are asked for a library's wait.
+# The number of innermost frames that are searched for a library's wait.
 _INNERMOST = 8
 _BUILDERS = {"new_group", "_new_group_with_tag", "new_subgroups", "split_group", "init_device_mesh"}
 _BUILDERS |= {"new_subgroups_by_enumeration", "shrink_group"}
 
 
 def find_activity(frames: Sequence[Frame], source: Source) -> Activity | None:
-    """What holds a thread outside of torch.distributed, where its stack tells it.
+    """Return what delays a thread outside of torch.distributed, if its stack shows it.
 
     Args:
         frames: innermost first.
-        source: gives the text of lines that come without.
+        source: supplies the text of lines that have none.
     """
     if not frames:
         return None
@@ -137,18 +138,18 @@ def find_activity(frames: Sequence[Frame], source: Source) -> Activity | None:
 
 
 def find_building(frames: Sequence[Frame]) -> str | None:
-    """The function that a thread makes a process group in, as the user called it; else `None`."""
+    """Return the function in which a thread makes a process group, as the user called it; else `None`."""
     found = [f.function for f in frames if _DISTRIBUTED in f.file and f.function in _BUILDERS]
     return found[-1].replace("_new_group_with_tag", "new_group") if found else None
 
 
 def is_joining(frames: Sequence[Frame]) -> bool:
-    """Whether a thread is in `init_process_group`."""
+    """Return whether a thread is in `init_process_group`."""
     return any(_DISTRIBUTED in f.file and f.function == "init_process_group" for f in frames)
 
 
 def find_distributed(frames: Sequence[Frame]) -> str | None:
-    """The function of torch.distributed that the user called and that waits by itself; else `None`."""
+    """Return the function of torch.distributed that the user called and that waits by itself; else `None`."""
     found = None
     if not frames or not _WAITS_ITSELF.search(frames[0].file):
         return None
@@ -161,7 +162,7 @@ def find_distributed(frames: Sequence[Frame]) -> str | None:
 
 
 def is_in_torch(frames: Sequence[Frame]) -> bool:
-    """Whether a thread is in a collective's or in backward's code."""
+    """Return whether a thread is in the code of a collective or of backward."""
     return bool(frames) and (
         _DISTRIBUTED in frames[0].file
         or "/torch/autograd/" in frames[0].file
@@ -170,14 +171,14 @@ def is_in_torch(frames: Sequence[Frame]) -> bool:
 
 
 def waits_for_device(frames: Sequence[Frame], source: Source) -> bool:
-    """Whether a thread's line is of those that wait for what was issued before."""
+    """Return whether a thread's line waits for what was issued before."""
     if not frames:
         return False
     return bool(_SYNCHRONIZES.search(frames[0].text or source.line(frames[0].file, frames[0].line)))
 
 
 def is_bucket(frames: Sequence[Frame]) -> bool:
-    """Whether a collective was issued by autograd's engine: a bucket of DDP, a hook, or FSDP's gradients."""
+    """Return whether autograd's engine issued a collective: a bucket of DDP, a hook, or FSDP's gradients."""
     for frame in frames:
         if own_frames((frame,)):
             return False

@@ -1,4 +1,4 @@
-"""Likely causes, from the code around the lines where ranks are."""
+"""Finds likely causes in the code around the lines where ranks are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.watch.protocol.report import Frame
 from paceline.watch.protocol.words import name_line, pick
 from paceline.watch.reasoning.source import Loop, Source, SourceSpot
 
-# More would be guesses side by side.
+# More clues would be guesses.
 _MANY_CLUES = 2
 # A line that only reads what the launcher has set.
 _FROM_LAUNCHER = re.compile(r"environ(\[|\.get\()\W*(WORLD_SIZE|RANK)\W*$")
@@ -20,11 +20,11 @@ _JOINING = ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR")
 
 @dataclass(frozen=True)
 class Side:
-    """Ranks that have gone one way.
+    """The ranks that took one of two ways.
 
     Attributes:
-        ranks: which ones.
-        frames: the user's own, innermost first; of ranks that have ended there are none.
+        ranks: their numbers.
+        frames: the user's own, innermost first; empty for ranks that have ended.
         is_in_backward: whether autograd issued the call that they are in.
         has_ended: whether their script is over, and nothing killed it.
     """
@@ -36,18 +36,18 @@ class Side:
 
     @property
     def name(self) -> str:
-        """`ranks 0 and 1`."""
+        """Their name in messages: `ranks 0 and 1`."""
         return name_ranks(self.ranks)
 
 
 def list_clues(here: Side, there: Side, source: Source, *, is_apart: bool = False) -> list[str]:
-    """Sentences on why ranks have gone different ways, the likeliest first.
+    """Return sentences on why ranks took different ways, the likeliest first.
 
     Args:
         here: ranks that wait.
         there: ranks that they wait for.
         source: the code.
-        is_apart: whether each side has called what the other has not, so that none is merely behind.
+        is_apart: whether each side has called what the other has not, so that neither is merely behind.
     """
     clues = explain_condition([here.frames, there.frames], source)
     clues += _explain_handler(here, there, source)
@@ -68,10 +68,10 @@ def list_clues(here: Side, there: Side, source: Source, *, is_apart: bool = Fals
 
 
 def explain_condition(sides: Sequence[tuple[Frame, ...]], source: Source) -> list[str]:
-    """Conditions on the rank that ranks at these places have gone different ways by.
+    """Return the rank-dependent conditions that may have sent ranks to these different places.
 
     Args:
-        sides: the user's frames of each, innermost first; those that all have in common decide nothing.
+        sides: the user's frames of each side, innermost first; frames common to all decide nothing.
         source: the code.
     """
     clues = []
@@ -91,7 +91,7 @@ def _line(frame: Frame) -> tuple[str, int]:
 
 
 def _up_to(frames: Sequence[Frame], others: set[tuple[str, int]]) -> list[Frame]:
-    """The frames from the innermost one up to the first that others have too."""
+    """Return the frames from the innermost one up to the first that others share."""
     found = []
     for frame in frames:
         if _line(frame) in others:
@@ -101,20 +101,20 @@ def _up_to(frames: Sequence[Frame], others: set[tuple[str, int]]) -> list[Frame]
 
 
 def _find_line(side: Side, fork: Frame) -> int | None:
-    """The line at which ranks are in the function of a frame; `None` where they aren't in it."""
+    """Return the line at which ranks are in a frame's function, or `None` if they are not in it."""
     lines = [f.line for f in side.frames if (f.file, f.function) == (fork.file, fork.function)]
     return lines[-1] if lines else None
 
 
 def _is_later(side: Side, other: Side) -> bool:
-    """Whether ranks are at a later line than others, in the function where their ways part."""
+    """Return whether ranks are at a later line than others, in the function where their ways part."""
     frames = _up_to(other.frames, {_line(f) for f in side.frames})
     line = _find_line(side, frames[-1]) if frames else None
     return line is not None and line > frames[-1].line
 
 
 def _explain_handler(here: Side, there: Side, source: Source) -> list[str]:
-    """The missing rank is where an exception took it."""
+    """Return the clue that an exception took the missing rank into a handler, if its line is in one."""
     for frame in _up_to(there.frames, {_line(f) for f in here.frames}):
         spot = source.find_handler(frame)
         if spot is not None:
@@ -142,7 +142,7 @@ def _explain_backward(there: Side) -> str:
 
 
 def _explain_swallowing(here: Side, there: Side, source: Source) -> list[str]:
-    """The line of the call stands in a `try` that goes on after an exception."""
+    """Return the clue that the call is in a `try` whose handler continues after an exception."""
     for frame in _up_to(here.frames, {_line(f) for f in there.frames}):
         spot = source.find_swallowing(frame)
         if spot is not None:
@@ -154,7 +154,7 @@ def _explain_swallowing(here: Side, there: Side, source: Source) -> list[str]:
 
 
 def _explain_branch(here: Side, there: Side, source: Source) -> list[str]:
-    """The call stands in a branch, of whatever condition."""
+    """Return the clue that the call is in a branch, whatever its condition."""
     for frame in _up_to(here.frames, {_line(f) for f in there.frames}):
         spot = source.find_condition(frame, _find_line(there, frame))
         if spot is not None:
@@ -166,7 +166,7 @@ def _explain_branch(here: Side, there: Side, source: Source) -> list[str]:
 
 
 def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:
-    """Some ranks are past a loop in which others still are: by a way out of it, or with fewer rounds."""
+    """Return the clue that some ranks have left a loop early, or had fewer iterations than the others."""
     loops = _find_left_loops(here, there, source)
     for loop in loops:
         if loop.ways_out:
@@ -183,7 +183,7 @@ def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:
 
 
 def _find_left_loops(here: Side, there: Side, source: Source) -> list[Loop]:
-    """Loops that `here` is in and `there` is past, from the outermost on."""
+    """Return the loops that `here` is in and `there` has left, outermost first."""
     frames = _up_to(here.frames, {_line(f) for f in there.frames})
     if not frames:
         return []
@@ -198,7 +198,7 @@ def _find_left_loops(here: Side, there: Side, source: Source) -> list[Loop]:
 
 
 def explain_joining(here: Side, there: Side, source: Source) -> list[str]:
-    """Where the script itself sets how the ranks meet, or lets only some of them join."""
+    """Return the clues that the script itself sets how the ranks meet, or lets only some of them join."""
     clues = explain_condition([here.frames, there.frames], source)
     for path in dict.fromkeys(frame.file for frame in here.frames):
         for name in _JOINING:
@@ -211,7 +211,7 @@ def explain_joining(here: Side, there: Side, source: Source) -> list[str]:
 
 
 def _explain_meeting(here: Side, source: Source) -> list[str]:
-    """What the script gives to init_process_group, and where it has that from."""
+    """Return the clue of the arguments that the script passes to init_process_group, and their origins."""
     for frame in here.frames:
         names = dict.fromkeys(source.find_arguments(frame, "init_process_group"))
         text = source.line(frame.file, frame.line)

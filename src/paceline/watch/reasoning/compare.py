@@ -1,9 +1,9 @@
-"""Whether ranks that go on call the same collectives: what their beats tell, compared as it comes.
+"""Compares the collectives that running ranks call, as their beats report them.
 
-Some mismatches stop nothing: gloo adds integers to floats of as many bytes, and reduces with each rank's
-own operation. Here a call is five small numbers, kept for a while by group, number and rank. Where two differ
-that is a suspicion and no more: the ranks are asked for reports, and these have to show it. Beats have gaps,
-come at different times, and don't tell when a group was made anew under an old name.
+Some mismatches stop nothing: gloo adds integers to floats of the same width, and reduces with each rank's own
+operation. Here a call is five small numbers, kept for a while by group, number and rank. A difference is only
+a suspicion: the ranks are then asked for reports, which must confirm it. Beats have gaps, arrive at different
+times, and do not show that a group was recreated under an old name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from paceline.watch.reasoning.mismatch import (
     list_dtypes,
 )
 
-# Of a group, and groups: what is older is forgotten.
+# Numbers per group, and groups; older ones are forgotten.
 _MANY_NUMBERS = 2048
 _MANY_GROUPS = 256
-# What a node tells the others every two seconds: 3 kB; and of each rank once there is a suspicion: 60 kB.
+# Calls that a node publishes every two seconds (3 kB), and calls of each rank after a suspicion (60 kB).
 _MANY_PRINTS = 128
 _MANY_CALLS = 256
-# After a suspicion that the reports didn't confirm; then twice as long each time.
+# The pause after a suspicion that the reports did not confirm; it doubles each time.
 _PAUSE_S = 10.0
 _LONGEST_PAUSE_S = 320.0
 _WENT_ON = (
@@ -42,7 +42,7 @@ _WENT_ON = (
 
 
 class Print(NamedTuple):
-    """What of a call has to be the same on all ranks, as numbers; 0 for what isn't known or may differ.
+    """The properties of a call that must agree on all ranks, as numbers; 0 if unknown or free to differ.
 
     Attributes:
         kind: of operation.
@@ -59,16 +59,16 @@ class Print(NamedTuple):
     root: int
 
     def fits(self, other: Print) -> bool:
-        """Whether nothing differs that is known of both."""
+        """Return whether no property differs that is known of both."""
         return all(a == b or not a or not b for a, b in zip(self, other, strict=True))
 
 
 Prints = Mapping[str, Sequence[Sequence[int]]]
-"""By group: of each call its number and the fields of its print."""
+"""For each group, each call's number and the fields of its print."""
 
 
 def print_call(call: Call) -> Print | None:
-    """The print of a call; `None` for an operation that isn't known, or is numbered by itself."""
+    """Return the print of a call; `None` if its operation is unknown or numbered separately."""
     kind = OPERATIONS.get(call.operation)
     if kind is None or sequence_of(call):
         return None
@@ -84,19 +84,19 @@ def print_call(call: Call) -> Print | None:
 
 
 def _number(text: str) -> int:
-    """The same in every process, and short as text."""
+    """Return a short number for a text, the same in every process."""
     return zlib.crc32(text.encode()) % 65535 + 1
 
 
 class _Sequence:
-    """The latest calls of a group: by number, in the order in which these were first told, by rank."""
+    """The latest calls of a group, by number (in the order of the first reports) and rank."""
 
     def __init__(self) -> None:
         self.calls: dict[int, dict[int, Print]] = {}
         self.latest: dict[int, int] = {}
 
     def add(self, rank: int, number: int, new: Print) -> bool:
-        """Whether it fits what other ranks have called."""
+        """Add a rank's call, and return whether it matches those of other ranks."""
         at_once = self.calls.setdefault(number, {})
         at_once[rank] = new
         if len(self.calls) > _MANY_NUMBERS:
@@ -105,7 +105,7 @@ class _Sequence:
 
 
 class Comparison:
-    """Compares the calls of one job, from start to restart."""
+    """The comparison of one job's calls, from start to restart."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, _Sequence] = {}
@@ -116,7 +116,7 @@ class Comparison:
         self._rests_until_s = 0.0
 
     def note_calls(self, rank: int, calls: Iterable[Call]) -> None:
-        """A rank of this node has told of calls."""
+        """Compare calls that a rank of this node has reported."""
         found: dict[str, list[tuple[int, Print]]] = {}
         for call in calls:
             made = print_call(call)
@@ -128,8 +128,8 @@ class Comparison:
             self._prints = None
 
     def note_node(self, node: int, prints: Prints) -> None:
-        """Another node has told of its ranks' calls."""
-        if prints is self._heard.get(node):  # nothing new since
+        """Compare calls that another node has published."""
+        if prints is self._heard.get(node):  # Nothing new since.
             return
         self._heard[node] = prints
         for group, numbered in prints.items():
@@ -140,7 +140,7 @@ class Comparison:
         if len(self._sequences) > _MANY_GROUPS:
             del self._sequences[next(iter(self._sequences))]
         numbers = [number for number, _ in numbered]
-        # A node tells the same numbers again and again; a rank that starts again has a group made anew.
+        # A node publishes the same numbers repeatedly; a rank whose numbers restart has recreated the group.
         if rank >= 0 and min(numbers) <= sequence.latest.get(rank, 0):
             sequence = self._sequences[group] = _Sequence()
         sequence.latest[rank] = max(numbers)
@@ -149,7 +149,7 @@ class Comparison:
                 self._is_suspicious = True
 
     def read_prints(self) -> Prints:
-        """The latest calls of this node's ranks, for the other nodes: of all groups alike."""
+        """Return the latest calls of this node's ranks for the other nodes, evenly by group."""
         if self._prints is None:
             self._prints = self._collect_prints()
         return self._prints
@@ -167,15 +167,15 @@ class Comparison:
         return told
 
     def is_suspicious(self, now_s: float) -> bool:
-        """Whether calls differed, and it is time to ask the ranks."""
+        """Return whether calls differed and it is time to ask the ranks."""
         return self._is_suspicious and self.is_awake(now_s)
 
     def is_awake(self, now_s: float) -> bool:
-        """Whether the latest suspicion in vain is long enough ago."""
+        """Return whether the pause after the latest unconfirmed suspicion is over."""
         return now_s >= self._rests_until_s
 
     def drop_suspicion(self, now_s: float) -> None:
-        """The reports didn't show it: begins anew, and doesn't ask for a while."""
+        """Forget a suspicion that the reports did not confirm, and pause for a while."""
         self._sequences, self._prints, self._is_suspicious = {}, None, False
         self._rests_until_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -190,13 +190,13 @@ def confirm(
     *,
     has_ended: bool = False,
 ) -> Verdict | None:
-    """What doesn't fit together in the reports of ranks that go on; `None` where that isn't certain.
+    """Return the mismatch in the reports of running ranks, or `None` if it is not certain.
 
     Args:
         reports: by rank.
         read_source: as in `explain_hang`.
         has_ended: whether all ranks have ended. Then each has made its last group of a name, and reports
-            that group's calls only.
+          that group's calls only.
     """
     groups = {name: group for report in reports.values() for name, group in report.groups.items()}
     calls = {rank: _of_living_groups(report) for rank, report in reports.items()}
@@ -211,9 +211,9 @@ def _of_living_groups(report: Report) -> list[Call]:
 
 
 def _find_apart(calls: Mapping[int, Sequence[Call]]) -> set[str]:
-    """Groups of which one rank's calls all came before another's.
+    """Return groups in which all calls of one rank came before all calls of another.
 
-    These may belong to two groups of one name: the first was given back, and the second made meanwhile. No
+    These may belong to two groups with one name: the first was destroyed, and the second made meanwhile. No
     rank calls anything in a group before all its members have made it.
     """
     began: dict[str, dict[int, list[float]]] = {}
@@ -228,7 +228,7 @@ def _find_apart(calls: Mapping[int, Sequence[Call]]) -> set[str]:
 
 
 def strip(seen: Seen) -> Seen:
-    """Of a job that goes on what other nodes need to compare its calls: the latest ones."""
+    """Return what other nodes need to compare a running job's calls: the latest ones."""
     reports = {rank: replace(r, calls=_latest(r), stacks=()) for rank, r in seen.reports.items()}
     return Seen(seen.world_size, {}, reports)
 

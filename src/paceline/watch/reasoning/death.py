@@ -1,8 +1,8 @@
-"""Why ranks have failed that only felt what was wrong elsewhere: other collectives, or a peer that ended.
+"""Explains failures of ranks whose cause is elsewhere: mismatched collectives, or a peer that ended.
 
-Gloo aborts a rank that gets more bytes than it expects, and lets it take fewer; either way the others lose
-their connection to it within milliseconds, and with NCCL when their time is up. What each rank said last
-tells where they were just before, and from there on the verdict is found as it is for ranks that hang.
+Gloo aborts a rank that receives more bytes than it expects, and lets one receive fewer. Either way the others
+lose their connection to it within milliseconds; with NCCL they fail after a timeout. Each rank's last report
+shows where it was just before, and from these the verdict follows as for ranks that hang.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Reader = Callable[[str], Sequence[str]]
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known once a rank has failed.
+    """The explanation of a failure, as far as it is known.
 
     Attributes:
-        verdict: why; `None` where the failure itself is all that is known.
-        failed: where ranks were that failed by themselves, and left no traceback here that tells it.
-        others: where the ranks are, or were, that have not.
+        verdict: the cause; `None` if only the failure itself is known.
+        failed: the places of ranks that failed by themselves and left no traceback here.
+        others: the current or last places of the ranks that have not failed.
     """
 
     verdict: Verdict | None
@@ -43,10 +43,10 @@ class Failure:
 
 
 def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | None = None) -> Failure:
-    """What is known of ranks of which at least one has failed.
+    """Return what is known of a job in which at least one rank has failed.
 
     Args:
-        seen: the job, with the last words of those that could say some.
+        seen: the job, with the last reports of those that could send one.
         here: the ranks of this node.
         read_source: as in `hang.explain_hang`.
     """
@@ -70,7 +70,7 @@ def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | Non
 
 
 def rewind(seen: Seen, source: Source) -> Seen:
-    """The job as it was before ranks lost their peers: these are in their calls again."""
+    """Return the job as it was before ranks lost their peers: these are in their calls again."""
     processes, reports = dict(seen.processes), dict(seen.reports)
     for rank, report in seen.reports.items():
         process = processes.get(rank)
@@ -92,10 +92,10 @@ def _is_echo(report: Report) -> bool:
 
 
 def _reopen(report: Report, source: Source) -> tuple[Call, ...]:
-    """The calls of a rank that has lost its peer, with the one not done that raised.
+    """Return the calls of a rank that has lost its peer, with the call that raised marked as not done.
 
-    It counts as done by then. Its line is that of the exception; that of an asynchronous one, or of one from
-    a hook, is another: then it is the latest, if the exception came from torch at all.
+    The recorder counts it as done by then. It is the call at the exception's line. An asynchronous call, or
+    one from a hook, has another line: then it is the latest call, if torch raised the exception at all.
     """
     if any(not call.done for call in report.calls):
         return report.calls
@@ -111,7 +111,7 @@ def _reopen(report: Report, source: Source) -> tuple[Call, ...]:
 
 
 def _has_failed(rank: int, scene: Seen) -> bool:
-    """Whether a rank failed by itself, as far as is known: one that has ended, unknown how, has."""
+    """Return whether a rank failed by itself; one that ended for an unknown reason did."""
     report, process = scene.reports.get(rank), scene.processes.get(rank)
     if report is not None and report.last is not None:
         return not report.last.follower and report.last.code != 0
@@ -119,7 +119,7 @@ def _has_failed(rank: int, scene: Seen) -> bool:
 
 
 def _left_no_trace(state: State, scene: Seen, here: Collection[int]) -> bool:
-    """Whether only its last words tell here where a rank was that has failed."""
+    """Return whether a failed rank's place is known here only from its last report."""
     report = scene.reports.get(state.rank)
     if state.rank not in here:
         return True
@@ -129,7 +129,7 @@ def _left_no_trace(state: State, scene: Seen, here: Collection[int]) -> bool:
 
 
 def _word(state: State, report: Report | None) -> State:
-    """A state in words for a rank that is gone."""
+    """Return a state worded for a rank that is gone."""
     if report is None or report.last is None:
         return state
     if report.last.kind != "abort" and not report.last.follower:
@@ -138,9 +138,9 @@ def _word(state: State, report: Report | None) -> State:
 
 
 def _tells_something(state: State) -> bool:
-    """Whether it helps anybody to read where a rank is.
+    """Return whether a rank's place helps the reader.
 
-    Of one that is failing just now nothing is known, and of one on another node, which told nothing, neither.
+    It does not for a rank that is failing just now, or for one on a node that has reported nothing.
     """
     return state.waits or bool(state.frames) or state.kind not in ("silent", "elsewhere", "missing")
 
@@ -149,7 +149,7 @@ def _tells_something(state: State) -> bool:
 
 
 def _explain_loss(states: Mapping[int, State], scene: Seen, source: Source) -> Verdict | None:
-    """Ranks were in a collective to which a rank never came, because it had ended well."""
+    """Return the verdict on ranks in a collective that a rank never reached because it had ended normally."""
     for first in sorted(states.values(), key=lambda s: (-len(_list_same(s, states)), s.rank)):
         call, report = first.call, scene.reports.get(first.rank)
         if call is None or report is None or not _is_echo(report):
@@ -165,11 +165,11 @@ def _explain_loss(states: Mapping[int, State], scene: Seen, source: Source) -> V
 
 
 def _explain_timeout(scene: Seen, read_source: Reader | None) -> Verdict | None:
-    """A rank has lost patience, by the timeout of its group: then it has hung until then."""
+    """Return the verdict on a rank whose group's timeout has expired: it hung until then."""
     echoes = {rank: report.last for rank, report in scene.reports.items() if _is_echo(report)}
     if not any(last is not None and _TIMEOUT.search(last.words) for last in echoes.values()):
         return None
-    if len(scene.processes) < scene.world_size:  # the cause may be on a node that has told nothing
+    if len(scene.processes) < scene.world_size:  # The cause may be on a node that has reported nothing.
         return None
     verdict = explain_hang(scene, read_source)
     if verdict is None:
@@ -184,18 +184,18 @@ def _put_into_past(place: SharedPlace, echoes: Collection[int]) -> SharedPlace:
 
 
 def _lacks(rank: int, call: Call, scene: Seen) -> bool:
-    """Whether a rank is known not to have issued a call."""
+    """Return whether a rank is known not to have issued a call."""
     report = scene.reports.get(rank)
     if report is None:
         return False
-    if sequence_of(call):  # beats count all of these in one, and its calls were looked at already
+    if sequence_of(call):  # Beats count all of these together, and its calls were checked already.
         return bool(report.calls)
     told = [other.number for other in report.calls if other.group == call.group]
     return max([*told, report.issued.get(call.group, 0)]) < call.number
 
 
 def _list_same(state: State, states: Mapping[int, State]) -> list[State]:
-    """Ranks in the same call as one."""
+    """Return the ranks in the same call as one."""
     if state.call is None:
         return []
     key = (state.call.group, state.call.number, state.call.operation)
@@ -219,6 +219,6 @@ def _tell_loss(
     )
     here = Side(tuple(ranks), waiters[0].frames, waiters[0].is_in_backward)
     there = Side(tuple(who), alike[0].frames, has_ended=True)
-    # Where the waiting ranks' lines tell nothing, the way to the exit may.
+    # If the waiting ranks' lines show nothing, the other rank's way to its exit may.
     clues = list_clues(here, there, source) or (list_clues(there, here, source) if there.frames else [])
     return build_verdict("PL801", headline, list_places(states.values()), more=clues)

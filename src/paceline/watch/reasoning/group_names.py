@@ -1,7 +1,7 @@
-"""Why ranks that make process groups don't meet: their calls of `new_group` differ.
+"""Explains why ranks that make process groups do not meet: their calls of `new_group` differ.
 
 torch names a group by counting the calls on each rank. A rank that skips a call gives its later groups the
-names that other ranks have given to earlier ones.
+names that earlier groups have on other ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.watch.reasoning.verdict import build_verdict, list_places, name_at
 
 
 def explain_groups(states: Mapping[int, State], seen: Seen) -> Verdict | None:
-    """Return the verdict where one name means different groups on different ranks; `None` where none does.
+    """Return the verdict if one name means different groups on different ranks, else `None`.
 
     Args:
         states: by rank.
@@ -35,11 +35,11 @@ def explain_groups(states: Mapping[int, State], seen: Seen) -> Verdict | None:
 def explain_building(
     waiters: Sequence[State], headline: str, states: Mapping[int, State], seen: Seen
 ) -> Verdict | None:
-    """Return the verdict where all ranks make a group and none is done; `None` where nothing tells why.
+    """Return the verdict if all ranks are making a group and none finishes; `None` if the cause is unknown.
 
     Args:
-        waiters: that make a group.
-        headline: says that they have come there and don't get on.
+        waiters: ranks that are making a group.
+        headline: reports that they are there and do not continue.
         states: by rank.
         seen: the job.
     """
@@ -48,7 +48,7 @@ def explain_building(
         by_line.setdefault(state.frames[:1], []).append(state.rank)
     places = list_places(states.values())
     if len(by_line) > 1 and () not in by_line:
-        # The call in a branch is rather that of the fewest.
+        # The call in a branch is more likely that of the fewest ranks.
         (line, few), *others = sorted(by_line.items(), key=lambda item: (len(item[1]), item[1]))
         rest = sorted(rank for _, ranks in others for rank in ranks)
         since = format_wait(max(max(state.since_s for state in waiters), seen.quiet_s))
@@ -76,7 +76,7 @@ def explain_building(
 def _tell_shared_name(
     name: str, groups: dict[int, Group], states: Mapping[int, State], seen: Seen
 ) -> Verdict:
-    """Ranks have made different groups by the same name."""
+    """Return the verdict on ranks that have made different groups under one name."""
     parts: dict[tuple[int, ...], list[int]] = {}
     for rank, group in groups.items():
         parts.setdefault(group.ranks, []).append(rank)
@@ -85,11 +85,11 @@ def _tell_shared_name(
         for members, who in parts.items()
     ]
     headline = f"the ranks have called new_group in different ways: number {name} is {join(made)}"
-    # Those whose latest call has that number, as others may have come to it under another one.
+    # Only ranks whose latest call has that number: others may have reached it under another one.
     latest = {rank for rank, report in seen.reports.items() if str(report.num_named - 1) == name}
     more = []
     for members in parts:
-        # A member that has no group of this name yet may be making this one.
+        # A member without a group of this name may be making it now.
         absent = [
             rank
             for rank in sorted(latest)
@@ -104,7 +104,7 @@ def _tell_shared_name(
 def _tell_skipped_group(
     group: Group, makers: Sequence[int], behind: Sequence[int], states: Mapping[int, State], seen: Seen
 ) -> Verdict:
-    """Ranks make a group under a name by which others have another one, made where these never came."""
+    """Return the verdict on ranks making a group under a name that others gave to a group these skipped."""
     first = states[behind[0]]
     who = name_ranks(behind)
     headline = (
@@ -117,7 +117,7 @@ def _tell_skipped_group(
 
 
 def _name_maker(name: str, ranks: Sequence[int], seen: Seen) -> str:
-    """Where the first of these ranks made a group: ` at train.py:12 in build`."""
+    """Return where the first of these ranks made a group: ` at train.py:12 in build`."""
     report = seen.reports.get(ranks[0])
     frame = None if report is None else report.made_at.get(name)
     return "" if frame is None else name_at((frame,))

@@ -1,7 +1,7 @@
-"""Why a job that has stopped moving doesn't go on: the rank that all others wait for, directly or not.
+"""Explains a hang: finds the rank that all others wait for, directly or indirectly.
 
-Ranks wait for those that haven't come to their collective. Following that from rank to rank ends at a rank
-that waits for nobody, which is the cause, or runs in a circle, which is one too.
+Ranks wait for those that have not reached their collective. Following this from rank to rank ends at a rank
+that waits for no other, or in a cycle. Either is the cause.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.watch.reasoning.verdict import (
     name_wait,
 )
 
-# Where several ranks are waited for: which is the cause rather than a consequence of another.
+# If several ranks are waited for, the first of these kinds is the cause and the others are its consequences.
 _GRAVITY: tuple[Kind, ...] = (
     "killed",
     "unreachable",
@@ -48,17 +48,17 @@ _GRAVITY: tuple[Kind, ...] = (
 )
 
 
-# More ranks than this are counted and not listed, where places list them already.
+# More ranks than this are counted rather than listed, if the places list them already.
 _MANY = 8
 
 
 def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None = None) -> Verdict | None:
-    """The verdict on a job in which no rank has moved for long; `None` where nothing is left that could.
+    """Return the verdict on a job in which no rank has moved for long; `None` if all ranks have ended.
 
     Args:
         seen: the job.
-        read_source: gives the lines of a source file, none where it can't be read. With it, the code around
-            the ranks' lines tells likely causes.
+        read_source: returns the lines of a source file, or none if it cannot be read. With it, the code
+          around the ranks' lines shows likely causes.
     """
     source = Source(read_source)
     states = find_states(seen, source)
@@ -88,7 +88,7 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
 
 
 def find_roots(states: Mapping[int, State]) -> list[State]:
-    """Ranks that wait for nobody and that most others wait for, directly or not; all at one place."""
+    """Return the ranks, all at one place, that wait for no other and that most ranks wait for in the end."""
     reached = {rank: _reach(rank, states) for rank in states}
     counts = {
         rank: sum(rank in found for found in reached.values()) for rank, s in states.items() if not s.waits
@@ -105,7 +105,7 @@ def _is_alike(state: State, other: State) -> bool:
 
 
 def _reach(rank: int, states: Mapping[int, State]) -> set[int]:
-    """All ranks that one waits for, directly or not."""
+    """Return all ranks that one waits for, directly or not."""
     found: set[int] = set()
     ahead = set(states[rank].waits_for)
     while ahead:
@@ -115,7 +115,7 @@ def _reach(rank: int, states: Mapping[int, State]) -> set[int]:
 
 
 def find_cycle(states: Mapping[int, State]) -> list[State]:
-    """Ranks each of which waits for the next, the last one for the first: a shortest such circle."""
+    """Return a shortest cycle of ranks in which each waits for the next, and the last for the first."""
     best: list[int] = []
     for start in states:
         paths = [[start]]
@@ -131,11 +131,11 @@ def find_cycle(states: Mapping[int, State]) -> list[State]:
     return [states[rank] for rank in best]
 
 
-# ---- what is told
+# ---- the verdicts
 
 
 def _tell_roots(roots: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
-    """Some ranks wait, in the end, for `roots`, which wait for nobody."""
+    """Return the verdict on ranks that wait, in the end, for `roots`, which wait for no other."""
     ranks = {state.rank for state in roots}
     direct = _pick_waiters([s for s in states.values() if s.waits_for & ranks])
     missing = [state for state in roots if state.rank in direct[0].waits_for]
@@ -151,7 +151,7 @@ def _tell_roots(roots: list[State], states: Mapping[int, State], seen: Seen, sou
 
 
 def _pick_waiters(waiting: list[State]) -> list[State]:
-    """Of ranks that wait for the same others, the most that stand in one call."""
+    """Return, of ranks that wait for the same others, the largest set that is in one call."""
     by_call: dict[tuple[str, str, int, int | None], list[State]] = {}
     for state in waiting:
         call = state.call
@@ -181,7 +181,7 @@ def _choose_code(waiter: State, root: State) -> str:
 
 
 def _name_absence(waiter: State, root: State, seen: Seen) -> str:
-    """What the missing ranks didn't do."""
+    """Return what the missing ranks did not do."""
     call = waiter.call
     if call is None:
         return f"never came to {waiter.operation}"
@@ -196,7 +196,7 @@ def _name_absence(waiter: State, root: State, seen: Seen) -> str:
 
 
 def _name_waiting(waiters: Sequence[State], seen: Seen) -> str:
-    """`ranks 0, 1 and 3 have waited 62 s at train.py:31 in step`."""
+    """Return how long ranks have waited: `ranks 0, 1 and 3 have waited 62 s at train.py:31 in step`."""
     have = pick([s.rank for s in waiters], "has", "have")
     who = name_ranks(s.rank for s in waiters)
     return f"{who} {have} waited {_name_since(waiters, seen)}{name_at(waiters[0].frames)}"
@@ -234,7 +234,7 @@ def _to_side(states: Sequence[State]) -> Side:
 
 
 def _tell_others(roots: set[int], direct: Sequence[State], states: Mapping[int, State]) -> list[str]:
-    """Who waits for the waiting, and which other ranks hold somebody up too."""
+    """Return sentences on the ranks that wait indirectly, and on further ranks that are waited for."""
     told = {state.rank for state in direct}
     behind = [
         s.rank for s in states.values() if s.waits and s.rank not in told and _reach(s.rank, states) & roots
@@ -253,7 +253,7 @@ def _tell_others(roots: set[int], direct: Sequence[State], states: Mapping[int, 
 
 
 def _tell_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
-    """Each of some ranks waits for the next one, and so round."""
+    """Return the verdict on ranks each of which waits for the next one, in a cycle."""
     kinds = {state.kind for state in cycle}
     if "building" in kinds:
         builders = _pick_waiters([s for s in states.values() if s.kind == "building"])
@@ -283,7 +283,7 @@ def _tell_absent(
     seen: Seen,
     source: Source,
 ) -> Verdict:
-    """Some ranks are in a call that others, which wait themselves, never came to."""
+    """Return the verdict on ranks in a call that others, which wait elsewhere, never reached."""
     alike = [s for s in others if _is_alike(s, others[0])]
     who, waiting = name_ranks(s.rank for s in alike), _name_waiting(waiters, seen)
     headline = f"{who} never came to {waiters[0].operation}, where {waiting}: {name_state(alike)}"
@@ -294,7 +294,7 @@ def _tell_absent(
 def _tell_apart(
     joining: list[State], states: Mapping[int, State], seen: Seen, source: Source
 ) -> Verdict | None:
-    """Ranks look for each other at different addresses or ports, or for other numbers of ranks."""
+    """Return the verdict on ranks that expect different addresses, ports or numbers of ranks."""
     places: dict[str, list[State]] = {}
     for state in joining:
         report = seen.reports.get(state.rank)
@@ -302,7 +302,7 @@ def _tell_apart(
             places.setdefault(report.meets, []).append(state)
     if len(places) < 2:
         return None
-    # Those that are with most ranks wait; of as many, those with rank 0.
+    # Most ranks wait at the intended place; with equal numbers, the place of rank 0 counts as intended.
     (most, waiters), *others = sorted(
         places.items(), key=lambda item: (-len(item[1]), min(s.rank for s in item[1]))
     )
@@ -317,7 +317,7 @@ def _tell_apart(
 
 
 def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
-    """Ranks wait, and everybody whom they wait for has come."""
+    """Return the verdict on ranks that wait although every rank they wait for has arrived."""
     first = _pick_waiters(stuck)[0]
     same = [s for s in stuck if s.operation == first.operation]
     since = _name_since(same, seen)
@@ -354,7 +354,7 @@ def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, sou
 
 
 def _tell_still(states: Mapping[int, State], seen: Seen) -> Verdict:
-    """Nobody waits in a collective, and nobody moves."""
+    """Return the verdict on a job in which no rank waits in a collective and none moves."""
     living = [s for s in states.values() if s.kind not in ("ended", "killed")]
     grave = min(living, key=lambda s: (_GRAVITY.index(s.kind), s.rank))
     alike = [s for s in living if _is_alike(s, grave)]

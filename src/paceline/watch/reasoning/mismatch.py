@@ -1,8 +1,8 @@
-"""Whether the ranks of a group have called the same: compares calls by their number in the group's sequence.
+"""Detects mismatched collectives: compares the ranks' calls by their number in the group's sequence.
 
-A rank that is behind has no call of a number yet, and one whose buffer is full has lost its old ones: only
-numbers that ranks have in common are compared. What torch calls one operation depends on the path and the
-backend (ProcessGroup*.cpp, `opTypeToString`); names that aren't known here never count as different.
+A rank that is behind has no call with a number yet, and one whose buffer is full has lost its old ones, so
+only numbers that ranks have in common are compared. torch's name of an operation depends on the path and the
+backend (ProcessGroup*.cpp, `opTypeToString`); unknown names never count as different.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.watch.reasoning.clues import Side, list_clues
 from paceline.watch.reasoning.source import Source
 from paceline.watch.reasoning.verdict import build_verdict
 
-# Gloo and NCCL serve all names of one row with one operation. Coalesced ones may stand for any: not here.
+# Gloo and NCCL use one operation for all names in a row. Coalesced ones may mean any, so they are not here.
 _ROWS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("all_reduce", "allreduce", "allreduce_coalesced", "all_reduce_coalesced"),
     "broadcast": ("broadcast", "_broadcast_oop"),
@@ -59,7 +59,7 @@ _ROWS: dict[str, tuple[str, ...]] = {
     "sparse_all_reduce": ("sparse_all_reduce",),
 }
 OPERATIONS = {name: row for row, names in _ROWS.items() for name in names}
-# NCCL lets lists of tensors of different sizes through in the other two.
+# NCCL accepts lists of tensors with different sizes in the other two.
 SIZES_NEVER_DIFFER = {"all_reduce", "broadcast", "reduce"}
 _EQUAL_SIZES = SIZES_NEVER_DIFFER | {"all_gather", "reduce_scatter"}
 # Only the source of a scatter has inputs.
@@ -69,7 +69,7 @@ REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter"}
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 ROOT_RULE = "A broadcast, reduce, gather or scatter needs one root, the same on all ranks of its group."
 ROOT_FIX = "Print the root on each rank before the call, or have one rank choose it and broadcast the choice."
-# NCCL moves them as one.
+# NCCL handles these as one dtype.
 _SAME_DTYPES = {"bool": "uint8"}
 
 Reader = Callable[[str], Sequence[str]]
@@ -82,13 +82,13 @@ def find_mismatch(
     *,
     is_running: bool = False,
 ) -> Verdict | None:
-    """The first call at which ranks of a group don't fit together; `None` where all that is known fits.
+    """Return the first call that does not match among the ranks of a group; `None` without a known mismatch.
 
     Args:
         calls: by rank, in any order.
-        groups: by name; those that aren't known are compared over all ranks that use them.
+        groups: by name; unknown ones are compared over all ranks that use them.
         read_source: as in `explain_hang`.
-        is_running: whether the job goes on: then only what is wrong with every backend counts.
+        is_running: whether the job is running: then only what is wrong with every backend counts.
     """
     found: list[tuple[float, str, dict[int, Call]]] = []
     for name, by_number in _sort_collectives(calls).items():
@@ -108,7 +108,7 @@ def find_mismatch(
 
 
 def _sort_collectives(calls: Mapping[int, Sequence[Call]]) -> dict[str, dict[int, dict[int, Call]]]:
-    """Calls by group, number and rank."""
+    """Return the collective calls by group, number and rank."""
     found: dict[str, dict[int, dict[int, Call]]] = {}
     for rank, issued in calls.items():
         for call in issued:
@@ -120,11 +120,11 @@ def _sort_collectives(calls: Mapping[int, Sequence[Call]]) -> dict[str, dict[int
 def _compare(
     by_rank: Mapping[int, Call], calls: Mapping[int, Sequence[Call]], equal_sizes: set[str]
 ) -> str | None:
-    """The code of what differs among the calls of one number."""
+    """Return the code of the difference among the calls of one number, or `None`."""
     issued = list(by_rank.values())
     kinds = {OPERATIONS[c.operation] for c in issued if c.operation in OPERATIONS}
     if len(kinds) > 1:
-        # Gloo makes all-reduces of a reduce-scatter, and it isn't always known that one was asked for.
+        # Gloo implements a reduce-scatter by all-reduces, and may not record that one was requested.
         is_one = kinds == _ALIKE and len({_line(call) for call in issued}) == 1
         return None if is_one else "PL802"
     if len(kinds) != 1 or any(c.operation not in OPERATIONS for c in issued):
@@ -147,14 +147,14 @@ def _differ(values: Iterator[object]) -> bool:
 
 
 def list_dtypes(call: Call) -> frozenset[str] | None:
-    """Of those tensors that have elements, as others are not moved."""
+    """Return the dtypes of a call; `None` if unknown or if a tensor is empty, as such are not transferred."""
     if not call.dtypes or any(math.prod(size) == 0 for size in call.sizes):
         return None
     return frozenset(_SAME_DTYPES.get(dtype, dtype) for dtype in call.dtypes)
 
 
 def _differ_in_sizes(issued: Sequence[Call]) -> bool:
-    """By numbers of elements, as shapes don't travel. A list of tensors and one tensor of all may meet."""
+    """Return whether element counts differ; shapes may, and a list of tensors may meet one tensor of all."""
     if any(call.operation.endswith("_v") for call in issued):
         return False
     counts = [tuple(math.prod(size) for size in call.sizes) for call in issued if call.sizes]
@@ -164,9 +164,9 @@ def _differ_in_sizes(issued: Sequence[Call]) -> bool:
 
 
 def _are_other_calls(by_rank: Mapping[int, Call], calls: Mapping[int, Sequence[Call]]) -> bool:
-    """Whether ranks stand at different lines, and one has been at another's before.
+    """Return whether ranks are at different lines and one has been at another's line before.
 
-    Then not the tensors of one call differ, but its place in the order.
+    In that case the order of calls differs, not the tensors of one call.
     """
     lines = {rank: _line(call) for rank, call in by_rank.items()}
     if None in lines.values() or len(set(lines.values())) == 1:
@@ -191,7 +191,7 @@ def _tell(code: str, by_rank: Mapping[int, Call], group: str, source: Source) ->
     for rank, call in by_rank.items():
         key = (call.operation, call.sizes, call.dtypes, call.reduce_op, call.peer, _line(call))
         parts.setdefault(key, []).append(rank)
-    # The most ranks first: what they do is mostly what was meant.
+    # The largest set of ranks first: it mostly does what was intended.
     ordered = sorted(parts.values(), key=lambda ranks: (-len(ranks), ranks))
     firsts = [by_rank[ranks[0]] for ranks in ordered]
     what = {
@@ -215,7 +215,7 @@ def _tell(code: str, by_rank: Mapping[int, Call], group: str, source: Source) ->
         for ranks in ordered
     ]
     sides = [Side(tuple(r), _own(by_rank[r[0]]), is_bucket(by_rank[r[0]].frames)) for r in ordered[:2]]
-    # Who waits in backward is rather not the one that strayed.
+    # A rank that waits in backward is less likely the one that strayed.
     here, there = sides if sides[0].is_in_backward or not sides[1].is_in_backward else sides[::-1]
     more = list_clues(here, there, source, is_apart=True)
     rule, fix = (ROOT_RULE, ROOT_FIX) if what == "different roots" else ("", "")
@@ -227,7 +227,7 @@ def _own(call: Call) -> tuple[Frame, ...]:
 
 
 def _name_part(ranks: Sequence[int], call: Call, code: str) -> str:
-    """`ranks 0 and 1 call all_reduce at train.py:31`."""
+    """Return what ranks call, and where: `ranks 0 and 1 call all_reduce at train.py:31`."""
     verb = pick(ranks, "calls", "call")
     own = _own(call)
     where = (" in backward" if is_bucket(call.frames) else "") + (f" at {name_place(own[0])}" if own else "")
@@ -251,16 +251,16 @@ def _name_call(call: Call, group: str) -> str:
     )
 
 
-# ---- what is only looked for once nothing moves, as it is legal in programs that do
+# ---- checks for stopped jobs only, because running programs may legally do this
 
 
 def find_stuck_mismatch(
     calls: Mapping[int, Sequence[Call]], groups: Mapping[str, Group], read_source: Reader | None = None
 ) -> Verdict | None:
-    """Sends and receives of different sizes or dtypes, and gathers of different sizes, that don't complete.
+    """Return a pair or a gather with differing sizes or dtypes that does not complete, else `None`.
 
-    Tags may change the order of pairs, and NCCL gathers unequal sizes where the root expects them: so this is
-    for jobs that have stopped.
+    Tags may change the order of pairs, and NCCL gathers unequal sizes if the root expects them, so this
+    applies only to jobs that have stopped.
     """
     for rank, issued in sorted(calls.items()):
         for call in issued:
@@ -305,9 +305,9 @@ def _at(call: Call) -> str:
 
 
 def find_shared_names(groups: Mapping[int, Mapping[str, Group]]) -> tuple[str, dict[int, Group]] | None:
-    """A name by which ranks know groups of different members, with each rank's.
+    """Return a name by which ranks know groups with different members, with each rank's group.
 
-    torch names groups by counting calls of new_group. Where only members call it, counts meet that belong to
+    torch names groups by counting calls of new_group. If only members call it, equal counts belong to
     different groups, which then connect to each other's ranks.
     """
     by_name: dict[str, dict[int, Group]] = {}
@@ -323,10 +323,10 @@ def find_shared_names(groups: Mapping[int, Mapping[str, Group]]) -> tuple[str, d
 def find_skipped_group(
     reports: Mapping[int, Report], building: Sequence[int]
 ) -> tuple[Group, list[int], list[int]] | None:
-    """A group whose `new_group` some ranks have never called: the group, its makers, and those ranks.
+    """Return a group whose `new_group` some ranks have never called, its makers, and those ranks.
 
-    torch names a group by counting on each rank. A rank that makes a group now, under a name by which others
-    have a group without it, has not called the `new_group` of theirs.
+    torch names a group by counting on each rank. Take a rank that makes a group now, under a name that others
+    gave to a group without it: it has not called the `new_group` of theirs.
 
     Args:
         reports: by rank.
@@ -336,7 +336,7 @@ def find_skipped_group(
     if not counts:
         return None
     least = min(counts.values())
-    name = str(least - 1)  # which they make now
+    name = str(least - 1)  # The name of the group that they make now.
     behind = [r for r, count in sorted(counts.items()) if count == least and name not in reports[r].groups]
     known = {rank: report.groups[name] for rank, report in sorted(reports.items()) if name in report.groups}
     makers = [rank for rank in known if counts.get(rank, least + 1) > least]
@@ -347,7 +347,7 @@ def find_skipped_group(
 
 
 def find_partial_group(groups: Mapping[int, Mapping[str, Group]]) -> tuple[str, list[int]] | None:
-    """The latest group that some ranks alone know, and these; `None` where all know the same."""
+    """Return the latest group that only some ranks know, with these ranks; `None` if all know the same."""
     names = sorted({name for known in groups.values() for name in known}, key=lambda name: (len(name), name))
     for name in reversed(names):
         members = sorted(rank for rank, known in groups.items() if name in known)

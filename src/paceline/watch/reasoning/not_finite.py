@@ -1,4 +1,4 @@
-"""The first gradient that is not finite, in words: whose, in which backward pass, and where in the model."""
+"""Explains the first gradient that is not finite: whose, in which backward pass, and where in the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.phrases import join, name_ranks
 from paceline.watch.protocol.report import Effect, NotFinite, SharedPlace, Verdict
 from paceline.watch.protocol.words import pick
 
-# Each rank tells within two beats, and a rank that sees it a pass later is no first one.
+# Each rank reports within two beats; a rank that detects it a pass later is not the first.
 _WAIT_S = 2.5
 
 _RULES = {
@@ -36,7 +36,7 @@ _LOOK = {
 
 
 class FirstNotFinite:
-    """What ranks have told, until it can be said which was the first."""
+    """The findings of the ranks, collected until the first one is certain."""
 
     def __init__(self) -> None:
         self._found: dict[int, NotFinite] = {}
@@ -44,14 +44,15 @@ class FirstNotFinite:
         self._is_told = False
 
     def note(self, rank: int, found: NotFinite, now_s: float) -> None:
-        """A rank has told; only the first time counts."""
+        """Keep a rank's finding; only its first one counts."""
         if rank in self._found:
             return
         self._since_s = self._since_s if self._found else now_s
         self._found[rank] = found
 
     def read(self, now_s: float, *, is_last: bool = False) -> Verdict | None:
-        """What is to be told now: once, when all ranks have had the time to tell, or none will any more."""
+        """Return the verdict once, after all ranks have had time to report or none will any more; else
+        `None`."""
         if self._is_told or not self._found or (now_s - self._since_s < _WAIT_S and not is_last):
             return None
         self._is_told = True
@@ -59,10 +60,10 @@ class FirstNotFinite:
 
 
 def explain_not_finite(found: Mapping[int, NotFinite]) -> Verdict:
-    """The verdict on what ranks have found, by rank; it ends nothing."""
+    """Return the verdict on what ranks have found, by rank; it ends nothing."""
     number = min(one.number for one in found.values())
     first = {rank: one for rank, one in found.items() if one.number == number}
-    # A rank whose own gradient was not finite knows more than one that met its consequences.
+    # A rank whose own gradient was not finite knows more than one that received its consequences.
     own = {rank: one for rank, one in first.items() if one.effect != "inherited"}
     first = own or first
     effect = next(iter(first.values())).effect
@@ -93,7 +94,7 @@ def _headline(effect: Effect, ranks: tuple[int, ...], number: int, begins: str) 
 def _list_places(found: Mapping[int, NotFinite]) -> tuple[SharedPlace, ...]:
     same: dict[NotFinite, list[int]] = {}
     for rank, one in sorted(found.items()):
-        # All but the place may differ by rank, and is of no interest here.
+        # Everything but the place may differ by rank, and is irrelevant here.
         key = NotFinite(0, 0.0, one.effect, one.parameter, one.kind, one.is_at_end, one.frames)
         same.setdefault(key, []).append(rank)
     return tuple(SharedPlace(tuple(ranks), _say_what(one), one.frames) for one, ranks in same.items())
@@ -116,7 +117,7 @@ def _list_hints(found: Mapping[int, NotFinite]) -> tuple[str, ...]:
 
 
 def _name_module(found: NotFinite) -> str:
-    """`body.scale (ScaleShift)`; a parameter of the model itself by its own name."""
+    """Return a parameter's module: `body.scale (ScaleShift)`, or the parameter's name if the model owns it."""
     if not found.parameter:
         return ""
     module = found.parameter.rpartition(".")[0]

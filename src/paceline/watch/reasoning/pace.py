@@ -1,11 +1,11 @@
-"""Which rank makes the others wait: its share of waiting against theirs, over the last seconds.
+"""Finds slow ranks: compares each rank's share of waiting with its peers', over the last seconds.
 
-In a job whose ranks go in step all wait for the slowest, and only that one doesn't wait. So nothing has to be
-timed on one clock: each rank's share of samples in which it waits is enough. A rank is slow where most of the
-ranks that it shares groups with wait at least 20% of the time longer than it does, and more than twice as
-long; not at times, but in each fifth of a window. Windows are from 10 to 160 s long. In a short one the
-difference has to be larger and the collectives many, because a few samples and a few steps of unlike lengths
-may make one by chance. Ranks of other nodes are judged there, and only compared with here.
+In a job whose ranks run in step, all wait for the slowest, and only that one does not wait. So no clocks need
+to be synchronised: each rank's share of samples in which it waits suffices. A rank is slow if most of the
+ranks that it shares groups with wait more than it does, by at least 20% of the time and more than twice as
+long. This must hold in each fifth of a window, not just at times. Windows are from 10 to 160 s long. A short
+one requires a larger difference and many collectives, because a few samples or a few steps of unequal length
+may differ by chance. Ranks of other nodes are judged there, and only compared with here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paceline.watch.protocol.report import Beat, Frame, PlaceTime
 LEAST_DIFFERENCE = 0.20
 _WINDOWS_S = (10.0, 20.0, 40.0, 80.0, 160.0)
 _FEWEST_SAMPLES = 32
-# Of one group in a window; without them the longest window decides.
+# Collectives of one group in a window; with fewer, the longest window decides.
 _FEWEST_COLLECTIVES = 20
-# What chance may do: a share of 50 samples strays by 0.07, and a difference of two by 0.1; five times that
-# is not met by chance in weeks. It falls with the root of the number of samples.
+# The limit for chance: a share of 50 samples deviates by 0.07, and a difference of two by 0.1; five times
+# that does not occur by chance in weeks. It decreases with the root of the number of samples.
 _CHANCE = 0.5
 _SAMPLES_OF_CHANCE = 50
 _NUM_BLOCKS = 5
-# Of a window or one of its fifths: so much of it must have been seen.
+# The share of a window, and of one of its fifths, that samples must cover.
 _LEAST_COVERED = 0.8
 _LEAST_COVERED_BLOCK = 0.25
-# What other nodes are told at a time; they may miss a message.
+# The time that a message to other nodes covers, because they may miss one.
 _TOLD_S = 12.0
 _MANY_FRAMES = 10_000
 
@@ -41,12 +41,12 @@ class BeatInterval:
 
     Attributes:
         number: of the beat.
-        age_s: how long ago it ended.
-        seconds: that samples stand for.
-        waited_s: of these.
-        samples: how many.
+        age_s: time since it ended.
+        seconds: the time that its samples stand for.
+        waited_s: the part of it spent waiting.
+        samples: their number.
         groups: in whose collectives the rank took part meanwhile, or waits.
-        collectives: that it issued in the busiest of these.
+        collectives: number of those that it issued in the busiest of these.
     """
 
     number: int
@@ -60,11 +60,11 @@ class BeatInterval:
 
 @dataclass(frozen=True)
 class RankPace:
-    """What a launcher tells others of a rank.
+    """A rank's waiting, as its launcher publishes it.
 
     Attributes:
         rank: global.
-        groups: that it has ever called.
+        groups: all in which it has ever called.
         stretches: the latest.
     """
 
@@ -81,9 +81,9 @@ class Slow:
         rank: global.
         share: of the time that it waits.
         waiting: ranks that wait for it.
-        waiting_share: theirs.
+        waiting_share: the share of the time that these wait.
         peers: all ranks that it was compared with.
-        window_s: the time that was looked at.
+        window_s: length of the window.
     """
 
     rank: int
@@ -96,7 +96,7 @@ class Slow:
 
 @dataclass
 class _Span:
-    """A stretch with the time of its end by this launcher's clock, and where the rank was."""
+    """A stretch with its end by this launcher's clock, and the rank's places in it."""
 
     ends_s: float
     stretch: BeatInterval
@@ -105,7 +105,7 @@ class _Span:
 
 @dataclass
 class _History:
-    """What is known of a rank."""
+    """The recent stretches of one rank."""
 
     groups: set[str] = field(default_factory=set)
     spans: deque[_Span] = field(default_factory=deque)
@@ -126,9 +126,9 @@ class _History:
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's waiting in a window of so many samples, and in each of its fifths.
+    """A rank's share of waiting in a window of so many samples, and in each of its fifths.
 
-    `None` of a fifth where too little was seen.
+    `None` for a fifth that samples cover too little.
     """
 
     whole: float
@@ -137,14 +137,14 @@ class _Share:
 
 
 class PaceBook:
-    """Keeps what ranks do for the last windows; times are of one monotonic clock."""
+    """The recent history of all ranks; times are of one monotonic clock."""
 
     def __init__(self) -> None:
         self._histories: dict[int, _History] = {}
         self._frames: dict[Frame, Frame] = {}
 
     def note_beat(self, beat: Beat, now_s: float) -> None:
-        """A rank of this node has told of itself."""
+        """Add a beat of a rank of this node."""
         history = self._histories.setdefault(beat.rank, _History())
         before, history.issued = history.issued, beat.issued
         history.groups.update(beat.issued)
@@ -165,7 +165,7 @@ class PaceBook:
         history.add(_Span(now_s, stretch, places))
 
     def note_others(self, paces: Iterable[RankPace], now_s: float, age_s: float) -> None:
-        """A launcher has told of its ranks so many seconds ago."""
+        """Add what another launcher published about its ranks, `age_s` seconds ago."""
         for pace in paces:
             history = self._histories.setdefault(pace.rank, _History(is_own=False))
             history.groups.update(pace.groups)
@@ -174,7 +174,7 @@ class PaceBook:
                     history.add(_Span(now_s - age_s - stretch.age_s, stretch))
 
     def tell(self, now_s: float) -> tuple[RankPace, ...]:
-        """What other launchers shall know."""
+        """Return what other launchers need."""
         told = []
         for rank, history in self._histories.items():
             if history.is_own and (spans := history.between(now_s - _TOLD_S, now_s)):
@@ -183,7 +183,7 @@ class PaceBook:
         return tuple(told)
 
     def find_slow(self, ends_s: float) -> list[Slow]:
-        """The slow ranks of this node in the shortest window that shows any."""
+        """Return the slow ranks of this node in the shortest window that shows any."""
         for window_s in _WINDOWS_S:
             shares = self._read_shares(window_s, ends_s)
             own = [rank for rank in sorted(shares) if self._histories[rank].is_own]
@@ -193,12 +193,12 @@ class PaceBook:
         return []
 
     def places(self, rank: int, window_s: float, ends_s: float) -> list[PlaceTime]:
-        """Where a rank of this node was."""
+        """Return the places of a rank of this node in a window."""
         history = self._histories.get(rank, _History())
         return [place for span in history.between(ends_s - window_s, ends_s) for place in span.places]
 
     def _intern(self, place: PlaceTime) -> PlaceTime:
-        """The same with the frames that are known already, as they come again and again."""
+        """Return an equal place that reuses known frames, because they recur."""
         if len(self._frames) > _MANY_FRAMES:
             self._frames.clear()
         return replace(place, frames=tuple(self._frames.setdefault(f, f) for f in place.frames))
@@ -246,19 +246,20 @@ class PaceBook:
         return Slow(rank, own.whole, tuple(sorted(waiting)), theirs.whole, tuple(sorted(peers)), window_s)
 
     def _was_slow(self, rank: int, waiting: Iterable[int], ends_s: float) -> bool:
-        """Whether a rank has made others wait enough in all of the longest window, as far as it is known."""
+        """Return whether the others' waiting exceeds a rank's enough over all that is known of the longest
+        window."""
         begins_s = ends_s - _WINDOWS_S[-1]
         known = [_divide(self._histories[each].between(begins_s, ends_s), 0.0) for each in (rank, *waiting)]
         own, *others = [share or 0.0 for share in known]
         return mean(others) - own >= LEAST_DIFFERENCE
 
     def _count(self, rank: int, window_s: float, ends_s: float) -> int:
-        """How many collectives a rank has issued; what it had before the first beat counts for nothing."""
+        """Return the number of collectives that a rank has issued; those before its first beat do not count."""
         spans = self._histories[rank].between(ends_s - window_s, ends_s)
         return sum(span.stretch.collectives for span in spans)
 
     def _may_wait(self, one: int, other: int, window_s: float, ends_s: float) -> bool:
-        """Whether a rank is at work in a group that the other one belongs to."""
+        """Return whether a rank is active in a group to which the other one belongs."""
         spans = self._histories[one].between(ends_s - window_s, ends_s)
         return any(not self._histories[other].groups.isdisjoint(span.stretch.groups) for span in spans)
 

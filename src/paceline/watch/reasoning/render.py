@@ -1,4 +1,4 @@
-"""A verdict as text, for the end of a log, and as a table, for programs."""
+"""Renders a verdict as text, for the end of a log, and as a table, for programs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
 from paceline.watch.protocol.words import name_place, to_plural
 
 WIDTH = 100
-# Of a stack: more lines of the user's code than this are left out in the middle.
+# Stacks with more lines of the user's code than this are shortened in the middle.
 _MANY_FRAMES = 4
 
 
 def say(verdict: Verdict) -> Said:
-    """The verdict for people and for programs.
+    """Return the verdict for people and for programs.
 
     The table is a `Finding`'s, with `places` (`ranks`, `what`, and `frames` from the innermost line on) and
     `more`, a list of sentences.
@@ -30,9 +30,9 @@ def say(verdict: Verdict) -> Said:
 
 
 def render(verdict: Verdict, width: int = WIDTH) -> str:
-    """The verdict as lines for a terminal of `width` columns, without a line break at the end.
+    """Return the verdict as lines for a terminal of `width` columns, without a line break at the end.
 
-    The first line holds what is wrong and isn't wrapped, so that a search through logs finds it whole.
+    The first line is the headline. It is not wrapped, so that a search through logs finds it whole.
     """
     blocks = [f"{verdict.headline} [{verdict.code}]"]
     for place in verdict.places:
@@ -44,7 +44,7 @@ def render(verdict: Verdict, width: int = WIDTH) -> str:
 
 
 def render_place(place: SharedPlace, width: int = WIDTH) -> str:
-    """Where some ranks are: what they do, and the user's lines from the innermost on."""
+    """Return some ranks' place: what they do, and the user's lines from the innermost outwards."""
     what = place.what if len(place.ranks) == 1 else to_plural(place.what)
     lines = [_wrap(f"{name_ranks(place.ranks)} {what}", width, "  ", "    ")]
     frames = list(place.frames)
@@ -65,7 +65,7 @@ def _render_frame(frame: Frame, width: int, *, is_first: bool) -> str:
     room = width - len(line) - 2
     text = frame.text
     if len(text) > room:
-        # A path may leave no room for the source; then it has a line of its own.
+        # A path may leave no room for the source; then the source is on its own line.
         line, room = f"{line}\n        ", width - 8
         return line + (text if len(text) <= room else text[: room - 4] + " ...")
     return f"{line}: {text}"

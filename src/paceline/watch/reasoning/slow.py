@@ -1,8 +1,9 @@
-"""What is said of a slow rank: who waits for it, and where it spends the time that the others don't.
+"""Describes a slow rank: which ranks wait for it, and where it spends the time that the others do not.
 
-A forward pass that all ranks go through makes nobody wait. So the ranks' places are compared: as a tree of
-the user's functions, from the script inwards, each with the share of time that the slow rank is there more
-than the others are. The innermost that still holds most of all that time is named, with its line.
+A forward pass that all ranks share makes no rank wait. So the ranks' places are compared as a tree of the
+user's functions, from the script inwards. Each function has a share: how much more of the time the slow rank
+spends there than the others. The innermost function that still holds most of the total excess is named, with
+its line.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from paceline.watch.reasoning.activity import find_activity, find_distributed
 from paceline.watch.reasoning.pace import PaceBook, Slow
 from paceline.watch.reasoning.source import Source
 
-# The innermost function with so much of the time that the rank works longer than the others is named.
+# The innermost function with this share of the slow rank's excess is named.
 _ENOUGH = 0.7
-# A rank whose work is so much alike the others' is slower in all of it.
+# If the slow rank's work is this similar to the others', it is slower in all of it.
 _ALIKE = 1.5
 _NEARLY_ALL = 0.8
-# Where the others are for so much of the time, a function's line says more.
+# If the others spend this share of the time there, a line is more specific than its function.
 _SOME = 0.1
-# Between two looks, and until a rank is told again, of another place; and how often in all.
+# Seconds between two checks, and until a rank is reported again, at another place; and the maximum of
+# reports.
 _EVERY_S = 2.0
 _REST_S = 300.0
 _MOST = 5
@@ -49,15 +51,16 @@ _Path = tuple[_Function, ...]
 
 @dataclass(frozen=True)
 class SlowSpot:
-    """Where a slow rank spends its time.
+    """The place where a slow rank spends its time.
 
     Attributes:
         share: of the time that it is there.
         others: the share of the time that the others are there.
         words: what it does there: `is asleep in time.sleep`; may be empty.
-        frames: the user's own, innermost first; empty where none are known.
-        is_line: whether it is that line alone, or all of its function.
-        is_everywhere: whether it is slower in the others' work rather than at work of its own.
+        frames: the user's own, innermost first; empty if none are known.
+        is_line: whether the place is that line alone, or all of its function.
+        is_everywhere: whether it is slower at the same work as the others, rather than at work of its
+            own.
         is_loader: whether that is in the data loader.
     """
 
@@ -71,10 +74,10 @@ class SlowSpot:
 
 
 class _Work:
-    """Where ranks worked: the mean share of time that they were in a user's function, or at a line there.
+    """The mean share of time that ranks worked in each of the user's functions, and at each line there.
 
     Args:
-        ranks: where each rank was.
+        ranks: the places of each rank.
     """
 
     def __init__(self, ranks: Sequence[Sequence[PlaceTime]]) -> None:
@@ -94,38 +97,39 @@ class _Work:
             self._lines[path[:depth], frame.line] += share
 
     def share(self, path: _Path, line: int | None = None) -> float:
-        """Of a function, or of a line in it, with all that is called there."""
+        """Return the share of a function, or of a line in it, including all calls from there."""
         where = self._functions.get(path) if line is None else self._lines.get((path, line))
         return where or 0.0
 
     def inner(self, path: _Path) -> list[_Path]:
-        """The functions that are called by one."""
+        """Return the functions that one calls."""
         depth = len(path)
         return [each for each in self._functions if len(each) == depth + 1 and each[:depth] == path]
 
     def lines(self, path: _Path) -> list[int]:
-        """The lines of a function where they were."""
+        """Return the lines of a function where ranks were."""
         return [line for each, line in self._lines if each == path]
 
 
 def _find_path(frames: Sequence[Frame]) -> _Path:
-    """By the functions of a stack, outermost first."""
+    """Return the functions of a stack, outermost first."""
     return tuple((frame.file, frame.function) for frame in frames)
 
 
 def find_spot(own: Sequence[PlaceTime], others: Sequence[Sequence[PlaceTime]], source: Source) -> SlowSpot:
-    """Where a rank spends the time that the others don't.
+    """Return the place where a rank spends the time that the others do not.
 
     Args:
-        own: where it was.
-        others: where each of the others was, in the same time.
-        source: gives the text of lines.
+        own: the rank's places.
+        others: the places of each of the others in the same time.
+        source: supplies the text of lines.
     """
     mine, theirs = _Work((own,)), _Work(others)
 
     def excess(path: _Path, line: int | None = None) -> float:
         return mine.share(path, line) - theirs.share(path, line)
 
+    # Descend while one inner function still holds most of the whole excess.
     path: _Path = ()
     while True:
         best = max(mine.inner(path), key=excess, default=None)
@@ -135,7 +139,7 @@ def find_spot(own: Sequence[PlaceTime], others: Sequence[Sequence[PlaceTime]], s
     line = max(mine.lines(path), key=lambda each: excess(path, each), default=None)
     is_line = excess(path, line) >= _NEARLY_ALL * excess(path) or theirs.share(path) >= _SOME
     share, of_others = (work.share(path, line if is_line else None) for work in (mine, theirs))
-    # Of the work of each.
+    # Compare shares of each side's work, not of its time.
     is_alike = share * theirs.share(()) < _ALIKE * of_others * mine.share(())
     words, is_loader = _describe(own, path, source)
     return SlowSpot(
@@ -155,7 +159,7 @@ def _is_at(place: PlaceTime, path: _Path) -> bool:
 
 
 def _describe(own: Sequence[PlaceTime], path: _Path, source: Source) -> tuple[str, bool]:
-    """What the rank does in a function for most of the time, and whether it is in a loader then."""
+    """Return what the rank mostly does in a function, and whether it is in a loader then."""
     seconds: dict[str, float] = defaultdict(float)
     loader_s = 0.0
     for place in own:
@@ -163,7 +167,7 @@ def _describe(own: Sequence[PlaceTime], path: _Path, source: Source) -> tuple[st
             continue
         activity = find_activity(place.frames, source)
         is_inner = len(own_frames(place.frames)) == len(path)
-        # What is done in functions that are called there is told by their lines.
+        # The lines of inner functions describe what is done there.
         seconds[activity.words if activity is not None and is_inner else ""] += place.seconds
         if any(_LOADER.search(frame.file) for frame in place.frames if not own_frames((frame,))):
             loader_s += place.seconds
@@ -178,7 +182,7 @@ def _describe(own: Sequence[PlaceTime], path: _Path, source: Source) -> tuple[st
 
 
 def _show(own: Sequence[PlaceTime], path: _Path, line: int | None) -> tuple[Frame, ...]:
-    """The user's frames down to a line of a function, innermost first; the way there that took longest."""
+    """Return the user's frames down to a line of a function, innermost first, by the path that took longest."""
     ways: dict[tuple[Frame, ...], float] = defaultdict(float)
     for place in own:
         frames = own_frames(place.frames)
@@ -192,12 +196,12 @@ def _show(own: Sequence[PlaceTime], path: _Path, line: int | None) -> tuple[Fram
 
 
 def build_message(slow: Sequence[Slow], spot: SlowSpot, waits: Sequence[PlaceTime]) -> Verdict:
-    """What is said, in the form of a verdict; it ends nothing.
+    """Return the message as a verdict; it ends nothing.
 
     Args:
-        slow: ranks that are slow at the same place; the first one is told with its shares.
-        spot: where the first one is.
-        waits: where those were that wait for it, as far as they are on this node.
+        slow: ranks that are slow at the same place; the shares are those of the first.
+        spot: the place of the first one.
+        waits: the places of the ranks that wait for it, as far as they are on this node.
     """
     first, ranks = slow[0], tuple(each.rank for each in slow)
     who = name_ranks(first.waiting)
@@ -220,12 +224,12 @@ def build_message(slow: Sequence[Slow], spot: SlowSpot, waits: Sequence[PlaceTim
 
 
 def _name_here(spot: SlowSpot) -> str:
-    """For the words above a line."""
+    """Return the words to precede a line."""
     return "here" if spot.is_line or not spot.frames else f"in {spot.frames[0].function}, mostly here,"
 
 
 def _name_spot(spot: SlowSpot) -> str:
-    """` at train.py:31 in load`, ` in augment, mostly at train.py:31`."""
+    """Return the place after the headline: ` at train.py:31 in load`, ` in augment, mostly at train.py:31`."""
     if not spot.frames:
         return ""
     frame = spot.frames[0]
@@ -235,7 +239,7 @@ def _name_spot(spot: SlowSpot) -> str:
 
 
 def _place_waits(slow: Slow, waits: Sequence[PlaceTime]) -> list[SharedPlace]:
-    """Where the others wait most."""
+    """Return where the others wait most."""
     seconds: dict[tuple[Frame, ...], float] = defaultdict(float)
     frames: dict[tuple[Frame, ...], tuple[Frame, ...]] = {}
     for place in waits:
@@ -263,13 +267,13 @@ def _percent(share: float) -> str:
 
 
 class SlowRanks:
-    """Says of each slow rank and place once that it is slow; times are of one monotonic clock.
+    """The reports of slow ranks, one per rank and place; times are of one monotonic clock.
 
     Attributes:
-        book: to be told of beats.
+        book: receives the beats.
 
     Args:
-        read_source: gives the lines of a file.
+        read_source: returns the lines of a file.
     """
 
     def __init__(self, read_source: Callable[[str], Sequence[str]]) -> None:
@@ -280,11 +284,11 @@ class SlowRanks:
         self._num_told = 0
 
     def read(self, now_s: float, late_s: float = 0.0) -> Verdict | None:
-        """What is to be said now.
+        """Return the message that is due, or `None`.
 
         Args:
             now_s: the time.
-            late_s: by how much what other nodes tell may be late.
+            late_s: the maximum delay of what other nodes publish.
         """
         if now_s - self._looked_s < _EVERY_S or self._num_told >= _MOST:
             return None

@@ -1,4 +1,4 @@
-"""Looks around a line of the user's code: under which condition, in which loop and handler it stands."""
+"""Finds the condition, loop and exception handler around a line of the user's code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RANK = re.compile(
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
-# Exceptions that stand for an end rather than a failure.
+# Exceptions that signal an end rather than a failure.
 _ENDS = re.compile(r"StopIteration|KeyboardInterrupt|GeneratorExit")
 _EXITS = re.compile(r"\b(sys\.exit|os\._exit|exit|quit)\(")
 
@@ -36,7 +36,7 @@ class SourceSpot:
 
     @property
     def frame(self) -> Frame:
-        """As a frame, for words."""
+        """The line as a frame, for messages."""
         return Frame(self.file, self.line, "", self.text)
 
 
@@ -59,7 +59,7 @@ class Source:
     """Source files by path, each read and parsed once.
 
     Args:
-        read: gives a file's lines, none where it can't be read; `None` where no source is to be had.
+        read: returns a file's lines, none if it cannot be read; `None` without any source.
     """
 
     def __init__(self, read: Callable[[str], Sequence[str]] | None = None) -> None:
@@ -68,25 +68,25 @@ class Source:
         self._trees: dict[str, ast.Module | None] = {}
 
     def lines(self, path: str) -> Sequence[str]:
-        """A file's lines."""
+        """Return a file's lines."""
         if path not in self._lines:
             self._lines[path] = [] if self._read is None else self._read(path)
         return self._lines[path]
 
     def line(self, path: str, number: int) -> str:
-        """One line without indentation; empty where there is none."""
+        """Return one line without indentation; empty where there is none."""
         lines = self.lines(path)
         return lines[number - 1].strip() if 0 < number <= len(lines) else ""
 
     def find_text(self, path: str, pattern: str) -> SourceSpot | None:
-        """The first line of a file that a pattern fits."""
+        """Return the first line of a file that matches a pattern."""
         for number, text in enumerate(self.lines(path), 1):
             if re.search(pattern, text.split("#")[0]):
                 return SourceSpot(path, number, text.strip())
         return None
 
     def find_arguments(self, frame: Frame, function: str) -> list[str]:
-        """The names in the arguments of a function's call at a line."""
+        """Return the names in the arguments of a function's call at a line."""
         for node, _ in self._around(frame):
             for call in ast.walk(node) if isinstance(node, ast.stmt) else ():
                 is_here = isinstance(call, ast.Call) and call.lineno <= frame.line <= (call.end_lineno or 0)
@@ -98,7 +98,8 @@ class Source:
         return []
 
     def find_rank_condition(self, frame: Frame) -> SourceSpot | None:
-        """What lets some ranks alone come to a line, in its function: an `if`, or a way out above it."""
+        """Return the condition on the rank, in its function, that leads to a line: an `if`, or an exit above
+        it."""
         around = self._around(frame)
         for node, name in reversed(around):
             if isinstance(node, _FUNCTIONS):
@@ -110,7 +111,7 @@ class Source:
         return self._find_guard(frame, around)
 
     def find_condition(self, frame: Frame, line: int | None) -> SourceSpot | None:
-        """The innermost `if` around a line, whatever it asks, that another line of the function isn't in."""
+        """Return the innermost `if` around a line that does not also contain another line of the function."""
         for node, name in reversed(self._around(frame)):
             if isinstance(node, _FUNCTIONS):
                 return None
@@ -120,7 +121,7 @@ class Source:
         return None
 
     def find_handler(self, frame: Frame) -> SourceSpot | None:
-        """The `except` whose body a line stands in."""
+        """Return the `except` whose body contains a line."""
         for node, _ in reversed(self._around(frame)):
             if isinstance(node, _FUNCTIONS):
                 return None
@@ -129,7 +130,7 @@ class Source:
         return None
 
     def find_swallowing(self, frame: Frame) -> SourceSpot | None:
-        """An `except` that goes on without raising, of a `try` whose body a line stands in."""
+        """Return an `except` that continues without raising, of a `try` whose body contains a line."""
         for node, name in reversed(self._around(frame)):
             if isinstance(node, _FUNCTIONS):
                 return None
@@ -142,7 +143,7 @@ class Source:
         return None
 
     def find_loops(self, frame: Frame) -> list[Loop]:
-        """The loops around a line in its function, from the outermost on."""
+        """Return the loops around a line in its function, outermost first."""
         found: list[Loop] = []
         for node, name in reversed(self._around(frame)):
             if isinstance(node, _FUNCTIONS):
@@ -159,7 +160,7 @@ class Source:
         return found
 
     def _find_guard(self, frame: Frame, around: list[tuple[ast.AST, str]]) -> SourceSpot | None:
-        """`if rank != 0: return` above a line, in a block that the line is in."""
+        """Return an `if rank != 0: return` above a line, in a block that contains the line."""
         past_loop = False
         for node, name in reversed(around):
             for before in getattr(node, name, []) if isinstance(getattr(node, name, None), list) else []:
@@ -178,7 +179,7 @@ class Source:
         return None
 
     def _around(self, frame: Frame) -> list[tuple[ast.AST, str]]:
-        """The nodes around a line from the outermost on, each with the field in which the next one lies."""
+        """Return the nodes around a line, outermost first, each with the field that contains the next one."""
         if frame.file not in self._trees:
             try:
                 self._trees[frame.file] = ast.parse("\n".join(self.lines(frame.file)))
@@ -201,7 +202,7 @@ class Source:
 
 
 def _child_at(node: ast.AST, line: int) -> tuple[str, ast.AST] | None:
-    """The part of a node that a line lies in. Of `if test: call()` on one line that is the call."""
+    """Return the part of a node that contains a line; for `if test: call()` on one line, the call."""
     found: tuple[str, ast.AST] | None = None
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
@@ -220,7 +221,7 @@ def _names_rank(test: ast.AST) -> bool:
 
 
 def _walk_ways_out(loop: ast.AST, line: int) -> Iterator[tuple[ast.If, ast.stmt]]:
-    """Each `if` in a loop that leads out of it, or past a line of it, with the statement that does."""
+    """Yield each `if` in a loop that leads out of it, or past a line of it, with the statement that leaves."""
     waiting = [(child, False) for child in ast.iter_child_nodes(loop)]
     while waiting:
         node, is_deeper = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""Where each rank is, and for which others it waits."""
+"""Determines each rank's state, and for which others it waits."""
 
 from __future__ import annotations
 
@@ -46,22 +46,23 @@ WAITING: frozenset[Kind] = frozenset({"call", "joining", "building", "unrecorded
 
 @dataclass(frozen=True)
 class State:
-    """Where one rank is.
+    """The state of one rank.
 
     Attributes:
         rank: global.
-        kind: `"call"` in a collective, send or receive; `"joining"` in `init_process_group`; `"building"` in
-            `new_group` and the like; `"unrecorded"` in a function of torch.distributed that isn't recorded;
-            `"killed"` ended by a signal or with an error, `"ended"` well; `"missing"` never started;
-            `"silent"` where nothing is known of a living process.
-        words: after the rank's name: `is asleep in time.sleep`.
-        short: a noun for it, such as `the data loader`; empty where there is none.
+        kind: `"call"` in a collective, send or receive; `"joining"` in `init_process_group`; `"building"`
+            in
+          `new_group` and the like; `"unrecorded"` in a function of torch.distributed that is not recorded;
+          `"killed"` ended by a signal or with an error, `"ended"` normally; `"missing"` never started;
+          `"silent"` if nothing is known of a living process.
+        words: to follow the rank's name: `is asleep in time.sleep`.
+        short: a noun for it, such as `the data loader`; empty without one.
         frames: the user's own, innermost first.
-        call: that it waits in.
+        call: the one that it waits in.
         group: of the call.
         since_s: how long it has waited in the call.
-        waits_for: ranks that have to come.
-        operation: what it waits in, by name; empty for one that doesn't wait.
+        waits_for: ranks that have not arrived.
+        operation: name of what it waits in; empty if it does not wait.
     """
 
     rank: int
@@ -87,7 +88,7 @@ class State:
 
 
 def find_states(seen: Seen, source: Source) -> dict[int, State]:
-    """Where each rank of a job is, by rank."""
+    """Return the state of each rank of a job, by rank."""
     ranks = sorted({*range(seen.world_size), *seen.processes, *seen.reports})
     found = {rank: _find_state(rank, seen, source) for rank in ranks}
     return {rank: _link(state, found, seen) for rank, state in found.items()}
@@ -125,19 +126,19 @@ def _find_main_stack(process: Process | None, report: Report | None, source: Sou
     if report is not None and report.stacks:
         return report.stacks[0].frames
     native = () if process is None else process.native
-    # The interpreter's signal handler tells lines without their text.
+    # The interpreter's signal handler writes lines without their text.
     return tuple(replace(f, text=f.text or source.line(f.file, f.line)) for f in native)
 
 
 def _see_from_outside(process: Process, own: tuple[Frame, ...], report: Report | None) -> State | None:
-    """What the process's state alone tells."""
+    """Return the state that follows from the process's state alone, else `None`."""
     rank = process.rank
     if process.state == "unreachable":
         return State(rank, "unreachable", f"is on {process.node}, which does not answer")
     if process.state == "ended":
         is_well = process.exit_code in (0, None) and not process.is_out_of_memory
         words = name_exit(process.exit_code, process.is_out_of_memory)
-        # Only last words are from its end.
+        # Only a last report is from its end.
         frames = own if report is not None and report.last is not None else ()
         return State(rank, "ended" if is_well else "killed", words, frames=frames)
     if process.pid == 0:
@@ -150,14 +151,14 @@ def _see_from_outside(process: Process, own: tuple[Frame, ...], report: Report |
 
 
 def _is_in_call(main: Sequence[Frame], report: Report | None) -> bool:
-    """Whether a recorded call was issued below the function that the main thread is in."""
+    """Return whether a recorded call was issued below the function that the main thread is in."""
     return report is not None and any(
         not call.done and own_frames(call.frames)[:1] == own_frames(main)[:1] for call in report.calls
     )
 
 
 def _find_wait(main: Sequence[Frame], report: Report, process: Process | None, source: Source) -> Call | None:
-    """The unfinished call that a rank waits in; none where it has issued some and does something else."""
+    """Return the unfinished call that a rank waits in; none if it has issued some but does something else."""
     open_calls = [call for call in report.calls if not call.done]
     if not open_calls:
         return None
@@ -166,6 +167,7 @@ def _find_wait(main: Sequence[Frame], report: Report, process: Process | None, s
         call for call in open_calls if own and _lines(own_frames(call.frames))[:1] == _lines(own)[:1]
     ]
     first = min(same_line or open_calls, key=lambda call: (call.began_s, call.number))
+    # On another line than its call, a rank waits only if its thread is in torch, or shows no work of its own.
     if same_line or not main or is_in_torch(main) or waits_for_device(main, source):
         return first
     if find_activity(main, source) is not None:
@@ -215,14 +217,14 @@ def _describe_activity(rank: int, main: tuple[Frame, ...], process: Process | No
     return State(rank, "elsewhere", "stands still (no CPU in use)", "that code", own)
 
 
-# ---- who waits for whom
+# ---- the ranks that a rank waits for
 
 
 def _link(state: State, found: Mapping[int, State], seen: Seen) -> State:
     if state.kind == "call":
         waits_for = _find_absent(state, found, seen)
     elif state.waits:
-        # All ranks have to come, as far as can be known; those that stand in the same function have.
+        # All ranks have to arrive, as far as is known; those in the same function have arrived.
         waits_for = frozenset(
             rank for rank, s in found.items() if (s.kind, s.operation) != (state.kind, state.operation)
         )
@@ -232,7 +234,7 @@ def _link(state: State, found: Mapping[int, State], seen: Seen) -> State:
 
 
 def _find_absent(state: State, found: Mapping[int, State], seen: Seen) -> frozenset[int]:
-    """Members that haven't issued the call that a rank waits in, or can't take part any more."""
+    """Return members that have not issued a rank's call, or else those that can no longer take part."""
     call = state.call
     assert call is not None
     if is_pairwise(call):
@@ -248,27 +250,27 @@ def _find_absent(state: State, found: Mapping[int, State], seen: Seen) -> frozen
 
 
 def _count_issued(rank: int, call: Call, seen: Seen) -> int:
-    """How far a rank has come in the sequence that a call belongs to."""
+    """Return the number of the latest call that a rank has issued in a call's sequence."""
     report, sequence = seen.reports.get(rank), sequence_of(call)
     calls = () if report is None else report.calls
     return max((c.number for c in calls if c.group == call.group and sequence_of(c) == sequence), default=0)
 
 
 def _has_counterpart(call: Call, rank: int, seen: Seen, peer: int | None = None) -> bool:
-    """Whether the other side has issued the receive of a send, or the send of a receive."""
+    """Return whether the other side has issued the receive of a send, or the send of a receive."""
     report = seen.reports.get(call.peer if peer is None and call.peer is not None else peer or 0)
     opposite = "recv" if call.operation.startswith("send") else "send"
     return report is not None and any(
         other.group == call.group
         and other.operation.startswith(opposite)
-        # A receive from any rank is counted apart from those of one.
+        # A receive from any rank is counted separately from those from one rank.
         and (other.number >= call.number if other.peer == rank else other.peer is None and not other.done)
         for other in report.calls
     )
 
 
 def count_transfers(waiting: Sequence[State], seen: Seen) -> list[str]:
-    """Of those that wait in a send or a receive: how many the other side has had of these."""
+    """Return, for ranks in a send or receive, how many of these the other side has had."""
     out = []
     for state in waiting:
         call = state.call

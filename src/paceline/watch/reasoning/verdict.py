@@ -1,4 +1,4 @@
-"""Puts a verdict together: places shared by many ranks told once, and a page's rule and next move by code."""
+"""Builds a verdict: merges ranks at the same place, and adds the rule and the next move of its code."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
 from paceline.watch.protocol.words import name_call, name_group, name_place, to_plural
 from paceline.watch.reasoning.states import State
 
-# More places than this: what few ranks do by themselves at the end of the list isn't told.
+# With more places than this, the last ones, of few ranks each, are merged into one.
 _MANY_PLACES = 12
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What goes with a code.
+    """The rule and the next move that belong to a code.
 
     Attributes:
-        rule: which rule was broken.
-        fix: the next move, where nothing more special is known.
+        rule: the rule that was broken.
+        fix: the next move, unless a more specific one is known.
     """
 
     rule: str
@@ -103,7 +103,7 @@ def build_verdict(
     fix: str = "",
     more: Iterable[str] = (),
 ) -> Verdict:
-    """A verdict with the words that go with its code, or more special ones."""
+    """Return a verdict with its code's rule and next move, or more specific ones."""
     advice = ADVICE[code]
     # The same cause may be found twice.
     once = tuple(dict.fromkeys(more))
@@ -111,7 +111,7 @@ def build_verdict(
 
 
 def list_places(states: Iterable[State]) -> list[SharedPlace]:
-    """Where ranks are, ranks at the same place in one; those that wait first, then by rank."""
+    """Return the places of ranks, merged if equal; those that wait come first, then by rank."""
     shared: dict[tuple[bool, str, tuple[tuple[str, int], ...]], list[State]] = {}
     for state in states:
         key = (not state.waits, state.words, tuple((f.file, f.line) for f in state.frames))
@@ -129,26 +129,26 @@ def _build_place(members: Sequence[State]) -> SharedPlace:
 
 
 def name_wait(state: State, world_size: int) -> str:
-    """What a rank waits in, as a noun: `all_reduce number 57 of tp (ranks 8-15)`."""
+    """Return what a rank waits in, as a noun: `all_reduce number 57 of tp (ranks 8-15)`."""
     if state.call is None:
         return state.operation
     return name_call(state.call, name_group(state.group, state.call.group, world_size))
 
 
 def name_at(frames: Sequence[Frame]) -> str:
-    """` at train.py:31 in evaluate`; empty where no line is known."""
+    """Return the innermost place: ` at train.py:31 in evaluate`; empty if no line is known."""
     return f" at {name_place(frames[0])}" if frames else ""
 
 
 def name_state(states: Sequence[State]) -> str:
-    """`it is asleep in time.sleep at train.py:88`, `they have ended (exit code 0)`."""
+    """Return what ranks do: `it is asleep in time.sleep at train.py:88`, `they have ended (exit code 0)`."""
     first = states[0]
     words = f"it {first.words}" if len(states) == 1 else f"they {to_plural(first.words)}"
     return words + name_at(first.frames)
 
 
 def name_states(states: Sequence[State]) -> str:
-    """`rank 2 is asleep in time.sleep at train.py:88`."""
+    """Return ranks with what they do: `rank 2 is asleep in time.sleep at train.py:88`."""
     first = states[0]
     words = first.words if len(states) == 1 else to_plural(first.words)
     return f"{name_ranks(s.rank for s in states)} {words}{name_at(first.frames)}"
