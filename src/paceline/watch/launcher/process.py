@@ -62,7 +62,8 @@ class ProcessSampler:
         return {watched.rank: self._look_at(watched, is_kept=True) for watched in ranks}
 
     def peek(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
-        """Return a sample out of turn: the next call of `look` still covers all the time since the last one."""
+        """Return a sample out of turn: the next call of `look` still covers all the time since the last
+        one."""
         return {watched.rank: self._look_at(watched, is_kept=False) for watched in ranks}
 
     def _look_at(self, watched: WatchedRank, *, is_kept: bool) -> Process:

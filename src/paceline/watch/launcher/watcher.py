@@ -107,7 +107,8 @@ class RankWatcher:
         self._board = NodeBoard(node, num_nodes, host, port, str(attempt)) if num_nodes > 1 else None
 
     def note_failure(self, rank: int, status: int) -> None:
-        """Ask the remaining ranks where they are, at the first failure only: later ones are its consequences."""
+        """Ask the remaining ranks where they are, at the first failure only: later ones are its
+        consequences."""
         self._rank_ends.note_status(rank, status)
         if not self._failed.is_set() and self._thread.is_alive():
             self._failed.set()
@@ -302,7 +303,8 @@ class RankWatcher:
         return bool((ranks & self._listener.ranks) - self._reports.keys() - self._rank_ends.last.keys())
 
     def _collect_failure(self) -> Seen:
-        """Return where all ranks are once one has failed; those that lose their peer get time to report it."""
+        """Return where all ranks are once one has failed; those that lose their peer get time to report
+        it."""
         seen = self._collect()
         ends_s = time.monotonic() + _SETTLE_S
         while time.monotonic() < ends_s and any(

@@ -1,4 +1,5 @@
-"""Builds frames of a stack, and distinguishes the user's files from those of libraries and of this package."""
+"""Builds frames of a stack, and distinguishes the user's files from those of libraries and of this
+package."""
 
 from __future__ import annotations
 

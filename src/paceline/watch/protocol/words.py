@@ -40,7 +40,8 @@ _PLURALS = {
 
 
 def to_plural(words: str) -> str:
-    """Turn a phrase about one rank into one about several: `waits in all_reduce` into `wait in all_reduce`."""
+    """Turn a phrase about one rank into one about several: `waits in all_reduce` into `wait in
+    all_reduce`."""
     verb, _, rest = words.partition(" ")
     plural = f"{_PLURALS.get(verb, verb)} {rest}"
     return plural.replace("its script", "their scripts").replace("and does not", "and do not")

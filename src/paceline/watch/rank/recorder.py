@@ -269,7 +269,8 @@ def _latest_of_names(entries: list[FlightEntry]) -> list[FlightEntry]:
 
 
 def _sample(entries: list[FlightEntry]) -> list[FlightEntry]:
-    """Return as many entries as a beat takes, evenly by group, chosen such that other ranks choose the same."""
+    """Return as many entries as a beat takes, evenly by group, chosen such that other ranks choose the
+    same."""
     num_groups = len({entry.key for entry in entries})
     most = max(_LEAST_CALLS_PER_BEAT, _MAX_CALLS_PER_BEAT // max(1, num_groups))
     by_group: dict[Key, list[FlightEntry]] = {}

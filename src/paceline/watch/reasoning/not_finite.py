@@ -117,7 +117,8 @@ def _list_hints(found: Mapping[int, NotFinite]) -> tuple[str, ...]:
 
 
 def _name_module(found: NotFinite) -> str:
-    """Return a parameter's module: `body.scale (ScaleShift)`, or the parameter's name if the model owns it."""
+    """Return a parameter's module: `body.scale (ScaleShift)`, or the parameter's name if the model owns
+    it."""
     if not found.parameter:
         return ""
     module = found.parameter.rpartition(".")[0]

@@ -254,7 +254,8 @@ class PaceBook:
         return mean(others) - own >= LEAST_DIFFERENCE
 
     def _count(self, rank: int, window_s: float, ends_s: float) -> int:
-        """Return the number of collectives that a rank has issued; those before its first beat do not count."""
+        """Return the number of collectives that a rank has issued; those before its first beat do not
+        count."""
         spans = self._histories[rank].between(ends_s - window_s, ends_s)
         return sum(span.stretch.collectives for span in spans)
 

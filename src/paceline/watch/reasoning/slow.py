@@ -182,7 +182,8 @@ def _describe(own: Sequence[PlaceTime], path: _Path, source: Source) -> tuple[st
 
 
 def _show(own: Sequence[PlaceTime], path: _Path, line: int | None) -> tuple[Frame, ...]:
-    """Return the user's frames down to a line of a function, innermost first, by the path that took longest."""
+    """Return the user's frames down to a line of a function, innermost first, by the path that took
+    longest."""
     ways: dict[tuple[Frame, ...], float] = defaultdict(float)
     for place in own:
         frames = own_frames(place.frames)
@@ -229,7 +230,8 @@ def _name_here(spot: SlowSpot) -> str:
 
 
 def _name_spot(spot: SlowSpot) -> str:
-    """Return the place after the headline: ` at train.py:31 in load`, ` in augment, mostly at train.py:31`."""
+    """Return the place after the headline: ` at train.py:31 in load`, ` in augment, mostly at
+    train.py:31`."""
     if not spot.frames:
         return ""
     frame = spot.frames[0]

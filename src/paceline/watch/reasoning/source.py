@@ -221,7 +221,8 @@ def _names_rank(test: ast.AST) -> bool:
 
 
 def _walk_ways_out(loop: ast.AST, line: int) -> Iterator[tuple[ast.If, ast.stmt]]:
-    """Yield each `if` in a loop that leads out of it, or past a line of it, with the statement that leaves."""
+    """Yield each `if` in a loop that leads out of it, or past a line of it, with the statement that
+    leaves."""
     waiting = [(child, False) for child in ast.iter_child_nodes(loop)]
     while waiting:
         node, is_deeper = waiting.pop(0)
