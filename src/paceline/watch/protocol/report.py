@@ -17,7 +17,7 @@ class Frame:
 
     Attributes:
         file: its path.
-        line: from 1; 0 where it isn't known.
+        line: from 1; 0 if unknown.
         function: its name.
         text: the line's source, without indentation; may be empty.
     """
@@ -76,7 +76,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a thread was doing.
+    """The stack of one thread.
 
     Attributes:
         thread: its name; `MainThread` is the script's.
@@ -100,9 +100,9 @@ class NotFinite:
     Attributes:
         number: of the backward pass, from 1; passes of this process through the parameters of its optimizers.
         time_s: seconds since 1970.
-        effect: `"applied"` where the weights have become so by it, `"skipped"` where a GradScaler or the
-            script skips such steps again and again, `"raised"` where an exception has ended the script in
-            such a step, `"inherited"` where weights were so before.
+        effect: `"applied"` if it made the weights non-finite, `"skipped"` if a GradScaler or the script keeps
+            skipping such steps, `"raised"` if an exception has ended the script in such a step,
+            `"inherited"` if the weights were not finite before.
         parameter: where it began: the last one in the model whose gradient (for `"inherited"`: which itself)
             is not finite; empty where that isn't known.
         kind: the class of its module.
@@ -121,10 +121,10 @@ class NotFinite:
 
 @dataclass(frozen=True)
 class PlaceTime:
-    """How long a rank's main thread was at a place.
+    """The time that a rank's main thread spent at a place.
 
     Attributes:
-        seconds: so long, as far as samples tell.
+        seconds: estimated from samples.
         is_waiting: whether it waited for other ranks there.
         frames: its stack, innermost first, shortened: the user's own and some of the libraries'.
     """
@@ -136,11 +136,11 @@ class PlaceTime:
 
 @dataclass(frozen=True)
 class Pace:
-    """Where a rank's main thread was, by looking at it now and then.
+    """The places of a rank's main thread, from samples.
 
     Attributes:
-        samples: how often it was looked at.
-        places: where it was then; together the time that the samples stand for.
+        samples: their number.
+        places: where it was then; together they make up the time that the samples stand for.
     """
 
     samples: int
@@ -149,7 +149,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life.
+    """A regular sign of life of a rank.
 
     Attributes:
         rank: global.
@@ -162,8 +162,8 @@ class Beat:
         calls: issued since the beat before, without frames.
         place: a number that changes with where the main thread is (a hash of its stack).
         is_waiting: whether the main thread is in a function of torch.distributed, for new groups too.
-        not_finite: its first gradient that wasn't finite, once it is certain; told again and again.
-        pace: where it was since the beat before; `None` while it has no process group.
+        not_finite: its first gradient that wasn't finite, once it is certain; repeated in every beat.
+        pace: where it was since the previous beat; `None` while it has no process group.
     """
 
     rank: int
@@ -180,7 +180,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a rank knows of itself.
+    """The full state of a rank, sent on request and at its end.
 
     Attributes:
         rank: global.
@@ -219,14 +219,14 @@ class Report:
 ProcessState = Literal["running", "sleeping", "stopped", "uninterruptible", "ended", "unreachable"]
 
 
-# A rank that uses this share of a core works: little, as it may share the core with others. Waiting in gloo,
-# whose threads wake up a hundred times a second, takes about a hundredth.
+# A rank that uses this share of a core works. The share is small, because others may use the same core; waiting
+# in gloo, whose threads wake up a hundred times a second, takes about a hundredth.
 BUSY_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Process:
-    """What the launcher sees of a rank from outside.
+    """The state of a rank's process, as the launcher sees it from outside.
 
     Attributes:
         rank: global.
@@ -271,7 +271,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class SharedPlace:
-    """Ranks that are at the same place, for a verdict.
+    """The ranks that are at the same place, for a verdict.
 
     Attributes:
         ranks: which ones.
@@ -286,7 +286,7 @@ class SharedPlace:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a job doesn't go on, once, for people and machines.
+    """The reason why a job does not continue, for people and programs.
 
     Attributes:
         code: of the page, `PL8nn`.
