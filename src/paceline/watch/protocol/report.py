@@ -219,8 +219,8 @@ class Report:
 ProcessState = Literal["running", "sleeping", "stopped", "uninterruptible", "ended", "unreachable"]
 
 
-# A rank that uses this share of a core works. The share is small, because others may use the same core; waiting
-# in gloo, whose threads wake up a hundred times a second, takes about a hundredth.
+# A rank that uses this share of a core works. The share is small, because others may use the same core;
+# waiting in gloo, whose threads wake up a hundred times a second, takes about a hundredth.
 BUSY_SHARE = 0.1
 
 
