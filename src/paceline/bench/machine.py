@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""Describes the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.place import usable_cores
 
 
 def describe_machine() -> str:
-    """The processor, the cores that this process may use, the system, Python and torch."""
+    """Return the processor, the cores that this process may use, the system, Python and torch."""
     return (
         f"{describe_identity('cpu')['processor']}, {usable_cores()} cores, {platform.system()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}"

@@ -1,13 +1,13 @@
-"""The share of the step time that communication takes: whole steps against compute alone.
+"""Measures the share of the step time that communication takes: whole steps against compute alone.
 
-Both kinds run in the same processes, in blocks that alternate (A B, B A, A B ...), so that a machine
-that slows down hits both. A block of compute alone takes the same steps on this rank's share of the
-same kind of batches: same forwards, backwards, clipping and optimizer, and neither the all-reduces of
-the gradients nor the one that ranks agree by. What a pair of blocks differs by is what the run pays for
-communication, beyond what hides behind compute.
+Both kinds run in the same processes, in alternating blocks (A B, B A, A B ...), so that a machine that slows
+down affects both. A block of compute alone takes the same steps on this rank's share of the same kind of
+batches: the same forwards, backwards, clipping and optimizer, but neither the all-reduces of the gradients
+nor the agreement's. The difference within a pair of blocks is the cost of communication, without what
+overlaps with compute.
 
-Compute alone counts as long as on the slowest rank: waiting for a rank that has more microbatches is
-no cost of communication.
+Compute alone counts as long as on the slowest rank: waiting for a rank with more microbatches is not a cost
+of communication.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.recipe import Recipe
 
 @dataclass(frozen=True)
 class Overhead:
-    """What `measure_overhead` found; `dataclasses.asdict` of it is JSON-able.
+    """The result of `measure_overhead`; `dataclasses.asdict` of it is JSON-able.
 
     Attributes:
         num_ranks: how many.
@@ -68,7 +68,7 @@ class Overhead:
 
 
 def measure_overhead(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats: int = 10) -> Overhead:
-    """Times whole steps against compute alone, alternating in one run.
+    """Time whole steps against compute alone, alternating in one run.
 
     Call it in a process that is not a rank itself: it starts ranks of its own.
 
@@ -103,7 +103,7 @@ def measure_overhead(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats:
 
 @dataclass(frozen=True)
 class _OverheadTimes:
-    """Seconds of a step on one rank, the mean of each block."""
+    """The seconds of a step on one rank, the mean of each block."""
 
     total_s: list[float]
     compute_s: list[float]
@@ -138,8 +138,8 @@ def _run(recipe: Recipe, steps: int, repeats: int) -> _OverheadTimes:
 
 
 def _run_block(bench: Bench, steps: int, *, alone: bool) -> tuple[float, float]:
-    """Seconds per step, and those of them spent waiting."""
-    shares = [next(bench.shares) for _ in range(steps)]  # reading data is no part of either
+    """Return the seconds per step, and those of them spent waiting."""
+    shares = [next(bench.shares) for _ in range(steps)]  # Reading data belongs to neither.
     bench.synchronise()
     start_s = time.perf_counter()
     with bench.trainer.without_communication() if alone else nullcontext():

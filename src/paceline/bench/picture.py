@@ -1,4 +1,4 @@
-"""A picture of a scaling measurement, where matplotlib is installed."""
+"""Draws a picture of a scaling measurement, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Raises, before minutes are spent on measuring, where a picture could not be written.
+    """Raise, before minutes are spent on measuring, if a picture could not be written.
 
     Raises:
         PacelineError: PL623 for another kind of file, PL624 without matplotlib, PL625 where the folder is
@@ -47,7 +47,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw_scaling(scaling: Scaling, path: Path) -> None:
-    """Draws throughput and efficiency by number of ranks into a file."""
+    """Draw throughput and efficiency by number of ranks into a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

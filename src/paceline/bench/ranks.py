@@ -1,6 +1,6 @@
-"""What runs on the ranks of a benchmark: a recipe's own trainer and data, without a run's folder.
+"""Builds a recipe's own trainer and data on the ranks of a benchmark, without a run's folder.
 
-Nothing of a run is read or written, so steps have neither metrics nor checkpoints in them.
+No files of a run are read or written, so steps include neither metrics nor checkpoints.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from paceline.train.run import build_loader, build_trainer
 from paceline.train.trainer import Trainer
 from paceline.world import World, start
 
-# The first step counts operations, the second lets DDP arrange its buckets by what it saw.
+# The first step counts operations; the second lets DDP rearrange its buckets by what it has seen.
 NUM_WARM_UP = 3
 
 
 def choose_threads(recipe: Recipe, max_ranks: int) -> int:
-    """Threads per rank for all numbers of ranks alike: the recipe's, or cores / most ranks."""
+    """Return the threads per rank for all numbers of ranks alike: the recipe's, or cores / most ranks."""
     threads = recipe.train.threads_per_rank
     return max(1, usable_cores() // max_ranks) if threads == "auto" else threads
 
 
 def adapt_recipe(recipe: Recipe, *, threads: int, num_steps: int, grow: int = 1) -> Recipe:
-    """The recipe as a benchmark runs it.
+    """Return the recipe as a benchmark runs it.
 
     Args:
         recipe: of the run.
@@ -53,7 +53,7 @@ def adapt_recipe(recipe: Recipe, *, threads: int, num_steps: int, grow: int = 1)
 
 
 def check_counts(**counts: int) -> None:
-    """Raises PL620 for a number below 1."""
+    """Raise PL620 for a number below 1."""
     for name, count in counts.items():
         if count < 1:
             raise PacelineError(
@@ -66,7 +66,7 @@ def check_counts(**counts: int) -> None:
 
 @dataclass
 class Bench:
-    """A rank that is ready to be timed.
+    """The state of a rank that is ready to be timed.
 
     Attributes:
         world: the ranks.
@@ -83,19 +83,19 @@ class Bench:
     num_parameters: int
 
     def wait_for_device(self) -> None:
-        """Waits until this rank's device has nothing left to do."""
+        """Wait until this rank's device is idle."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
 
     def synchronise(self) -> None:
-        """Waits for the device and for all ranks."""
+        """Wait for the device and for all ranks."""
         self.wait_for_device()
         self.world.barrier()
 
 
 @contextmanager
 def open_bench(recipe: Recipe) -> Iterator[Bench]:
-    """Joins the ranks and builds the recipe's trainer and loader; collective.
+    """Join the ranks and build the recipe's trainer and loader; collective.
 
     Args:
         recipe: from `adapt_recipe`.

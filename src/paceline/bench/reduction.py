@@ -1,8 +1,8 @@
-"""What the exact reduction costs: its steps against those of the fast one.
+"""Measures the cost of the exact reduction: its steps against those of the fast one.
 
-Both kinds run in the same processes, in blocks that alternate (A B, B A, A B ...), so that a machine that
-slows down hits both. Each has its own model, optimizer and buckets and takes the same steps on the same
-batches, with the same number of threads.
+Both kinds run in the same processes, in alternating blocks (A B, B A, A B ...), so that a machine that slows
+down affects both. Each has its own model, optimizer and buckets and takes the same steps on the same batches,
+with the same number of threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Reduction:
-    """What `measure_reduction` found; `dataclasses.asdict` of it is JSON-able.
+    """The result of `measure_reduction`; `dataclasses.asdict` of it is JSON-able.
 
     Attributes:
         num_ranks: how many.
@@ -67,7 +67,7 @@ class Reduction:
 
 
 def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats: int = 10) -> Reduction:
-    """Times steps with the exact reduction against steps with the fast one, alternating in one run.
+    """Time steps with the exact reduction against steps with the fast one, alternating in one run.
 
     Call it in a process that is not a rank itself: it starts ranks of its own.
 
@@ -94,7 +94,7 @@ def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats
 
 @dataclass(frozen=True)
 class _ReductionTimes:
-    """Seconds of a step on one rank, the mean of each block."""
+    """The seconds of a step on one rank, the mean of each block."""
 
     block_s: dict[str, list[float]]
     device: str
@@ -125,8 +125,8 @@ def _run(recipe: Recipe, steps: int, repeats: int) -> _ReductionTimes:
 
 
 def _run_block(bench: Bench, trainer: Trainer, steps: int) -> tuple[float, tuple[int, ...]]:
-    """Seconds per step, and how many microbatches each rank had in the last one."""
-    shares = [next(bench.shares) for _ in range(steps)]  # reading data is no part of either
+    """Return the seconds per step, and the number of microbatches that each rank had in the last one."""
+    shares = [next(bench.shares) for _ in range(steps)]  # Reading data belongs to neither.
     bench.synchronise()
     start_s = time.perf_counter()
     for share in shares:
@@ -141,7 +141,7 @@ def _with_reduction(recipe: Recipe, name: Literal["fast", "exact"]) -> Recipe:
 
 def _summarise(found: list[_ReductionTimes], recipe: Recipe, steps: int) -> Reduction:
     first, num_ranks = found[0], len(found)
-    # A step is over when the last rank is through.
+    # A step is over when the last rank has finished it.
     fast_s, exact_s = (
         [max(block) for block in zip(*(times.block_s[name] for times in found), strict=True)]
         for name in ("fast", "exact")

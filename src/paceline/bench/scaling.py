@@ -1,11 +1,11 @@
-"""Throughput on 1, 2, 4 ... ranks of this machine, and what each further rank brings.
+"""Measures throughput on 1, 2, 4 ... ranks of this machine, and the gain of each further rank.
 
-Every number of ranks runs in processes of its own, one after the other, and the whole round is
-repeated in alternating direction, so that a machine that slows down hits all of them. Speed-up and
-efficiency are computed within a round, then the median over rounds is taken.
+Every number of ranks runs in its own processes, one after the other, and the whole round is repeated in
+alternating direction, so that a machine that slows down affects all of them. Speed-up and efficiency are
+computed within a round; then the median over rounds is taken.
 
-All ranks have the same number of threads, whatever the number of ranks: one rank must not have the
-whole machine when two have a half each, or adding ranks would be measured against adding threads.
+All ranks have the same number of threads, whatever the number of ranks. If one rank had the whole machine
+while two have half each, adding ranks would be measured against adding threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.recipe import Recipe
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One number of ranks.
+    """The measurement of one number of ranks.
 
     Attributes:
         num_ranks: how many.
@@ -56,7 +56,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What `measure_scaling` found; `dataclasses.asdict` of it is JSON-able.
+    """The result of `measure_scaling`; `dataclasses.asdict` of it is JSON-able.
 
     Attributes:
         points: one per number of ranks, fewest first.
@@ -84,7 +84,7 @@ class Scaling:
 
 
 def list_ranks(most: int) -> list[int]:
-    """1, 2, 4 ... and `most` itself."""
+    """Return 1, 2, 4 ... and `most` itself."""
     check_counts(nproc=most)
     powers = [2**n for n in range(most.bit_length()) if 2**n <= most]
     return sorted({*powers, most})
@@ -98,7 +98,7 @@ def measure_scaling(
     repeats: int = 3,
     weak: bool = False,
 ) -> Scaling:
-    """Trains a recipe for a few steps on each number of ranks and compares the throughput.
+    """Train a recipe for a few steps on each number of ranks and compare the throughput.
 
     Call it in a process that is not a rank itself: it starts ranks of its own. Takes about a second
     per launch, of which there are `repeats` for every number of ranks, and the first a few more.
@@ -148,7 +148,7 @@ def measure_scaling(
 
 @dataclass(frozen=True)
 class _ScalingRun:
-    """One launch, as one rank saw it (or all of them together)."""
+    """The measurement of one launch, by one rank (or by all of them together)."""
 
     samples_per_s: float
     tokens_per_sample: int | None
@@ -178,7 +178,7 @@ def _run(recipe: Recipe, steps: int) -> _ScalingRun:
 
 
 def _join(found: list[_ScalingRun]) -> _ScalingRun:
-    """Rank 0's clock; the share of waiting is the mean over ranks, for one waits where another is late."""
+    """Return rank 0's times with the mean share of waiting: a rank waits while another is late."""
     values: dict[str, Any] = {**vars(found[0]), "comm_share": fmean(run.comm_share for run in found)}
     return _ScalingRun(**values)
 
@@ -227,7 +227,7 @@ def _summarise(
 
 
 def _most_samples(global_batch_size: int, microbatch_size: int, num_ranks: int) -> int:
-    """Samples of the rank that has most of them."""
+    """Return the number of samples of the rank with the most."""
     blocks = split_microbatches(global_batch_size, microbatch_size)
     own = (owned_microbatches(len(blocks), num_ranks, rank) for rank in range(num_ranks))
     return max(sum(blocks[number][1] - blocks[number][0] for number in numbers) for numbers in own)

@@ -1,4 +1,4 @@
-"""A measured number: its median, and how sure it is."""
+"""Computes a measured number's median and its confidence interval."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float], confidence: float = 0.95) -> Spread:
-        """The spread of one value or more."""
+        """Return the spread of one value or more."""
         ordered = sorted(values)
         n = len(ordered)
         assert n > 0, "a spread needs a measurement"
@@ -50,6 +50,7 @@ class Spread:
 
 
 def _cover(n: int, outside: int) -> float:
-    """Probability that two of `n` values enclose the median, with so many ways to lie on one side of it."""
+    """Return the probability that two of `n` values enclose the median, by the ways to be on one side of
+    it."""
     share: float = outside / (1 << (n - 1))  # of integers, as floats end at 2**1024
     return max(0.0, 1 - share)

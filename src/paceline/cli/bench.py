@@ -1,4 +1,4 @@
-"""`paceline bench`: measured tables of throughput and of what communication and exactness cost."""
+"""`paceline bench`: prints measured tables of throughput and of the costs of communication and exactness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_DEFAULT_RANKS = 8
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `bench` and its benchmarks to the command line."""
+    """Add the command `bench` and its benchmarks to the command line."""
     parser = subparsers.add_parser(
         "bench",
         help="measured tables and plots: scaling, overhead, reduction",
@@ -96,10 +96,10 @@ def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repe
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carries out `paceline bench BENCHMARK`; returns 0.
+    """Carry out `paceline bench BENCHMARK`, and return 0.
 
     Raises:
-        PacelineError: for a recipe, numbers or a machine that don't allow it.
+        PacelineError: for a recipe, numbers or a machine that do not allow it.
     """
     from paceline.recipe import load_recipe
 

@@ -1,4 +1,4 @@
-"""What the benchmarks found, as tables and bars for people."""
+"""Formats the results of benchmarks as tables and bars for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAR_WIDTH = 40
 
 
 def describe_scaling(scaling: Scaling) -> str:
-    """A table of throughput, speed-up and efficiency, with bars and what was measured."""
+    """Return a table of throughput, speed-up and efficiency, with bars and what was measured."""
     table = [("ranks", "samples/s", "tokens/s", "step", "speed-up", "efficiency", "of at best", "waiting")]
     for point in scaling.points:
         table.append(
@@ -36,7 +36,7 @@ def describe_scaling(scaling: Scaling) -> str:
 
 
 def describe_overhead(overhead: Overhead) -> str:
-    """What a step takes with and without communication, and what was measured."""
+    """Return the step time with and without communication, and the conditions of the measurement."""
     conditions = _describe_pairs("overhead of communication", overhead, overhead.comm_share.confidence)
     rows = [
         ("whole step", _milliseconds(overhead.total_s), ""),
@@ -55,7 +55,8 @@ def describe_overhead(overhead: Overhead) -> str:
 
 
 def describe_reduction(reduction: Reduction) -> str:
-    """What the exact reduction takes against the fast one, and what was measured."""
+    """Return the step time of the exact reduction against the fast one, and the conditions of the
+    measurement."""
     conditions = _describe_pairs("exact against fast reduction", reduction, reduction.ratio.confidence)
     of_a_ring = reduction.network_bytes / reduction.ring_bytes if reduction.ring_bytes else 1.0
     rows = [
@@ -72,7 +73,7 @@ def describe_reduction(reduction: Reduction) -> str:
 
 
 def _describe_pairs(title: str, found: Overhead | Reduction, confidence: float) -> str:
-    """Under what conditions pairs of blocks were measured."""
+    """Return the conditions under which pairs of blocks were measured."""
     threads = f"{found.threads_per_rank} thread{'s' if found.threads_per_rank > 1 else ''}"
     lines = [
         f"{title}: {format_count(found.num_parameters)} parameters on {found.num_ranks} "
@@ -91,13 +92,13 @@ def _describe_pairs(title: str, found: Overhead | Reduction, confidence: float) 
 
 
 def _format_facts(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Names, values and remarks in columns."""
+    """Return names, values and remarks in columns."""
     width, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{a:<{width}}  {b:<{values}}  {c}".rstrip() for a, b, c in rows)
 
 
 def format_rows(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows of cells as aligned columns; the first column to the left, numbers to the right."""
+    """Return rows of cells as aligned columns; the first column to the left, numbers to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
@@ -135,7 +136,7 @@ def _describe_conditions(scaling: Scaling) -> str:
 
 
 def _draw_bars(points: list[ScalingPoint]) -> str:
-    """A bar per number of ranks, with a mark where throughput in proportion to the ranks would be."""
+    """Return a bar per number of ranks, with a mark at the throughput of perfect scaling."""
     base = points[0].samples_per_s.median / points[0].num_ranks
     top = max(max(point.samples_per_s.median, base * point.num_ranks) for point in points)
     lines = []

@@ -1,4 +1,4 @@
-"""`paceline checkpoint`: look into, check, fingerprint and export checkpoints."""
+"""`paceline checkpoint`: shows, verifies, hashes and exports checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command `checkpoint` and its actions to the command line."""
+    """Add the command `checkpoint` and its actions to the command line."""
     parser = subparsers.add_parser(
         "checkpoint",
         help="show, verify, hash and export checkpoints",
@@ -47,10 +47,10 @@ def _add(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carries out `paceline checkpoint ACTION`.
+    """Carry out `paceline checkpoint ACTION`.
 
     Returns:
-        0, or 1 where `show` or `verify` found something wrong.
+        0, or 1 if `show` or `verify` found a problem.
 
     Raises:
         PacelineError: for a path without a (valid) checkpoint, or an export that can't be written.

@@ -1,4 +1,4 @@
-"""`paceline explain CODE`: the page behind a code that a message carries."""
+"""`paceline explain CODE`: prints the page of a message's code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import PacelineError
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = subparsers.add_parser("explain", help="print the page of a code such as PL102")
     parser.add_argument("code", nargs="?", metavar="CODE", help="a code; without it, all codes are listed")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -21,7 +21,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command, and return its exit code."""
     pages = read_pages()
     if args.code is None:
         if args.json:

@@ -1,4 +1,4 @@
-"""The command line: finds the command, runs it, turns errors into words and exit codes."""
+"""The command line: finds the command, runs it, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DESCRIPTION = "Distributed PyTorch training that gives the same answer on any n
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what was meant, and what to type instead, in one line."""
+    """A parser whose error messages suggest what was meant, in one line."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("invalid choice: ")[2].split("'")[1:2]
@@ -52,10 +52,10 @@ def _list_options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `paceline ARGV...`.
+    """Run `paceline ARGV...`.
 
     Returns:
-        0 good, 1 found something, 2 wrong input; 128 + the signal's number where it was asked to stop.
+        0 for success, 1 for a finding, 2 for wrong input; 128 + the signal's number after a request to stop.
     """
     try:
         with standard_streams():
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Become as wish:
         script, place, prepare = wish.script, wish.place, wish.prepare
-    # A rank of `paceline run`: everything above is left, and this process is the script from here on.
+    # A rank of `paceline run`: everything above has ended, and this process is the script from here on.
     run_as_main(script, place, prepare)
     return 0
 
@@ -91,8 +91,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
         return failure.exit_code
     except BrokenPipeError:
         if not _is_stdout_broken():
-            raise  # some other pipe, and no reason to call it success
-        # Whoever read the output has gone (`| head`); nothing more can be said there.
+            raise  # Some other pipe, so this is not a success.
+        # The reader of the output has gone (`| head`), so nothing more can be printed there.
         forget_output()
         return 0
     except OSError as error:
@@ -102,7 +102,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
 
 
 def _check_place() -> None:
-    """Raises PL604 where the working folder is gone: every relative path would lead nowhere."""
+    """Raise PL604 if the working folder is gone: every relative path would lead nowhere."""
     try:
         os.getcwd()
     except OSError as error:
@@ -135,7 +135,7 @@ def _is_stdout_broken() -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all commands; importing none of their heavy parts."""
+    """Return the parser with all commands, importing none of their heavy parts."""
     parser = _Parser(prog="paceline", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"paceline {paceline.__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
@@ -145,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _tell(error: PacelineError, *, as_json: bool) -> int:
-    """Reports a mistake; returns its exit code."""
+    """Report a mistake, and return its exit code."""
     if error.code == "PL603":
         forget_output()
     elif as_json:
@@ -153,6 +153,6 @@ def _tell(error: PacelineError, *, as_json: bool) -> int:
         found = [as_table(problem) for problem in problems]
         print(json.dumps({"error": found[0], "errors": found}))
         return error.exit_code
-    with contextlib.suppress(OSError):  # where that can't be written either, the exit code is what is left
+    with contextlib.suppress(OSError):  # If this cannot be written either, only the exit code is left.
         tell(str(error))
     return error.exit_code

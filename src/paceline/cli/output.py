@@ -1,4 +1,4 @@
-"""Standard streams that a command can rely on: they are open, and take every character.
+"""Provides standard streams on which a command can rely: open, and able to encode every character.
 
 A shell may start a command with a stream closed (`>&-`), a terminal may have an encoding without a character
 that a file name has, and a file may be on a full disk.
@@ -17,10 +17,11 @@ from paceline.errors import PacelineError
 
 
 class _Output(io.FileIO):
-    """Standard output whose failure has a code; a reader that has gone stays a `BrokenPipeError`."""
+    """Standard output whose failure has a code; if the reader has gone, it still raises a
+    `BrokenPipeError`."""
 
     def write(self, data: Any, /) -> int:
-        """Writes some of the bytes."""
+        """Write some of the bytes, and return how many."""
         try:
             return super().write(data) or 0
         except BrokenPipeError:
@@ -36,10 +37,10 @@ class _Output(io.FileIO):
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Has `sys.stdout` and `sys.stderr` take whatever a command prints while the block runs."""
+    """Make `sys.stdout` and `sys.stderr` accept whatever a command prints while the block runs."""
     _open_closed()
     before = sys.stdout, sys.stderr
-    if sys.stdout is None or sys.stdout is sys.__stdout__:  # nobody else, such as a test, has put one there
+    if sys.stdout is None or sys.stdout is sys.__stdout__:  # Nothing else, such as a test, has replaced it.
         old = sys.stdout
         sys.stdout = io.TextIOWrapper(
             io.BufferedWriter(_Output(1, "w", closefd=False)),
@@ -58,14 +59,14 @@ def standard_streams() -> Iterator[None]:
 
 
 def forget_output() -> None:
-    """Gives up standard output: what waits to be written, and all that comes, goes nowhere."""
+    """Discard standard output: what waits to be written, and all that follows."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
 
 
 def _open_closed() -> None:
-    """Opens what was closed, so that no file of a run gets the number that everybody prints to."""
+    """Open the closed streams, so that no file of a run gets the descriptor of a standard stream."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""Whether a model can fit into this machine at all, asked before ranks are started for it."""
+"""Checks whether a model can fit into this machine at all, before ranks are started for it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline.units import format_bytes
 
 
 def check_memory(recipe: Recipe, layouts: Sequence[Layout]) -> None:
-    """Refuses a model whose state, on the ranks of this machine together, is larger than its memory and swap.
+    """Raise PL125 for a model whose state on this machine's ranks together exceeds its memory and swap.
 
-    Ranks with a GPU find out by themselves, and so do models whose vocabulary only a tokenizer file knows.
+    Ranks with a GPU are not checked, nor are models whose vocabulary only a tokenizer file defines.
 
     Args:
         recipe: what is trained.

@@ -1,4 +1,4 @@
-"""How a run shows that it goes on: a bar on a terminal, a line now and then elsewhere."""
+"""Shows a run's progress: as a bar on a terminal, as an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINE_EVERY_S = 10.0
 
 
 def log_to_stderr(world: World) -> None:
-    """Shows the package's warnings: rank 0's on the terminal, every rank's in its log."""
+    """Show the package's warnings: rank 0's on the terminal, every rank's in its log."""
     logger = logging.getLogger("paceline")
     if logger.handlers:
         return
@@ -30,7 +30,7 @@ def log_to_stderr(world: World) -> None:
 
 
 class ProgressPrinter:
-    """Tells a person how a run goes; a `Reporter` of `train_recipe`."""
+    """A printer of a run's progress for people; a `Reporter` of `train_recipe`."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -39,7 +39,7 @@ class ProgressPrinter:
         self._last_line_s = 0.0
 
     def begin(self, *, num_parameters: int, num_steps: int, first_step: int, world: World) -> None:
-        """The run is built."""
+        """Show that the run is built."""
         ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
         self._console.print(
             f"{format_count(num_parameters)} parameters on {ranks} ({world.device.type}), "
@@ -52,7 +52,7 @@ class ProgressPrinter:
             self._bar.start()
 
     def step(self, step: Step, num_steps: int, tokens_per_sample: int | None) -> None:
-        """A step was taken."""
+        """Show a step."""
         unit = "tokens" if tokens_per_sample else "samples"
         rate = step.num_samples * (tokens_per_sample or 1) / max(step.step_s, 1e-9)
         text = (
@@ -68,11 +68,11 @@ class ProgressPrinter:
             print(text, file=sys.stderr, flush=True)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """The validation data was evaluated."""
+        """Show an evaluation on the validation data."""
         self._console.print(f"step {step}: validation {evaluation}")
 
     def close(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""What a person reads before and after a run."""
+"""Formats what a person reads before and after a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_WIDTH = 88
 
 
 def describe_recipe(recipe: Recipe, path: str, folder: Path, nproc: int) -> str:
-    """The resolved recipe, a line per section."""
+    """Return the resolved recipe, a line per section."""
     lines = [f"{path} on {nproc} rank{'s' if nproc > 1 else ''}, into {folder}"]
     for section, table in recipe.model_dump(mode="json", exclude_none=True).items():
         keys = "  ".join(f"{key}={_short(value)}" for key, value in table.items())
@@ -29,7 +29,7 @@ def describe_recipe(recipe: Recipe, path: str, folder: Path, nproc: int) -> str:
 
 
 def describe_summary(summary: dict[str, Any], scaling: Scaling | None) -> str:
-    """The report at the end of a run, from `Summary` as a dict."""
+    """Return the report at the end of a run, from `Summary` as a dict."""
     parts = [_plot_losses(summary["losses"]), _describe_quality(summary), _describe_speed(summary)]
     if scaling is not None:
         parts.append(describe_scaling(scaling))
@@ -43,7 +43,7 @@ def _plot_losses(losses: list[float | None]) -> str:
     points = [(number, loss) for number, loss in enumerate(losses, start=1) if loss is not None]
     if len(points) < 2:
         return ""
-    # Means over stretches of steps, two to a column: a curve that a person can read.
+    # Means over spans of steps, two per column: a curve that a person can read.
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
     size = -(-len(points) // (2 * width))
     parts = [points[start : start + size] for start in range(0, len(points), size)]

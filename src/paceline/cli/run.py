@@ -1,4 +1,4 @@
-"""`paceline run SCRIPT`: torchrun for any script."""
+"""`paceline run SCRIPT`: launches any script, like torchrun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ for whom, and the job is ended.
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     from paceline.launching.flags import add_torchrun_flags
 
     parser = subparsers.add_parser(
@@ -48,7 +48,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command, and return its exit code."""
     import logging
 
     from paceline.launching.ending.endings import PumpLost, RankFailed
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     except PacelineError as error:
         _tell_end(args, as_table(error), str(error))
         code = error.exit_code
-    # All that was ours is closed. Python's own end, with torch loaded, would hold up the shell's prompt, and
-    # the agent's thread may be waiting in torch for a node that is gone.
+    # Everything of ours is closed. Python's normal exit, with torch loaded, would delay the shell's prompt,
+    # and the agent's thread may be waiting in torch for a lost node.
     sys.stdout.flush()
     os._exit(code)
 
@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _tell_end(args: argparse.Namespace, table: Mapping[str, Any], text: str) -> None:
-    """Standard output is the script's."""
+    """Report the end of a job on standard error, because standard output is the script's."""
     if args.json:
         print(json.dumps({"error": table}), file=sys.stderr, flush=True)
     else:

@@ -1,4 +1,4 @@
-"""`paceline train RECIPE.toml`: the main job."""
+"""`paceline train RECIPE.toml`: trains a recipe, the main command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ checkpoint; Ctrl-C or SIGTERM saves first. Started by torchrun or srun, it joins
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "train", help="train a recipe on one or many ranks", description=_DESCRIPTION
     )
@@ -51,7 +51,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command, and return its exit code."""
     from paceline.data import prepare_data
     from paceline.place import is_launched
     from paceline.recipe import dump_recipe, load_recipe
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.launching.local import check_launch, launch, warm_up
 
     watcher = build_watcher(args)
-    warm_up()  # it imports torch while the folder and the data are looked at here
+    warm_up()  # It imports torch while the folder and the data are checked here.
     check_run_folder(folder, recipe)
     prepare_data(recipe)
     check_launch(nproc, recipe.train.device)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def train_on_rank(
     recipe_toml: str, folder: str, shows_progress: bool, launcher_pid: int | None = None
 ) -> dict[str, Any] | None:
-    """What every rank does; gives the summary on rank 0."""
+    """Train on this rank, and return the summary on rank 0, else `None`."""
     import tomllib
     from dataclasses import asdict
 
@@ -131,7 +131,7 @@ def train_on_rank(
 
 
 def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Namespace) -> int:
-    """As one of the ranks that torchrun, srun or mpirun started."""
+    """Train as one of the ranks that torchrun, srun or mpirun started."""
     from paceline.errors import PacelineError
     from paceline.place import read_environment
     from paceline.recipe import dump_recipe
@@ -144,13 +144,13 @@ def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Names
         summary = train_on_rank(dump_recipe(recipe), str(folder), not args.json)
     except PacelineError as error:
         if error.on_every_rank and place.rank != 0:
-            return error.exit_code  # rank 0 tells it
+            return error.exit_code  # Rank 0 reports it.
         raise
     return 0 if summary is None else _tell(recipe, summary, place.world_size, args)
 
 
 def _check_layout(recipe: Recipe, world_size: int) -> None:
-    """Raises on every rank alike where the layout is not legal on these ranks."""
+    """Raise on every rank alike if the layout is not legal on these ranks."""
     from paceline.errors import PacelineError
     from paceline.recipe import refuse_layout
 
@@ -179,12 +179,12 @@ def _tell(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Na
 
 
 def _choose_nproc(asked: int | None, recipe: Recipe) -> tuple[int, list[str]]:
-    """The number of ranks, for a layout that is legal on so many, and remarks on the layout."""
+    """Return the number of ranks, for a layout that is legal on it, and remarks on the layout."""
     from paceline.recipe import refuse_layout, remark_layout
 
     layout = recipe.layout.to_layout()
     nproc = layout.fewest_ranks if asked is None else asked
-    if nproc < 1:  # told by whoever starts ranks
+    if nproc < 1:  # The code that starts ranks reports it.
         return nproc, []
     refuse_layout(recipe, layout, nproc)
     return nproc, [str(remark) for remark in remark_layout(recipe, layout, nproc)]

@@ -1,4 +1,4 @@
-"""`paceline verify RECIPE.toml --layout "..."`: is this layout the same as one process?"""
+"""`paceline verify RECIPE.toml --layout "..."`: compares layouts with one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Asked:
 
     Attributes:
         layouts: legal, with all degrees known.
-        num_candidates: legal and refused ones; 0 without `--all`.
+        num_candidates: number of legal and refused ones; 0 without `--all`.
         refused: with the reasons.
     """
 
@@ -43,7 +43,7 @@ class Asked:
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "verify", help="compare layouts with one process, and locate differences", description=_DESCRIPTION
     )
@@ -86,10 +86,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carries out the command.
+    """Carry out the command.
 
     Returns:
-        0 where all layouts are the same as one process, 1 where one isn't, 2 where one can't be laid out.
+        0 if all layouts match one process, 1 if one differs, 2 if one cannot be laid out.
 
     Raises:
         PacelineError: for a recipe, layouts or numbers that can't be; PL720 to PL722.
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.launching.local import check_launch, warm_up
     from paceline.verifying.check import verify_recipe
 
-    warm_up()  # it imports torch while the data is looked at here
+    warm_up()  # It imports torch while the data is checked here.
     check_launch(max(layout.num_ranks for layout in asked.layouts), recipe.train.device)
     check_memory(recipe, asked.layouts)
     prepare_data(recipe)
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
-    """The layouts that the command line names.
+    """Return the layouts that the command line names.
 
     Raises:
         PacelineError: PL720 for flags that don't go together, PL110 to PL118 for a layout that is no
@@ -176,7 +176,7 @@ def _list_all(recipe: Recipe, nproc: int) -> Asked:
 
 
 def list_ranks(nproc: int) -> list[int]:
-    """1, 2, 4 ... and `nproc` itself."""
+    """Return 1, 2, 4 ... and `nproc` itself."""
 
     def double() -> Iterator[int]:
         ranks = 1
@@ -192,7 +192,7 @@ def _flags_error(saw: str, rule: str) -> PacelineError:
 
 
 def as_plain(value: Any) -> Any:
-    """A nest with what JSON has no word for (infinity) as text."""
+    """Return a nest with text in place of the values that JSON cannot hold (infinity)."""
     if isinstance(value, dict):
         return {key: as_plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

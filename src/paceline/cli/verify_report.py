@@ -1,4 +1,4 @@
-"""What `paceline verify` found, for people and for machines."""
+"""Formats the results of `paceline verify`, for people and for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 44
 
 
 def describe_begin(path: str, recipe: Recipe, asked: Asked, steps: int) -> str:
-    """What is about to be compared."""
+    """Return a line on what will be compared."""
     count = f"{len(asked.layouts)} layout{'s' * (len(asked.layouts) != 1)}"
     of = f", the legal ones of {asked.num_candidates}" if asked.num_candidates else ""
     train = recipe.train
@@ -31,7 +31,7 @@ def describe_begin(path: str, recipe: Recipe, asked: Asked, steps: int) -> str:
 
 
 def describe_layout(result: LayoutResult) -> str:
-    """One layout in one line."""
+    """Return one layout in one line."""
     line = f"{result.layout:<{_WIDTH}} {_WORDS[result.status]:<8}"
     if result.status == "ok":
         what = "every bit the same" if result.same_bits else f"at {_ratio(result.worst)} of its tolerance"
@@ -43,7 +43,7 @@ def describe_layout(result: LayoutResult) -> str:
 
 
 def describe_end(verified: Verified, asked: Asked) -> str:
-    """Verdict, tolerances by kind, findings, remarks, and random draws to know of."""
+    """Return the verdict, tolerances by kind, findings, remarks, and random draws to consider."""
     counts = Counter(result.status for result in verified.results)
     told = ", ".join(f"{number} {_VERDICTS[status]}" for status, number in counts.items())
     count = f"{len(verified.results)} layout{'s' * (len(verified.results) != 1)}"
@@ -63,7 +63,7 @@ _VERDICTS = {
 
 
 def describe_markdown(verified: Verified, asked: Asked) -> str:
-    """A table for documents."""
+    """Return a table for documents."""
     lines = [
         "| ranks | layout | result | largest difference / tolerance | in units of rounding | where |",
         "|---|---|---|---|---|---|",
@@ -85,7 +85,7 @@ def describe_markdown(verified: Verified, asked: Asked) -> str:
 
 
 def describe_tolerances(verified: Verified) -> str:
-    """Every tensor with its noise floor, its largest element and its tolerance."""
+    """Return every tensor with its noise floor, its largest element and its tolerance."""
     rows = [("floor", "largest", "tolerance", "step/kind/name")]
     for key, (floor, scale, tolerance) in sorted(verified.tolerances.items()):
         rows.append((f"{floor:.1e}", f"{scale:.1e}", f"{tolerance:.1e}", key))
@@ -93,7 +93,7 @@ def describe_tolerances(verified: Verified) -> str:
 
 
 def as_table(verified: Verified, asked: Asked) -> dict[str, Any]:
-    """All of it, JSON-able."""
+    """Return all results, JSON-able."""
     from paceline.cli.verify import as_plain
 
     table: dict[str, Any] = as_plain(asdict(verified))
@@ -142,7 +142,7 @@ def _ratio(value: float) -> str:
 
 
 def _where(key: str) -> str:
-    """`gradient of layers.0.weight, step 1`, from `1/gradient/layers.0.weight`."""
+    """Return a key in words: `gradient of layers.0.weight, step 1` for `1/gradient/layers.0.weight`."""
     if not key:
         return ""
     step, kind, name = key.split("/", 2)

@@ -1,4 +1,4 @@
-"""The flags of commands whose ranks are watched, and how these commands tell what was seen."""
+"""Defines the flags of commands whose ranks are watched, and prints what the watcher reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_watching_flags(parser: argparse._ActionsContainer) -> None:
-    """Adds `--hang-after`, `--keep-alive` and `--no-watch`."""
+    """Add `--hang-after`, `--keep-alive` and `--no-watch`."""
     parser.add_argument(
         "--hang-after",
         type=float,
@@ -34,10 +34,10 @@ def add_watching_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def build_watcher(args: argparse.Namespace) -> Watcher | None:
-    """Who watches, by the flags.
+    """Return the watcher that the flags ask for, if any.
 
     Raises:
-        PacelineError: PL349 for a time that is none.
+        PacelineError: PL349 for an invalid time.
     """
     if not args.hang_after > 0:
         raise PacelineError(
@@ -55,17 +55,17 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
 
 
 def tell(text: str) -> None:
-    """Says something that ends a job, or would."""
+    """Report something that ends a job, or would."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def print_remark(text: str) -> None:
-    """Prints what a user should know of a run that starts all the same."""
+    """Print what a user should know of a run that starts nevertheless."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _tell_on(said: Said, *, as_json: bool) -> None:
-    """Says something of a job that goes on."""
+    """Report something about a job that continues."""
     if as_json:
         print(json.dumps({"finding": said.table}), file=sys.stderr, flush=True)
     else:
@@ -73,7 +73,7 @@ def _tell_on(said: Said, *, as_json: bool) -> None:
 
 
 def as_table(end: PacelineError | RankFailed | JobStuck | PumpLost) -> dict[str, Any]:
-    """What ended a job, as JSON: a finding, and what belongs to it."""
+    """Return what ended a job, as JSON: a finding, and its details."""
     if isinstance(end, PacelineError):
         return {"code": end.code, "saw": end.saw, "rule": end.rule, "fix": end.fix}
     if isinstance(end, JobStuck):

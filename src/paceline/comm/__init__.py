@@ -1,1 +1,1 @@
-"""Collectives of our own, where the libraries' give other bits or no bits at all."""
+"""Implements collectives for cases in which the libraries' would change bits, or do not exist."""

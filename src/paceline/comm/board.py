@@ -1,14 +1,14 @@
-"""A row of numbers per rank that all ranks of one machine read, without a message of its own.
+"""Shares a row of numbers per rank with all ranks of one machine, without messages of its own.
 
 Protocol of one turn, in memory that all ranks have mapped:
 
 1. Every rank writes its row.
 2. All ranks take part in a collective that none can complete before all have joined it, such as the sum of
-   their gradients. It is issued by somebody else, for a reason of its own.
+their gradients. Other code issues it for its own purpose.
 3. Every rank reads all rows.
 
-Turns alternate between two sets of rows. A rank that writes the next row of a set has been through the
-collective of the turn between, which nobody joins before it has read that set.
+Turns alternate between two sets of rows. A rank that writes the next row of a set has completed the
+collective of the turn between, and no rank joins that before it has read the set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from paceline.comm.segment import share_memory
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
-# Numbers that a row has room for in the beginning.
+# Initial capacity of a row, in numbers.
 _FIRST_LENGTH = 512
 
 
@@ -37,7 +37,7 @@ class NumberBoard:
         self._turn = 0
 
     def reserve(self, length: int) -> bool:
-        """Make room for rows of `length` numbers; collective where there is too little.
+        """Make room for rows of `length` numbers; collective if there is too little.
 
         Returns:
             Whether there is a board; every rank gets the same answer.
@@ -51,7 +51,7 @@ class NumberBoard:
         return self._is_possible
 
     def write(self, row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-        """Begin a turn with this rank's row, which `reserve` has made room for."""
+        """Begin a turn with this rank's row, for which `reserve` has made room."""
         assert self._rows is not None
         self._turn = 1 - self._turn
         own = self._rows[self._turn, self._group.rank()]
@@ -62,8 +62,9 @@ class NumberBoard:
         """End a turn, after the collective.
 
         Returns:
-            The length of each rank's row, and the rows as long as this rank's own: a copy of nothing, to be
-            read before the next turn but one.
+            The length of each rank's row, and the rows, cut to the length of this rank's own. The rows are
+            not
+            copied: read them before the next turn but one.
         """
         assert self._rows is not None
         rows = self._rows[self._turn]

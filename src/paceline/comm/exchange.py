@@ -1,6 +1,6 @@
-"""Adds what ranks hold in the order of a tree, and gives every rank the sum.
+"""Adds the vectors of all ranks in the order of a tree, and gives every rank the sum.
 
-Protocol for a vector of n elements on W ranks, of which rank r brings k_r subtrees of the tree:
+Protocol for a vector of n elements on W ranks, where rank r contributes k_r subtrees of the tree:
 
 1. The vector is cut into W chunks; chunk r is rank r's to add. Every rank sends rank r that chunk of each
    of its subtrees.
@@ -10,7 +10,7 @@ Protocol for a vector of n elements on W ranks, of which rank r brings k_r subtr
 Sent per rank: (k + 1)(W - 1)/W n elements. With one subtree per rank that is a ring all-reduce's
 2(W - 1)/W n; with uneven shares (k = 2 or more) it is (k + 1)/2 times as much.
 
-An exchange issues its messages one vector after the other, on a group that nobody else uses, so their order
+An exchange issues its messages one vector after the other, on a group that nothing else uses, so their order
 is that of the calls. All ranks must make the same calls.
 """
 
@@ -35,7 +35,7 @@ class Exchange(Protocol):
     sent_bytes: int
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
-        """Sums the subtrees of all ranks into `total`; collective.
+        """Sum the subtrees of all ranks into `total`; collective.
 
         Args:
             subtrees: this rank's, each as one-dimensional tensors that laid end to end have the length of
@@ -46,10 +46,10 @@ class Exchange(Protocol):
 
 
 class MessageExchange:
-    """By messages between pairs of ranks, over any network.
+    """An exchange by messages between pairs of ranks, over any network.
 
-    With gloo, messages straight from and to where the numbers lie take as long as an all-reduce; all-to-all
-    and all-gather, which copy, take longer (benchmarks/exact_reduction/exchange.py).
+    With gloo, messages that are sent and received in place take as long as an all-reduce; all-to-all and
+    all-gather, which copy, take longer (benchmarks/exact_reduction/exchange.py).
 
     Args:
         group: the ranks; nobody else may use it.
@@ -85,7 +85,8 @@ class MessageExchange:
     def _place_rows(
         self, own_rows: list[Tensor], plan: ReductionPlan, length: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-        """This rank's chunk of all subtrees, in the order of the plan; and those that come from peers."""
+        """Return this rank's chunk of all subtrees, in the order of the plan, and those that arrive from
+        peers."""
         needed = (plan.num_subtrees - len(own_rows)) * length
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < needed:
@@ -104,7 +105,7 @@ class MessageExchange:
         return rows, arrivals
 
     def _pass_on(self, departures: list[tuple[int, Tensor]], arrivals: list[tuple[int, Tensor]]) -> None:
-        """Sends and receives, in the order of the lists between any two ranks."""
+        """Send and receive, in the order of the lists between any two ranks."""
         messages = [
             dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
             for kind, tensors in ((dist.isend, departures), (dist.irecv, arrivals))
@@ -118,6 +119,6 @@ class MessageExchange:
 
 
 def cut_evenly(length: int, num_parts: int) -> list[slice]:
-    """Parts of a vector, all as long as the first but the last ones, which may be shorter or empty."""
+    """Return the parts of a vector: equally long, but for the last ones, which may be shorter or empty."""
     size = -(-length // num_parts)
     return [slice(min(at * size, length), min((at + 1) * size, length)) for at in range(num_parts)]

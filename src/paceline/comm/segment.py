@@ -1,9 +1,9 @@
-"""Memory that ranks of one machine share.
+"""Maps memory that ranks of one machine share.
 
-A segment is an anonymous file (memfd_create) of the first rank, which the others open through
-/proc/PID/fd. It has no name, so it is gone with the last rank, however the ranks die, and it does not count
-against the size of /dev/shm (64 MiB in a container by default). Where that can't be had, on any rank, nobody
-has it: ranks on several machines or in containers of their own, systems other than Linux.
+A segment is an anonymous file (memfd_create) of the first rank, which the others open through /proc/PID/fd.
+It has no name, so it disappears with the last rank, however the ranks die, and it does not count against the
+size of /dev/shm (64 MiB in a container by default). If any rank cannot map it, no rank uses it: with several
+machines or containers, and on systems other than Linux.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def share_memory(group: dist.ProcessGroup, num_bytes: int) -> Tensor | None:
 
 
 def _make_segment(token: bytes, num_bytes: int) -> int:
-    """A descriptor of new anonymous memory that begins with `token`, or -1."""
+    """Return a descriptor of new anonymous memory that begins with `token`, or -1."""
     if sys.platform != "linux":
         return -1
     handle = -1
@@ -66,7 +66,8 @@ def _make_segment(token: bytes, num_bytes: int) -> int:
 
 
 def _map_segment(path: str, token: bytes, num_bytes: int) -> Tensor | None:
-    """The segment's memory, or `None` where `path` is not it: the process may be another machine's."""
+    """Return the segment's memory, or `None` if `path` is something else: the process may be another
+    machine's."""
     try:
         with open(path, "r+b", buffering=0) as file:
             if os.pread(file.fileno(), _TOKEN_BYTES, 0) != token:
@@ -74,6 +75,6 @@ def _map_segment(path: str, token: bytes, num_bytes: int) -> Tensor | None:
             view = mmap.mmap(file.fileno(), mmap.PAGESIZE + num_bytes)
     except (OSError, ValueError):
         return None
-    if hasattr(mmap, "MADV_DONTFORK"):  # a loader worker, forked from this rank, has no use for it
+    if hasattr(mmap, "MADV_DONTFORK"):  # A loader worker, forked from this rank, does not need it.
         view.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(view, dtype=torch.uint8, offset=mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""The same sum among ranks of one machine, through memory that they share.
+"""Sums over ranks of one machine, in the order of a tree, through memory that they share.
 
 Protocol for a large vector, with one segment that all ranks have mapped:
 
@@ -10,17 +10,18 @@ Protocol for a large vector, with one segment that all ranks have mapped:
 4. All ranks meet.
 5. Every rank copies the sum out.
 
-The memory is used again for the next vector: that of the subtrees after the second meeting, when nobody reads
-them any more, and that of the sum after the first meeting of the next vector, when everybody has copied the
-last one out. So the two never overlap, whatever the lengths of two vectors in a row, and the segment is as
+The memory is reused for the next vector: that of the subtrees after the second meeting, when no rank reads
+them any more, and that of the sum after the first meeting of the next vector, when every rank has copied the
+last one out. So the two never overlap, whatever the lengths of two consecutive vectors, and the segment is as
 large as the largest vector needs, not as large as the model.
 
-A small vector takes one meeting: after it every rank adds all of it, straight into its own memory. Meanwhile
-another rank may be at the next vector, so small vectors take turns in two sets of places of their own. A set
-is written again only after the meeting of the vector between, which nobody joins before the first is read.
+A small vector takes one meeting: after it every rank adds all of it, directly into its own memory. Meanwhile
+another rank may be at the next vector, so small vectors alternate between two separate sets of places. A set
+is written again only after the meeting of the vector between, which no rank joins before it has read the
+first.
 
-A meeting is an all-to-all of one byte per pair of ranks: a library's collective, because it knows what to do
-when a rank has died or hangs.
+A meeting is an all-to-all of one byte per pair of ranks: a library's collective, because the library handles
+ranks that have died or hang.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from paceline.comm.tree import ReductionPlan
 
 log = logging.getLogger(__name__)
 
-# Places start at a multiple of it, so that no two ranks write to one cache line.
+# Places start at a multiple of this, so that no two ranks write to one cache line.
 _ALIGN_BYTES = 64
-# Elements added at once, so that what is added a second time still lies in the core's own cache.
+# Elements added at once, so that a partial sum is still in the core's own cache when it is added again.
 _BLOCK = 1 << 16
-# Subtrees of all ranks together, up to which each rank adds all of them. Adding 1 MiB takes 0.1 ms, a meeting
-# 0.2 ms and more.
+# Maximum size of all ranks' subtrees together for which each rank adds all of them. Adding 1 MiB takes 0.1
+# ms, a meeting at least 0.2 ms.
 _SMALL_BYTES = 2 << 20
 
 
 class SharedMemoryExchange:
-    """By shared memory, where all ranks are processes of one machine.
+    """An exchange by shared memory, for ranks that are all processes of one machine.
 
     Args:
         group: the ranks, with a backend for the CPU; nobody else may use it.
@@ -104,12 +105,12 @@ class SharedMemoryExchange:
         total.copy_(result)
 
     def _meet(self) -> None:
-        """Returns when every rank is here; what they wrote before can be read then."""
+        """Wait until every rank is here; what they wrote before can be read then."""
         dist.all_to_all_single(self._received, self._sent, group=self._group)
         self.sent_bytes += self._num_ranks - 1
 
     def _reserve(self, sum_bytes: int, subtrees_bytes: int) -> None:
-        """Makes both parts at least so large; the same call on all ranks decides the same."""
+        """Make both parts at least this large; the same call on all ranks decides the same."""
         is_enough = sum_bytes <= self._sum_bytes and subtrees_bytes <= self._subtrees_bytes
         if self._otherwise is not None or (is_enough and self._memory is not None):
             return
@@ -124,7 +125,7 @@ class SharedMemoryExchange:
 
 
 def _lay_end_to_end(parts: list[Tensor], target: Tensor) -> None:
-    """Copies tensors one after the other into a vector of their total length."""
+    """Copy tensors one after the other into a vector of their total length."""
     start = 0
     for part in parts:
         target[start : start + part.numel()].copy_(part)
@@ -133,7 +134,7 @@ def _lay_end_to_end(parts: list[Tensor], target: Tensor) -> None:
 
 
 def _add(rows: list[Tensor], plan: ReductionPlan, total: Tensor) -> None:
-    """Adds rows in the order of the plan into `total`; overwrites them."""
+    """Add rows in the order of the plan into `total`; overwrites them."""
     if not plan.additions:
         total.copy_(rows[0])
         return
@@ -144,7 +145,7 @@ def _add(rows: list[Tensor], plan: ReductionPlan, total: Tensor) -> None:
 
 
 def _add_kept(rows: list[Tensor], plan: ReductionPlan, total: Tensor) -> None:
-    """The same, and leaves the rows as they are."""
+    """Add rows in the order of the plan into `total`, leaving the rows unchanged."""
     if not plan.additions:
         total.copy_(rows[0])
         return

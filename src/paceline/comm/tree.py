@@ -1,4 +1,4 @@
-"""The order in which an exact reduction adds: one binary tree over the numbers of the microbatches.
+"""Defines the order in which an exact reduction adds: a binary tree over the numbers of the microbatches.
 
 A sum of floating-point numbers depends on the order of its additions. Here the order is that of a tree
 which depends on the number of microbatches alone. A subtree of level k covers the microbatches from a
@@ -7,12 +7,12 @@ half without microbatches is left out, not added as zero. For 6 microbatches:
 
     ((0 + 1) + (2 + 3)) + (4 + 5)
 
-A rank computes a block of consecutive microbatches, which is made up of a few whole subtrees. It adds
-inside of them; what is above is added between the ranks. Nobody adds two numbers that are not siblings
-in the tree, so who computed what can't be seen in the sum.
+A rank computes a block of consecutive microbatches, which consists of a few whole subtrees. It adds within
+them; the sums above are added between the ranks. Only siblings in the tree are ever added, so the sum does
+not depend on which rank computed what.
 
-A rank's block is one subtree where all ranks have the same number of microbatches and that is a power of
-two. Any other block of s microbatches is at most 2 log2(s) + 2 subtrees.
+A rank's block is one subtree if all ranks have the same number of microbatches and that is a power of two.
+Any other block of s microbatches is at most 2 log2(s) + 2 subtrees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Subtree = tuple[int, int]
 
 
 def are_siblings(left: Subtree, right: Subtree, num_leaves: int) -> bool:
-    """Whether two subtrees are the two halves of one.
+    """Return whether two subtrees are the two halves of one.
 
     Args:
         left, right: subtrees; the right one begins where the left one ends.
@@ -41,7 +41,7 @@ def are_siblings(left: Subtree, right: Subtree, num_leaves: int) -> bool:
 
 
 def split_block(start: int, stop: int, num_leaves: int) -> list[Subtree]:
-    """The largest whole subtrees that make up a block of microbatches, from left to right.
+    """Return the largest whole subtrees that make up a block of microbatches, from left to right.
 
     Args:
         start, stop: the block; empty where they are equal.
@@ -55,7 +55,7 @@ def split_block(start: int, stop: int, num_leaves: int) -> list[Subtree]:
 
 
 class TreeSum(Generic[Value]):
-    """Adds values in the order of the tree, keeping as few of them as that order allows.
+    """A sum of values in the order of the tree that keeps as few of them as that order allows.
 
     Args:
         num_leaves: microbatches of the whole tree.
@@ -76,7 +76,7 @@ class TreeSum(Generic[Value]):
         self._add = add
 
     def push(self, subtree: Subtree, value: Value) -> None:
-        """Adds a subtree to the right of all that were pushed before, and whatever this completes."""
+        """Add a subtree to the right of all that were pushed before, and every sum that this completes."""
         while self.subtrees and are_siblings(self.subtrees[-1][0], subtree, self._num_leaves):
             (start, _), left = self.subtrees.pop()
             subtree, value = (start, subtree[1]), self._add(left, value)
@@ -85,13 +85,13 @@ class TreeSum(Generic[Value]):
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """How one global batch is reduced; the same on every rank.
+    """The reduction of one global batch; the same on every rank.
 
     Attributes:
         num_leaves: microbatches of the global batch.
-        subtrees: per rank, the subtrees that it brings along.
-        additions: what is added once these lie side by side, rank after rank: pairs of places, of which
-            the left one holds the sum afterwards. The last one, if any, gives the whole sum at place 0.
+        subtrees: per rank, the subtrees that it contributes.
+        additions: the additions once these are side by side, rank after rank: pairs of places, of which
+            the left one holds the sum afterwards. The last one, if any, yields the whole sum at place 0.
     """
 
     num_leaves: int
@@ -100,13 +100,13 @@ class ReductionPlan:
 
     @property
     def num_subtrees(self) -> int:
-        """Subtrees of all ranks."""
+        """The number of subtrees of all ranks."""
         return sum(map(len, self.subtrees))
 
 
 @lru_cache(maxsize=64)
 def plan_reduction(num_owned: tuple[int, ...]) -> ReductionPlan:
-    """How blocks of microbatches, numbered through from the first rank to the last, become one sum.
+    """Return the plan that sums the ranks' blocks of microbatches, numbered from the first rank to the last.
 
     Args:
         num_owned: per rank, how many microbatches it computes.

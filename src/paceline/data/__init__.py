@@ -1,4 +1,4 @@
-"""What models learn from: deterministic samples out of files.
+"""Data sets that models train on: deterministic samples from files.
 
 Names load on first use: `prepare_data` must not wait for torch.
 """

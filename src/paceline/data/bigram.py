@@ -1,4 +1,4 @@
-"""What the simplest model of text reaches: the bar that a trained one must clear.
+"""Measures a bigram model of text, the simplest baseline that a trained model must beat.
 
 A bigram model predicts a token from the one before it: with counts c of the training text,
 p(b | a) = (c(a, b) + alpha) / (c(a) + alpha x vocabulary) (Lidstone smoothing; Manning and Schuetze 1999,
@@ -21,10 +21,10 @@ _CHUNK_TOKENS = 1 << 20
 def measure_bigram(
     train: TokenFile, valid: TokenFile, *, vocab_size: int, seq_len: int, num_samples: int | None = None
 ) -> float:
-    """Nats per token of a bigram model on the validation data's targets.
+    """Return the loss of a bigram model on the validation data's targets, in nats per token.
 
-    Measured on exactly the (token, next token) pairs that the validation data set asks for. The best
-    of `ALPHAS` *on the validation text* counts, which is in the bigram model's favour.
+    Measured on exactly the (token, next token) pairs that the validation data set asks for. The smoothing is
+    the best of `ALPHAS` *on the validation text*, which favours the bigram model.
 
     Args:
         train: tokens to count.

@@ -1,4 +1,4 @@
-"""Mistakes with data that would train, but not what the user meant."""
+"""Checks for mistakes with data that would train, but not as the user intended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def check_data(dataset: Any, name: str) -> None:
-    """Raises PL210 for a loader in place of a data set.
+    """Raise PL210 for a loader in place of a data set.
 
     Args:
         dataset: what a loader is to be made of.
@@ -35,7 +35,7 @@ def check_data(dataset: Any, name: str) -> None:
 
 
 def warn_of_oversized_batch(loader: Loader) -> None:
-    """Logs PL212 where an epoch has fewer samples than one global batch."""
+    """Log PL212 if an epoch has fewer samples than one global batch."""
     num_samples, size = loader.num_samples, loader.global_batch_size
     if num_samples is None or num_samples >= size:
         return

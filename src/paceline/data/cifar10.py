@@ -45,7 +45,7 @@ class Cifar10Part:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> tuple[npt.NDArray[np.uint8], int]:
-        """Image [3, 32, 32] and label of a record."""
+        """Return a record's image [3, 32, 32] and label."""
         number = bisect.bisect_right(self._ends, index)
         record = self._files[number][index - (self._ends[number - 1] if number else 0)]
         return record[1:].reshape(IMAGE_SHAPE), int(record[0])
@@ -55,7 +55,7 @@ class Cifar10Part:
 
 
 def open_cifar10(folder: Path) -> tuple[Cifar10Part, Cifar10Part]:
-    """Training and test images in a folder.
+    """Return the training and test images in a folder.
 
     Raises:
         PacelineError: PL207 for a missing folder or file, PL208 for one of another form.
@@ -83,7 +83,7 @@ def open_cifar10(folder: Path) -> tuple[Cifar10Part, Cifar10Part]:
 
 
 def _map_file(path: Path) -> npt.NDArray[np.uint8]:
-    """Records [num_records, 3073] of a file."""
+    """Return the records [num_records, 3073] of a file."""
     rule = (
         f"A file of CIFAR-10's binary version consists of whole records of {RECORD_BYTES} bytes (10,000 "
         "of them)."

@@ -1,4 +1,4 @@
-"""1,797 handwritten digits that come with the package.
+"""The 1,797 handwritten digits that are part of the package.
 
 `digits.npz` holds `images`, uint8 [1797, 8, 8] with values 0 to 16, and `labels`, uint8 [1797]. It is
 the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998; UCI Machine
@@ -35,7 +35,7 @@ class Digits:
 
 
 def load_digits(valid_fraction: float) -> tuple[Digits, Digits | None]:
-    """The training and the validation images.
+    """Return the training and the validation images.
 
     The split is the same for every seed of a run: `valid_fraction` of one fixed permutation (at
     least one image, if it isn't 0) is held out.

@@ -1,13 +1,13 @@
-"""What happens in a loader's worker: from a global batch's place in the epoch to this rank's microbatches.
+"""Fetches this rank's microbatches of a global batch, in a loader's worker.
 
-`SetFetcher` reads data sets with an index, `StreamFetcher` those that can only be read front to back.
-Both are data sets in torch's eyes whose "index" is a `Key` and whose "sample" is an `Item`, so that
-`torch.utils.data.DataLoader` does the processes, the prefetching and the pinning.
+`SetFetcher` reads data sets with an index, `StreamFetcher` those that can only be read from front to back. To
+torch, both are data sets whose "index" is a `Key` and whose "sample" is an `Item`, so that
+`torch.utils.data.DataLoader` provides the processes, the prefetching and the pinning.
 
-Random numbers drawn while a sample is made (augmentation, masking) depend on (seed, epoch, sample), not
-on who makes it: the global generators of `random`, numpy and torch are seeded from these before every
-sample (about 10 us), or before every microbatch where the data set has `__getitems__`. Generators that a
-data set makes itself are its own affair.
+Random numbers drawn while a sample is made (augmentation, masking) depend on (seed, epoch, sample), not on
+the process that makes it: the global generators of `random`, numpy and torch are seeded from these before
+every sample (about 10 us), or before every microbatch if the data set has `__getitems__`. The data set is
+responsible for generators that it creates itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Key(NamedTuple):
-    """Which global batch to fetch.
+    """The global batch to fetch.
 
     Attributes:
         epoch: the pass over the data.
@@ -65,7 +65,7 @@ class Item(NamedTuple):
 
 
 class Fetcher(Dataset[Any]):
-    """What both kinds have in common.
+    """The base of both fetchers.
 
     Args:
         dataset: the user's data.
@@ -97,7 +97,8 @@ class Fetcher(Dataset[Any]):
         self.told_epoch: int | None = None
 
     def __getitem__(self, key: Key) -> Item | PacelineError:
-        # Ours travel as values: DataLoader rebuilds an exception from its text alone, which loses the parts.
+        # Errors are returned as values, because DataLoader rebuilds an exception from its text alone and
+        # loses the parts.
         try:
             with preserved_generators() if get_worker_info() is None else contextlib.nullcontext():
                 return self.fetch(key)
@@ -105,11 +106,11 @@ class Fetcher(Dataset[Any]):
             return error
 
     def fetch(self, key: Key) -> Item:
-        """Reads this rank's microbatches of one global batch."""
+        """Read this rank's microbatches of one global batch."""
         raise NotImplementedError
 
     def tell_epoch(self, epoch: int) -> None:
-        """Calls the data set's `set_epoch`, if it has one, when the epoch is another than last time."""
+        """Call the data set's `set_epoch`, if it has one, when the epoch has changed."""
         if self.told_epoch != epoch:
             set_epoch = getattr(self.dataset, "set_epoch", None)
             if callable(set_epoch):
@@ -117,13 +118,14 @@ class Fetcher(Dataset[Any]):
             self.told_epoch = epoch
 
     def own_blocks(self, num_samples: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """The number of microbatches, and this rank's as (number, start, stop) within the global batch."""
+        """Return the number of microbatches, and this rank's as (number, start, stop) within the global
+        batch."""
         blocks = split_microbatches(num_samples, self.microbatch_size)
         own = owned_microbatches(len(blocks), self.world_size, self.rank)
         return len(blocks), [(number, *blocks[number]) for number in own]
 
     def make_batch(self, samples: list[Any], labels: Sequence[int], epoch: int, place: int) -> Any:
-        """Collates a microbatch.
+        """Collate a microbatch.
 
         Args:
             samples: its samples.
@@ -144,7 +146,7 @@ class Fetcher(Dataset[Any]):
 
 
 class SetFetcher(Fetcher):
-    """Fetches from a data set with `__getitem__` and `__len__`; see `Fetcher`.
+    """A fetcher for data sets with `__getitem__` and `__len__`; see `Fetcher`.
 
     Args:
         num_samples: length of the data set.
@@ -171,13 +173,14 @@ class SetFetcher(Fetcher):
         return Item(key.epoch, key.number, key.start, num_samples, num_microbatches, microbatches, key.last)
 
     def _order(self, key: Key, start: int, stop: int) -> list[int]:
-        """The indices at places `start` to `stop` of a global batch."""
+        """Return the indices at places `start` to `stop` of a global batch."""
         places = (key.start + start, key.start + stop)
         order = order_slice(self.num_samples, *places, seed=self.seed, epoch=key.epoch, shuffle=self.shuffle)
         return [int(index) for index in order]
 
     def read(self, indices: list[int], epoch: int, place: int) -> list[Any]:
-        """Reads samples, each with random numbers of its own (of `place` where `__getitems__` reads them)."""
+        """Read samples, each with its own random numbers (with those of `place` if `__getitems__` reads
+        them)."""
         get_items = getattr(self.dataset, "__getitems__", None)
         if callable(get_items):
             seed_generators(self.seed, epoch, "microbatch", place)
@@ -207,13 +210,13 @@ class SetFetcher(Fetcher):
 
 
 class StreamFetcher(Fetcher):
-    """Fetches from a data set that can only be iterated over; see `Fetcher`.
+    """A fetcher for data sets that can only be iterated over; see `Fetcher`.
 
-    Every worker of every rank reads the whole stream and keeps what is its own, so each sample is used
-    once whatever their number, provided that the stream is the same for all of them. To make it so,
-    torch's `get_worker_info()` gives None inside the stream (one that shards itself by worker would
-    otherwise lose samples without a word), and its random numbers have generators of their own, seeded
-    from (seed, epoch) when it is opened.
+    Every worker of every rank reads the whole stream and keeps its own part. So each sample is used once for
+    any number of workers, provided that the stream is the same for all of them. To ensure this, torch's
+    `get_worker_info()` returns None inside the stream, because one that shards itself by worker would
+    silently lose samples. The stream's random numbers have their own generators, seeded from (seed, epoch)
+    when it is opened.
 
     Args:
         drop_last: whether a ragged end is left out.
@@ -234,7 +237,8 @@ class StreamFetcher(Fetcher):
             if self._epoch != key.epoch or key.start < self._place:
                 self._open(key.epoch)
             self._skip_to(key.start)
-            # One sample more tells whether this batch is the last; a whole batch if a ragged one is dropped.
+            # One more sample shows whether this batch is the last; a ragged one to drop needs a whole batch
+            # more.
             wanted = 2 * size if self.drop_last else size + 1
             self._ahead.extend(self._next(wanted - len(self._ahead)))
         last = len(self._ahead) < wanted
@@ -274,7 +278,7 @@ class StreamFetcher(Fetcher):
 
     @contextlib.contextmanager
     def _stream_generators(self, epoch: int) -> Iterator[None]:
-        # The stream must not notice how it is cut into batches, so its generators go on where they were.
+        # Batches must not affect the stream, so its generators continue where they were.
         if self._generators is not None and self._epoch == epoch:
             self._generators.restore()
         try:
@@ -286,7 +290,7 @@ class StreamFetcher(Fetcher):
 
 
 def seed_generators(seed: int, epoch: int, what: str, place: int) -> None:
-    """Seeds the global CPU generators of `random`, numpy and torch from a hash of the arguments."""
+    """Seed the global CPU generators of `random`, numpy and torch from a hash of the arguments."""
     text = f"{seed}:{epoch}:{what}:{place}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     random.seed(number)
@@ -295,7 +299,7 @@ def seed_generators(seed: int, epoch: int, what: str, place: int) -> None:
 
 
 class _GeneratorStates:
-    """The states of the global CPU generators, as they were when this was made."""
+    """The states of the global CPU generators when it was created."""
 
     def __init__(self) -> None:
         self.python = read_python_state()
@@ -309,7 +313,7 @@ class _GeneratorStates:
 
 
 def _uncollatable(name: str, samples: list[Any], labels: Sequence[int], error: Exception) -> PacelineError:
-    """Names the first sample that can't be collated alone, or not together with the first one."""
+    """Return PL258, naming the first sample that fails to collate alone or together with the first one."""
 
     def fails(*some: Any) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Which files hold the text, and which part of it is held out."""
+"""Lists the files of a text corpus, and holds out a part of it for validation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CorpusSplit:
 
 
 def find_text_files(patterns: Sequence[str]) -> list[TextFile]:
-    """The files that a recipe's `data.files` names, empty ones left out.
+    """Return the files that a recipe's `data.files` names, without empty ones.
 
     The order is that of the paths relative to each pattern's fixed part, so it doesn't depend on
     where the folder lies; a file that two patterns name counts once.
@@ -144,17 +144,18 @@ def _list_pattern(pattern: str) -> Iterator[tuple[Path, str]]:
 
 
 def _find_kind(path: Path) -> int | None:
-    """The kind of a file as `stat.S_IFMT` gives it; `None` where there is none, as behind a broken link."""
+    """Return the kind of a file as `stat.S_IFMT` gives it; `None` where there is none, as behind a broken
+    link."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:  # no permission, a link that leads to itself, a name that is too long
+    except OSError as error:  # No permission, a link to itself, or a name that is too long.
         raise unreadable(path, error) from None
 
 
 def _check_folders(root: Path, parts: Sequence[str]) -> None:
-    """Raises PL201 for a folder that the pattern has to list and can't, which `glob` passes over.
+    """Raise PL201 for a folder that the pattern has to list but cannot, which `glob` skips silently.
 
     Args:
         root: the part of the pattern before the first wildcard.
@@ -171,7 +172,7 @@ def _check_folders(root: Path, parts: Sequence[str]) -> None:
 
 
 def _list_folders(folder: Path, part: str) -> list[Path]:
-    """The folders in `folder` that one part of a pattern matches."""
+    """Return the folders in `folder` that one part of a pattern matches."""
     if not glob.has_magic(part):
         return [folder / part] if _find_kind(folder / part) == stat.S_IFDIR else []
     try:
@@ -179,7 +180,7 @@ def _list_folders(folder: Path, part: str) -> list[Path]:
             names = [entry.name for entry in entries if entry.is_dir()]
             names = [name for name in names if part.startswith(".") or not name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
-        return []  # nothing matches there, which PL200 reports
+        return []  # Nothing matches there, which PL200 reports.
     except OSError as error:
         raise unreadable(folder, error) from None
     return [folder / name for name in fnmatch.filter(names, part)]
@@ -220,7 +221,7 @@ def _look_at(path: Path, name: str) -> TextFile:
 
 
 def unreadable(path: Path, error: OSError) -> PacelineError:
-    """PL201 for a file of the corpus."""
+    """Return PL201 for a file of the corpus."""
     return PacelineError(
         "PL201",
         saw=f"{path} cannot be read: {error.strerror or error}.",
@@ -230,12 +231,12 @@ def unreadable(path: Path, error: OSError) -> PacelineError:
 
 
 def split_files(files: Sequence[TextFile], valid_fraction: float) -> CorpusSplit:
-    """Holds out about `valid_fraction` of the text, by size, for validation.
+    """Hold out about `valid_fraction` of the text, by size, for validation.
 
-    Files are gone through in the order of a hash of their names, so neither content nor place
-    decides: each one that still fits is held out whole. Where that leaves more than half of the
-    share missing (one file, or a few big ones), the rest is the end of the first file that did not
-    fit, cut after a line where there is one nearby.
+    Files are visited in the order of a hash of their names, so that neither content nor location decides.
+    Each one that still fits is held out whole. If more than half of the share is still missing then (one
+    file, or a few big ones), the rest is the end of the first file that did not fit, cut after a nearby line
+    end if there is one.
 
     Raises:
         PacelineError: PL201 where the file to cut can't be read.
@@ -266,12 +267,12 @@ def split_files(files: Sequence[TextFile], valid_fraction: float) -> CorpusSplit
 
 
 def _hash_name(name: str) -> bytes:
-    # A name is bytes; those that are not UTF-8 stand as surrogates in it.
+    # A name is bytes; those that are not UTF-8 are surrogates in it.
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def _find_cut(file: TextFile, at: int) -> int:
-    """`at`, moved behind the next line end nearby, else to the next start of a UTF-8 character."""
+    """Return `at`, moved past the next line end nearby, else to the next start of a UTF-8 character."""
     try:
         with open(file.path, "rb") as stream:
             stream.seek(at)

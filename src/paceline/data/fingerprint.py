@@ -1,4 +1,5 @@
-"""A cheap hash of a data set's content, so that a run doesn't go on with other data of the same length."""
+"""Computes a cheap hash of a data set's content, so that no run resumes with other data of the same
+length."""
 
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ from paceline.generators import preserved_generators
 if TYPE_CHECKING:
     from paceline.data.loader import Loader
 
-# Samples that are read, spread evenly over the data. More would find smaller changes and take longer.
+# Number of samples that are read, spread evenly over the data. More would detect smaller changes and take
+# longer.
 NUM_SAMPLES = 8
 
 
 def fingerprint_data(loader: Loader) -> str | None:
-    """A hash of what a loader's data set holds; the same in every process that reads the same data.
+    """Return a hash of the content of a loader's data set; equal in every process that reads the same data.
 
-    A data set that has a `content_hash` gives it itself. From any other data set with an index,
-    `NUM_SAMPLES` samples are read with the random numbers of epoch 0, in a worker process where the loader
-    uses workers (files that a data set opens must not be shared with those).
+    A data set with a `content_hash` supplies it itself. From any other data set with an index, `NUM_SAMPLES`
+    samples are read with the random numbers of epoch 0. They are read in a worker process if the loader uses
+    workers, because files that a data set opens must not be shared with those.
 
     Returns:
         `None` for streams, and where a sample can't be read: training reports that with all details.
@@ -49,7 +51,7 @@ def fingerprint_data(loader: Loader) -> str | None:
             batch_size=None,
             num_workers=1,
             worker_init_fn=prepare_worker,
-            generator=torch.Generator(),  # else it draws from the rank's own
+            generator=torch.Generator(),  # Otherwise it draws from the rank's own generator.
         )
         found: str = next(iter(worker))
         return found
@@ -80,7 +82,8 @@ class _Digest(Dataset[str]):
 
 
 def _add(found: Any, value: Any) -> None:
-    """Hashes a nest of tensors, arrays and plain values. What has no content to read counts by its type."""
+    """Hash a nest of tensors, arrays and plain values. A value without readable content counts by its
+    type."""
     found.update(type(value).__name__.encode())
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()

@@ -29,7 +29,7 @@ class DigitImages(Dataset[Sample]):
         return {"images": self.images[index], "labels": self.labels[index]}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Many samples at once; torch's loaders call it."""
+        """Return many samples at once; torch's loaders call it."""
         return [self[index] for index in indices]
 
 
@@ -52,5 +52,5 @@ class Cifar10Images(Dataset[Sample]):
         return {"images": (image - self.mean) / self.std, "labels": torch.tensor(label)}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Many samples at once; torch's loaders call it."""
+        """Return many samples at once; torch's loaders call it."""
         return [self[index] for index in indices]

@@ -1,4 +1,4 @@
-"""Yields each rank its share of every global batch, and knows where the run is in the data.
+"""Yields each rank its share of every global batch, and tracks the run's position in the data.
 
 The order of samples depends on (seed, epoch) only (`order.py`). A global batch is the next
 `global_batch_size` samples of it, cut into microbatches (`share.py`), of which each rank fetches those
@@ -9,11 +9,11 @@ it computes on. So each sample is used exactly once per epoch, the ragged end in
         for share in loader:
             trainer.step(share)
 
-Position: it moves when the trainer says that a share was consumed (`mark_consumed`), not when one is
-prefetched or yielded, so a checkpoint never skips what no step has seen. A share that the user passes over
-counts as consumed with the next one that is. Whoever breaks off and iterates again gets what follows the
-last consumed share. Whoever iterates to the end has finished the epoch, whether anything was marked or
-not: without a trainer the loader behaves like any other, a full pass per `for`.
+Position: it moves when the trainer marks a share as consumed (`mark_consumed`), not when one is prefetched or
+yielded, so a checkpoint never skips samples that no step has used. A share that the user skips counts as
+consumed with the next one that is. Iterating again after a break continues after the last consumed share.
+Iterating to the end finishes the epoch, whether or not anything was marked: without a trainer the loader
+behaves like any other, with a full pass per `for`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Loader", "Position", "Share"]
 
 
 class Position(NamedTuple):
-    """Where the next global batch starts.
+    """The place where the next global batch starts.
 
     Attributes:
         epoch: the pass over the data, from 0.
@@ -54,13 +54,14 @@ class Position(NamedTuple):
 
 
 class Loader:
-    """Yields a `Share` per global batch; its position is saved and restored on any number of ranks.
+    """An iterable over `Share`s, one per global batch; its position is saved and restored on any number of
+    ranks.
 
-    Data sets with `__getitem__` and `__len__` are shuffled; `__getitems__` is used where there is one.
-    Anything else that is iterable is a stream: every worker of every rank reads all of it and keeps its
-    own part (batches go round the workers), and resuming reads it again up to the position, which takes
-    the time that it takes. A stream must be the same on every rank and on every reading of an epoch.
-    `set_epoch(epoch)` of the data set is called where it exists, in the workers too.
+    Data sets with `__getitem__` and `__len__` are shuffled; `__getitems__` is used if it exists. Any other
+    iterable is a stream: every worker of every rank reads all of it and keeps its own part (batches alternate
+    between workers). Resuming reads it again up to the position, which takes as long as the first time. A
+    stream must be the same on every rank and on every reading of an epoch. The data set's `set_epoch(epoch)`
+    is called if it exists, in the workers too.
 
     Resuming a run compares its data: a data set with a `content_hash` (a text) by that, any other with an
     index by a few samples (`fingerprint.py`).
@@ -68,8 +69,8 @@ class Loader:
     Augmentation by the global generators of `random`, numpy and torch doesn't depend on the number of
     ranks or workers (`fetching.py`), and the rank's own generators are left as they were.
 
-    Without `epochs` each iteration gives the rest of the current epoch. With `epochs=N` one iteration
-    goes on to the end of the N-th epoch, resumed or not. One iteration at a time.
+    Without `epochs`, each iteration yields the rest of the current epoch. With `epochs=N`, one iteration
+    continues to the end of the N-th epoch, resumed or not. Only one iteration may run at a time.
 
     Args:
         dataset: the data; see above.
@@ -152,7 +153,7 @@ class Loader:
         self._sampler = _Sampler()
         self._fetcher = self._build_fetcher(dataset, rank, world_size, collate)
         self._torch_loader = self._build_torch_loader(num_workers, prefetch, _choose_pinning(pin_memory))
-        # Holds torch's loader until ours is gone: in a garbage cycle its queues would go first, and ending
+        # Holds torch's loader until ours is deleted: in a garbage cycle its queues would go first, and ending
         # each worker would take 10 s. So nothing in torch's loader may refer to ours.
         weakref.finalize(self, end_workers, self._torch_loader, os.getpid())
 
@@ -163,27 +164,27 @@ class Loader:
 
     @cached_property
     def content_hash(self) -> str | None:
-        """Of what the data holds, where that can be told; reads some samples the first time it is asked."""
+        """A hash of the data's content, or None; reads some samples on first use."""
         return fingerprint_data(self)
 
     @property
     def position(self) -> Position:
-        """Where the next global batch starts."""
+        """The place where the next global batch starts."""
         return self._position
 
     def __len__(self) -> int:
-        """Global batches of a full epoch; a TypeError for streams, whose length nobody knows."""
+        """Return the number of global batches in a full epoch; raise a TypeError for streams."""
         if self.num_samples is None:
             raise TypeError(f"{self.name} is a stream, so its length is not known in advance.")
         return _count_batches(self.num_samples, self.global_batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Share]:
         self._turn += 1
-        self._fetcher.told_epoch = None  # another loader over the same data set may have told it another
+        self._fetcher.told_epoch = None  # Another loader over the same data set may have set another epoch.
         return self._give_out(self._turn)
 
     def mark_consumed(self, share: Share) -> None:
-        """Moves the position behind this share; the trainer calls it after the step. A share that was
+        """Move the position behind this share; the trainer calls it after the step. A share that was
         marked before changes nothing."""
         assert share.source is self, "a share goes back to the loader that yielded it"
         if share.last:
@@ -193,14 +194,14 @@ class Loader:
         self._position = max(self._position, behind)
 
     def iterate_once(self) -> Iterator[Share]:
-        """Gives the whole of epoch 0, without moving the position: each pass has the same samples with the
+        """Return the whole of epoch 0, without moving the position: each pass has the same samples with the
         same random numbers, as evaluation wants them. Ends another iteration under way."""
         self._turn += 1
         self._fetcher.told_epoch = None
         return self._give_out_epoch(Position(), self._turn, source=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what gives it a meaning, as JSON-able values; the same on every rank."""
+        """Return the position and what gives it a meaning, as JSON-able values; the same on every rank."""
         return {
             "kind": self._kind,
             "num_samples": self.num_samples,
@@ -213,8 +214,8 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where a loader stood, on any number of ranks, workers and microbatches. Under another
-        global batch size it goes on with the next sample, and batches are cut anew from there.
+        """Continue where a loader stopped, on any number of ranks, workers and microbatches. With another
+        global batch size it continues with the next sample, and batches are cut anew from there.
 
         Raises:
             PacelineError: PL260 not such a state; PL259 of other data or of another order.
@@ -242,11 +243,11 @@ class Loader:
         if self.num_samples is not None:
             num_left = self.num_samples - position.samples
             if not _count_batches(num_left, self.global_batch_size, self.drop_last):
-                position = Position(position.epoch + 1)  # what is left is less than a batch and is dropped
+                position = Position(position.epoch + 1)  # The rest is less than a batch and is dropped.
         self._position = position
 
     def close(self) -> None:
-        """Ends the workers. Iterating again starts new ones."""
+        """End the workers. Iterating again starts new ones."""
         self._turn += 1
         end_workers(self._torch_loader, os.getpid())
 
@@ -279,7 +280,7 @@ class Loader:
                 return
 
     def _fetch_epoch(self, start: Position) -> Iterator[Item]:
-        """Items from a position to the end of its epoch, as the workers deliver them."""
+        """Yield the items from a position to the end of its epoch, as the workers deliver them."""
         self._sampler.keys = _list_keys(start, self.global_batch_size, self.num_samples, self.drop_last)
         with warnings.catch_warnings():
             _ignore_worker_warnings()
@@ -337,7 +338,7 @@ class Loader:
                 persistent_workers=num_workers > 0,
                 pin_memory=pin_memory,
                 worker_init_fn=prepare_worker,
-                generator=torch.Generator(),  # else it draws from the rank's own
+                generator=torch.Generator(),  # Otherwise it draws from the rank's own generator.
             )
 
     def _check_turn(self, turn: int) -> None:
@@ -369,7 +370,7 @@ class Loader:
 
 
 class _Sampler:
-    """Gives torch's loader the keys of whatever epoch is on; torch asks anew per iteration."""
+    """A sampler that passes torch's loader the keys of the current epoch; torch asks anew per iteration."""
 
     def __init__(self) -> None:
         self.keys: Iterator[Key] = iter(())
@@ -379,14 +380,15 @@ class _Sampler:
 
 
 def _keep(item: Any) -> Any:
-    """Instead of torch's `default_convert`, which would turn a user's arrays into tensors."""
+    """Return an item unchanged, unlike torch's `default_convert`, which turns a user's arrays into
+    tensors."""
     return item
 
 
 def _list_keys(
     start: Position, global_batch_size: int, num_samples: int | None, drop_last: bool
 ) -> Iterator[Key]:
-    """The global batches from a position to the end of its epoch; without end for a stream, as only a
+    """Yield the global batches from a position to the end of its epoch; without end for a stream, as only a
     worker sees where that ends."""
     epoch, number, samples = start
     num_batches = None
@@ -405,7 +407,8 @@ def _count_batches(num_samples: int, global_batch_size: int, drop_last: bool) ->
 
 
 def _ignore_worker_warnings() -> None:
-    """More workers than cores is the user's choice, and forking beside torch's threads is torch's."""
+    """Ignore two warnings: the number of workers is the user's choice, and forking beside threads is
+    torch's."""
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     warnings.filterwarnings("ignore", message=".*use of fork", category=DeprecationWarning)
 
@@ -434,7 +437,7 @@ def _choose_pinning(pin_memory: bool | Literal["auto"]) -> bool:
 
 
 def _count_samples(dataset: Any, name: str) -> int | None:
-    """The length of a data set with an index, None for a stream."""
+    """Return the length of a data set with an index, None for a stream."""
     if isinstance(dataset, collections.abc.Iterator):
         raise PacelineError(
             "PL256",

@@ -1,8 +1,8 @@
-"""The order of an epoch: a permutation that nobody has to hold in memory.
+"""Computes the order of an epoch: a permutation that is never held in memory.
 
-Which sample stands at which place of an epoch is a function of (seed, epoch, place) alone. Neither
-the number of ranks nor the place where a run was resumed enters, so any rank can compute any slice
-of the order, and a run that goes on under another world size goes on in the same order.
+The sample at a place of an epoch is a function of (seed, epoch, place) alone, not of the number of ranks or
+of the place where a run was resumed. So any rank can compute any slice of the order, and a run that resumes
+with another world size continues in the same order.
 
 The permutation is a Feistel network (Luby and Rackoff 1988) with modular addition over a rectangle of
 about sqrt(num_samples) on each side, and cycle walking for the few places that the rectangle has too
@@ -42,7 +42,7 @@ _Words = NDArray[np.uint64]
 def order_slice(
     num_samples: int, start: int, stop: int, *, seed: int, epoch: int, shuffle: bool = True
 ) -> NDArray[np.int64]:
-    """Gives the samples at places `start` to `stop` (excluded) of an epoch's order.
+    """Return the samples at places `start` to `stop` (excluded) of an epoch's order.
 
     Time and memory are proportional to the slice, whatever `num_samples` is.
 
@@ -82,7 +82,7 @@ def _kept_block(num_samples: int, number: int, seed: int, epoch: int) -> NDArray
 
 @functools.lru_cache(maxsize=64)
 def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
-    """One key per round. Hashed, so that (seed 1, epoch 2) and (seed 2, epoch 1) have nothing in common."""
+    """Return one key per round, hashed so that (seed 1, epoch 2) and (seed 2, epoch 1) share nothing."""
     text = f"paceline order 1: seed {seed}, epoch {epoch}"
     digest = hashlib.shake_256(text.encode()).digest(8 * NUM_ROUNDS)
     return tuple(np.frombuffer(digest, dtype="<u8").astype(np.uint64))
@@ -109,8 +109,8 @@ def _permute(num_samples: int, start: int, stop: int, seed: int, epoch: int) -> 
 
 
 def _feistel(values: _Words, width: int, height: int, keys: tuple[np.uint64, ...]) -> _Words:
-    """Permutes `range(width * height)`. Each round adds to one coordinate a function of the other, which
-    can be taken off again whatever the function is."""
+    """Permute `range(width * height)`. Each round adds to one coordinate a function of the other, which can
+    be subtracted again whatever the function is."""
     rows, columns = np.divmod(values, np.uint64(width))
     for number, key in enumerate(keys):
         changed, other, size = (rows, columns, height) if number % 2 == 0 else (columns, rows, width)
@@ -124,7 +124,7 @@ def _feistel(values: _Words, width: int, height: int, keys: tuple[np.uint64, ...
 
 
 def _mix(values: _Words, key: np.uint64) -> _Words:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014, figure 14) on value xor key."""
+    """Return the finalizer of SplitMix64 (Steele, Lea and Flood 2014, figure 14) on value xor key."""
     words = values ^ key
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)

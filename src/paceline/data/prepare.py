@@ -1,4 +1,4 @@
-"""Checks of the data and building of caches, without torch, so that errors come before ranks start."""
+"""Checks data and builds caches without torch, so that errors appear before ranks start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.recipe.schema import Cifar10Data, DigitsData, MaskedTextData, Reci
 
 @dataclass(frozen=True)
 class PreparedText:
-    """Text, tokenized and found long enough.
+    """A tokenized text that is long enough.
 
     Attributes:
         corpus: the token files.
@@ -26,7 +26,7 @@ class PreparedText:
     seq_len: int
 
     def num_samples(self, part: TokenFile) -> int:
-        """How many samples a split gives; its end that doesn't fill one is dropped."""
+        """Return the number of samples in a split; its end that does not fill one is dropped."""
         return max(0, (part.num_tokens - 1) // self.seq_len)
 
 
@@ -47,10 +47,10 @@ class PreparedCifar10:
 
 
 def prepare_data(recipe: Recipe) -> PreparedText | PreparedDigits | PreparedCifar10:
-    """Checks the recipe's data and builds its caches; imports no torch.
+    """Check the recipe's data and build its caches; imports no torch.
 
-    Cheap where the cache is there (a look at each file), else one pass over the text. Any number of
-    processes may call it at once.
+    Cheap if the cache exists (one stat per file), else one pass over the text. Any number of processes may
+    call it at once.
 
     Raises:
         PacelineError: PL200 to PL209, PL213 and PL214, see `codes/PL200-data.md`.

@@ -1,8 +1,7 @@
-"""Who computes what: a global batch is cut into microbatches, and these are shared out to ranks.
+"""Distributes a global batch: cuts it into microbatches and assigns these to ranks.
 
-The cut depends on the number of samples and the microbatch size alone, never on the world size.
-What a rank computes on is always a whole microbatch, so a microbatch gives the same numbers on
-whatever rank it lands.
+The cut depends on the number of samples and the microbatch size alone, never on the world size. A rank always
+computes whole microbatches, so a microbatch yields the same numbers on any rank.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Share:
 
 
 def split_microbatches(num_samples: int, microbatch_size: int) -> list[tuple[int, int]]:
-    """Cuts `num_samples` into microbatches, given as (start, stop); the last one may be smaller."""
+    """Cut `num_samples` into microbatches, given as (start, stop); the last one may be smaller."""
     assert num_samples >= 0, num_samples
     assert microbatch_size >= 1, microbatch_size
     return [
@@ -60,8 +59,10 @@ def split_microbatches(num_samples: int, microbatch_size: int) -> list[tuple[int
 
 
 def owned_microbatches(num_microbatches: int, world_size: int, rank: int) -> range:
-    """The numbers of the microbatches that a rank computes: a block of `num_microbatches // world_size`,
-    one more on the first `num_microbatches % world_size` ranks. May be empty, never on rank 0 alone."""
+    """Return the numbers of the microbatches that a rank computes.
+
+    They are a block of `num_microbatches // world_size`, with one more on the first `num_microbatches %
+    world_size` ranks. It may be empty, but never on rank 0 alone."""
     assert num_microbatches >= 0, num_microbatches
     assert 0 <= rank < world_size, (rank, world_size)
     size, num_larger = divmod(num_microbatches, world_size)
@@ -71,5 +72,5 @@ def owned_microbatches(num_microbatches: int, world_size: int, rank: int) -> ran
 
 @lru_cache(maxsize=64)
 def count_owned(num_microbatches: int, world_size: int) -> tuple[int, ...]:
-    """Per rank, how many microbatches `owned_microbatches` gives it."""
+    """Return the number of microbatches that `owned_microbatches` assigns to each rank."""
     return tuple(len(owned_microbatches(num_microbatches, world_size, rank)) for rank in range(world_size))

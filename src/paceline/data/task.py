@@ -1,4 +1,4 @@
-"""What a recipe trains on, ready for models and loaders."""
+"""Builds the data sets of a recipe, ready for models and loaders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.recipe.schema import MaskedTextData, Recipe, TextData
 
 @dataclass(frozen=True)
 class TaskData:
-    """Data sets and what a model must know of them; what doesn't apply is None.
+    """The data sets and what a model must know of them; None for what does not apply.
 
     Attributes:
         train: training samples.
@@ -42,18 +42,18 @@ class TaskData:
     valid_tokens: TokenFile | None = None
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text; only for text."""
+        """Return the token ids of a text; only for text."""
         assert self.tokenizer is not None, "images have no tokens"
         return self.tokenizer.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids; only for text."""
+        """Return the text of token ids; only for text."""
         assert self.tokenizer is not None, "images have no tokens"
         return self.tokenizer.decode(ids)
 
 
 def build_data(recipe: Recipe) -> TaskData:
-    """The recipe's data, checked, with its caches built; any number of ranks may call it at once.
+    """Return the recipe's data, checked, with its caches built; any number of ranks may call it at once.
 
     Raises:
         PacelineError: PL200 to PL209, see `prepare_data`.

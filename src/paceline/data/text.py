@@ -1,4 +1,4 @@
-"""Samples of text: next tokens, and masked tokens."""
+"""Data sets of text: next tokens, and masked tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.utils.data import Dataset
 from paceline.data.tokens import TokenFile
 
 IGNORED = -100
-"""The target of a place that doesn't count."""
+"""The target of a position that does not count."""
 
 Sample = dict[str, Tensor]
 
 
 class NextTokens(Dataset[Sample]):
-    """Sample i: tokens `i*seq_len` and following, with the next token of each as its target.
+    """The data set whose sample i is tokens `i*seq_len` and following, each with the next token as its
+    target.
 
     A sample is `{"ids": int64 [seq_len], "targets": int64 [seq_len]}`. Pickles as the path of its
     file, so a loader's worker maps the file itself.
@@ -37,7 +38,7 @@ class NextTokens(Dataset[Sample]):
 
     @property
     def content_hash(self) -> str:
-        """Of the whole text, as its tokens; resuming a run compares it."""
+        """A hash of the whole text, as its tokens; resuming a run compares it."""
         return self.part.sha256
 
     def __len__(self) -> int:
@@ -47,12 +48,12 @@ class NextTokens(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Many samples at once; torch's loaders call it."""
+        """Return many samples at once; torch's loaders call it."""
         windows = torch.from_numpy(self._windows(indices, self.seq_len + 1))
         return [{"ids": window[:-1], "targets": window[1:]} for window in windows]
 
     def _windows(self, indices: Sequence[int], length: int) -> npt.NDArray[np.int64]:
-        """Tokens [len(indices), length] from the start of each sample."""
+        """Return the tokens [len(indices), length] from the start of each sample."""
         windows = np.empty((len(indices), length), dtype=np.int64)
         for row, index in enumerate(indices):
             if not 0 <= index < len(self):
@@ -69,7 +70,8 @@ class NextTokens(Dataset[Sample]):
 
 
 class MaskedTokens(NextTokens):
-    """Sample i: tokens `i*seq_len` and following, some of them hidden; these are the targets.
+    """The data set whose sample i is tokens `i*seq_len` and following, some of them masked; these are the
+    targets.
 
     Each token is a target with chance `mask_fraction`, and at least one per sample. Of the targets
     80% are replaced by the mask token, 10% by a random token and 10% stay (Devlin et al. 2019,
@@ -103,12 +105,12 @@ class MaskedTokens(NextTokens):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draws other masks from now on; loaders call it before each epoch, in every worker."""
+        """Draw other masks from now on; loaders call it before each epoch, in every worker."""
         if not self.fixed:
             self.epoch = epoch
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Many samples at once; torch's loaders call it."""
+        """Return many samples at once; torch's loaders call it."""
         tokens = self._windows(indices, self.seq_len)
         raw = self._draw(indices)
         chance = (raw[:, 0] >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
@@ -122,7 +124,7 @@ class MaskedTokens(NextTokens):
         return [{"ids": ids[row], "targets": targets[row]} for row in range(len(tokens))]
 
     def _draw(self, indices: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Random words [len(indices), 3, seq_len], a function of (seed, epoch, sample)."""
+        """Draw random words [len(indices), 3, seq_len], a function of (seed, epoch, sample)."""
         raw = np.empty((len(indices), 3, self.seq_len), dtype=np.uint64)
         for row, index in enumerate(indices):
             # Raw output of a counter-based generator: any sample at once, equal in every numpy.

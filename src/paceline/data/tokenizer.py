@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or a tokenizer of Hugging Face's `tokenizers`."""
+"""Converts text to token ids and back: bytes, or a tokenizer of Hugging Face's `tokenizers`."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ Ids = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer."""
+    """The interface of a tokenizer that the rest of the package uses."""
 
     vocab_size: int
     """Ids are below this."""
     separator_id: int | None
-    """The id that stands between two files; None: nothing stands there."""
+    """The id between two files, or None for no separator."""
 
     def encode_bytes(self, text: bytes) -> Ids:
-        """The ids of a piece of a file."""
+        """Return the ids of a piece of a file."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Return the ids of a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
 
 
 class ByteTokenizer:
-    """Every byte is a token; byte 0 stands between files."""
+    """A tokenizer in which every byte is a token; byte 0 separates files."""
 
     vocab_size = 256
     separator_id: int | None = 0
 
     def encode_bytes(self, text: bytes) -> Ids:
-        """The bytes themselves."""
+        """Return the bytes themselves."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of `text` in UTF-8."""
+        """Return the bytes of `text` in UTF-8."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8, and ids that are no bytes, become U+FFFD."""
+        """Return the text; bytes that are not UTF-8, and ids that are no bytes, become U+FFFD."""
         return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A tokenizer out of a `tokenizer.json`.
+    """A tokenizer loaded from a `tokenizer.json`.
 
-    Text is taken as it is: no truncation, no padding, nothing added at the ends, and the names of
-    special tokens that occur in it are ordinary text. What is not UTF-8 becomes U+FFFD.
+    Text is used as it is: no truncation, no padding, nothing added at the ends, and names of special tokens
+    within it are ordinary text. What is not UTF-8 becomes U+FFFD.
 
     Args:
         definition: the content of a `tokenizer.json`.
@@ -84,22 +84,22 @@ class FileTokenizer:
         self.separator_id: int | None = next((i for i in known if i is not None), None)
 
     def encode_bytes(self, text: bytes) -> Ids:
-        """The ids of a piece of a file."""
+        """Return the ids of a piece of a file."""
         return np.asarray(self.encode(text.decode(errors="replace")), dtype=np.uint32)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """Return the ids of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; unknown ids are left out."""
+        """Return the text of ids; unknown ids are left out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
 
 def load_tokenizer(path: Path) -> FileTokenizer:
-    """The tokenizer in a file.
+    """Return the tokenizer in a file.
 
     Raises:
         PacelineError: PL203 where it is missing, unreadable or not a tokenizer.
@@ -126,7 +126,7 @@ def load_tokenizer(path: Path) -> FileTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
-    """A byte-level BPE trained on `texts`; the same texts give the same tokenizer.
+    """Return a byte-level BPE trained on `texts`; the same texts give the same tokenizer.
 
     Raises:
         PacelineError: PL206 where the texts don't hold enough pairs for `vocab_size` tokens.
@@ -158,7 +158,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 
 
 def fingerprint_tokenizer(name: str, vocab_size: int | None) -> str:
-    """What tells this choice of tokenizer from others, before anything is trained.
+    """Return a text that distinguishes this choice of tokenizer from others, before anything is trained.
 
     Args:
         name: the recipe's `data.tokenizer`.

@@ -1,4 +1,4 @@
-"""The token files: a text's ids on disk, built once, read as memory-mapped arrays.
+"""Builds and reads token files: a text's ids on disk, built once, read as memory-mapped arrays.
 
 A folder per corpus and tokenizer in the cache folder:
 
@@ -7,10 +7,10 @@ A folder per corpus and tokenizer in the cache folder:
     <key>/meta.json             counts, type and a hash of each file
 
 The key is a hash of this format's version, of the files' paths, sizes and times, and of the tokenizer.
-Protocol, for any number of processes on any number of runs: whoever finds no valid folder takes the
-lock `<key>.lock` (flock, released by the kernel when its holder dies), looks again, builds into
-`<key>.<random>.tmp`, syncs it and renames it. So a folder of this name is whole, and what a killed
-build leaves is removed by the next holder of the lock.
+Protocol, for any number of processes of any number of runs: a process that finds no valid folder takes the
+lock `<key>.lock` (flock, released by the kernel when its holder dies), checks again, builds into
+`<key>.<random>.tmp`, syncs it and renames it. So a folder with this name is complete, and the next holder of
+the lock removes what a killed build has left.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Ids in a file.
+    """The ids in a file.
 
     Attributes:
         path: the file.
@@ -67,7 +67,7 @@ class TokenFile:
     sha256: str
 
     def open(self) -> npt.NDArray[Any]:
-        """The ids, mapped from the file and read as they are touched."""
+        """Return the ids, mapped from the file and read as they are touched."""
         if self.num_tokens == 0:
             return np.empty(0, dtype=self.dtype)  # an empty file can't be mapped
         return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
@@ -83,7 +83,7 @@ class Corpus:
 
 
 def build_corpus(split: CorpusSplit, tokenizer: str, vocab_size: int | None, cache_dir: Path) -> Corpus:
-    """The token files of a text, out of the cache or newly built.
+    """Return the token files of a text, from the cache or newly built.
 
     Any number of processes may call this at once: one builds, the others wait and read.
 
@@ -137,8 +137,7 @@ def _key(split: CorpusSplit, tokenizer: str) -> str:
 
 
 def _open(folder: Path) -> Corpus | None:
-    """The corpus in a folder; None where there is none, or one whose files have other sizes than
-    its `meta.json` says."""
+    """Return the corpus in a folder; None if there is none, or if file sizes differ from `meta.json`."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
         definition = None if meta["tokenizer"] is None else (folder / meta["tokenizer"]).read_text("utf-8")
@@ -157,7 +156,7 @@ def _open(folder: Path) -> Corpus | None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Holds the lock; False on a file system without locks, where two builds at once only cost time."""
+    """Hold the lock; yield False on a file system without locks, where two builds at once only cost time."""
     with open(path, "ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -245,7 +244,7 @@ class _Part:
 
 
 def _write_tokens(path: Path, pieces: Sequence[Piece], tokenizer: Tokenizer, dtype: str) -> _Part:
-    """Writes the ids of `pieces`, chunk by chunk, a separator between two pieces."""
+    """Write the ids of `pieces`, chunk by chunk, a separator between two pieces."""
     digest = hashlib.sha256()
     num_tokens = 0
     with open(path, "wb") as stream:
@@ -268,7 +267,7 @@ def _encode(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[npt.NDArr
 
 
 def _read(piece: Piece) -> Iterator[bytes]:
-    """The bytes of a piece in chunks of about 1 MiB, cut after a line where there is one.
+    """Yield the bytes of a piece in chunks of about 1 MiB, cut after a line where there is one.
 
     The cuts are part of the result: a tokenizer sees one chunk at a time.
     """
@@ -301,7 +300,8 @@ def _read(piece: Piece) -> Iterator[bytes]:
 
 
 def _find_cut(chunk: bytes) -> int:
-    """Behind the last line of a chunk; without one, before the UTF-8 character that it may break."""
+    """Return the place after a chunk's last line; without one, before the UTF-8 character that it may
+    break."""
     line_end = chunk.rfind(b"\n")
     if line_end >= 0:
         return line_end + 1

@@ -1,4 +1,4 @@
-"""The models that recipes name: plain modules, one process, no knowledge of ranks."""
+"""The models that recipes name: plain modules for one process, unaware of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Encoder", "Gpt", "Resnet", "build_model"]
 
 
 class TaskShape(Protocol):
-    """What a model must know of its data; `paceline.data.TaskData` is one."""
+    """The properties of data that a model needs; `paceline.data.TaskData` has them."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -35,7 +35,7 @@ class TaskShape(Protocol):
 
 
 def build_model(recipe: Recipe, data: TaskShape) -> nn.Module:
-    """The recipe's model with fresh weights, in fp32 on the CPU.
+    """Return the recipe's model with fresh weights, in fp32 on the CPU.
 
     Weights come from torch's default generator, which the caller seeds.
 

@@ -1,4 +1,4 @@
-"""A bidirectional transformer out of torch's own layers, for predicting masked tokens.
+"""A bidirectional transformer built from torch's own layers, for predicting masked tokens.
 
 Sources: Vaswani et al. 2017, "Attention Is All You Need", section 3; Devlin et al. 2019, "BERT",
 section 3 (learned positions, GELU).
@@ -14,7 +14,7 @@ from paceline.recipe.schema import EncoderModel
 
 
 class Encoder(nn.Module):
-    """An encoder that gives logits over the vocabulary at every place.
+    """An encoder that returns logits over the vocabulary at every position.
 
     Args:
         section: the recipe's `[model]`.
@@ -39,7 +39,7 @@ class Encoder(nn.Module):
             batch_first=True,
             norm_first=section.norm_first,
         )
-        # Nested tensors serve padded batches, which we don't have; asking for them with norm_first
+        # Nested tensors are for padded batches, which do not occur here; requesting them with norm_first
         # warns.
         self.encoder = nn.TransformerEncoder(layer, section.layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(section.hidden)
@@ -47,8 +47,8 @@ class Encoder(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        # TransformerEncoder copies one layer with its weights, so all layers start equal unless they
-        # are drawn again (as nn.Transformer does).
+        # TransformerEncoder copies one layer with its weights, so all layers start equal unless they are
+        # drawn again (as nn.Transformer does).
         for parameter in self.encoder.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
@@ -58,7 +58,7 @@ class Encoder(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits at every place.
+        """Return the logits at every position.
 
         Args:
             ids: token ids, int64 [batch, seq_len], seq_len at most `max_seq_len`.

@@ -25,7 +25,7 @@ from paceline.recipe.schema import GptModel, default_ffn_hidden
 
 
 class Gpt(nn.Module):
-    """A decoder that gives next-token logits.
+    """A decoder that returns next-token logits.
 
     Args:
         section: the recipe's `[model]`.
@@ -50,13 +50,13 @@ class Gpt(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue  # the norms' weights start at one
-            # Each block adds two outputs to the residual stream; scaled so, its variance does not
-            # grow with depth.
+            # Each block adds two outputs to the residual stream; with this scale the variance does not grow
+            # with depth.
             scale = 1 / math.sqrt(2 * self.section.layers) if _is_residual_output(name) else 1.0
             nn.init.normal_(parameter, std=std * scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of the next token at every place.
+        """Return the logits of the next token at every position.
 
         Args:
             ids: token ids, int64 [batch, seq_len], seq_len at most `max_seq_len`.
@@ -83,7 +83,7 @@ class Gpt(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The prompt, continued by sampling.
+        """Return the prompt, continued by sampling.
 
         The model sees the last `max_seq_len` tokens at each step; the whole window is computed again
         for every token. The module's train or eval mode is the same afterwards.
@@ -125,7 +125,7 @@ class Gpt(nn.Module):
             self.train(was_training)
 
     def llama_config(self) -> dict[str, Any]:
-        """The keyword arguments of Hugging Face's `LlamaConfig` under which these weights compute the
+        """Return the keyword arguments of Hugging Face's `LlamaConfig` under which these weights compute the
         same logits (dropout off)."""
         section = self.section
         return {
@@ -156,7 +156,7 @@ def _is_residual_output(name: str) -> bool:
 
 
 def check_seq_len(ids: Tensor, max_seq_len: int) -> None:
-    """Raises PL220 where `ids` [batch, seq_len] is longer than the positions of a model."""
+    """Raise PL220 if `ids` [batch, seq_len] is longer than a model has positions."""
     if ids.shape[1] > max_seq_len:
         raise PacelineError(
             "PL220",
@@ -167,9 +167,9 @@ def check_seq_len(ids: Tensor, max_seq_len: int) -> None:
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of the rotary positions.
+    """The cosines and sines of rotary positions.
 
-    Worked out in fp32 as Hugging Face does, so that an export computes the same numbers.
+    Computed in fp32 as Hugging Face does, so that an export computes the same numbers.
 
     Args:
         head_dim: width of a head (even).
@@ -185,17 +185,17 @@ class Rotary(nn.Module):
         frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
         angles = torch.cat([angles, angles], dim=-1)
-        # Not persistent: they follow from the recipe and don't belong into a checkpoint.
+        # Not persistent: they follow from the recipe and do not belong in a checkpoint.
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first positions, each [seq_len, head_dim]."""
+        """Return the cosines and sines of the first positions, each [seq_len, head_dim]."""
         return self.cos[:seq_len], self.sin[:seq_len]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys [batch, heads, seq_len, head_dim], turned by their positions."""
+    """Rotate queries or keys [batch, heads, seq_len, head_dim] by their positions."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x * cos + turned * sin).type_as(x)  # under autocast x is 16 bits wide, cos and sin are 32
@@ -213,7 +213,7 @@ class GptBlock(nn.Module):
         self.mlp = FeedForward(section)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` [batch, seq_len, hidden] with both outputs added."""
+        """Return `x` [batch, seq_len, hidden] with both outputs added."""
         attended = self.self_attn(self.input_layernorm(x), cos, sin)
         x = x + F.dropout(attended, self.dropout, self.training)
         fed = self.mlp(self.post_attention_layernorm(x))
@@ -235,7 +235,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(section.heads * self.head_dim, section.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attention over `x` [batch, seq_len, hidden]; the same shape."""
+        """Return the attention over `x` [batch, seq_len, hidden], in the same shape."""
         batch, seq_len, _ = x.shape
 
         def heads(projected: Tensor) -> Tensor:  # [batch, heads, seq_len, head_dim]
@@ -256,7 +256,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """The SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, section: GptModel) -> None:
         super().__init__()
@@ -266,6 +266,6 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(inner, section.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [batch, seq_len, hidden]; the same shape."""
+        """Return the output for `x` [batch, seq_len, hidden], in the same shape."""
         output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return output

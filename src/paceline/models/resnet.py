@@ -14,7 +14,7 @@ from paceline.recipe.schema import ResnetModel
 
 
 class Resnet(nn.Module):
-    """A ResNet that gives one logit per class.
+    """A ResNet that returns one logit per class.
 
     Args:
         section: the recipe's `[model]`.
@@ -41,7 +41,7 @@ class Resnet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the classes.
+        """Return the logits of the classes.
 
         Args:
             images: [batch, channels, height, width].
@@ -56,7 +56,7 @@ class Resnet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut; with more channels out than in it halves the image.
+    """Two 3x3 convolutions and a shortcut; halves the image if it has more output than input channels.
 
     Args:
         num_in: channels of the input.
@@ -73,7 +73,7 @@ class BasicBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(num_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [batch, num_in, height, width]; [batch, num_out, ceil(height / stride), ...]."""
+        """Map `x` [batch, num_in, height, width] to [batch, num_out, ceil(height / stride), ...]."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         shortcut = x

@@ -1,1 +1,1 @@
-"""Arithmetic over recipes: what a layout needs, before anyone rents a machine."""
+"""Computes what a layout needs, from recipes alone and before any machine is rented."""

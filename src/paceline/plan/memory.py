@@ -1,12 +1,12 @@
-"""How many bytes of a model's state a rank holds under a layout, at named instants of an optimizer step.
+"""Computes the bytes of model state on a rank under a layout, at named instants of an optimizer step.
 
-State is what training keeps whatever the batch: parameters, gradients, the optimizer's. With n = dp_shard,
-zero = 1 divides the optimizer's state by n, 2 the gradients too, 3 the parameters too (Rajbhandari et al.
-2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3 and figure 1); tp
-divides what it splits, and dp_replicate nothing. What the paper counts as one number depends on when one
-looks, for sharded parameters are gathered before they are used (torch's `fully_shard`): hence the instants.
+State is what training keeps whatever the batch: parameters, gradients and optimizer state. With n = dp_shard,
+zero = 1 divides the optimizer state by n, 2 the gradients too, 3 the parameters too (Rajbhandari et al. 2020,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3 and figure 1); tp divides
+what it splits, and dp_replicate nothing. The paper's single number depends on the instant, because sharded
+parameters are gathered before use (torch's `fully_shard`): hence the instants.
 
-Activations, the batch, buffers of collectives under way and the libraries' own memory are not counted.
+Not counted: activations, the batch, buffers of collectives in progress and the libraries' own memory.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from paceline.plan.parameters import Parameter, list_parameters
 from paceline.recipe import Layout, Recipe
 
 Instant = Literal["at_rest", "between", "after_forward", "after_backward", "after_step"]
-# What an optimizer keeps for every number of a parameter: so many numbers of the same size.
+# The numbers that an optimizer keeps for every number of a parameter, in the same type.
 NUM_MOMENTS = {"adamw": 2, "sgd with momentum": 1, "sgd": 0}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, that with the lowest number on every axis, which never has less than another.
+    """The bytes on the rank with the lowest number on every axis, which never has less than another rank.
 
     Attributes:
-        parameters: its own of them: all, or its shards.
+        parameters: the rank's own: all, or its shards.
         gathered: whole parameters, gathered from the shards of all ranks for their use.
-        gradients: of them.
+        gradients: of the parameters.
         set_aside: gradients of single microbatches that wait to be added in the exact order.
         optimizer: its state.
-        offloaded: of all these, what lies in the CPU's memory or on disk.
+        offloaded: the part of all these that is in CPU memory or on disk.
     """
 
     parameters: int = 0
@@ -46,25 +46,26 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it, wherever it lies."""
+        """The sum, wherever it is stored."""
         return self.parameters + self.gathered + self.gradients + self.set_aside + self.optimizer
 
     @property
     def on_device(self) -> int:
-        """What is left on the device."""
+        """The part that is on the device."""
         return self.total - self.offloaded
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a number takes, and how a step goes.
+    """The sizes of numbers, and the properties of a step that memory depends on.
 
     Attributes:
-        parameter: bytes of a stored number; gradients and moments have the same.
+        parameter: bytes of a stored number; gradients and moments have the same size.
         gathered: bytes of a gathered number.
-        num_moments: of the optimizer, per number.
-        num_microbatches: that the rank computes per step.
-        keeps_gathered: whether gathered parameters stay from forward to backward; `None`: unless zero is 3.
+        num_moments: numbers of optimizer state per parameter number.
+        num_microbatches: those that the rank computes per step.
+        keeps_gathered: whether gathered parameters stay from forward to backward; `None`: unless zero is
+            3.
         exact: whether gradients are added in the exact order.
     """
 
@@ -79,11 +80,11 @@ class Sizes:
 def plan_memory(
     parameters: Sequence[Parameter], layout: Layout, sizes: Sizes | None = None
 ) -> dict[Instant, Memory]:
-    """What a rank holds from the second step on, when the optimizer has its state.
+    """Return what a rank holds from the second step on, when the optimizer has its state.
 
-    Instants: `at_rest`, before a step, its gradients cleared; `between`, after the backward of the last
-    microbatch but one (as at rest where there is one only); `after_forward` and `after_backward` of the last
-    microbatch; `after_step`, where gradients are still held.
+    Instants: `at_rest`, before a step, its gradients cleared; `between`, after the backward of the second to
+    last microbatch (as at rest if there is only one); `after_forward` and `after_backward` of the last
+    microbatch; `after_step`, while gradients are still held.
 
     Args:
         parameters: that are trained, whole.
@@ -125,12 +126,12 @@ def plan_memory(
 
 
 def _count_held(layout: Layout, sizes: Sizes) -> int:
-    """Gradients of a step's earlier microbatches, in numbers of this rank's part of them."""
+    """Return how many times this rank's part of the gradients is held for a step's earlier microbatches."""
     if sizes.num_microbatches == 1 or (sizes.exact and layout.dp_shard == 1):
         return 0  # none, or set aside
     if layout.zero == 1 and not sizes.exact:
         return layout.dp_shard  # they add up whole
-    # With replicas, what is summed over dp_shard waits in a place of its own for the sum over dp_replicate.
+    # With replicas, the sum over dp_shard waits in its own memory for the sum over dp_replicate.
     waits = layout.dp_shard > 1 and layout.num_replicas > 1 and not sizes.exact
     return 2 if waits else 1
 
@@ -138,7 +139,7 @@ def _count_held(layout: Layout, sizes: Sizes) -> int:
 def plan_recipe_memory(
     recipe: Recipe, layout: Layout, vocab_size: int | None = None
 ) -> dict[Instant, Memory]:
-    """`plan_memory` of a recipe's model, optimizer, types and microbatches; of rank 0.
+    """Return `plan_memory` of a recipe's model, optimizer, types and microbatches, for rank 0.
 
     Args:
         recipe: what is trained.
@@ -162,17 +163,19 @@ def plan_recipe_memory(
 
 
 def count_padded(shape: Iterable[int], num_shards: int) -> int:
-    """Numbers of a parameter with its rows filled up to a multiple of the shards, as they are stored."""
+    """Return the stored size of a parameter, with its rows padded to a multiple of the shards."""
     rows, *rest = shape
     return -(-rows // num_shards) * num_shards * math.prod(rest)
 
 
 def count_own(shape: Iterable[int], num_shards: int) -> int:
-    """Numbers of a parameter in the first shard, the largest."""
+    """Return the size of a parameter's first shard, the largest."""
     return count_padded(shape, num_shards) // num_shards
 
 
 def _count_aside(num_microbatches: int) -> int:
-    """Gradients set aside before a rank's last microbatch: a tree has added pairs up, as a counter carries
-    (`comm/tree.py`). For the first rank, whose block begins at microbatch 0."""
+    """Return the number of gradients set aside before a rank's last microbatch.
+
+    A tree has added up pairs, as a binary counter carries (`comm/tree.py`). For the first rank, whose block
+    begins at microbatch 0."""
     return (num_microbatches - 1).bit_count()

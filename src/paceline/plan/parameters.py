@@ -1,8 +1,8 @@
-"""The parameters of a recipe's model by name and shape, without building it.
+"""Lists the parameters of a recipe's model by name and shape, without building it.
 
-In the order and by the names of `named_parameters()`. The ways in which tp divides them are Megatron-LM's
-(Shoeybi et al. 2019, section 3): what leads into heads or the inner width by its outputs, what leads out of
-them by its inputs, the vocabulary by its rows; norms, positions and the biases behind a sum stay whole.
+They are in the order and under the names of `named_parameters()`. tp divides them as Megatron-LM does
+(Shoeybi et al. 2019, section 3): a matrix into heads or the inner width by its outputs, a matrix out of them
+by its inputs, the vocabulary by its rows. Norms, positions and the biases after a sum stay whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.recipe.schema import (
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter, whole.
+    """The name and whole shape of one parameter.
 
     Attributes:
         name: full name.
@@ -41,14 +41,14 @@ class Parameter:
     tp_dim: int | None = None
 
     def divide(self, tp: int) -> tuple[int, ...]:
-        """The shape of a tp rank's part; a dimension that tp doesn't divide stays whole."""
+        """Return the shape of a tp rank's part; a dimension that tp doesn't divide stays whole."""
         if self.tp_dim is None or self.shape[self.tp_dim] % tp != 0:
             return self.shape
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
 
 
 def list_parameters(recipe: Recipe, vocab_size: int | None = None) -> list[Parameter]:
-    """All parameters of a recipe's model, tied ones once.
+    """Return all parameters of a recipe's model, tied ones once.
 
     Args:
         recipe: what is trained.
@@ -66,7 +66,7 @@ def list_parameters(recipe: Recipe, vocab_size: int | None = None) -> list[Param
 
 
 def count_parameters(parameters: list[Parameter]) -> int:
-    """How many numbers they hold together."""
+    """Return the total number of elements in parameters."""
     return sum(math.prod(parameter.shape) for parameter in parameters)
 
 

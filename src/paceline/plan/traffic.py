@@ -1,7 +1,7 @@
-"""How many bytes a rank sends for its gradients and parameters in an optimizer step, by axis.
+"""Computes the bytes that a rank sends for gradients and parameters in an optimizer step, by axis.
 
-Counted as a ring sends them, which is the least that any algorithm can: of b bytes over n ranks an all-gather
-and a reduce-scatter send b (n-1)/n each, an all-reduce both (Rajbhandari et al. 2020, section 7).
+They are those of a ring, the minimum of any algorithm: of b bytes over n ranks an all-gather and a
+reduce-scatter send b (n-1)/n each, an all-reduce both (Rajbhandari et al. 2020, section 7).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from paceline.recipe import Layout
 def plan_traffic(
     parameters: Sequence[Parameter], layout: Layout, sizes: Sizes | None = None
 ) -> dict[str, float]:
-    """Bytes that a rank sends per step over `dp_replicate` and over `dp_shard`, with the fast reduction.
+    """Return the bytes that a rank sends per step over `dp_replicate` and `dp_shard`, with the fast
+    reduction.
 
-    zero = 3 gathers each block twice per microbatch (what is outside of blocks once) and sums gradients after
-    each; 2 gathers once per step; 1 sums once per step as well. Replicas sum theirs once per step.
+    zero = 3 gathers each block twice per microbatch (parameters outside of blocks once) and sums gradients
+    after each; 2 gathers once per step; 1 also sums only once per step. Replicas sum theirs once per step.
 
     Args:
         parameters: that are trained, whole.
@@ -45,7 +46,7 @@ def plan_traffic(
 def plan_tp_traffic(
     layout: Layout, *, num_blocks: int, num_numbers: int, num_microbatches: int = 1, number: int = 4
 ) -> float:
-    """Bytes that a rank sends per step over tp for the activations between blocks.
+    """Return the bytes that a rank sends per step over tp for the activations between blocks.
 
     One all-reduce after attention and one after the feed-forward of every block, in forward and again in
     backward (Shoeybi et al. 2019, section 3). With `sequence` each of them is a reduce-scatter and an

@@ -1,4 +1,4 @@
-"""What a run is: typed, validated, from TOML."""
+"""Defines what a run is: typed, validated, from TOML."""
 
 from paceline.recipe.layout import Layout
 from paceline.recipe.legal import (

@@ -1,8 +1,8 @@
-"""The table of axes: the degrees of a layout, and what is true of the ranks along each of them.
+"""The table of axes: the degrees of a layout, and the properties of the ranks along each axis.
 
-`Degrees` is the table, and its order is the order in the rank number. Everything that goes through all axes
+`Degrees` is the table, and its order is the order in the rank number. Everything that iterates over axes
 reads it: layouts and their text, candidates and the nearest legal ones, the mesh, [layout] of a recipe,
-`verify` and messages. An axis is added here, as one more field.
+`verify` and messages. To add an axis, add a field here.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AxisKind:
-    """A row of the table: what is true of the ranks along an axis.
+    """A row of the table: the properties of the ranks along an axis.
 
     Attributes:
         name: the field of `Degrees`, and the word in a layout, a recipe and a message.
         help: one line for the recipe's documentation.
-        shares_data: its ranks train on different microbatches; along any other axis they see the same ones.
+        shares_data: its ranks train on different microbatches; along any other axis they see the same
+            ones.
         divides_model: its ranks hold different parts of the parameters, gradients or optimizer state.
-        divides_sample: its ranks each do a part of the work on one sample; along any other axis a rank does
+        divides_sample: its ranks each do a part of the work on one sample; along any other axis a rank
+            does
             all of it.
-        keeps_bits: with the exact reduction, weights have the same bits under any degree of it.
-        change_cost: how far a layout moves from what was asked, per factor of 2 in this degree.
+        keeps_bits: with the exact reduction, weights have the same bits under any of its degrees.
+        change_cost: how far a layout moves from the requested one, per factor of 2 in this degree.
     """
 
     name: str
@@ -42,9 +44,9 @@ def _ranks(help_text: str, *, default: int | None = 1, **facts: Any) -> Any:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks along each axis, the outermost axis of the rank number first.
+    """The ranks along each axis, the outermost axis of the rank number first.
 
-    The ranks of the last axis are neighbours, on one node where its degree allows it: it sends most.
+    The ranks of the last axis are neighbours, on one node if its degree allows it, because it sends most.
     """
 
     # Replication is the easiest to change: it moves no memory and nothing inside the model.
@@ -65,14 +67,14 @@ class Degrees:
         "Ranks that split the matrix products of one copy; must divide the heads.",
         divides_model=True,
         divides_sample=True,
-        keeps_bits=False,  # a matrix product that is split adds up in another order
+        keeps_bits=False,  # A split matrix product adds in another order.
         change_cost=1.5,
     )
 
 
 # The axis whose degree may be left open: it gets the ranks that the others leave.
 OPEN = "dp_replicate"
-# Named so that a recipe that asks for one gets a clear answer in place of "unknown key"; each with its help.
+# Named so that a recipe with one of these gets a clear answer instead of "unknown key"; each with its help.
 PLANNED = {
     "cp": "Ranks that share the sequence of a sample; not in this version.",
     "pp": "Ranks that each hold some of the blocks; not in this version.",
@@ -82,7 +84,7 @@ AXES = tuple(AxisKind(row.name, **row.metadata) for row in fields(Degrees))
 
 
 def list_axes(**facts: bool) -> tuple[str, ...]:
-    """Return the names of the axes of which these facts hold, outermost first.
+    """Return the names of the axes with these properties, outermost first.
 
     Example: `list_axes(shares_data=True, divides_model=False)`.
     """

@@ -1,4 +1,4 @@
-"""From pydantic's problems with a recipe to `PacelineError`s: value, rule, next move."""
+"""Converts pydantic's problems with a recipe to `PacelineError`s: value, rule, next move."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def validate_recipe(table: Mapping[str, Any]) -> tuple[Recipe | None, list[PacelineError]]:
-    """The recipe, or all that is wrong with it, in the order of the file.
+    """Return the recipe, or all that is wrong with it, in the order of the file.
 
-    pydantic looks at the rules over several keys only where every single key is good. So the bad keys
-    are taken out and the rest is looked at again, until nothing new comes up. What follows only from
-    taking a key out is not told.
+    pydantic checks the rules over several keys only if every single key is good. So the bad keys are removed
+    and the rest is checked again, until no new problem is found. Problems that only follow from removing a
+    key are not reported.
     """
     rest: dict[str, Any] = {
         section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in table.items()
@@ -55,7 +55,7 @@ def validate_recipe(table: Mapping[str, Any]) -> tuple[Recipe | None, list[Pacel
 
 
 def validate_section(name: str, section: type[SectionT], table: Mapping[str, Any]) -> SectionT:
-    """One section by itself, such as the `ddp` argument of a trainer.
+    """Return one validated section by itself, such as the `ddp` argument of a trainer.
 
     Raises:
         PacelineError: the first thing that is wrong with it.
@@ -69,7 +69,7 @@ def validate_section(name: str, section: type[SectionT], table: Mapping[str, Any
 
 
 def field_at(key: str) -> FieldInfo | None:
-    """The schema's entry of `section.key`, the first one where several kinds have it."""
+    """Return the schema's entry of `section.key`, the first one if several kinds have it."""
     section, _, name = key.partition(".")
     if section not in Recipe.model_fields:
         return None
@@ -80,20 +80,20 @@ def field_at(key: str) -> FieldInfo | None:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that an annotation stands for: itself, or the members of a union of kinds."""
+    """Return the sections that an annotation means: itself, or the members of a union of kinds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in models_in(part)]
 
 
 def kind_of(model: type[BaseModel]) -> str | None:
-    """The `kind` by which a recipe chooses this section, if it is one of several."""
+    """Return the `kind` by which a recipe chooses this section, if it is one of several."""
     field = model.model_fields.get("kind")
     return get_args(field.annotation)[0] if field is not None else None
 
 
 def format_value(value: Any) -> str:
-    """A value as a person writes it in TOML, cut where it is long."""
+    """Return a value as a person writes it in TOML, shortened if it is long."""
     try:
         text = tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
     except (TypeError, ValueError):
@@ -115,7 +115,7 @@ def _meant(detail: ErrorDetails) -> list[str]:
 
 
 def _place(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Where in the file a key stands; what is absent comes last."""
+    """Return the place of a key in the file; absent keys come last."""
     section, _, key = name.partition(".")
     keys = table.get(section)
     order = list(keys) if isinstance(keys, Mapping) else []
@@ -128,7 +128,7 @@ def _place(table: Mapping[str, Any], name: str) -> tuple[int, ...]:
 def _remove(table: dict[str, Any], name: str) -> None:
     section, _, key = name.partition(".")
     if not key:
-        # A whole section is taken out only where the schema doesn't know it or can do without it.
+        # A whole section is removed only if the schema does not know it or does not require it.
         field = Recipe.model_fields.get(section)
         if field is None or not field.is_required():
             table.pop(section, None)
@@ -137,7 +137,7 @@ def _remove(table: dict[str, Any], name: str) -> None:
 
 
 def _group(error: ValidationError) -> list[list[ErrorDetails]]:
-    """Problems of one key together: a value that is none of several types has one per type."""
+    """Return problems grouped by key: a value that matches none of several types has one per type."""
     groups: dict[str, list[ErrorDetails]] = {}
     for number, detail in enumerate(error.errors(include_url=False)):
         key = f"{number}" if detail["type"] == "paceline" else _key(detail["loc"])
@@ -146,15 +146,17 @@ def _group(error: ValidationError) -> list[list[ErrorDetails]]:
 
 
 def _key(location: Location) -> str:
-    """`("model", "gpt", "heads")` is `model.heads`, `("optimizer", "adamw", "betas", 1)` is
-    `optimizer.betas[1]`. Names of a union's members are dropped."""
+    """Return a location's key without names of a union's members.
+
+    `("model", "gpt", "heads")` is `model.heads`, `("optimizer", "adamw", "betas", 1)` is
+    `optimizer.betas[1]`."""
     parts = _without_kind(location)
     named = ".".join(str(part) for part in parts[:2])
     return named + "".join(f"[{part}]" for part in parts[2:] if isinstance(part, int))
 
 
 def _names_in(detail: ErrorDetails) -> list[str]:
-    """The keys that a problem is about: its own, or those that a rule over several keys names."""
+    """Return the keys that a problem is about: its own, or those that a rule over several keys names."""
     if detail["type"] == "paceline":
         return re.findall(r"\b[a-z]+\.[a-z_]+\b", detail["ctx"]["saw"])
     return [_key(detail["loc"]).partition("[")[0]]
@@ -198,7 +200,7 @@ def _explain(details: list[ErrorDetails]) -> PacelineError:
 
 
 def _rule(detail: ErrorDetails) -> str:
-    """pydantic's sentence as what follows "It should"."""
+    """Return pydantic's sentence without its beginning, to follow "It should"."""
     text = re.sub(r"^(Input|List|Value|String) should ", "", detail["msg"])
     return text.replace(" after validation", "")
 
@@ -238,7 +240,7 @@ def _keys_beside(location: Location) -> list[str]:
 
 
 def _advise(key: str, detail: ErrorDetails) -> str:
-    """The next move for a key with a bad value, and what the key means."""
+    """Return the next move for a key with a bad value, and the key's meaning."""
     name, field = key.rpartition(".")[2], field_at(key)
     if detail["type"] == "list_type" and isinstance(detail["input"], str):
         return f"Write {name} = [{format_value(detail['input'])}]."

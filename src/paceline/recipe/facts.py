@@ -1,4 +1,4 @@
-"""What the rules of `legal.py` look at: a few numbers of a model and of a run, whatever they come from."""
+"""The facts about a model and a run that the rules of `legal.py` use, whatever their source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model's sizes allow. `None` is "not known": rules that need the number are then passed over.
+    """The sizes of a model that limit its layouts. `None` is unknown: rules that need the number are skipped.
 
     Attributes:
         splits: whether it has matrix products that tp can divide.
@@ -49,7 +49,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What else of a run a layout has to go with.
+    """The other properties of a run with which a layout must be compatible.
 
     Attributes:
         dtype: of the training, as `train.dtype`.
@@ -73,7 +73,7 @@ class RunFacts:
 
 
 def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
-    """The facts of a recipe; nothing is built or read from disk.
+    """Return the facts of a recipe; nothing is built or read from disk.
 
     The vocabulary of a tokenizer file is not known here.
     """
@@ -94,7 +94,7 @@ def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
 
 
 def count_vocab(data: TextData | MaskedTextData) -> int | None:
-    """Token ids of a recipe's text, the mask token included; `None` where a tokenizer file says it."""
+    """Return the token ids of a text, the mask token included; `None` if a tokenizer file defines them."""
     of_text = {"bytes": NUM_BYTES, "bpe": data.vocab_size}.get(data.tokenizer)
     return of_text if of_text is None else of_text + isinstance(data, MaskedTextData)
 

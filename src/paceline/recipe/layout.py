@@ -1,4 +1,4 @@
-"""A run's layout: how its ranks are divided among the kinds of parallelism, and how each is carried out."""
+"""Describes a layout: how ranks are divided among the axes of parallelism, and the settings of these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from paceline.errors import PacelineError
 from paceline.recipe.axes import AXES, OPEN, PLANNED, Degrees, list_axes
 
-# What the other words of a layout may be: the one list, which the recipe's [layout] takes too.
+# The values of a layout's other words: the only list, which the recipe's [layout] uses too.
 Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
 Offload = Literal["none", "cpu", "disk"]
@@ -26,10 +26,10 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class Layout(Degrees):
-    """The degrees of a run, and how its axes are carried out.
+    """The degrees of a run, and the settings of its axes.
 
-    The degrees are the rows of the table in `axes.py`, which says what each is. `dp_replicate` may be `None`
-    for "as many copies as there are ranks left".
+    The degrees are the rows of the table in `axes.py`, which explains each. `dp_replicate` may be `None`,
+    which means as many copies as there are ranks left.
 
     Attributes:
         zero: what dp_shard shards: 1 the optimizer's state, 2 gradients too, 3 parameters too.
@@ -46,9 +46,9 @@ class Layout(Degrees):
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Reads `"dp_replicate=2 dp_shard=2 tp=2 zero=2"`; an empty string is the default layout.
+        """Read `"dp_replicate=2 dp_shard=2 tp=2 zero=2"`; an empty string is the default layout.
 
-        `dp_replicate=auto`, or none, is "as many copies as there are ranks left".
+        `dp_replicate=auto`, or none, means as many copies as there are ranks left.
 
         Raises:
             PacelineError: PL110 for text that is not `word=value` or has a word twice, PL111 for an
@@ -88,7 +88,7 @@ class Layout(Degrees):
         return degrees
 
     def list_several(self, **facts: bool) -> dict[str, int]:
-        """Return the axes of several ranks of which these facts hold, with their degrees."""
+        """Return the axes with these properties and more than one rank, with their degrees."""
         degrees = self.degrees
         return {axis: degrees[axis] for axis in list_axes(**facts) if degrees[axis] > 1}
 
@@ -104,17 +104,17 @@ class Layout(Degrees):
 
     @property
     def dp(self) -> int:
-        """How many ranks train on different microbatches; no degree may be open."""
+        """The number of ranks that train on different microbatches; no degree may be open."""
         return self._multiply(shares_data=True)
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of the model train on different microbatches; no degree may be open."""
+        """The number of model copies that train on different microbatches; no degree may be open."""
         return self._multiply(shares_data=True, divides_model=False)
 
     @property
     def num_sample_parts(self) -> int:
-        """Among how many ranks the work on one sample is divided."""
+        """The number of ranks among which the work on one sample is divided."""
         return self._multiply(divides_sample=True)
 
     @property
@@ -124,7 +124,7 @@ class Layout(Degrees):
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether the degrees leave every bit of the weights as it is, with the exact reduction."""
+        """Whether the degrees leave every bit of the weights unchanged, with the exact reduction."""
         return self._multiply(keeps_bits=False) == 1
 
     def find_place(self, rank: int) -> dict[str, int]:
@@ -142,7 +142,7 @@ class Layout(Degrees):
         return number
 
     def list_dp_ranks(self, dp_rank: int) -> list[int]:
-        """Return the ranks that see the microbatches of one number among the ranks of dp."""
+        """Return the ranks that train on the microbatches of one data rank."""
         return [rank for rank in range(self.num_ranks) if self.find_dp_rank(rank) == dp_rank]
 
     def list_groups(self, axes: Collection[str]) -> list[list[int]]:
@@ -155,7 +155,7 @@ class Layout(Degrees):
         return list(groups.values())
 
     def close(self) -> Layout:
-        """Return the layout with 1 for a degree that is open."""
+        """Return the layout with an open degree set to 1."""
         return self.set_open(getattr(self, OPEN) or 1)
 
     def set_open(self, degree: int) -> Layout:
@@ -164,7 +164,7 @@ class Layout(Degrees):
         return replace(self, **changed)
 
     def resolve(self, world_size: int) -> Layout:
-        """Fills `dp_replicate` from the number of ranks.
+        """Fill in `dp_replicate` from the number of ranks.
 
         Raises:
             PacelineError: PL113 where the degrees don't multiply to `world_size`.
@@ -181,7 +181,7 @@ class Layout(Degrees):
         return prod(getattr(self, axis) for axis in list_axes(**facts))
 
     def __str__(self) -> str:
-        """The words that say something: the open axis, and whatever is not the default."""
+        """Return the open axis, and every word that is not at its default."""
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -191,7 +191,7 @@ class Layout(Degrees):
 
 
 def check_ranks(world_size: int) -> None:
-    """Raises PL126 for more ranks than layouts are looked for; the search goes through all divisors."""
+    """Raise PL126 for more ranks than the search, which tries all divisors, supports."""
     if world_size > MOST_RANKS:
         raise PacelineError(
             "PL126",
@@ -202,7 +202,7 @@ def check_ranks(world_size: int) -> None:
 
 
 def check_degree(axis: str, degree: int) -> None:
-    """Raises PL112 for a degree below 1 and PL111 for an axis this version can't lay out."""
+    """Raise PL112 for a degree below 1 and PL111 for an axis that this version cannot lay out."""
     if degree < 1:
         raise PacelineError(
             "PL112",

@@ -1,7 +1,7 @@
-"""Which layouts work: all reasons at once why one doesn't, the nearest that do, and how many there are.
+"""Decides which layouts work: all reasons against one, the nearest legal ones, and their number.
 
-Needs no torch and no ranks, so that an impossible layout is refused before a process starts. What is legal is
-written in `rules.py`; `Rules` asks it for a recipe, or for any model whose facts are known.
+This needs no torch and no ranks, so that an impossible layout is refused before a process starts. The rules
+are in `rules.py`; `Rules` applies them to a recipe, or to any model whose facts are known.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from paceline.recipe.layout import CHOICES, Layout, check_ranks
 from paceline.recipe.rules import REMARKS, RULES, divisors
 from paceline.recipe.schema import Recipe
 
-# What a change of a word other than a degree costs; see `AxisKind.change_cost`.
+# The cost of changing a word other than a degree; see `AxisKind.change_cost`.
 WORD_DISTANCE = 0.5
 
 
 class LayoutErrors(RecipeErrors):
-    """All reasons why a layout can't be, and what can.
+    """The error with all reasons why a layout does not work, and the nearest layouts that do.
 
     Args:
         where: the layout and the number of ranks.
@@ -49,7 +49,7 @@ class LayoutErrors(RecipeErrors):
 
 @dataclass(frozen=True)
 class Rules:
-    """What is legal for one model and one run.
+    """The rules for one model and one run.
 
     Attributes:
         model: the sizes that layouts have to fit.
@@ -61,11 +61,11 @@ class Rules:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Rules:
-        """The rules for a recipe."""
+        """Return the rules for a recipe."""
         return cls(*read_facts(recipe))
 
     def check(self, layout: Layout, world_size: int) -> list[Finding]:
-        """Everything that keeps a layout from working on so many ranks; empty where it works."""
+        """Return everything that keeps a layout from working on this number of ranks; empty if it works."""
         found = []
         try:
             layout = layout.resolve(world_size)
@@ -75,12 +75,12 @@ class Rules:
         return found + [finding for rule in RULES for finding in rule(self.model, self.run, layout)]
 
     def remark(self, layout: Layout, world_size: int) -> list[Finding]:
-        """What works under a layout and may surprise; for legal layouts."""
+        """Return what works under a legal layout and may surprise."""
         layout = layout.resolve(world_size)
         return [finding for rule in REMARKS for finding in rule(self.model, self.run, layout)]
 
     def refuse(self, layout: Layout, world_size: int) -> None:
-        """Raises for a layout that can't work.
+        """Raise for a layout that does not work.
 
         Raises:
             LayoutErrors: all reasons at once, with the nearest layouts that work.
@@ -93,9 +93,9 @@ class Rules:
             raise LayoutErrors(f'layout "{layout}" on {ranks}', problems, self.nearest(layout, world_size))
 
     def nearest(self, layout: Layout, world_size: int, num: int = 3) -> list[Layout]:
-        """Up to `num` legal layouts on so many ranks, the most similar first; the layout itself if legal.
+        """Return up to `num` legal layouts, the most similar first; the layout itself if it is legal.
 
-        Words other than degrees are as asked for, or left out.
+        Words other than degrees are as requested, or left out.
         """
         recompute, offload = (sorted({"none", word}) for word in (layout.recompute, layout.offload))
         near = [
@@ -111,7 +111,7 @@ class Rules:
     def enumerate(
         self, world_size: int, recompute: Sequence[str] = ("none",), offload: Sequence[str] = ("none",)
     ) -> tuple[list[Layout], int]:
-        """All legal layouts on so many ranks, and how many candidates there were.
+        """Return all legal layouts on this number of ranks, and the number of candidates.
 
         Candidates are the degrees with that product, times every zero and sequence, times the given
         `recompute` and `offload`.
@@ -125,7 +125,7 @@ class Rules:
 
 
 def list_candidates(world_size: int, recompute: Sequence[str], offload: Sequence[str]) -> Iterator[Layout]:
-    """Every combination of words whose degrees multiply to `world_size`, legal or not."""
+    """Yield every combination of words whose degrees multiply to `world_size`, legal or not."""
     for degrees in _list_degrees(world_size, [axis for axis in reversed(list_axes()) if axis != OPEN]):
         for words in itertools.product(reversed(CHOICES["zero"]), CHOICES["sequence"], recompute, offload):
             chosen: dict[str, Any] = dict(zip(CHOICES, words, strict=True))
@@ -133,7 +133,7 @@ def list_candidates(world_size: int, recompute: Sequence[str], offload: Sequence
 
 
 def _list_degrees(world_size: int, axes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Every choice of degrees for these axes, and for the open one what they leave."""
+    """Yield every choice of degrees for these axes, with the remainder for the open one."""
     if not axes:
         yield {OPEN: world_size}
         return
@@ -143,17 +143,17 @@ def _list_degrees(world_size: int, axes: Sequence[str]) -> Iterator[dict[str, An
 
 
 def check_layout(recipe: Recipe, layout: Layout, world_size: int) -> list[Finding]:
-    """Everything that keeps a layout from working for a recipe on so many ranks; empty where it works."""
+    """Return everything that keeps a layout from working for a recipe; empty if it works."""
     return Rules.of(recipe).check(layout, world_size)
 
 
 def remark_layout(recipe: Recipe, layout: Layout, world_size: int) -> list[Finding]:
-    """What works for a recipe under a layout and may surprise: a vocabulary that stays whole, idle ranks."""
+    """Return what works for a recipe and may surprise: a vocabulary that stays whole, idle ranks."""
     return Rules.of(recipe).remark(layout, world_size)
 
 
 def refuse_layout(recipe: Recipe, layout: Layout, world_size: int) -> None:
-    """Raises for a layout that can't work for a recipe.
+    """Raise for a layout that does not work for a recipe.
 
     Raises:
         LayoutErrors: all reasons at once, with the nearest layouts that work.
@@ -162,7 +162,7 @@ def refuse_layout(recipe: Recipe, layout: Layout, world_size: int) -> None:
 
 
 def nearest(recipe: Recipe, layout: Layout, world_size: int) -> list[Layout]:
-    """Up to three legal layouts for a recipe, the most similar first."""
+    """Return up to three legal layouts for a recipe, the most similar first."""
     return Rules.of(recipe).nearest(layout, world_size)
 
 
@@ -172,7 +172,7 @@ def enumerate_layouts(
     recompute: Sequence[str] = ("none",),
     offload: Sequence[str] = ("none",),
 ) -> tuple[list[Layout], int]:
-    """All legal layouts for a recipe on so many ranks, and how many candidates there were."""
+    """Return all legal layouts for a recipe on this number of ranks, and the number of candidates."""
     return Rules.of(recipe).enumerate(world_size, recompute, offload)
 
 

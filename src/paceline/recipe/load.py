@@ -1,4 +1,4 @@
-"""From TOML to a `Recipe`, with every problem told in one go."""
+"""Reads a `Recipe` from TOML, and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MOST_BITS = 1000
 def load_recipe(
     path: str | Path, settings: Sequence[str] = (), *, remark: Callable[[str], None] | None = None
 ) -> Recipe:
-    """Reads and validates a recipe file.
+    """Read and validate a recipe file.
 
-    Where a setting makes the run shorter than the file's warm-up, the warm-up keeps its share of the run.
+    If a setting makes the run shorter than the file's warm-up, the warm-up keeps its share of the run.
 
     Args:
         path: the TOML file.
@@ -50,7 +50,7 @@ def load_recipe(
 def _read_text(path: Path) -> str:
     try:
         data = read_file(path, _MOST_BYTES)
-        return data.decode("utf-8-sig")  # some editors of Windows begin a file with a byte order mark
+        return data.decode("utf-8-sig")  # Some editors of Windows begin a file with a byte order mark.
     except FileNotFoundError:
         near = difflib.get_close_matches(
             path.name, [p.name for p in path.parent.glob("*.toml")], n=3, cutoff=0.7
@@ -94,7 +94,7 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
 
 
 def parse_recipe(table: dict[str, Any], settings: Sequence[str] = (), *, where: str = "recipe") -> Recipe:
-    """Validates a recipe given as nested dicts; see `load_recipe`."""
+    """Validate a recipe given as nested dicts; see `load_recipe`."""
     _check_values(table, where)
     table = copy.deepcopy(table)
     for setting in settings:
@@ -108,8 +108,9 @@ def parse_recipe(table: dict[str, Any], settings: Sequence[str] = (), *, where: 
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as TOML: every key, defaults included (TOML has no null: such keys are left
-    out, and reading the text back gives an equal recipe)."""
+    """Return the resolved recipe as TOML, with every key and its default.
+
+    TOML has no null: such keys are left out, and reading the text back gives an equal recipe."""
     table = recipe.model_dump(mode="json", exclude_none=True)
     for section in table.values():
         if "kind" in section:  # first, as a person would write it
@@ -123,9 +124,9 @@ def dump_recipe(recipe: Recipe) -> str:
 def _shorten_warmup(
     table: dict[str, Any], settings: Sequence[str], remark: Callable[[str], None] | None
 ) -> None:
-    """Adapts the file's warm-up to a run that settings make shorter than it.
+    """Adapt the file's warm-up to a run that settings make shorter than it.
 
-    A warm-up that is itself a setting, or that does not fit the file's own steps, is left for PL117.
+    A warm-up that is itself a setting, or that does not fit the file's own steps, is left to PL117.
     """
     given = dict(_parse_setting(setting) for setting in settings)
     steps, key = given.get(("train", "steps")), ("optimizer", "warmup_steps")
@@ -149,7 +150,7 @@ def _look_up(table: dict[str, Any], section: str, key: str) -> Any:
 
 
 def _check_values(table: dict[str, Any], where: str) -> None:
-    """Raises PL124 for a value that no key of a recipe can have, before anything recurses into it."""
+    """Raise PL124 for a value that no key of a recipe can have, before anything recurses into it."""
     for name, value, level in _walk(table):
         saw = None
         if level > _MOST_LEVELS:
@@ -165,7 +166,7 @@ def _check_values(table: dict[str, Any], where: str) -> None:
 
 
 def _walk(table: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    """Every key and value with the key's full name and depth; without recursion, which has a limit."""
+    """Yield every key's full name, value and depth; without recursion, which has a limit."""
     waiting: list[tuple[str, Any, int]] = [("", table, 0)]
     while waiting:
         name, value, level = waiting.pop()
@@ -202,7 +203,7 @@ def _override(table: dict[str, Any], setting: str) -> None:
 
 
 def _parse_setting(setting: str) -> tuple[tuple[str, ...], Any]:
-    """A setting's names and value."""
+    """Return a setting's names and value."""
     key, sign, value = setting.partition("=")
     names = tuple(name.strip() for name in key.split("."))
     if not sign or not all(names) or len(names) > _MOST_LEVELS:

@@ -30,7 +30,7 @@ else:
 
 
 class LayoutSection(_DegreesSection):
-    """How the ranks are divided among the kinds of parallelism; the degrees multiply to their number.
+    """The division of ranks among the axes of parallelism; the degrees multiply to their number.
 
     Changes speed and memory, not the result; `docs/layouts.md` says how to choose.
     """
@@ -57,7 +57,8 @@ class LayoutSection(_DegreesSection):
         return self
 
     def to_layout(self) -> Layout:
-        """The same as a `Layout`; `"auto"` copies are `None` there until the number of ranks is known."""
+        """Return the same as a `Layout`; `"auto"` copies are `None` there until the number of ranks is known.
+        known."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Layout)}
         if values[OPEN] == "auto":
             values[OPEN] = None
@@ -65,7 +66,7 @@ class LayoutSection(_DegreesSection):
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutSection:
-        """The same as `layout`; the other way round than `to_layout`."""
+        """Return the same as `layout`; the other way round than `to_layout`."""
         values: dict[str, Any] = {field.name: getattr(layout, field.name) for field in fields(layout)}
         if values[OPEN] is None:
             values[OPEN] = "auto"
@@ -73,7 +74,7 @@ class LayoutSection(_DegreesSection):
 
 
 class ShardSection(Section):
-    """How `dp_shard` does its work (torch's `fully_shard`); refused where `layout.dp_shard` is 1.
+    """The settings of `dp_shard` (torch's `fully_shard`); refused if `layout.dp_shard` is 1.
 
     Changes speed and memory, not the result, but for `param_dtype` and `reduce_dtype`.
     """

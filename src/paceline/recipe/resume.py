@@ -1,4 +1,4 @@
-"""Which keys of a recipe may change when a run is resumed."""
+"""Lists the keys of a recipe that may change when a run is resumed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.recipe.schema import Recipe
 
-# Keys (or whole sections) that may change between two starts of one run, each because it doesn't
-# alter what the steps already taken meant. Everything else is part of what the run is.
+# Keys (or whole sections) that may change between two starts of one run, each because it does not change the
+# meaning of the steps already taken. Everything else defines the run.
 RESUMABLE: dict[str, str] = {
     "train.steps": "a run may be made longer or shorter; the schedule is then that of the new length",
     "train.epochs": "as train.steps",
@@ -33,7 +33,7 @@ RESUMABLE: dict[str, str] = {
 
 
 def list_changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Keys in which two recipes differ, with the old and the new value (`None` where absent)."""
+    """Return the keys in which two recipes differ, with the old and the new value (`None` if absent)."""
     before, after = _flatten(old), _flatten(new)
     return {
         key: (before.get(key), after.get(key))
@@ -43,7 +43,7 @@ def list_changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def check_resumable(old: Recipe, new: Recipe, *, where: str) -> None:
-    """Refuses to resume a run under a recipe that would make it another run.
+    """Refuse to resume a run with a recipe that would make it another run.
 
     Args:
         where: the run's folder, for the message.

@@ -1,7 +1,7 @@
-"""The rules for what is legal, each written down once: a function per rule, which says what breaks it.
+"""The rules for legal layouts, each defined once: a function per rule, which yields what breaks it.
 
-A rule looks at facts and at a layout whose degrees are all known. It yields a `Finding` with the value, the
-rule and the next move for whatever breaks it. `RULES` refuse; `REMARKS` tell what works and may surprise.
+A rule reads facts and a layout whose degrees are all known. It yields a `Finding` with the value, the rule
+and the next move for whatever breaks it. `RULES` refuse; `REMARKS` report what works and may surprise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Rule = Callable[[ModelFacts, RunFacts, Layout], Iterator[Finding]]
 
 
 def tp_has_matrices(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """tp splits matrix products between features; convolutions stay whole."""
+    """Yield tp without matrix products: it splits these between features, while convolutions stay whole."""
     if layout.tp > 1 and not model.splits:
         yield Finding(
             "PL135",
@@ -38,13 +38,13 @@ def tp_has_matrices(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[
 
 
 def tp_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """A head is computed on one rank."""
+    """Yield heads that tp does not divide: a head is computed on one rank."""
     for code, name, size, whole in (
         ("PL132", "heads", model.heads, "whole heads"),
         ("PL133", "kv_heads", model.kv_heads, "whole key and value heads with the query heads that use them"),
     ):
         if name == "kv_heads" and size == model.heads:
-            continue  # said already
+            continue  # Reported already.
         if size is not None and size % layout.tp != 0:
             yield Finding(
                 code,
@@ -56,7 +56,8 @@ def tp_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator
 
 
 def tp_divides_widths(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Each rank holds an equal run of the features between two matrices."""
+    """Yield widths that tp does not divide: each rank holds an equal range of features between two
+    matrices."""
     for name, size in model.inner:
         if size % layout.tp != 0:
             yield Finding(
@@ -69,7 +70,7 @@ def tp_divides_widths(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterato
 
 
 def sequence_has_tp(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """The sequence is split over the ranks of tp, in equal parts."""
+    """Yield `sequence` without tp, or unequal parts: the ranks of tp share the sequence equally."""
     if not layout.sequence:
         return
     if layout.tp == 1:
@@ -94,7 +95,7 @@ def sequence_has_tp(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[
 
 
 def zero_has_shards(_: ModelFacts, __: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """`zero` says what `dp_shard` shards."""
+    """Yield `zero` without shards: it selects what `dp_shard` shards."""
     if layout.zero != Layout.zero and layout.dp_shard == 1:
         yield Finding(
             "PL138",
@@ -106,7 +107,7 @@ def zero_has_shards(_: ModelFacts, __: RunFacts, layout: Layout) -> Iterator[Fin
 
 
 def offload_has_shards(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """`offload` is done by what shards, and moves between two memories."""
+    """Yield `offload` without shards or a second memory: it moves shards between two memories."""
     if layout.offload != "none" and layout.dp_shard == 1:
         yield Finding(
             "PL139",
@@ -134,7 +135,7 @@ def offload_has_shards(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
 
 
 def recompute_has_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """`recompute` works block by block."""
+    """Yield `recompute` without blocks: it works block by block."""
     if layout.recompute != "none" and model.num_blocks == 0:
         yield Finding(
             "PL143",
@@ -146,7 +147,7 @@ def recompute_has_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iter
 
 
 def shards_have_rows(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """`dp_shard` deals out the rows of each parameter."""
+    """Yield parameters with too few rows: `dp_shard` distributes the rows of each parameter."""
     if model.max_rows is not None and layout.dp_shard > model.max_rows:
         yield Finding(
             "PL144",
@@ -159,7 +160,7 @@ def shards_have_rows(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator
 
 
 def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """[shard] says how `dp_shard` works, and must not contradict `zero` and the run's type."""
+    """Yield [shard] settings without shards, or in conflict with `zero` or the run's type."""
     shard = run.shard
     if layout.dp_shard == 1:
         changed = list_changed(shard, besides=FOLDER)
@@ -209,7 +210,7 @@ def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterat
 
 
 def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """DDP is what replicates: it is there where dp_shard does not share out data too."""
+    """Yield settings of DDP without DDP: it replicates only if dp_shard does not share out data too."""
     if layout.num_ranks == 1 or (layout.dp_shard == 1 and layout.num_replicas > 1):
         return
     why = (
@@ -230,7 +231,7 @@ def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterato
 
 
 def batchnorm_is_there(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Statistics are synchronised over ranks with different samples."""
+    """Yield `sync_batchnorm` that does not apply: it synchronises over ranks with different samples."""
     if not run.sync_batchnorm:
         return
     if model.has_batchnorm is False:
@@ -268,7 +269,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def vocabulary_stays_whole(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """An embedding is split over tp by its rows, all ranks the same number of them."""
+    """Yield a vocabulary that tp does not divide: an embedding is split by rows, equally over all ranks."""
     if model.splits and model.vocab_size is not None and model.vocab_size % layout.tp != 0:
         yield Finding(
             "PL150",
@@ -281,7 +282,7 @@ def vocabulary_stays_whole(model: ModelFacts, _: RunFacts, layout: Layout) -> It
 
 
 def ranks_are_idle(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """What ranks of data share out are whole microbatches."""
+    """Yield too few microbatches: data ranks share out whole ones."""
     if run.num_microbatches is not None and run.num_microbatches < layout.dp:
         sharded = " (with dp_shard they still take part in every forward)" if layout.dp_shard > 1 else ""
         yield Finding(
@@ -297,7 +298,7 @@ def ranks_are_idle(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fin
 
 
 def exact_bits_depend_on_axes(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Some axes, as tp, add up inside of a sample's computation, in an order of their own."""
+    """Yield axes that change bits: some, such as tp, add within a sample's computation in their own order."""
     changing = layout.list_several(keeps_bits=False) if run.reduction == "exact" else {}
     for axis, degree in changing.items():
         yield Finding(
@@ -311,7 +312,8 @@ def exact_bits_depend_on_axes(_: ModelFacts, run: RunFacts, layout: Layout) -> I
 
 
 def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """One process has nobody to communicate with: what says how has no effect, and is not refused, so that
+    """Yield communication settings on one process: they have no effect, and are not refused, so that a recipe
+    for a cluster runs on a laptop.
     a recipe for a cluster runs on a laptop."""
     changed = ", ".join(filter(None, (list_changed(run.ddp), list_changed(run.shard, besides=FOLDER))))
     if layout.num_ranks == 1 and changed:
@@ -333,23 +335,23 @@ REMARKS: tuple[Rule, ...] = (
 
 
 def name_degrees(layout: Layout, **facts: bool) -> str:
-    """The degrees above 1 of the axes with these facts, as `layout.tp=2`."""
+    """Return the degrees above 1 of the axes with these facts, as `layout.tp=2`."""
     return " ".join(f"layout.{axis}={degree}" for axis, degree in layout.list_several(**facts).items())
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, rising."""
+    """Return all divisors, rising."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
+    """Return the largest divisor of `number` that is at most `limit`."""
     return max(n for n in divisors(number) if n <= limit)
 
 
 def list_changed(section: BaseModel, besides: frozenset[str] = frozenset()) -> str:
-    """The keys of a section that are not at their defaults, as `ddp.static_graph=true, ...`."""
+    """Return the keys of a section that are not at their defaults, as `ddp.static_graph=true, ...`."""
     name = type(section).__name__.removesuffix("Section").lower()
     default: Any = type(section)()
     changed = {
@@ -364,7 +366,7 @@ def list_changed(section: BaseModel, besides: frozenset[str] = frozenset()) -> s
 
 
 def _choose_tp(model: ModelFacts, name: str, tp: int) -> str:
-    """The next move where tp divides one size and not the other: what divides all of them."""
+    """Return the next move where tp divides one size and not the other: what divides all of them."""
     sizes = [size for size in (model.heads, model.kv_heads, *(s for _, s in model.inner)) if size is not None]
     choices = divisors(reduce(gcd, sizes))
     near = sorted(sorted(choices, key=lambda n: (max(n / tp, tp / n), n))[:4])
@@ -373,7 +375,7 @@ def _choose_tp(model: ModelFacts, name: str, tp: int) -> str:
 
 
 def _list(numbers: list[int]) -> str:
-    """`1, 2 or 4`; of many, the first and the last."""
+    """Return numbers in words, `1, 2 or 4`; of many, the first and the last."""
     if len(numbers) > 12:
         numbers = [*numbers[:10], numbers[-1]]
     texts = [str(n) for n in numbers]

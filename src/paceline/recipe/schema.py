@@ -1,4 +1,4 @@
-"""What a run is: every key of a recipe with its type, range and meaning.
+"""Defines every key of a recipe, with its type, range and meaning.
 
 The docstring under a field is its documentation; `docs/recipe.md` is generated from them.
 Defaults are the values that a run gets when the recipe is silent; nothing else supplies defaults.
@@ -43,8 +43,10 @@ def _check_heads(hidden: int, heads: int, *, even: bool) -> None:
 
 
 def default_ffn_hidden(hidden: int) -> int:
-    """8/3 of `hidden`, rounded up to a multiple of 32: SwiGLU's three matrices then hold about as
-    many weights as the two of a plain feed-forward of width 4 x `hidden`."""
+    """Return 8/3 of `hidden`, rounded up to a multiple of 32.
+
+    SwiGLU's three matrices then hold about as many weights as the two of a plain feed-forward of width 4 x
+    `hidden`."""
     return -(-8 * hidden // (3 * 32)) * 32
 
 
@@ -127,7 +129,7 @@ ModelSection = Annotated[GptModel | EncoderModel | ResnetModel, Field(discrimina
 
 
 class TokenFiles(Section):
-    """What every kind of text data has in common."""
+    """The fields that every kind of text data has."""
 
     files: list[str] = Field(default=["python-stdlib"], min_length=1)
     """Paths and globs (`**` allowed), or `"python-stdlib"`: the `.py` files of the running Python's
@@ -202,7 +204,7 @@ DataSection = Annotated[TextData | MaskedTextData | DigitsData | Cifar10Data, Fi
 
 
 class LoaderSection(Section):
-    """How samples reach the model; changes speed, never the result."""
+    """The settings of data loading; these change speed, never the result."""
 
     num_workers: NonNegativeInt = 0
     """Loader processes per rank; 0 loads in the rank itself."""
@@ -376,7 +378,7 @@ class CheckpointSection(Section):
 
 
 class MetricsSection(Section):
-    """What is written while training."""
+    """The settings of metrics and event files."""
 
     tensorboard: bool = True
     """Write TensorBoard event files beside `metrics.jsonl`."""

@@ -1,4 +1,4 @@
-"""What every table of a recipe has in common."""
+"""The base of every table of a recipe."""
 
 from __future__ import annotations
 
@@ -22,5 +22,6 @@ class Section(BaseModel):
 
 
 def broken_rule(code: str, saw: str, rule: str, fix: str) -> PydanticCustomError:
-    """A rule over several keys, in the form that `load.py` turns into a `PacelineError`."""
+    """Return an error of a rule over several keys, in the form that `load.py` turns into a
+    `PacelineError`."""
     return PydanticCustomError("paceline", "{saw}", {"code": code, "saw": saw, "rule": rule, "fix": fix})
