@@ -1,1 +1,1 @@
-"""What is done to a model so that many ranks train it as one."""
+"""Changes a model so that many ranks train it as one."""

@@ -1,4 +1,4 @@
-"""The operations that `scaled_dot_product_attention` becomes, by kernel."""
+"""Names of the operations that `scaled_dot_product_attention` dispatches to, one per kernel."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""BatchNorm whose running statistics don't depend on which rank computed which microbatch.
+"""Makes BatchNorm's running statistics independent of which rank computed which microbatch.
 
-In training BatchNorm normalises with the statistics of one microbatch, which are the same wherever
-it is computed. Its running statistics, however, are a moving average in the order of forwards. One
-forward maps them as r -> (1 - m) r + m s, so any sequence of c forwards is r -> (1 - m)^c r + S with
-S what the sequence makes of zero. Each microbatch is therefore run from zero; the pairs (S, c) of all
-microbatches travel with what ranks agree on per step, and every rank applies them in the order of the
-microbatches.
+In training BatchNorm normalises with the statistics of one microbatch, which are the same wherever it is
+computed. Its running statistics, however, are a moving average in the order of forwards. One forward maps
+them as r -> (1 - m) r + m s. A sequence of c forwards thus maps them as r -> (1 - m)^c r + S, where S is the
+result of the sequence from zero. Each microbatch is therefore run from zero. The pairs (S, c) of all
+microbatches are part of the step's agreement, and every rank applies them in the order of the microbatches.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from paceline.torch_seams.modules import BatchNormBase, own_buffers
 class RunningStatistics:
     """The running statistics of all BatchNorm layers of some modules.
 
-    Layers in eval mode, without running statistics, and `SyncBatchNorm` (whose statistics are the
-    same on all ranks by themselves) are left alone.
+    Layers in eval mode, layers without running statistics, and `SyncBatchNorm` (whose statistics are the same
+    on all ranks anyway) are not changed.
 
     Usage per step: `begin()`; for each microbatch `start_microbatch()`, forward,
     `read_microbatch()`; then `merge(...)` with the rows of all microbatches, or `restore()`.
@@ -45,7 +44,7 @@ class RunningStatistics:
 
     @cached_property
     def _layers(self) -> list[BatchNormBase]:
-        # Looked up at the first step: laying out a model may replace layers.
+        # Listed at the first step, because laying out a model may replace layers.
         return [
             layer
             for module in self._modules
@@ -58,15 +57,14 @@ class RunningStatistics:
 
     @property
     def num_values(self) -> int:
-        """Numbers per microbatch in the rows: means, variances and the count of every layer."""
+        """The count of numbers per microbatch in the rows: means, variances and the count of every layer."""
         return sum(2 * layer.num_features + 1 for layer in self._layers)
 
     def keep(self, buffers: list[ForwardBuffer], dp: Axis | None) -> None:
-        """Has each microbatch start from the same value of these buffers, in addition to those before.
+        """Start each microbatch from the same value of these buffers, in addition to those before.
 
-        Forward changes them alike whatever the samples (the power iteration of `spectral_norm`), so they
-        change
-        once per step on any number of ranks.
+        A forward changes them in the same way for any samples (the power iteration of `spectral_norm`), so
+        they change once per step on any number of ranks.
 
         Args:
             buffers: of the modules.
@@ -77,10 +75,10 @@ class RunningStatistics:
         self._dp = dp
 
     def begin(self, num_owned: tuple[int, ...] = ()) -> None:
-        """Sets the statistics aside for one step.
+        """Save the statistics for one step.
 
         Args:
-            num_owned: per rank, how many microbatches it runs in the step.
+            num_owned: per rank, the number of microbatches that it runs in the step.
         """
         self._num_owned, self._num_started = num_owned, 0
         self._kept_before = [buffer.read() for buffer in self._kept]
@@ -88,11 +86,11 @@ class RunningStatistics:
         self._before = [tuple(buffer.clone() for buffer in _buffers(layer)) for layer in self._active]  # type: ignore[misc]
 
     def start_microbatch(self) -> None:
-        """Starts the moving average from zero."""
+        """Start the moving average from zero."""
         for layer in self._active:
             for buffer in _buffers(layer):
-                # Not in place for autograd: another microbatch's backward may still be to come, whose forward
-                # has kept these buffers (and needs none of their values).
+                # Hidden from autograd: another microbatch's backward may still follow, whose forward has
+                # saved these buffers (and needs none of their values).
                 buffer.data.zero_()
         if self._num_started == 1:
             self._made_first = [buffer.read() for buffer in self._kept]
@@ -100,7 +98,7 @@ class RunningStatistics:
         self._restore_kept()
 
     def read_microbatch(self) -> Tensor:
-        """What the microbatch made of zero: float64 of length `num_values`; 0 for idle layers."""
+        """Return the microbatch's statistics from zero: float64 of length `num_values`; 0 for idle layers."""
         active = set(map(id, self._active))
         parts = []
         for layer in self._layers:
@@ -113,7 +111,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def merge(self, rows: Tensor) -> None:
-        """Applies the microbatches' statistics in order.
+        """Apply the microbatches' statistics in order.
 
         Args:
             rows: float64 of shape (number of microbatches, `num_values`), the same on every rank.
@@ -129,8 +127,11 @@ class RunningStatistics:
             start = stop
 
     def _merge_kept(self) -> None:
-        """Every rank takes what the first microbatch made: others may have run by other kernels (where
-        operations were counted), and a rank may have run none."""
+        """Set the kept buffers on every rank to their values after the first microbatch.
+
+        Other microbatches may have used other kernels (in a forward whose operations were counted), and a
+        rank may have run none.
+        """
         if self._num_started > 1:
             for buffer, value in zip(self._kept, self._made_first, strict=True):
                 buffer.tensor.copy_(value)
@@ -148,7 +149,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts back what `begin` set aside (a skipped step leaves no trace)."""
+        """Restore the statistics that `begin` saved (a skipped step changes nothing)."""
         self._restore_kept()
         self._restore_running()
 
@@ -169,8 +170,8 @@ class ForwardBuffer:
 
     Attributes:
         name: full name.
-        module: which has it.
-        key: under which name.
+        module: the module that has it.
+        key: its name in the module.
     """
 
     name: str
@@ -179,18 +180,18 @@ class ForwardBuffer:
 
     @property
     def tensor(self) -> Tensor:
-        """As it is now; a forward may put another tensor in its place."""
+        """The buffer as it is now; a forward may replace it by another tensor."""
         found = own_buffers(self.module)[self.key]
         assert found is not None
         return found
 
     def read(self) -> Tensor:
-        """A copy of its value."""
+        """Return a copy of its value."""
         return self.tensor.detach().clone()
 
 
 def list_forward_buffers(model: nn.Module) -> list[ForwardBuffer]:
-    """All buffers of modules in training mode but BatchNorm's running statistics."""
+    """Return all buffers of modules in training mode except BatchNorm's running statistics."""
     return [
         ForwardBuffer(f"{prefix}.{key}" if prefix else key, module, key)
         for prefix, module in model.named_modules()

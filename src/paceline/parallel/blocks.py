@@ -1,15 +1,15 @@
 """Finds the repeated blocks of a model: the unit of sharding, recompute and compile.
 
 A transformer holds its layers in a `ModuleList`, a residual network in one `Sequential` per stage, an
-encoder-decoder in two lists. So: the outermost lists of modules of one class, without looking into what
-was found. Three things need care.
+encoder-decoder in two lists. So the blocks are the members of the outermost lists of modules of one class.
+Blocks are not searched for further blocks. There are three special cases.
 
-- A list can be of stages which hold the blocks in lists of their own (Swin). It is looked into where the
-  inner list's modules are themselves made of parts: blocks are. A block's own list of experts is not such.
-- Lists that hold little (three output heads) are no blocks: a class that has less than a twentieth of what
-  is found in lists is left out.
-- A block must be called as a module, because sharding, recompute and compile act when it is. An nn.ModuleDict
-  only holds the parts of a block, and the model calls these: they are the blocks then.
+- A list may hold stages, which hold the blocks in lists of their own (Swin). It is searched if the modules of
+  the inner lists are themselves made of parts, as blocks are. A block's own list of experts is not.
+- Lists that hold little (three output heads) are no blocks: a class with less than a twentieth of the
+  parameters found in lists is left out.
+- A block must be called as a module, because sharding, recompute and compile act on its call. An
+  nn.ModuleDict only holds the parts of a block, and the model calls these: then the parts are the blocks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import nn
 
 from paceline.torch_seams.modules import own_parameters
 
-# A class of blocks holds at least this part of the parameters of all that was found.
+# A class of blocks holds at least this share of the parameters of all members of lists.
 _MIN_SHARE = 0.05
 Named = tuple[str, nn.Module]
 
 
 def find_blocks(model: nn.Module) -> list[Named]:
-    """The repeated blocks of a model by full name, in the order of the model's definition.
+    """Return the repeated blocks of a model by full name, in the order of the model's definition.
 
-    A model without any gives itself, under the empty name.
+    For a model without any, the result is the model itself, under the empty name.
 
     Args:
         model: any; nothing is run, so it may be on the meta device.
@@ -47,16 +47,16 @@ def find_blocks(model: nn.Module) -> list[Named]:
         sizes[type(block)] += _count(block)
     total = sum(sizes.values())
     kept = {id(block): None for _, block in blocks if sizes[type(block)] >= _MIN_SHARE * total}
-    # In the order of the definition, each once: a block that is used in several places has one name.
+    # In the order of the definition, each once: a block that is used in several places gets one name.
     in_order = [(name, module) for name, module in model.named_modules() if id(module) in kept]
     return in_order or [("", model)]
 
 
 def separable_blocks(model: nn.Module) -> list[Named]:
-    """The blocks that share no parameter with the rest of the model, without the model itself.
+    """Return the blocks that share no parameter with the rest of the model, without the model itself.
 
-    What shares a parameter (tied weights between two blocks, or a block and the head) must be gathered
-    together with the other user of it, so it stays with the root.
+    A block that shares a parameter (tied weights between two blocks, or a block and the head) must be
+    gathered together with the other user of it, so it stays with the root.
     """
     homes: dict[int, set[str]] = {}
     blocks = find_blocks(model)
@@ -84,7 +84,7 @@ def _outermost_lists(module: nn.Module, name: str) -> Iterator[Named]:
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """A ModuleList or Sequential of modules of one class; a list of one only where that has parts."""
+    """Return whether a ModuleList or Sequential holds modules of one class; a single one must have parts."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     children = list(module.children())
@@ -95,7 +95,7 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
 
 
 def _is_list_of_stages(module: nn.Module) -> bool:
-    """Whether most of what its modules hold is in blocks of their own."""
+    """Return whether most parameters of its modules are in blocks of their own."""
     children = list(module.children())
     if all(isinstance(child, (nn.ModuleList, nn.Sequential)) for child in children):
         return True
@@ -109,13 +109,13 @@ def _is_list_of_stages(module: nn.Module) -> bool:
 
 
 def _holds_one_of(module: nn.Module, classes: set[type[nn.Module]]) -> bool:
-    """A list of a single block, of a class that others have more of: a stage that happens to be short."""
+    """Return whether a list holds a single block of a class in `classes`: a stage that is short."""
     children = list(module.children())
     return len(children) == 1 and type(children[0]) in classes and _has_parts(children[0])
 
 
 def _free_modules(model: nn.Module, taken: set[int], name: str = "") -> Iterator[Named]:
-    """All modules that are not inside of one of `taken`."""
+    """Yield all modules that are not inside one of `taken`."""
     if id(model) in taken:
         return
     yield name, model
@@ -124,7 +124,7 @@ def _free_modules(model: nn.Module, taken: set[int], name: str = "") -> Iterator
 
 
 def _homes(module: nn.Module, names: dict[int, str], home: str) -> Iterator[tuple[int, str]]:
-    """Of every use of a parameter: its identity, and the block that it is in ("" for none)."""
+    """Yield, for every use of a parameter, its identity and the block that it is in ("" for none)."""
     home = names.get(id(module), home)
     for parameter in own_parameters(module).values():
         if parameter is not None:
@@ -142,7 +142,7 @@ def _children_of(containers: list[Named]) -> list[Named]:
 
 
 def _called_parts(name: str, module: nn.Module) -> Iterator[Named]:
-    """The module itself, or where it only holds others (an nn.ModuleDict, say), what is called of these."""
+    """Yield the module itself, or its called parts if it only holds others (for example an nn.ModuleDict)."""
     if "forward" in vars(module) or type(module).forward is not nn.Module.forward:
         yield name, module
         return

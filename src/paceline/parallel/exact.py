@@ -1,24 +1,25 @@
-"""Exact reduction: gradients are summed in an order that doesn't depend on who computed them.
+"""Exact reduction: sums gradients in an order that does not depend on which rank computed them.
 
-The order is the tree of `comm/tree.py` over the microbatches of the global batch. Protocol of one step,
-on every rank:
+The order is the tree of `comm/tree.py` over the microbatches of the global batch. Protocol of one step, on
+every rank:
 
-1. `begin` with how many microbatches each rank owns.
-2. After the backward of every microbatch but the last, `set_aside`: its gradients leave the parameters
-   and are added to what they complete a subtree with. (DDP's own accumulation goes from left to right.)
-3. The last backward synchronises: per bucket of DDP, `reduce_bucket` adds what was set aside, then
+1. `begin` with the number of microbatches that each rank owns.
+2. After the backward of every microbatch but the last, `set_aside`: it moves the gradients from the
+   parameters and adds them to those with which they complete a subtree. (DDP's own accumulation goes from
+   left to right.)
+3. The last backward synchronises: per bucket of DDP, `reduce_bucket` adds the earlier gradients, then
    `comm/exchange.py` sums the subtrees of all ranks into the bucket. In a world of one there are no buckets:
    the last microbatch is set aside too.
-4. `end`, which in a world of one puts the sum into the parameters.
+4. `end`, which in a world of one stores the sum in the parameters.
 
-Who may issue what, and when: one thread takes bucket after bucket, in DDP's order, and issues all
-collectives of one before the first of the next, on a group of its own. Backward has to wait for the last
-bucket anyway, so its own thread does that one after all others: waking another thread takes 0.1 ms.
-Chained by callbacks instead, two ranks may come to the second half of one bucket and the first half of the
-next in different orders, and get each other's data without any error. On CUDA the order is that of the calls
-on a stream of its own.
+Order of the collectives: one thread processes one bucket after another, in DDP's order, on a group of its
+own. It issues all collectives of a bucket before the first of the next. Backward has to wait for the last
+bucket anyway, so its own thread processes that one after all others: waking another thread takes 0.1 ms. If
+callbacks chained the collectives instead, two ranks might issue the second half of one bucket and the first
+half of the next in different orders, and receive each other's data without any error. On CUDA the order is
+that of the calls on a stream of their own.
 
-Memory: up to log2(microbatches of the rank) + 1 gradients beside the current one.
+Memory: up to log2(microbatches of the rank) + 1 gradients besides the current one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from paceline.comm.tree import ReductionPlan, Subtree, TreeSum, plan_reduction
 from paceline.errors import PacelineError
 from paceline.torch_seams.operators import add_to_each
 
-# Per parameter, in one order; `None` where no gradient reached it.
+# Per parameter, in a fixed order; `None` if no gradient reached it.
 Gradients = list[Tensor | None]
 
 
@@ -50,11 +51,11 @@ class ExactReduction:
 
     Args:
         model: its parameters to train.
-        group: the ranks, which nobody else may use; `None` in a world of one.
+        group: the ranks, used for nothing else; `None` in a world of one.
         device: of the model.
 
     Attributes:
-        exchange: what sums over ranks; `None` in a world of one.
+        exchange: sums over ranks; `None` in a world of one.
 
     Raises:
         PacelineError: PL425 for sparse gradients.
@@ -80,10 +81,11 @@ class ExactReduction:
             self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
-        """Starts a global batch.
+        """Start a global batch.
 
         Args:
-            num_owned: per rank of the group, how many microbatches it computes; numbered through.
+            num_owned: per rank of the group, the number of microbatches that it computes, numbered
+                consecutively.
         """
         self._plan = plan_reduction(num_owned)
         self._sum = TreeSum(self._plan.num_leaves, _add_gradients)
@@ -92,7 +94,7 @@ class ExactReduction:
 
     @torch.no_grad()
     def set_aside(self, index: int) -> None:
-        """Takes the gradients of microbatch `index` off the parameters."""
+        """Move the gradients of microbatch `index` from the parameters to the sum."""
         gradients: Gradients = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -101,28 +103,28 @@ class ExactReduction:
         self._sum.push((index, index + 1), gradients)
 
     def is_used(self, parameter: Tensor) -> bool:
-        """Whether a microbatch that was set aside in this step has given a parameter a gradient."""
+        """Return whether a microbatch that was set aside in this step has given a parameter a gradient."""
         place = self._places[id(parameter)]
         return any(gradients[place] is not None for _, gradients in self._sum.subtrees)
 
     def fill_missing(self) -> None:
-        """Before a last microbatch that may leave parameters out: gives all a gradient that adds nothing.
+        """Give all parameters a gradient that adds nothing, before a last microbatch that may leave some out.
 
-        DDP wants one for every parameter that an earlier microbatch has used.
+        DDP requires one for every parameter that an earlier microbatch has used.
         """
         for parameter in self._parameters:
             parameter.grad = _nothing_like(parameter)
 
     @torch.no_grad()
     def end(self, *, reduced: bool) -> None:
-        """Ends a global batch.
+        """End a global batch.
 
         Args:
-            reduced: whether the last microbatch was reduced over ranks; if not, the sum of all that was set
-                aside goes into the parameters.
+            reduced: whether the last microbatch was reduced over ranks; if not, the sum of all gradients that
+                were set aside is stored in the parameters.
 
         Raises:
-            Exception: what went wrong while a bucket was summed over ranks.
+            Exception: any error raised while a bucket was summed over ranks.
         """
         if self._line is not None and self._line.failures:
             raise self._line.failures[0]
@@ -130,7 +132,7 @@ class ExactReduction:
         self._sum, self._plan = TreeSum(0, _add_gradients), None
         if reduced or not subtrees:
             return
-        # More than one subtree only where the other ranks' are left out on purpose (`Replica.silenced`).
+        # Several subtrees remain only if the other ranks' are left out on purpose (`Replica.silenced`).
         *others, (_, total) = subtrees
         for _, gradients in reversed(others):
             total = _add_gradients(gradients, total)
@@ -138,10 +140,10 @@ class ExactReduction:
             parameter.grad = gradient
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Sums a bucket with what was set aside, and over ranks; DDP's hook calls it."""
+        """Sum a bucket with the earlier gradients, and over ranks; called by DDP's hook."""
         total = bucket.buffer()
         if self._plan is None or not self._plan.num_leaves:
-            # DDP's first look at the graph, or a global batch without samples: zeros everywhere.
+            # DDP's first pass over the graph, or a global batch without samples: zeros everywhere.
             return _complete(total)
         plan, leaf = self._plan, self._last_leaf
         views: list[Tensor] = []
@@ -163,7 +165,7 @@ class ExactReduction:
         return self._run_on_stream(work, total, [g for _, values in aside for g in values if g is not None])
 
     def close(self) -> None:
-        """Ends the issuing thread."""
+        """End the issuing thread."""
         if self._line is not None:
             self._line.close()
 
@@ -180,32 +182,32 @@ class ExactReduction:
 
 
 class _OrderedThread:
-    """A thread that does one thing after the other, in the order in which they were handed in.
+    """A thread that runs one task after another, in the order of submission.
 
     Attributes:
-        failures: what was raised, at most one thing: after it nothing is done any more, because what comes
-            next would meet peers that are a bucket ahead or behind. The futures are completed all the same;
-            one with an exception would reach DDP as something that is no tensor, its message lost.
+        failures: the exception raised, at most one. After it no task runs any more, because its collectives
+            would meet peers that are a bucket ahead or behind. The futures are completed all the same: DDP
+            would not accept one with an exception as a tensor, and the message would be lost.
     """
 
     def __init__(self) -> None:
         self.failures: list[Exception] = []
         self._latest: torch.futures.Future[Tensor] | None = None
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        # The thread doesn't know this object, so a forgotten reduction is collected and ends it.
+        # The thread has no reference to this object, so a reduction that is dropped is collected and ends it.
         arguments = (self._queue, self.failures)
         threading.Thread(target=_serve, args=arguments, name="paceline-exact", daemon=True).start()
         self._end = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, work: Callable[[], None], result: Tensor) -> torch.futures.Future[Tensor]:
-        """A future that gives `result` once `work` is done."""
+        """Return a future that completes with `result` once `work` is done."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._latest = future
         self._queue.put((work, result, future))
         return future
 
     def do(self, work: Callable[[], None], result: Tensor) -> torch.futures.Future[Tensor]:
-        """The same, done in the calling thread after all that was submitted."""
+        """Do the same in the calling thread, after all submitted tasks."""
         if self._latest is not None:
             self._latest.wait()
             self._latest = None
@@ -223,7 +225,7 @@ _Task = tuple[Callable[[], None], Tensor, "torch.futures.Future[Tensor]"]
 def _serve(tasks: queue.SimpleQueue[_Task | None], failures: list[Exception]) -> None:
     while (task := tasks.get()) is not None:
         _run(task, failures)
-        del task  # nothing is kept alive while this waits
+        del task  # no reference is kept while the thread waits
 
 
 def _run(task: _Task, failures: list[Exception]) -> None:
@@ -237,7 +239,7 @@ def _run(task: _Task, failures: list[Exception]) -> None:
 
 
 def _complete(total: Tensor) -> torch.futures.Future[Tensor]:
-    """A future of what is there already, or on CUDA, of what the current stream will have made by then."""
+    """Return a future of a tensor that is complete, on CUDA once the current stream has finished."""
     future: torch.futures.Future[Tensor]
     future = torch.futures.Future(devices=[total.device] if total.is_cuda else [])
     future.set_result(total)
@@ -251,7 +253,7 @@ def _complete_subtrees(
     views: Sequence[Tensor],
     total: Tensor,
 ) -> list[list[Tensor]]:
-    """This rank's subtrees of one bucket, flat: what was set aside, and the last microbatch in `views`."""
+    """Return this rank's subtrees of one bucket, flat: earlier gradients, and the last one's `views`."""
     if leaf is None:
         return []
     if not aside:
@@ -264,7 +266,7 @@ def _complete_subtrees(
 
 
 def _view_gradients(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients that lie in a bucket, with the strides that DDP gave them: those of their parameters.
+    """Return the gradients that a bucket holds, with the strides that DDP gave them: their parameters'.
 
     `GradBucket.gradients()` ignores strides, so a channels-last weight would be read in another order.
     """
@@ -281,7 +283,7 @@ def _view_gradients(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor
 
 
 def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
-    """The sum, in place of `right`. A missing gradient adds nothing, not even the sign of a zero."""
+    """Return the sum, in place of `right`. A missing gradient adds nothing, not even the sign of a zero."""
     lefts, rights = [g for g in left if g is not None], [g for g in right if g is not None]
     if len(lefts) < len(left) or len(rights) < len(right):
         pairs = zip(left, right, strict=True)
@@ -291,7 +293,7 @@ def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
 
 
 def _flatten_like(gradient: Tensor | None, view: Tensor) -> Tensor:
-    """The elements in the order in which `view` has them in memory: buckets follow parameters' strides."""
+    """Return the elements in the order of `view` in memory: buckets follow their parameters' strides."""
     if gradient is None:
         return _nothing_like(view).reshape(-1)
     if view.is_contiguous():
@@ -301,7 +303,7 @@ def _flatten_like(gradient: Tensor | None, view: Tensor) -> Tensor:
 
 
 def _nothing_like(tensor: Tensor) -> Tensor:
-    """Zeros that change no bit of what they are added to: x + -0.0 is x, also for -0.0."""
+    """Return zeros that change no bit of a sum: x + -0.0 is x, also for -0.0."""
     return torch.full_like(tensor, -0.0)
 
 

@@ -1,8 +1,8 @@
-"""The memory of a communication hook: what it keeps on each rank from one step to the next.
+"""The memory of a communication hook: the state that it keeps on each rank between steps.
 
-Hooks that compress (PowerSGD) keep what they left out and add it to the next gradient. That is state of the
-run which differs between ranks: a skipped step must leave no trace in it, and a resumed run needs each rank's
-own.
+Hooks that compress (PowerSGD) keep the part of a gradient that they did not send, and add it to the next one.
+That state of the run differs between ranks. A skipped step must not change it, and a resumed run needs that
+of each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class HookState:
     """The state object of a communication hook, as a tree of tensors and plain values.
 
     Args:
-        state: what was given beside the hook: an object with attributes, or a dict.
+        state: the object passed along with the hook: one with attributes, or a dict.
     """
 
     def __init__(self, state: Any) -> None:
@@ -31,23 +31,23 @@ class HookState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the hook has nothing to keep."""
+        """Whether the hook keeps nothing."""
         return not any(True for _ in self._items())
 
     def read(self) -> dict[str, Any]:
-        """A copy of everything in it, except for process groups and functions.
+        """Return a copy of everything in it, except process groups and functions.
 
         Raises:
-            PacelineError: PL516 for something that can't be copied.
+            PacelineError: PL516 for a value that cannot be copied.
         """
         return {name: _read(value, name) for name, value in self._items()}
 
     def write(self, saved: dict[str, Any], device: torch.device) -> None:
-        """Puts back what `read` gave.
+        """Restore the state that `read` returned.
 
         Args:
             saved: of this hook.
-            device: for tensors that the hook doesn't have yet.
+            device: for tensors that the hook does not have yet.
         """
         for name, value in saved.items():
             live = (
@@ -122,10 +122,10 @@ def _write(live: Any, saved: Any, device: torch.device) -> Any:
 
 
 def gather_hook_state(state: HookState) -> list[dict[str, Any]] | None:
-    """Every rank's state on rank 0, in CPU memory; `None` elsewhere. Collective over all ranks.
+    """Return every rank's state on rank 0, in CPU memory; `None` elsewhere. Collective over all ranks.
 
     Raises:
-        PacelineError: PL516, on every rank that can't copy its state.
+        PacelineError: PL516, on every rank that cannot copy its state.
     """
     own = tree_map_only(Tensor, lambda tensor: tensor.cpu(), state.read())
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -134,7 +134,7 @@ def gather_hook_state(state: HookState) -> list[dict[str, Any]] | None:
 
 
 def scatter_hook_state(state: HookState, saved: list[dict[str, Any]] | None, device: torch.device) -> None:
-    """Gives each rank its state of what rank 0 has. Collective over all ranks."""
+    """Restore each rank's state from those that rank 0 has. Collective over all ranks."""
     own: list[Any] = [None]
     dist.scatter_object_list(own, saved, src=0)
     state.write(own[0], device)

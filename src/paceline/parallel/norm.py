@@ -1,11 +1,11 @@
-"""The norm of a gradient whose parts are on several ranks.
+"""Measures the norm of a gradient whose parts are on several ranks.
 
-torch's own `clip_grad_norm_` fails where parameters lie on different meshes. Here every rank adds up the
-squares of what it has, tensors that tp or dp_shard leaves whole only on the first rank of that axis, and one
-small collective adds those.
+torch's own `clip_grad_norm_` fails if parameters are on different meshes. Here every rank sums the squares of
+its parts. Tensors that tp or dp_shard leaves whole are counted only on the first rank of that axis. One small
+collective adds the sums.
 
-With the exact reduction the norm must have the same bits however rows are shared out over dp_shard. So it is
-made of the norms of single rows, which no rank divides, put into the order of the whole tensor.
+With the exact reduction the norm must have the same bits for any division of rows over dp_shard. So it is
+computed from the norms of single rows, which no rank divides, in the order of the whole tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Named = Sequence[tuple[str, Tensor | None]]
 def measure_norm(
     gradients: Named, parameters: Sequence[Tensor], placement: Placement, mesh: Mesh | None, *, exact: bool
 ) -> Tensor:
-    """The global 2-norm, a scalar on the gradients' device; the same on every rank of a copy.
+    """Return the global 2-norm, a scalar on the gradients' device; the same on every rank of a copy.
 
-    Collective over dp_shard and tp where they are larger than 1: a number per rank, and with `exact` under
+    Collective over dp_shard and tp if they are larger than 1: a number per rank, and with `exact` under
     dp_shard a number per row of every gradient.
 
     Args:
@@ -38,7 +38,7 @@ def measure_norm(
         parameters: theirs, in the same order.
         placement: of the model.
         mesh: the ranks, or `None` for one.
-        exact: whether the bits may not depend on dp_shard.
+        exact: whether the bits must not depend on dp_shard.
     """
     device, dtype = parameters[0].device, parameters[0].dtype
     if exact:
@@ -59,8 +59,11 @@ def measure_norm(
 
 
 def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Gradients that no microbatch of this rank reached count as zero: left out, they would make the list of
-    norms shorter than on a rank where DDP has filled them in, and a shorter list is added up otherwise."""
+    """Return the norm of gradients that this rank has whole.
+
+    Gradients that no microbatch of this rank reached count as zero. Without them, the list of norms would be
+    shorter than on a rank where DDP has filled them in, and a shorter list is summed in another order.
+    """
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return torch.zeros((), device=device)
@@ -76,16 +79,16 @@ def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: tor
 def _add_rows(
     gradients: Named, parameters: Sequence[Tensor], placement: Placement, mesh: Mesh | None
 ) -> Tensor:
-    """The sum of squares in an order that only tp may change."""
+    """Return the sum of squares in an order that only tp may change."""
     rows = [_measure_rows(g, p) for (_, g), p in zip(gradients, parameters, strict=True)]
     if mesh is not None and mesh.dp_shard.size > 1:
-        # In place of the rows that a rank has of a shard; what is whole has all of its rows already.
+        # Replaces the rows of a shard that a rank has; a whole tensor has all of its rows already.
         shards = [place for place, p in enumerate(parameters) if isinstance(p, DTensor)]
         totals = [_count_rows(parameters[place]) for place in shards]
         ordered = _order_rows([rows[place] for place in shards], totals, mesh) if shards else []
         for place, whole in zip(shards, ordered, strict=True):
             rows[place] = whole
-    # By the axis whose ranks hold the parts of a split tensor; under the empty name those that no split cuts.
+    # By the axis whose ranks hold the parts of a split tensor; the empty name has those that no split cuts.
     by_axis: dict[str, list[Tensor]] = {}
     for (name, _), own in zip(gradients, rows, strict=True):
         split = placement.splits.get(name)
@@ -105,7 +108,7 @@ def _count_rows(parameter: Tensor) -> int:
 
 
 def _measure_rows(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """The norm of each row that this rank has."""
+    """Return the norm of each row that this rank has."""
     if gradient is None:
         return torch.zeros(_count_rows(local(parameter)), dtype=parameter.dtype, device=parameter.device)
     rows = local(gradient)
@@ -116,7 +119,7 @@ def _measure_rows(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _order_rows(rows: list[Tensor], totals: list[int], mesh: Mesh) -> list[Tensor]:
-    """Per tensor the numbers of all rows, from those that this rank has of each."""
+    """Return per tensor the numbers of all rows, from those that this rank has of each."""
     num_ranks = mesh.dp_shard.size
     most = [-(-total // num_ranks) for total in totals]  # rows of a rank; the last ranks may have fewer
     own = rows[0].new_zeros(sum(most))

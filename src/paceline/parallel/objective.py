@@ -1,4 +1,4 @@
-"""`Objective`: what is computed from a batch, in two parts that can run on different ranks."""
+"""`Objective`: the computation on a batch, in two parts that can run on different ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Compute = Callable[[Any], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Objective(Generic[Result]):
-    """A forward and what is computed from its output, for example the loss.
+    """A forward and the computation on its output, for example the loss.
 
     A rank that holds a whole model calls the objective. Ranks that hold stages of it run `forward` on every
     stage and `loss` on the last one.
@@ -23,8 +23,8 @@ class Objective(Generic[Result]):
     Attributes:
         forward: from a batch on the device to the model's output.
         loss: from (output, batch) to the result; in training (sum of losses, weight).
-        has_output: whether `forward` gives the output of one model. The loss over several models comes in one
-            piece, and `forward` computes all of it.
+        has_output: whether `forward` returns the output of one model. The loss over several models cannot be
+            divided, so `forward` computes all of it.
     """
 
     forward: Callable[[Any], Any]
@@ -32,7 +32,7 @@ class Objective(Generic[Result]):
     has_output: bool = True
 
     def __call__(self, batch: Any) -> Result:
-        """Runs both on one batch."""
+        """Run both on one batch."""
         return self.loss(self.forward(batch), batch)
 
 

@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is laid out, beside the degrees of its mesh.
+    """The settings for laying out a model, besides the degrees of its mesh.
 
     Attributes:
-        layout: resolved; for a world of one, what is left of it: recompute.
-        ddp: of the replication.
-        shard: of the sharding.
-        exact: sum gradients in an order that doesn't depend on dp.
+        layout: resolved; in a world of one, only `recompute` applies.
+        ddp: settings of the replication.
+        shard: settings of the sharding.
+        exact: whether to sum gradients in an order that does not depend on dp.
         comm_hook: the user's `(state, hook)` for the gradients of replicas.
-        sync_batchnorm: turn BatchNorm into `SyncBatchNorm`.
-        compile: `torch.compile` the model; under dp_shard, tp or recompute, each of its blocks.
+        sync_batchnorm: whether to convert BatchNorm to `SyncBatchNorm`.
+        compile: whether to `torch.compile` the model; under dp_shard, tp or recompute, each of its blocks.
         example: calls the model on a batch of a few samples; needed for tp.
-        tp_plan: by pattern of a module's name, how it is split; the rest is found by itself.
+        tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
     """
 
     layout: Layout
@@ -62,20 +62,20 @@ class Settings:
 
     @property
     def tracks_use(self) -> bool:
-        """Whether ranks agree in every step on which parameters were used."""
+        """Whether ranks agree in every step on the parameters that were used."""
         return self.layout.dp_shard > 1 or self.ddp.find_unused_parameters
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """What became of a model.
+    """The result of laying out a model.
 
     Attributes:
-        replica: sums the gradients over dp_replicate, where ranks hold copies of all that dp sees.
-        shards: gathers parameters and sums gradients, where the ranks of dp_shard hold parts.
+        replica: sums the gradients over dp_replicate, if its ranks hold copies of the parameters.
+        shards: gathers parameters and sums gradients, if the ranks of dp_shard hold parts.
         exact: sums a rank's own microbatches in the order of the tree, unless `shards` does.
-        placement: where its parts are.
-        masks: its dropout.
+        placement: where the model's parts are.
+        masks: the model's dropout.
         plan: how tp splits it.
         lent: the exact reduction's group, borrowed from the mesh.
     """
@@ -96,39 +96,40 @@ def parallelize(
     device: torch.device,
     construction: Construction | None = None,
 ) -> LaidOut:
-    """Applies every parallelism of the mesh to a model, in place, in the one order that works.
+    """Apply every parallelism of the mesh to a model, in place, in the one order that works.
 
     Collective: every rank must call it with the same model structure.
 
     Args:
         model: on the device, in its final dtype; or on the meta device, see `construction`.
         mesh: the ranks, or `None` for a world of one.
-        settings: how.
-        device: where the model is to be.
-        construction: where the values of a model on the meta device come from.
+        settings: how the model is laid out.
+        device: the device of the laid-out model.
+        construction: the source of the values of a model on the meta device.
 
     Raises:
         PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
-            what can't be sharded, PL455 to PL459 for what can't be built on meta, PL460 to PL465 for what
-            tp and recompute can't do.
+            models that cannot be sharded, PL455 to PL459 for factories that cannot be built on meta, PL460 to
+            PL465 for models that tp and recompute cannot handle.
     """
     _check_trains(model)
     layout = settings.layout
     if settings.sync_batchnorm:
-        # First: it replaces modules, and everything after holds on to modules or parameters.
+        # First: it replaces modules, and every later step keeps references to modules or parameters.
         _synchronise_batchnorm(model, mesh)
     if mesh is not None and construction is None:
-        # Before any rank drops what another one has: rank 0's weights are the truth.
+        # Before any rank drops parts that another one keeps: rank 0's weights are broadcast.
         align_with_main(model)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
     plan = None
     if layout.tp > 1:
         assert mesh is not None
-        # On whole modules: sharding cuts what is left, and blocks must be recomputed with their collectives.
+        # On whole modules: sharding cuts the remaining parts, and blocks must be recomputed with their
+        # collectives.
         plan = _split(model, mesh, settings, masks)
     if layout.recompute != "none":
-        # Before sharding: a block is gathered again before it is computed again.
+        # Before sharding: a block is gathered again before it is recomputed.
         apply_recompute(model, find_blocks(model), layout.recompute)
         log.info("recompute: %s", layout.recompute)
     placement = Placement(model, mesh)
@@ -144,7 +145,7 @@ def parallelize(
     if layout.dp_shard > 1:
         assert mesh is not None
         lent = mesh.borrow_group(mesh.dp) if settings.exact else None
-        # Last but for the values: it replaces every parameter, and its hooks go around all others.
+        # Last except for the values: it replaces every parameter, and its hooks enclose all others.
         shards = Shards(
             model,
             mesh,
@@ -154,10 +155,10 @@ def parallelize(
             exact_group=lent,
         )
     if construction is not None:
-        # Now that each rank knows its part: one whole tensor at a time, of which it keeps that.
+        # Each rank knows its part now: it makes one whole tensor at a time and keeps its part of it.
         _fill(model, construction, placement, device)
     if shards is not None:
-        shards.offload()  # where there are values now
+        shards.offload()  # the values exist now
     if layout.dp_shard == 1:
         replicas = mesh is not None and mesh.replicas.size > 1
         if settings.exact:
@@ -166,7 +167,7 @@ def parallelize(
         if replicas:
             assert mesh is not None
             replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
-            # Last: DDP broadcasts what the parameters are by now, and hooks these very tensors.
+            # Last: DDP broadcasts the parameters as they are now, and hooks these very tensors.
             replica = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook)
             log.info(
                 "replicate: DistributedDataParallel over %s, %s reduction",
@@ -179,7 +180,7 @@ def parallelize(
 
 
 def align_with_main(model: nn.Module) -> None:
-    """Gives every rank rank 0's parameters and buffers; collective over the world."""
+    """Set every rank's parameters and buffers to rank 0's; collective over the world."""
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)
 
@@ -208,7 +209,7 @@ def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Sp
 
 def _fill(model: nn.Module, construction: Construction, placement: Placement, device: torch.device) -> None:
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        # fully_shard holds on to its parameters, which get memory in place.
+        # fully_shard keeps references to its parameters, which get memory in place.
         model.to_empty(device=device)
         placement.fill(construction.fill, device)
     else:
@@ -216,10 +217,10 @@ def _fill(model: nn.Module, construction: Construction, placement: Placement, de
 
 
 def _compile(model: nn.Module, layout: Layout, plan: SplitPlan | None) -> None:
-    # What talks, and what is run again by itself, must not be in the middle of a graph.
+    # Collectives, and parts that are recomputed separately, must not be in the middle of a graph.
     by_block = layout.dp_shard > 1 or layout.tp > 1 or layout.recompute != "none"
     blocks = (find_blocks(model) if by_block else []) or [("", model)]
-    # The compiler can't read positions in the source, by which tp recognises calls.
+    # The compiler cannot read positions in the source, by which tp recognises calls.
     changed = list(plan.sites) if plan is not None else []
     kept = {
         block
@@ -246,8 +247,8 @@ def _compile_module(module: nn.Module) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    # What Module.compile() does, with a frame of ours in between: the compiler passes over the frames of
-    # torch.nn's own classes, so that an nn.Sequential would stay as it is without a word.
+    # The same as Module.compile(), with a frame of Paceline in between: the compiler skips the frames of
+    # torch.nn's own classes, so that it would silently leave an nn.Sequential uncompiled.
     set_compiled_call(module, compiled(module, torch.compile(forward)))
 
 

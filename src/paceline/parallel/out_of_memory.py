@@ -1,4 +1,4 @@
-"""Recognises torch's errors that say that memory has run out."""
+"""Recognises torch's errors for exhausted memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Storage size cal
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory of a device or of the machine has run out."""
+    """Return whether an error reports that the memory of a device or of the machine is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)

@@ -1,18 +1,17 @@
-"""Hooks that users register on parameters, in layouts that put another tensor in a parameter's place.
+"""Runs hooks that users register on parameters, in layouts that replace a parameter by another tensor.
 
 Under dp_shard a parameter of the model is this rank's shard, while forward and backward use the gathered one.
-Autograd never sees the shard, so it would never run a hook of it. These functions keep such hooks working.
+Autograd never uses the shard, so it would never run a hook of it. These functions keep such hooks working.
 (Under tp, `tensor/gradients.py` does the same.)
 
-A hook of `parameter.register_hook` sees what it sees in one process: the gradient of one microbatch, as
+A hook of `parameter.register_hook` gets the same as in one process: the gradient of one microbatch, as
 backward has computed it, for the whole parameter. It is not yet added to the gradients of other microbatches
-and ranks. It is multiplied by the loss scale under fp16, and has the type in which the forward computes.
-The hook runs once per microbatch, on the rank that computes it. What it returns takes the gradient's place.
-It may be registered before the model is laid out or later, on a parameter of `trainer.model`. Its handle
-removes it.
+and ranks. It is multiplied by the loss scale under fp16, and has the type in which the forward computes. The
+hook runs once per microbatch, on the rank that computes it. Its result replaces the gradient. It may be
+registered before the model is laid out or later, on a parameter of `trainer.model`. Its handle removes it.
 
-A hook of `register_post_accumulate_grad_hook` is refused (PL434): what it sees is a sum over as many
-microbatches as happen to be on a rank, so its numbers would depend on the layout.
+A hook of `register_post_accumulate_grad_hook` is refused (PL434): it gets a sum over the microbatches that
+happen to be on one rank, so its numbers would depend on the layout.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:
 
     Args:
         before: the replaced parameters by full name.
-        model: with the parameters that are in their places.
+        model: with the new parameters.
     """
     for name, parameter in model.named_parameters():
         old: Any = before[name]
@@ -54,7 +53,7 @@ def run_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
         gradient: of the whole parameter.
 
     Returns:
-        The gradient, or what the hooks have put in its place.
+        The gradient, or the tensor with which the hooks have replaced it.
     """
     hooks: Any = read_hooks(parameter)
     for hook in list((hooks or {}).values()):
@@ -70,7 +69,7 @@ def check_hooks(named: Iterable[tuple[str, Tensor]]) -> None:
         named: parameters by full name.
 
     Raises:
-        PacelineError: PL434, naming the parameters.
+        PacelineError: PL434, with the parameters' names.
     """
     found = [name for name, parameter in named if read_accumulate_hooks(parameter)]
     if found:

@@ -1,8 +1,8 @@
-"""Where the parts of a laid-out model are, and how they become whole again.
+"""Knows where the parts of a laid-out model are, and makes them whole.
 
 A parameter may be divided twice: over tp by a `Split` (each rank then holds a plain tensor, its part), and
-what is left of it over dp_shard by rows (torch's DTensor). What belongs to a parameter (gradient, optimizer
-state) lies as the parameter does. Checkpoints, `verify` and users see full names and whole tensors.
+that part over dp_shard by rows (torch's DTensor). Tensors that belong to a parameter (gradient, optimizer
+state) are laid out like the parameter. Checkpoints, `verify` and users see full names and whole tensors.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from paceline.recipe.axes import list_axes
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, as a plain one that shares its memory."""
+    """Return this rank's part of a tensor, as a plain one that shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Placement:
-    """How one model lies on the ranks.
+    """The placement of one model's parts on the ranks.
 
     Args:
         model: laid out.
         mesh: the ranks, or `None` for one.
-        splits: by full name, what an axis divides by a `Split`; buffers too, tied names each.
+        splits: by full name, the `Split` that divides a parameter or buffer; tied names each.
         partial: by name of a whole parameter, the axis whose ranks each have a part of its gradient only.
     """
 
@@ -53,11 +53,11 @@ class Placement:
         return self._mesh is not None and self._mesh.model.size > 1
 
     def part_axes(self, name: str, tensor: Tensor) -> tuple[Axis, ...]:
-        """The axes whose ranks hold different parts of a tensor; none of a tensor that is whole.
+        """Return the axes whose ranks hold different parts of a tensor; none if it is whole.
 
         Args:
-            name: of the parameter or buffer that it is or belongs to.
-            tensor: laid out as that one.
+            name: of the parameter or buffer that the tensor is or belongs to.
+            tensor: laid out like that one.
         """
         found = []
         if isinstance(tensor, DTensor):
@@ -67,17 +67,17 @@ class Placement:
         return tuple(found)
 
     def sum_axis(self, name: str) -> Axis | None:
-        """The ranks over which the gradient of a parameter is summed; `None` for this rank alone.
+        """Return the ranks over which the gradient of a parameter is summed; `None` for this rank alone.
 
-        Those that train on different microbatches with this parameter, so all of dp. An axis whose ranks
-        exchange samples, and not gradients, for some parameters makes a difference here.
+        They are those that train this parameter on different microbatches, so all of dp. For an axis whose
+        ranks exchange samples instead of gradients, the answer would depend on the parameter.
         """
         return None if self._mesh is None else self._mesh.dp
 
     def counts(self, name: str, tensor: Tensor) -> bool:
-        """Whether this rank counts a tensor in a sum over the ranks of one copy, which counts each part once.
+        """Return whether this rank counts a tensor in a sum that counts each part of one copy once.
 
-        Of the ranks along an axis that hold the same, the first does.
+        Among ranks along an axis that hold the same part, the first one counts it.
         """
         if self._mesh is None:
             return True
@@ -89,17 +89,17 @@ class Placement:
         return self._mesh.axes[name]
 
     def whole_shape(self, name: str, parameter: Tensor) -> list[int]:
-        """The shape of the whole tensor of this name."""
+        """Return the shape of the whole tensor of this name."""
         split = self.splits.get(name)
         return list(parameter.shape) if split is None else split.whole_shape(parameter.shape)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole tensor; collective over the axes that hold its parts, every rank gets it.
+        """Return the whole tensor on every rank; collective over the axes that hold its parts.
 
         Args:
-            name: of the parameter or buffer that it is or belongs to.
-            tensor: laid out as that one (itself, its gradient, a moment). A plain number, such as a count of
-                steps, is whole already.
+            name: of the parameter or buffer that the tensor is or belongs to.
+            tensor: laid out like that one (itself, its gradient, a moment). A plain number, such as a count
+                of steps, is whole already.
         """
         split = self.splits.get(name)
         if isinstance(tensor, DTensor):
@@ -115,10 +115,10 @@ class Placement:
         return split.join(parts)
 
     def _join_rows(self, tensor: DTensor) -> Tensor:
-        """The whole of what dp_shard divides.
+        """Return the whole tensor that dp_shard divides.
 
-        `full_tensor()` would talk in a group that torch looks up by the name in a cached description of the
-        tensor, which may be from a mesh of an earlier world in this process: another group by now, or none.
+        `full_tensor()` would use a group that torch finds by a name in a cached description of the tensor.
+        That may be from a mesh of an earlier world in this process: another group by now, or none.
         """
         if tuple(tensor.placements) != (Shard(0),):
             return tensor.full_tensor()
@@ -133,7 +133,7 @@ class Placement:
         return torch.cat([part[: max(0, num_rows - rank * most)] for rank, part in enumerate(rows)])
 
     def part(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
-        """What this rank has of a whole tensor that lies as `parameter` does; may share its memory."""
+        """Return this rank's part of a whole tensor laid out like `parameter`; may share its memory."""
         split = self.splits.get(name)
         if split is not None:
             whole = split.take(whole, self._axis(split.axis).rank)
@@ -145,19 +145,19 @@ class Placement:
         return rows[axis.rank] if axis.rank < len(rows) else whole[:0]
 
     def write(self, name: str, parameter: Tensor, whole: Tensor) -> None:
-        """Puts a whole value into a parameter or buffer, each rank its part. No collective."""
+        """Write a whole value into a parameter or buffer, each rank its part. No collective."""
         with torch.no_grad():
             target = local(parameter.detach())
             target.copy_(self.part(name, whole, parameter))
 
     def lies_as(self, value: Any, parameter: Tensor) -> bool:
-        """Whether a piece of optimizer state is laid out as its parameter."""
+        """Return whether a piece of optimizer state is laid out like its parameter."""
         if isinstance(value, DTensor):
             return True
         return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
     def divides(self, name: str, parameter: Tensor, whole: Any) -> bool:
-        """Whether a whole tensor is to be divided as a parameter is."""
+        """Return whether a whole tensor must be divided like a parameter."""
         is_divided = name in self.splits or isinstance(parameter, DTensor)
         return (
             is_divided
@@ -166,10 +166,10 @@ class Placement:
         )
 
     def add_up_partial(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Adds up what ranks have of whole parameters' gradients, over the axes of `partial`; collective.
+        """Sum the ranks' partial gradients of whole parameters over the axes of `partial`; collective.
 
-        Costs one all-reduce per axis and dtype. A missing gradient counts as zero where another rank can't
-        know.
+        Costs one all-reduce per axis and dtype. A missing gradient counts as zero if another rank cannot know
+        that it is missing.
         """
         if not self.partial:
             return
@@ -187,11 +187,11 @@ class Placement:
                 start += part.numel()
 
     def fill(self, make: Callable[[str], Tensor], device: torch.device) -> None:
-        """Gives a model its values in place; each rank makes one whole tensor at a time and keeps its part.
+        """Fill a model in place; each rank makes one whole tensor at a time and keeps its part.
 
         Args:
             make: from a full name to the whole tensor.
-            device: where the model is.
+            device: the device of the model.
         """
         done: set[int] = set()
         for name, tensor in [

@@ -1,12 +1,12 @@
-"""Recompute: activations inside of blocks are not kept for backward, but computed again there.
+"""Recompute: does not keep activations inside blocks for backward, but computes them again there.
 
-Costs one more forward of the blocks (about a third of a step's arithmetic) and saves all activations but the
-blocks' inputs (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). The selective form keeps
-the results of matrix products, convolutions and attention, which are the dear ones to compute, and drops the
-cheap rest (Korthikanti et al. 2022, section 5).
+Costs one more forward of the blocks (about a third of a step's arithmetic) and saves all activations except
+the blocks' inputs (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). The selective form
+keeps the results of matrix products, convolutions and attention, which are expensive to compute, and drops
+the others (Korthikanti et al. 2022, section 5).
 
-A layer that counts what it sees (BatchNorm's running statistics) sees each microbatch once: what the second
-forward does to its buffers is taken back.
+A layer with running statistics (BatchNorm) must count each microbatch once, so the second forward's changes
+to its buffers are undone.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _KEPT = {
 
 
 def apply_recompute(model: nn.Module, blocks: list[tuple[str, nn.Module]], kind: str) -> None:
-    """Has the blocks of a model computed again in backward; names of parameters stay.
+    """Recompute the blocks of a model in backward; names of parameters do not change.
 
     Args:
         model: for the message.
-        blocks: what is recomputed, each by itself.
+        blocks: the blocks, each recomputed separately.
         kind: "block" or "selective".
 
     Raises:
@@ -61,7 +61,7 @@ def apply_recompute(model: nn.Module, blocks: list[tuple[str, nn.Module]], kind:
 
 
 class _Contexts:
-    """Makes the contexts around a block's first and second forward.
+    """A factory of the contexts around a block's first and second forward.
 
     Args:
         kind: "block" or "selective".
@@ -82,7 +82,7 @@ class _Contexts:
 
 @contextmanager
 def _statistics_kept(layers: list[NormBase], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Around a second forward: running statistics are afterwards what they were."""
+    """Restore running statistics after a second forward."""
     buffers = [
         buffer
         for layer in layers

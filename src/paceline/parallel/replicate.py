@@ -1,19 +1,19 @@
-"""Replication: every rank holds the model, gradients are summed over `dp_replicate`.
+"""Replication: every rank holds the model, and gradients are summed over `dp_replicate`.
 
 Protocol of one optimizer step, on every rank of the group:
 
-1. All microbatches but the last run under `no_sync`: their gradients add up locally.
-2. The last one runs with synchronisation: DDP has one bucket after another summed over the ranks while
-   backward is still computing earlier layers. That is the only round of gradient traffic per step. The
-   fast reduction is the library's all-reduce; for the exact one see `exact.py`.
-   A microbatch may leave parameters out. After its backward they get a gradient of -0.0, which changes no
-   bit of a sum and makes their buckets complete.
-3. A rank that owns no microbatch runs `forward_nothing()`: a loss of zero that reaches every
-   parameter, so that it joins the same all-reduces with zeros.
+1. All microbatches but the last run under `no_sync`: their gradients are summed locally.
+2. The last one runs with synchronisation: DDP sums one bucket after another over the ranks while backward is
+   still computing earlier layers. That is the only round of gradient traffic per step. The fast reduction is
+   the library's all-reduce; for the exact one see `exact.py`.
+   A microbatch may leave parameters out. After its backward they get a gradient of -0.0, which changes no bit
+   of a sum and makes their buckets complete.
+3. A rank that owns no microbatch runs `forward_nothing()`: a loss of zero that reaches every parameter, so
+   that it joins the same all-reduces with zeros.
 
-Which gradients share a bucket follows from the model alone, never from a step's course: see `_show_graph`.
+The model alone determines which gradients share a bucket, never the course of a step: see `_show_graph`.
 
-Gradients are *summed*, not averaged: dividing by the global weight is the caller's, who knows it.
+Gradients are *summed*, not averaged: the caller divides by the global weight, which it knows.
 
 Built on `torch.nn.parallel.DistributedDataParallel` (Li et al. 2020, https://arxiv.org/abs/2006.15704).
 """
@@ -52,7 +52,7 @@ _BUFFERS_ARGUMENT = (
 
 
 class _Reach(torch.autograd.Function):
-    """Passes a number on; in backward, gives a parameter a gradient of one value."""
+    """A node that passes a number on; in backward, it gives a parameter a gradient of one value."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, parameter: Tensor, value: float) -> Tensor:
@@ -66,7 +66,7 @@ class _Reach(torch.autograd.Function):
 
 
 def _zero_loss(parameters: Sequence[Tensor], value: float = 0.0) -> Tensor:
-    """Zero, with a gradient of `value` for every parameter; the last one gets it first, as in most models."""
+    """Return zero, with a gradient of `value` for each parameter; the last gets it first, as in most."""
     zero = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:
         zero = _Reach.apply(zero, parameter, value)  # type: ignore[no-untyped-call]
@@ -74,15 +74,15 @@ def _zero_loss(parameters: Sequence[Tensor], value: float = 0.0) -> Tensor:
 
 
 def _read_version(parameter: Tensor) -> int:
-    """A number that changes when backward adds to a parameter's gradient."""
+    """Return a number that changes when backward adds to a parameter's gradient."""
     return -1 if parameter.grad is None else read_version(parameter.grad)
 
 
 class LossModule(nn.Module):
-    """A model together with what is computed from it, so that DDP sees one forward per microbatch.
+    """A model together with its loss, so that DDP sees one forward per microbatch.
 
-    The user's functions get the bare model: no `module.` in parameter names, no wrapper to look
-    through, and a loss that calls the model several times is still one forward for DDP.
+    The user's functions get the bare model: no `module.` in parameter names and no wrapper. A loss that calls
+    the model several times is still one forward for DDP.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,7 +90,7 @@ class LossModule(nn.Module):
         self.model = model
 
     def forward(self, compute: Compute | None, batch: Any) -> tuple[Tensor, Tensor]:
-        """Gives `compute(batch)`, or without `compute` a zero that reaches every parameter."""
+        """Return `compute(batch)`, or without `compute` a zero that reaches every parameter."""
         if compute is None:
             zero = _zero_loss([p for p in self.model.parameters() if p.requires_grad])
             return zero, zero.detach()
@@ -108,18 +108,18 @@ class Replica:
         model: the model, on its device, in its final dtype, with parameters to train.
         axis: the ranks that hold copies.
         settings: DDP's settings.
-        exact: what sums the buckets in place of the library's all-reduce.
+        exact: sums the buckets in place of the library's all-reduce.
         comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
             average over the ranks, which is what torch's own hooks do.
 
     Attributes:
         group: the ranks that hold copies.
-        num_ranks: how many they are.
-        hook_state: what the communication hook keeps between steps, if it keeps anything.
+        num_ranks: number of these ranks.
+        hook_state: the state that the communication hook keeps between steps, if any.
         silent: whether backwards reduce nothing at the moment, see `silenced`.
         is_used: whether the last forward was that of a microbatch.
-        left_out: the parameters that the last reducing backward has left out and no earlier one of the step
-            has given a gradient.
+        left_out: the parameters that the last reducing backward has left out and that no earlier one of the
+            step has given a gradient.
 
     Communication: one all-reduce of the gradients per synchronising backward, 2(n-1)/n times their
     bytes per rank on a ring of n; for the exact reduction see `comm/exchange.py`.
@@ -146,14 +146,14 @@ class Replica:
         self.is_used = False
         self.left_out: list[Tensor] = []
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        # With a static graph DDP counts on every step using what the first did; with a search for unused
+        # With a static graph DDP expects every step to use what the first one used; with a search for unused
         # parameters it completes buckets itself.
         self._completes = not settings.static_graph and not settings.find_unused_parameters
         self._is_reducing = False
         self._before_last_bucket: Callable[[], None] | None = None
         self._last_launch_s = 0.0
         for buffer in model.buffers():
-            # DDP does this for parameters; for buffers only where it also copies them in every forward.
+            # DDP does this for parameters; for buffers only if it also copies them in every forward.
             dist.broadcast(buffer, src=dist.get_global_rank(self.group, 0), group=self.group)
         self._ddp = DistributedDataParallel(
             self._loss_module,
@@ -164,7 +164,7 @@ class Replica:
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             static_graph=settings.static_graph,
         )
-        # A lambda, because DDP compares annotations with types and ours are strings.
+        # A lambda, because DDP compares annotations with types, and here they are strings.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))
         if not settings.find_unused_parameters:  # with it, DDP neither orders buckets nor keeps a graph
             for _ in range(2 if settings.static_graph else 1):
@@ -173,25 +173,25 @@ class Replica:
 
     @property
     def gradient_scale(self) -> float:
-        """What a reduced gradient must be multiplied with to be the sum over the ranks."""
+        """The factor that turns a reduced gradient into the sum over the ranks."""
         return 1.0 if self._averaging_hook is None else float(self.num_ranks)
 
     @property
     def waits_for_all(self) -> bool:
         """Whether no rank ends a reducing backward before all have begun it.
 
-        A hook of the user's may do anything.
+        It is False with a user's hook, which may do anything.
         """
         return self._averaging_hook is None
 
     def forward(self, compute: Compute, batch: Any) -> tuple[Tensor, Tensor]:
-        """Runs `compute(batch)` under DDP."""
+        """Run `compute(batch)` under DDP."""
         self.is_used = True
         result: tuple[Tensor, Tensor] = self._ddp(compute, batch)
         return result
 
     def forward_nothing(self) -> Tensor:
-        """In place of a microbatch: a zero that reaches every parameter."""
+        """Run a zero that reaches every parameter, in place of a microbatch."""
         self.is_used = False
         zero: Tensor = self._ddp(None, None)[0]
         return zero
@@ -200,11 +200,11 @@ class Replica:
     def synchronising(
         self, sync: bool, before_last_bucket: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """Around forward and backward of a microbatch: whether its backward reduces the gradients.
+        """Wrap a microbatch's forward and backward, and set whether its backward reduces the gradients.
 
         Args:
-            sync: whether it does.
-            before_last_bucket: called in such a backward when all gradients of this rank are there, before
+            sync: whether it reduces.
+            before_last_bucket: called in such a backward when all gradients of this rank are computed, before
                 the last of them are sent.
         """
         if not sync or self.silent:
@@ -220,7 +220,7 @@ class Replica:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Inside, no backward reduces: for timing compute alone. Each rank keeps its own gradients."""
+        """Reduce nothing inside the context: for timing compute alone. Each rank keeps its own gradients."""
         self.silent = True
         try:
             yield
@@ -228,9 +228,9 @@ class Replica:
             self.silent = False
 
     def backward(self, loss: Tensor) -> float:
-        """Runs backward; gives the seconds it waited for communication after the last gradient.
+        """Run backward; return the seconds that it waited for communication after the last gradient.
 
-        Under CUDA the host doesn't wait in backward, so the figure is 0 there.
+        Under CUDA the host does not wait in backward, so the result is 0 there.
         """
         self._last_launch_s = 0.0
         self.left_out = []
@@ -244,18 +244,18 @@ class Replica:
         return time.perf_counter() - self._last_launch_s
 
     def _complete(self, before: list[int]) -> None:
-        """Gives what backward has left out a gradient, which DDP waits for."""
+        """Give a gradient to the parameters that backward has left out, because DDP waits for it."""
         missing = [p for p, old in zip(self._trained, before, strict=True) if _read_version(p) == old]
         self.left_out = [p for p in missing if p.grad is None]
         if missing:
             _zero_loss(missing, -0.0).backward()  # type: ignore[no-untyped-call]
 
     def check_reduced(self) -> None:
-        """After a synchronising backward: raises unless every bucket was reduced.
+        """Raise unless every bucket was reduced; called after a synchronising backward.
 
         Raises:
-            PacelineError: PL421, naming the parameters that got no gradient. DDP itself notices at
-                the next forward only, when the step has been taken with unreduced gradients.
+            PacelineError: PL421, with the parameters that got no gradient. DDP itself detects this only at
+                the next forward, after the step was taken with unreduced gradients.
         """
         if self.last_bucket_launched:
             return
@@ -271,14 +271,14 @@ class Replica:
         )
 
     def _show_graph(self) -> None:
-        """Runs one backward of zeros, in which every parameter is used once, the last one first.
+        """Run one backward of zeros, in which every parameter is used once, the last one first.
 
-        DDP puts parameters into buckets anew after the first backward (with a static graph, the second).
-        So the first step of a start would be reduced in other buckets than the same step of a run that
-        was never stopped; on three and more ranks sums in a ring would then have other last bits.
+        DDP assigns parameters to buckets again after the first backward (with a static graph, the second).
+        Without this backward, the first step of a start would be reduced in other buckets than the same step
+        of an uninterrupted run. On three and more ranks sums in a ring would then have other last bits.
 
-        With a static graph DDP also takes the first backward for the graph of all steps, and counts
-        gradients under `no_sync` too: a first step of several microbatches would fail inside torch.
+        With a static graph DDP also takes the first backward for the graph of all steps, and counts gradients
+        under `no_sync` too: a first step of several microbatches would fail inside torch.
         """
         self.backward(self.forward_nothing())
         for parameter in self._loss_module.parameters():
@@ -296,8 +296,8 @@ class Replica:
             state, hook = self._averaging_hook
             future = hook(state, bucket)
             if not bucket.buffer().is_cuda:
-                # gloo runs callbacks in threads of its own, in an order that differs between ranks: hooks
-                # that chain collectives (PowerSGD) on several buckets at once would hang or mix them up.
+                # gloo runs callbacks in threads of its own, in an order that differs between ranks. Hooks
+                # that chain collectives (PowerSGD) on several buckets at once would hang or be mismatched.
                 future.wait()
             return future
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)

@@ -1,8 +1,8 @@
-"""`Split`: how an axis divides one dimension of a tensor, and how the parts become whole again.
+"""`Split`: a division of one dimension of a tensor over an axis, and its inverse.
 
 A parameter may be divided twice: over tp by a `Split` of one of its dimensions (each rank then holds a plain
-tensor, its own part), and over dp_shard as torch's DTensor, by rows of what tp has left. Everything else is
-the same on all ranks. Full names and whole tensors are what checkpoints, gradient hooks and `verify` see.
+tensor, its own part), and that part over dp_shard as torch's DTensor, by rows. Everything else is the same on
+all ranks. Checkpoints, gradient hooks and `verify` see full names and whole tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Split:
     axis: str = "tp"
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of a rank of the axis, contiguous; a copy."""
+        """Return the part of a rank of the axis: a contiguous copy."""
         size = whole.shape[self.dim]
         assert size % (self.outer * self.num_ranks) == 0, (tuple(whole.shape), self)
         folded = _fold(whole, self.dim, (self.outer, self.num_ranks, -1))
@@ -43,7 +43,7 @@ class Split:
         return part.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, from the parts of all ranks of the axis in their order."""
+        """Return the whole tensor, from the parts of all ranks of the axis in their order."""
         assert len(parts) == self.num_ranks
         folded = [_fold(part, self.dim, (self.outer, -1)) for part in parts]
         return torch.stack(folded, self.dim + 1).flatten(self.dim, self.dim + 2)
@@ -60,7 +60,7 @@ class Split:
         return [(start, start + inner) for start in starts]
 
     def whole_shape(self, part: Sequence[int]) -> list[int]:
-        """The shape of the whole tensor, from that of a part."""
+        """Return the shape of the whole tensor, from that of a part."""
         return [size * (self.num_ranks if dim == self.dim else 1) for dim, size in enumerate(part)]
 
 

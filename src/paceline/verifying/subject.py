@@ -179,8 +179,10 @@ class _OpenedUser:
         )
 
     def _choose_microbatch_size(self) -> int | None:
-        """As asked for, or what a loader would take; said outright, so that no trainer looks whether it "
-        "fits."""
+        """Return the microbatch size asked for, or the one that a loader would choose.
+
+        It is always passed on, so that no trainer tries out whether a size fits.
+        """
         size, total = self._subject.microbatch_size, self._subject.global_batch_size
         if size is None and total is not None and not callable(self._subject.batch_fn):
             return max(1, total // _NUM_MICROBATCHES)

@@ -70,7 +70,7 @@ class Construction:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the full names of all parameters, then of all buffers."""
+        """The full names of all parameters, then of all buffers."""
         return tuple(self.windows)
 
     def fill(self, name: str, device: torch.device | str = "cpu") -> Tensor:

@@ -160,5 +160,5 @@ def _flatten(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
-    """The sum, in place of `right`."""
+    """Return the sum, computed in place of `right`."""
     return right.add_(left)

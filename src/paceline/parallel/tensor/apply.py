@@ -112,7 +112,7 @@ def _take_parts(model: nn.Module, splits: dict[str, Split], rank: int) -> None:
 
 
 def _add_up_linear(module: nn.Module, change: Change) -> None:
-    """The bias is the same on all ranks, so it is added to the sum, not to the addends."""
+    """Make a linear layer sum over the ranks; all have its bias, which is added to the sum alone."""
     if isinstance(module, nn.Linear):
 
         def product(self: nn.Module, tensor: Tensor) -> Tensor:

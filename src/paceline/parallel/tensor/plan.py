@@ -6,7 +6,7 @@ those that cut most bytes of matrices. Every tensor is then one of three:
 - cut: it has a chosen atom, and each rank holds its part;
 - whole: it has none, and every rank computes the same;
 - a sum: a product over a chosen atom, of which each rank holds an addend. It is summed where it arises (an
-exit).
+  exit).
 
 Where a whole activation meets cut tensors (an entry), each rank gets only a part of its gradient, so backward
 sums the gradients there. These are Megatron-LM's f and g (Shoeybi et al. 2019, section 3): one all-reduce per
@@ -85,7 +85,7 @@ class SplitPlan:
 
     @property
     def share(self) -> float:
-        """Return the share of the matrices' bytes that is cut, from 0 to 1."""
+        """The share of the matrices' bytes that is cut, from 0 to 1."""
         return self.split_bytes / self.matmul_bytes if self.matmul_bytes else 0.0
 
     def describe(self) -> str:
