@@ -153,7 +153,7 @@ def verify(
         settings: further arguments of `Trainer`.
 
     Raises:
-        PacelineError: PL720 to PL722 for what can't be verified; PL320 to PL326 for ranks that can't start.
+        PacelineError: PL720 to PL722 if it cannot be verified; PL320 to PL326 for ranks that cannot start.
         RankFailed: the reference itself failed.
     """
     subject = UserSubject(

@@ -245,6 +245,7 @@ class _ByMicrobatch:
         self._watch = watch
         room = _MAX_KEPT
         named = [(n, p) for n, p in trainer.model.named_parameters() if p.requires_grad]
+        # The smallest parameters first: as many as fit, and at least one.
         for name, parameter in sorted(named, key=lambda pair: pair[1].numel()):
             room -= parameter.numel() * num_microbatches
             if room < 0 and self.names:
@@ -257,6 +258,7 @@ class _ByMicrobatch:
     def _take(self, name: str, parameter: Tensor) -> None:
         if self._watch.microbatch < 0 or parameter.grad is None:
             return
+        # The gradient accumulates over microbatches: this one's is the change since the hook's last call.
         now = take_local(parameter.grad).clone()
         self.parts[f"{self._watch.microbatch}/{name}"] = now - self._so_far.get(name, torch.zeros_like(now))
         self._so_far[name] = now
@@ -525,6 +527,7 @@ class _Judge(_Nothing):
         right: list[Tensor] = []
         for name in names:
             gradient = self.gradients[name]
+            # Every `stride`-th element: a small fit, in which parameters have about equal shares.
             stride = max(1, gradient.numel() * len(names) // _MAX_FITTED)
             right.append(gradient.double().flatten()[::stride])
             for number, column in enumerate(columns):
@@ -537,6 +540,8 @@ class _Judge(_Nothing):
         if not right or not count:
             return None, None
         matrix, total = torch.stack([torch.cat(column) for column in columns], 1), torch.cat(right)
+        # The second fit explains only the difference from a plain sum. It finds factors that are nearly 1,
+        # which the error of the first fit would hide.
         apart = total - matrix.sum(1)
         is_apart = torch.linalg.vector_norm(apart) > 1e-13 * torch.linalg.vector_norm(total)
         return fit_sum(matrix, total), fit_sum(matrix, apart) if bool(is_apart) else None

@@ -418,6 +418,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state = drawing.get_state()
         key = (id(drawing), _digest(state))
         self._generators.setdefault(id(drawing), (drawing, state))  # kept, so that no id is reused
+        # A known state: the initial one (seeded by name), or the mark of an earlier draw from this generator.
         if key in self._drawn:
             previous = self._drawn[key]
             if previous is None:
@@ -426,6 +427,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             op.draw = Draw(state, None)
         number = len(self.record.ops)
+        # The mark: a state that only this operation leaves, so that a later draw is seen to follow it.
         drawing.manual_seed(0x9E3779B97F4A7C15 ^ number)
         self._drawn[(id(drawing), _digest(drawing.get_state()))] = number
 

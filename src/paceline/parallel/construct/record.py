@@ -201,6 +201,7 @@ class Record:
             found.append(number)
             op = self.ops[number]
             wanted.extend((storage, number) for storage in op.reads)
+            # The generator's state is the one that an earlier draw left, so that draw must be repeated too.
             if op.draw is not None and op.draw.previous is not None and op.draw.previous not in self.states:
                 pending.append(op.draw.previous)
 
@@ -212,6 +213,7 @@ class Record:
                 break
             storage, before = wanted.pop()
             writers = self.writers[storage]
+            # Go back over the writes until one covers the whole storage: older ones cannot show through.
             for place in range(bisect_left(writers, before) - 1, -1, -1):
                 if (storage, place) in walked:
                     break

@@ -117,6 +117,7 @@ def draw_mask(
         assert all(cut.dim != place.dim for cut in cuts), (key, place, cuts)
         cut_at = {cut.dim - (cut.dim > place.dim): cut for cut in cuts}
     described = tuple((length, cut_at.get(dim)) for dim, length in enumerate(positions)) or ((1, None),)
+    # Positions count in the whole tensor and within one sample, so no rank's share changes a number.
     numbers, columns = _number_positions(described, device)
     rows = _mix64(_derive_keys(seed, key, samples, device) + numbers)
     rows = (rows >> 32).to(torch.int32).view(len(samples), *positions[:-1], 1)

@@ -80,6 +80,7 @@ def unify(left: Sequence[Atom], right: Sequence[Atom], reason: str) -> None:
             assert len(a) == len(b), (a, b)
             return
         x, y = a[differing], b[differing]
+        # The outermost pair that differs: equal sizes make one atom; else the larger is split by the smaller.
         if x.size == y.size:
             x._pinned = x._pinned or y._pinned
             y._same = x

@@ -178,6 +178,7 @@ class Flow:
         for call in self._trace.calls:
             keys = [key for key, number in call.inputs.items() if number == tensor]
             inside = [use for use in self._uses[tensor] if call.first <= use < call.last]
+            # A hook on this input changes all uses inside the call, so each of them must be one of `missing`.
             if not keys or not missing.intersection(inside) or not missing.issuperset(inside):
                 continue
             if tensor in call.outputs:  # returned unused: its gradient comes from outside as well
@@ -186,6 +187,7 @@ class Flow:
             missing.difference_update(inside)
         producers = [call for call in self._trace.calls if tensor in call.outputs]
         only_enters = set(entering) == set(self._uses[tensor]) and tensor not in self._trace.outputs
+        # If every use enters, one hook on the output of the innermost module that returns it suffices.
         if missing and producers and only_enters and not found:
             return [CutBoundary(producers[-1].module, ())]
         for use in sorted(missing):

@@ -347,10 +347,12 @@ class _Planner:
             masks=self.masks,
             detours=rehearse(sequence, self.num_ranks) if sequence else (),
         )
+        # One call site can be changed in all of its calls or in none.
         for (module, spot), at in kept.items():
             if spot in self._sizes.get(module, {}):
                 return at, f"{module or 'the model'} is also called without cut tensors"
         made: set[int] = set()  # created from sizes alone, such as the mask of a dropout
+        # Both traces must have the same operations, and every shape must be the planned part of the whole.
         pairs = itertools.zip_longest(_compared(self.trace), _compared(parts))
         last = len(self.trace.ops) - 1
         for one, other in pairs:

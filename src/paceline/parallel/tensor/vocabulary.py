@@ -259,6 +259,7 @@ class _CutCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, target: Tensor, ignore_index: int, axis: Axis) -> Tensor:
         num_own = part.shape[1]
         highest = part.max(dim=1).values
+        # The largest logit of all ranks is subtracted, so that no exponential overflows.
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=axis.group)
         shifted = part - highest.unsqueeze(1)
         weights = shifted.exp()
@@ -276,5 +277,6 @@ class _CutCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         probabilities, own, elsewhere, ignored = ctx.saved_tensors
         result = probabilities.clone()
+        # The gradient is softmax - 1 at the target: -1 on the rank that has it, 0 on the others.
         result.scatter_add_(1, own, (elsewhere.to(result.dtype) - 1).unsqueeze(1))
         return result.mul_(grad.masked_fill(ignored, 0).unsqueeze(1)), None, None, None
