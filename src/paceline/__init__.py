@@ -1,6 +1,6 @@
 """Paceline: distributed PyTorch training that gives the same answer on any number of machines.
 
-Names load on first use, so that `import paceline` doesn't wait for torch.
+Names load on first use, so that `import paceline` does not import torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _HOMES = {
 
 
 def _build_watcher(hang_after_s: float) -> _watching.Watcher:
-    """Watches the ranks of launches from Python, as `paceline run` watches its own."""
+    """Build the watcher of ranks launched from Python; `paceline run` watches its ranks in the same way."""
     from paceline.watch.launcher.watcher import RankWatcher
 
     log = logging.getLogger("paceline.watch")

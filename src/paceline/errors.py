@@ -1,23 +1,23 @@
-"""What a user sees when something is wrong: the value, the rule, the next move and a code."""
+"""Errors that a user can fix: each message has the value, the rule, the next move and a code."""
 
 from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """A mistake that the user can fix, told in one message without a traceback.
+    """A mistake that the user can fix, reported in one message without a traceback.
 
-    Every message carries what was seen (with its value), the rule that it breaks and what to do
-    next. `paceline explain CODE` prints the page behind the code (`codes/`).
+    Every message has the value that was found, the rule that it breaks and the next move.
+    `paceline explain CODE` prints the page behind the code (`codes/`).
 
     Args:
         code: the page's code, `PLnnn`.
-        saw: what was found, with the value.
-        rule: why that can't work.
+        saw: the fact that was found, with its value.
+        rule: the rule that it breaks.
         fix: the next move.
     """
 
     exit_code = 2
-    # Set where all ranks raise one and the same error, so that only one of them needs to tell it.
+    # Set if all ranks raise the same error, so that only one of them needs to report it.
     on_every_rank = False
 
     def __init__(self, code: str, *, saw: str, rule: str, fix: str) -> None:
@@ -31,7 +31,7 @@ class PacelineError(Exception):
         return f"{self.saw} {self.rule} {self.fix} [{self.code}]"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments don't survive the default pickling, and errors cross processes.
+        # The default pickling loses keyword-only arguments, and errors are sent between processes.
         return (_rebuild, (type(self), self.code, self.saw, self.rule, self.fix))
 
 
@@ -40,7 +40,7 @@ def _rebuild(kind: type[PacelineError], code: str, saw: str, rule: str, fix: str
 
 
 class RecipeErrors(PacelineError):  # noqa: N818 (it is several)
-    """All problems of one recipe at once.
+    """An error with all problems of one recipe.
 
     Args:
         where: the recipe's path.

@@ -1,4 +1,4 @@
-"""One observation of a check: what `lint`, `doctor`, `verify` and resuming have to say."""
+"""A finding: one observation that `lint`, `doctor`, `verify` or resuming reports."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """Something a check noticed that does not by itself stop the run.
+    """An observation of a check that does not by itself stop a run.
 
     Attributes:
         code: the page's code, `PLnnn` (see `codes/`).
-        where: the file, key, tensor or rank that it is about.
-        saw: what was found, with the value.
+        where: the file, key, tensor or rank that it concerns.
+        saw: the fact that was found, with its value.
         rule: why it matters.
         fix: the next move.
     """

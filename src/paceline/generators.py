@@ -1,9 +1,9 @@
 """Seeds, reads and preserves the random generators of torch, numpy and Python.
 
-Random numbers depend on what is computed, not on who computes it: before every microbatch all generators are
-seeded from (seed, step, phase, microbatch), so what a forward draws is the same on whichever rank it runs.
-Dropout uses no generator and depends on the sample instead (`parallel/dropout/replacements.py`). Outside of
-microbatches the generators continue their own stream, which is the same on every rank and is saved.
+Random numbers do not depend on the rank that computes them. Before every microbatch all generators are
+seeded from (seed, step, phase, microbatch), so a forward draws the same numbers on any rank. Dropout uses no
+generator; it depends on the sample (`parallel/dropout/replacements.py`). Outside of microbatches the
+generators continue their own stream, which is the same on every rank and is saved.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_generators(device: torch.device) -> dict[str, Any]:
 
 
 def write_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `read_generators` gave; a CUDA state is ignored elsewhere and the other way round."""
+    """Restore a state of `read_generators`; a CUDA generator's state is used only on CUDA."""
     torch.default_generator.set_state(state["torch"].cpu())
     numpy = state["numpy"]
     np.random.set_state(
@@ -71,13 +71,13 @@ _spare: list[np.random.MT19937] = []
 
 @contextmanager
 def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
-    """Leave all generators as they were found, whatever is seeded or drawn inside.
+    """Restore all generators at exit, whatever is seeded or drawn inside.
 
-    numpy's is swapped for another one: reading and setting its state takes 90 us, the swap 0.4. All that the
-    swap loses is the second half of a pair of normals that numpy had ready.
+    numpy's generator is swapped for another one: reading and setting its state takes 90 us, the swap 0.4 us.
+    The swap loses only the second number of a pair of normals that numpy had cached.
 
     Args:
-        device: whose generator is preserved beside those of the CPU, where it is a GPU.
+        device: if it is a GPU, its generator is preserved too.
     """
     torch_state = torch.default_generator.get_state()
     python_state = read_python_state()
@@ -96,12 +96,12 @@ def preserved_generators(device: torch.device | None = None) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda_state, device)
 
 
-# ---- Python's generator, read in a microsecond: `random.getstate` builds 625 integers, which takes 50
+# ---- Python's generator, read in 1 us: `random.getstate` builds 625 integers, which takes 50 us
 
 
 @dataclass(frozen=True)
 class PythonState:
-    """The state of Python's `random`: copied memory where its place is known, else what `getstate` gives."""
+    """The state of Python's `random`: copied memory if its address is known, else `getstate`'s result."""
 
     words: npt.NDArray[np.uint32] | None
     gauss_next: float | None
@@ -109,9 +109,9 @@ class PythonState:
 
 
 def find_python_words() -> npt.NDArray[np.uint32] | None:
-    """Return a view of the generator's memory in CPython: 624 words behind the index of the next one.
+    """Return a view of the generator's memory in CPython: the index of the next word, then 624 words.
 
-    `None` where memory and `random.getstate` differ, as in another implementation of Python.
+    `None` if memory and `random.getstate` differ, as in another implementation of Python.
     """
     generator: random.Random | None = getattr(random, "_inst", None)
     if sys.implementation.name != "cpython" or type(generator) is not random.Random:
@@ -137,7 +137,7 @@ def read_python_state() -> PythonState:
 
 
 def write_python_state(state: PythonState) -> None:
-    """Put back what `read_python_state` returned."""
+    """Restore a state of `read_python_state`."""
     if _python_words is None or state.words is None:
         assert state.slow is not None
         random.setstate(state.slow)

@@ -1,7 +1,7 @@
-"""Turns a layout's degrees into groups of ranks; with `world.py`, the only file that makes groups.
+"""Turns a layout's degrees into groups of ranks; only this file and `world.py` make groups.
 
 The axes, and their order in the rank number, are those of the table in `recipe/axes.py`. Rank =
-((replica * dp_shard) + shard) * tp + tp rank: the ranks of the last axis are neighbours.
+((replica * dp_shard) + shard) * tp + tp rank, so the ranks of the last axis have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.world import World
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's place among those that differ from it in some degrees only.
+    """This rank's place among the ranks that differ from it only along one or several axes.
 
     Attributes:
-        name: an axis of the layout, or that of several together: `dp`, `replicas`, `model`.
-        size: how many ranks these are.
-        rank: this one's number among them.
+        name: of an axis of the layout, or of several together: `dp`, `replicas`, `model`.
+        size: the number of these ranks.
+        rank: this rank's number among them.
         group: their process group.
     """
 
@@ -35,16 +35,16 @@ class Axis:
 
 
 class Mesh:
-    """The ranks of a layout by axis; for worlds of two and more ranks.
+    """The ranks of a layout by axis; for worlds of at least two ranks.
 
     Attributes:
         layout: the degrees, resolved.
         axes: every axis of the layout, by name.
-        dp_shard, tp: two of them, for those who carry them out.
-        dp: all ranks that hold different microbatches of the rest of this one's place.
-        replicas: those of them that hold the same parts of the model.
-        model: all ranks that hold one copy of the model among them.
-        device_mesh: torch's mesh, with a dimension per axis, named as it.
+        dp_replicate, dp_shard, tp: three of them.
+        dp: the ranks that run different microbatches and have this rank's place on the other axes.
+        replicas: the ranks of dp that hold the same parts of the model.
+        model: the ranks that together hold one copy of the model.
+        device_mesh: torch's mesh, with one dimension per axis, of the same name.
     """
 
     def __init__(self, layout: Layout, device_mesh: DeviceMesh, world: World) -> None:
@@ -61,19 +61,19 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports for its samples: sums over all ranks must count each sample once.
+        """Whether this rank reports its samples' results, so that a sum over ranks counts each sample once.
 
-        Of the ranks that see the same microbatches the first does.
+        The first of the ranks that run the same microbatches reports.
         """
         return all(self.axes[name].rank == 0 for name in list_axes(shares_data=False))
 
     def borrow_group(self, axis: Axis) -> dist.ProcessGroup:
-        """A second group over the ranks of an axis, with a sequence of collectives of its own.
+        """Return a second group over the ranks of an axis, with its own sequence of collectives.
 
         The ranks of the axis must call it, in the same order as other calls that make groups, and return
-        it in the same order. It is made, or one that was returned: torch names a group that is made by its
-        members alone after their ranks, so that one made after another was destroyed would read that one's
-        addresses in the store, and hang.
+        groups in the same order. Returned groups are reused, never destroyed: torch derives the name of a
+        group that only its members make from their ranks. A group made after another of the same ranks was
+        destroyed would read the old addresses in the store, and hang.
         """
         ranks = dist.get_process_group_ranks(axis.group)
         spare = self._spare.setdefault(tuple(ranks), [])
@@ -83,12 +83,12 @@ class Mesh:
         return group
 
     def return_group(self, group: dist.ProcessGroup) -> None:
-        """Gives it to who borrows next; none of its collectives may be under way."""
+        """Return a borrowed group for reuse; none of its collectives may be in progress."""
         if dist.is_initialized():
             self._spare[tuple(dist.get_process_group_ranks(group))].append(group)
 
     def _join(self, name: str, axes: tuple[str, ...]) -> Axis:
-        """Several axes as one; no group of its own where at most one of them has several ranks."""
+        """Join several axes into one; make a group only if more than one of them has several ranks."""
         several = [axis for axis in axes if self.axes[axis].size > 1]
         if len(several) > 1:
             return _read_axis(name, flatten(self.device_mesh[tuple(several)], name))
@@ -96,12 +96,12 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, world: World) -> Mesh:
-    """Gives the mesh of all ranks; all must call it, in the same order as other calls that make groups.
+    """Return the mesh of all ranks; all must call it, in the same order as other calls that make groups.
 
     Meshes of the same degrees share their groups.
 
     Raises:
-        PacelineError: PL113 where the degrees don't multiply to the number of ranks.
+        PacelineError: PL113 if the product of the degrees is not the number of ranks.
     """
     layout = layout.resolve(world.world_size)
     degrees = tuple(layout.degrees.values())

@@ -1,4 +1,4 @@
-"""Phrases that messages share: names of ranks, a few of many names, the first line of an error."""
+"""Builds phrases that messages share: names of ranks, a few of many names, the first line of an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MANY_LETTERS = 300
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`, `ranks 0-31`, `ranks 0, 8 ... 56 (8 of them)`."""
+    """Name ranks: `rank 2`, `ranks 0, 1 and 3`, `ranks 0-31`, `ranks 0, 8 ... 56 (8 of them)`."""
     ordered = sorted(set(ranks))
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
@@ -42,18 +42,18 @@ def _name_run(run: Sequence[int]) -> str:
 
 
 def join(pieces: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Join words as in `a, b and c`."""
     return pieces[0] if len(pieces) == 1 else f"{', '.join(pieces[:-1])} and {pieces[-1]}"
 
 
 def name_some(names: Sequence[str], limit: int = 3) -> str:
-    """`a, b, c and 5 more`; each name once."""
+    """Name the first few, as in `a, b, c and 5 more`; each name once."""
     different = list(dict.fromkeys(names))
     more = len(different) - limit
     return ", ".join(different[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without its full stop; its type where it has no message."""
+    """Return the first line of an error's message without its full stop, or its type if it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0][:_MANY_LETTERS].rstrip(".") if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Reads from environment variables which rank this process is, and how many cores it has. No torch."""
+"""Reads this process's rank and number of cores from environment variables; without torch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # srun numbers its steps from 0; the batch script, the interactive shell and the external step have
 # numbers at the top of 32 bits (slurm.h: SLURM_BATCH_SCRIPT 0xfffffffb, SLURM_INTERACTIVE_STEP 0xfffffffa).
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-# Below Linux's ephemeral ports (32768 and up), so that no outgoing connection sits on it by chance.
+# Below Linux's ephemeral ports (32768 and up), so that no outgoing connection uses the port by chance.
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a process stands among the ranks, as its launcher told.
+    """A process's place among the ranks, as its launcher set it.
 
     Attributes:
-        launcher: who started the ranks.
+        launcher: the program that started the ranks.
         rank: 0 to `world_size - 1`.
         world_size: number of ranks.
-        local_rank: the same within this node.
+        local_rank: the rank's number within this node.
         local_world_size: number of ranks on this node.
         node_rank: 0 to `num_nodes - 1`.
         num_nodes: number of nodes.
-        master_addr: where the ranks meet; None in a world of one.
+        master_addr: address where the ranks meet; None in a world of one.
         master_port: the port there; None in a world of one.
         agent_store: whether torchrun's agent hosts the store, rather than rank 0.
-        own_gpu: whether the launcher shows each rank a single GPU of its own.
-        cores_per_rank: how many cores the launcher gave each rank, where it says so.
+        own_gpu: whether each rank sees only a single GPU of its own.
+        cores_per_rank: number of cores that the launcher assigned to each rank, or `None` if unknown.
     """
 
     launcher: Launcher
@@ -55,13 +55,14 @@ class RankPlace:
 
 
 def read_environment(environ: Mapping[str, str]) -> RankPlace:
-    """Finds the launcher's variables; torchrun's come first, then srun's, then mpirun's.
+    """Read the launcher's variables; torchrun's come first, then srun's, then mpirun's.
 
     Empty variables count as unset. A SLURM allocation without srun, or with one task, is a plain process.
 
     Raises:
-        PacelineError: PL300 half set, PL301 not a whole number, PL302 contradictory, PL303 no address
-            for an MPI world of several nodes, PL304 a SLURM node list that can't be read.
+        PacelineError: PL300 if only some are set, PL301 if one is not a whole number, PL302 if they
+            contradict each other, PL303 for an MPI world of several nodes without an address, PL304 for a
+            SLURM node list that cannot be parsed.
     """
     env = {name: value.strip() for name, value in environ.items() if value.strip()}
     if "RANK" in env:
@@ -86,9 +87,10 @@ def read_environment(environ: Mapping[str, str]) -> RankPlace:
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun, srun or mpirun started this process as one rank among others (or half did so).
+    """Return whether torchrun, srun or mpirun started this process as one of several ranks.
 
-    True means: join. False means: a plain process, which may start ranks of its own.
+    Incomplete variables count too. If true, the process joins the others; if false, it is a plain process,
+    which may start ranks of its own.
     """
     env = {name: value for name, value in environ.items() if value.strip()}
     if any(name in env for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
@@ -99,19 +101,19 @@ def is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def expand_hosts(hosts: str) -> list[str]:
-    """Expands a SLURM node list: `"a[0-2,5],b-01"` gives a0, a1, a2, a5, b-01.
+    """Expand a SLURM node list: `"a[0-2,5],b-01"` gives a0, a1, a2, a5, b-01.
 
-    Zeros in front are kept (`"n[08-10]"` gives n08, n09, n10), and several brackets multiply.
+    Leading zeros are kept (`"n[08-10]"` gives n08, n09, n10), and several brackets multiply.
 
     Raises:
-        PacelineError: PL304 for brackets that don't match or a range that isn't one.
+        PacelineError: PL304 for unbalanced brackets or an invalid range.
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
     if not parts or ",".join(parts) != hosts:
@@ -163,7 +165,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankPlace:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process. Batch scripts carry SLURM_PROCID too, but belong to no step."""
+    """Return whether srun started this process. Batch scripts have SLURM_PROCID too, but are no step."""
     if "SLURM_PROCID" not in env:
         return False
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")
@@ -173,7 +175,7 @@ def _in_slurm_step(env: Mapping[str, str]) -> bool:
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    # srun -n2 inside a job of 4 tasks: the step's own number counts.
+    # With srun -n2 inside a job of 4 tasks, the step's own number counts.
     return _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
 
 
@@ -209,7 +211,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankPlace:
 
 
 def _tasks_per_node(env: Mapping[str, str], world_size: int, num_nodes: int) -> list[int]:
-    """Reads `"2(x3),1"`: three nodes with two tasks, one with one."""
+    """Read `"2(x3),1"`: three nodes with two tasks, one with one."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if text is None:
         # srun's default: blocks of equal size, the first nodes take one more.
@@ -239,7 +241,8 @@ def _from_mpi(env: Mapping[str, str]) -> RankPlace:
             "name.",
             fix="Add -x MASTER_ADDR=<rank 0's host> to mpirun.",
         )
-    # Open MPI's NODE_RANK counts within the node; which node this is follows only where nodes are alike.
+    # Open MPI's NODE_RANK counts within the node. The node's number is known only if all nodes have equally
+    # many ranks.
     per_node = max(1, local_size)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
     return RankPlace(
@@ -255,11 +258,11 @@ def _from_mpi(env: Mapping[str, str]) -> RankPlace:
     )
 
 
-# ---- numbers and complaints
+# ---- numbers and errors
 
 
 def _derived_port(words: str) -> int:
-    """The same port on all ranks without talking: a checksum of the job's name."""
+    """Derive the port from a checksum of the job's name: the same on all ranks without communication."""
     return _FIRST_PORT + zlib.crc32(words.encode()) % _NUM_PORTS
 
 

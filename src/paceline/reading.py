@@ -1,4 +1,4 @@
-"""Read a user's file, and refuse what is no regular file: a pipe would block, and a device never ends."""
+"""Reads a user's file, and refuses anything but a regular file: a pipe would block, a device never ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_file(path: Path, most_bytes: int | None = None) -> bytes:
         most_bytes: a larger file is refused.
 
     Raises:
-        OSError: the file can't be read, is larger, or is not a regular file.
+        OSError: if the file cannot be read, is larger, or is not a regular file.
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)
     if kind in _KINDS:

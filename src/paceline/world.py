@@ -1,13 +1,14 @@
-"""Who am I among the ranks: reads the launcher's environment and starts the process group.
+"""Reads the launcher's environment and starts the process group: `start` and `World`.
 
-Protocol of a start, in the order in which every rank does it:
+Protocol of a start, in the order of every rank:
 
 1. `read_environment` turns the variables of torchrun, srun or mpirun into a `RankPlace`.
-2. All ranks meet at a store: rank 0 opens a port at MASTER_ADDR:MASTER_PORT (under torchrun the
+2. The deterministic switches and the threads are set.
+3. All ranks meet at a store: rank 0 opens a port at MASTER_ADDR:MASTER_PORT (under torchrun the
    agent has opened it), the others connect. A world of one uses a store inside the process.
-3. Every rank counts itself in and waits until the count is full, so that a missing rank is named
-   instead of showing up as a connection error somewhere in gloo or NCCL.
-4. `init_process_group` on that store, then seeds, threads and the deterministic switches.
+4. Every rank increments a counter and waits until it reaches the world size. A missing rank is then named,
+   and does not appear as a connection error in gloo or NCCL.
+5. `init_process_group` on that store, then the seeds.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ log = logging.getLogger(__name__)
 
 _COUNT, _ALL, _JOINED = "paceline/count", "paceline/all", "paceline/joined/"
 _CONNECTED, _LEFT = "paceline/connected/", "paceline/left/"
-# How long a clean close of the rank that hosts the store waits for ranks that may still read it.
+# On a clean close, the rank that hosts the store waits this long for ranks that may still read it.
 _LEAVE_S = 30.0
-# How long a start waits for ranks that still connect; what follows waits for them too.
+# A start waits this long for ranks that still connect; later collectives wait for them too.
 _CONNECT_S = 60.0
-# After an exception peers may be stuck, and destroying a group can then wait for them.
+# After an exception other ranks may be stuck, and destroying a group can then wait for them.
 _ABANDON_S = 5.0
 
 
-# Set in a rank that was forked from a notebook: it has not inherited OpenMP's threads.
+# True in a rank that was forked from a notebook: it has not inherited OpenMP's threads.
 FORKED = False
 
 # The open worlds of this process, the newest last (a notebook may start one inside another).
@@ -63,21 +64,21 @@ class World:
 
     Attributes:
         rank: 0 to `world_size - 1`.
-        local_rank: the same within this node.
+        local_rank: the rank's number within this node.
         world_size: number of ranks.
         local_world_size: number of ranks on this node.
         node_rank: 0 to `num_nodes - 1`.
         num_nodes: number of nodes.
-        device: where this rank computes.
+        device: the device that this rank computes on.
         backend: as `torch.distributed` names it: `"gloo"`, `"cpu:gloo,cuda:nccl"`, ...
-        launcher: who started the ranks: `"torchrun"`, `"slurm"`, `"mpi"` or `"single"`.
+        launcher: the program that started the ranks: `"torchrun"`, `"slurm"`, `"mpi"` or `"single"`.
         timeout_s: seconds after which a collective fails.
-        seed: what every generator was seeded with.
-        deterministic: whether torch was told to use deterministic algorithms only.
-        threads_per_rank: as asked for in `start`.
-        device_meshes: those made so far, by their degrees. Trainers of one world share them, because every
-            group has threads of its own, which wake up for as long as the process lives.
-        spare_groups: lent by `Mesh.borrow_group`, and returned; by their ranks.
+        seed: the seed of every generator.
+        deterministic: whether torch uses deterministic algorithms only.
+        threads_per_rank: the argument of `start`.
+        device_meshes: the meshes made so far, by their degrees. Trainers of one world share them, because
+            every group has its own threads, which wake up until the process ends.
+        spare_groups: groups returned by `Mesh.return_group`, by their ranks.
     """
 
     rank: int
@@ -103,25 +104,25 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, the one that writes and prints."""
+        """Whether this is rank 0, the rank that writes and prints."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Waits until every rank is here. All ranks must call it."""
+        """Wait until every rank is here. All ranks must call it."""
         if self.device.type == "cuda" and "nccl" in self.backend:
             dist.barrier(device_ids=[self.device.index])
         else:
             dist.barrier()
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Gives every rank the object of rank `src`, pickled. All ranks must call it."""
+        """Send the object of rank `src`, pickled, to every rank, and return it. All ranks must call it."""
         box = [obj]
         through = self.device if self.backend == "nccl" else torch.device("cpu")
         dist.broadcast_object_list(box, src=src, device=through)
         return box[0]
 
     def pin_threads(self, num_threads: int) -> None:
-        """Sets the threads of one operator on CPU, unless `start` was told a number; until close."""
+        """Set the threads of one operator on CPU until close, unless the user set a number in `start`."""
         if self.threads_per_rank != "auto":
             return
         torch.set_num_threads(num_threads)
@@ -136,13 +137,13 @@ class World:
             )
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called at close, when the process group is gone; the last one comes first."""
+        """Register a function to call at close, when the process group is gone; the last one runs first."""
         self._undo.callback(callback)
 
     def close(self) -> None:
-        """Destroys the process group and restores what `start` switched. Safe to call twice.
+        """Destroy the process group and restore the settings that `start` changed. Safe to call twice.
 
-        A group that existed before `start` is left alone. All ranks should call it.
+        A group that existed before `start` is kept. All ranks should call it.
         """
         self._close(failed=False)
 
@@ -173,10 +174,10 @@ class World:
             self._undo.close()
 
     def _leave_store(self) -> None:
-        """Keeps the store open until the others have left it; they may be a moment behind."""
+        """Keep the store open until the other ranks have left it."""
         if self._store is None or self.world_size == 1:
             return
-        # A peer that is gone already takes nothing away from a clean end.
+        # If a peer has ended and the store with it, this rank's own end is still clean.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{_LEFT}{self.rank}", "1")
             if self._hosts_store:
@@ -192,25 +193,25 @@ def start(
     threads_per_rank: int | Literal["auto"] = "auto",
     deterministic: bool = False,
 ) -> World:
-    """Joins the ranks that torchrun, srun or mpirun started, or starts a world of one.
+    """Join the ranks that torchrun, srun or mpirun started, or start a world of one.
 
     All ranks must call it. Use it as a context manager, or call `World.close` at the end.
-    A process group that exists already is joined, and not destroyed at the end.
+    A process group that already exists is used, and not destroyed at the end.
 
     Args:
         backend: as for `init_process_group`; default gloo on CPU, `"cpu:gloo,cuda:nccl"` on CUDA.
-        device: `"cpu"`, `"cuda"` (the device of the local rank), or `"auto"`: CUDA where there is
+        device: `"cpu"`, `"cuda"` (the device of the local rank), or `"auto"`: CUDA if there is
             a device for every local rank, else CPU.
         timeout_s: seconds for the ranks to meet, and for every collective.
-        seed: seeds Python's, NumPy's (if imported) and torch's generators alike on every rank.
-        threads_per_rank: threads of one operator on CPU; `"auto"` divides the cores that this
-            process may use by the ranks of this node. Restored at close.
-        deterministic: only deterministic algorithms; an operator without one raises. Restored at close.
+        seed: of Python's, NumPy's (if imported) and torch's generators, the same on every rank.
+        threads_per_rank: threads of one operator on CPU. `"auto"` divides the cores that this process may
+            use by the ranks of this node. Restored at close.
+        deterministic: use only deterministic algorithms; an operator without one raises. Restored at close.
 
     Raises:
-        PacelineError: PL300 to PL304 for an environment that doesn't add up, PL305 to PL308 for
-            device and backend, PL309 to PL312 where the ranks don't meet, PL313, PL314 and PL316 for
-            settings out of range, too late, or impossible in a forked rank.
+        PacelineError: PL300 to PL304 for a contradictory environment, PL305 to PL308 for device and backend,
+            PL309 to PL312 if the ranks do not meet, PL313, PL314 and PL316 for settings that are out of
+            range, too late, or impossible in a forked rank.
     """
     _check_settings(timeout_s, seed, threads_per_rank)
     joined = dist.is_available() and dist.is_initialized()
@@ -230,8 +231,8 @@ def start(
             store = _meet(place, timeout_s, hosts=hosts)
             _init_group(store, place, names, where, timeout_s)
             if place.world_size > 1:
-                # gloo's connections are complete on one rank before they are on its peer. If that rank left
-                # at once, the peer's start would fail (PL312).
+                # A gloo connection completes on one rank before it does on its peer. If that rank ended at
+                # once, the peer's start would fail (PL312).
                 store.set(f"{_CONNECTED}{place.rank}", "1")
                 _await_all(store, _CONNECTED, place.world_size, min(timeout_s, _CONNECT_S))
         _seed_everything(seed)
@@ -265,10 +266,10 @@ def start(
 
 
 def current_world() -> World:
-    """The world that `start` gave last and that is still open.
+    """Return the newest world of `start` that is still open.
 
     Raises:
-        PacelineError: PL315 where none is.
+        PacelineError: PL315 if there is none.
     """
     if not _current:
         raise PacelineError(
@@ -401,7 +402,7 @@ def _make_deterministic(undo: contextlib.ExitStack) -> None:
     for owner, attribute, value in (
         (cudnn, "deterministic", True),
         (cudnn, "benchmark", False),
-        # Filling costs time and hides reads of uninitialised memory, which verify should see.
+        # Filling costs time and hides reads of uninitialised memory, which verify should detect.
         (filling, "fill_uninitialized_memory", False),
     ):
         undo.callback(setattr, owner, attribute, getattr(owner, attribute))
@@ -413,7 +414,7 @@ def _make_deterministic(undo: contextlib.ExitStack) -> None:
 
 
 def _place_of_group() -> RankPlace:
-    """The place of a process whose group somebody else made: node facts only if the environment has them."""
+    """Return the place of a process with an existing group; its node is known only from the environment."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with contextlib.suppress(PacelineError):
         place = read_environment(os.environ)
@@ -429,7 +430,7 @@ def _place_of_group() -> RankPlace:
 
 
 def _meet(place: RankPlace, timeout_s: float, *, hosts: bool) -> Store:
-    """Returns a store that all ranks have reached."""
+    """Open or reach the store, wait until all ranks have joined it, and return it."""
     if place.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     assert place.master_addr is not None
@@ -440,7 +441,7 @@ def _meet(place: RankPlace, timeout_s: float, *, hosts: bool) -> Store:
     if store.add(_COUNT, 1) == place.world_size:
         store.set(_ALL, "1")
     pause_s = 0.002
-    # Short polls, not one long wait: a wait inside the store can't be interrupted by Ctrl-C.
+    # Poll instead of waiting once: Ctrl-C cannot interrupt a wait inside the store.
     while not store.check([_ALL]):
         if time.monotonic() > deadline:
             raise _not_all_came(store, place, timeout_s)
@@ -450,7 +451,7 @@ def _meet(place: RankPlace, timeout_s: float, *, hosts: bool) -> Store:
 
 
 def _await_all(store: Store, prefix: str, world_size: int, seconds: float) -> None:
-    """Waits until every rank has set its key, or until the time is over."""
+    """Wait until every rank has set its key, at most for `seconds`."""
     keys = [f"{prefix}{rank}" for rank in range(world_size)]
     deadline = time.monotonic() + seconds
     pause_s = 0.001
@@ -493,7 +494,7 @@ def _reach_store(place: RankPlace, timeout_s: float, deadline: float) -> Store:
     assert place.master_port is not None
     address = f"{place.master_addr}:{place.master_port}"
     why = "no answer"
-    # TCPStore's own retries print a warning each, and can't be interrupted; ask with a plain socket first.
+    # TCPStore's own retries print a warning each and cannot be interrupted, so try a plain socket first.
     while True:
         try:
             with socket.create_connection((place.master_addr, place.master_port), timeout=2.0):
@@ -564,10 +565,10 @@ def _init_group(store: Store, place: RankPlace, backend: str, device: torch.devi
 
 
 def _abandon_group(device: torch.device) -> None:
-    """Destroys the group without waiting for peers for longer than a few seconds."""
+    """Destroy the group, waiting at most a few seconds for other ranks."""
 
     def destroy() -> None:
-        # The exception that is on its way matters; one from tearing down would hide it.
+        # An exception from here would hide the one that is being raised.
         with contextlib.suppress(Exception):
             if device.type == "cuda":
                 torch.cuda.set_device(device)

@@ -1,21 +1,21 @@
-"""All that ranks must agree on per step, in one small collective or none.
+"""Collects everything that ranks must agree on in a step, in one small collective or none.
 
-One float64 vector is summed over the ranks. Everything has a slot that only one rank fills (the
-others add zero), so the sum is exact and every rank reads the same bits, in an order that doesn't
-depend on who computed what:
+One float64 vector is summed over the ranks. Only one rank fills each slot and the others add zero,
+so the sum is exact. Every rank reads the same bits, in an order that does not depend on which rank
+computed what:
 
-    [ per rank: what it tells of itself (see `RankMessage`) |
+    [ per rank: its own message (see `RankMessage`) |
       per microbatch: loss sum, weight, running statistics of BatchNorm ... |
       per parameter: on how many ranks a gradient was computed (where that is tracked) ]
 
-It is handed over before the last gradients are sent, and read when they have arrived. There are three ways,
-the best that all ranks have:
+A rank sends it before the last gradients, and reads it when they have arrived. There are three ways to send
+it; the first one that all ranks support is used:
 
-- **A board** in memory that ranks of one machine share (`comm/board.py`). The sum of the gradients is the
-  meeting that makes it readable, so this costs no message.
-- **All-to-all**, for a small vector of few ranks on the CPU: each rank adds up what it gets. One hop instead
-  of the 2(n-1) of a ring. Measured with gloo on one machine: 0.29 ms instead of 0.57 on 2 ranks, 1.6
-  instead of 3.7 on 4, and half of the CPU time, which it takes away from backward.
+- **A board** in memory that the ranks of one machine share (`comm/board.py`). No rank completes the sum of
+  the gradients before all have written, so that sum makes the board readable and no message is needed.
+- **All-to-all**, for a small vector on few CPU ranks: each rank adds up what it receives. It needs one hop;
+  a ring needs 2(n-1). Measured with gloo on one machine: 0.29 ms instead of 0.57 ms on 2 ranks, 1.6 ms
+  instead of 3.7 ms on 4, and half of the CPU time, which backward would otherwise lose.
 - **An all-reduce.**
 """
 
@@ -39,7 +39,7 @@ _STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _SETTINGS, _COPIES = 0, 1, 2, 3, 4, 6
 NUM_TOLD = _COPIES + 2 * NUM_COPIES
 _HALF = 1 << 32
 _LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
-# Every rank sends all it has to every other, so this is for small numbers only.
+# In an all-to-all every rank sends its whole vector to every other, so it is limited to small ones.
 _MAX_EXCHANGE_RANKS = 8
 _MAX_EXCHANGE_VALUES = 4096
 
@@ -48,15 +48,15 @@ Numbers = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class RankMessage:
-    """What a rank tells of itself.
+    """A rank's own part of the agreement.
 
     Attributes:
-        stop_signum: the signal that it got, or 0.
-        position: a number that must be the same on all ranks, such as the step's.
-        signature: another one, of what it did in the step before.
-        leaves_out: whether it has parameters that none of its microbatches has used.
-        settings: a digest of what it was given, 64 bits.
-        copies: `NUM_COPIES` digests of what it holds; a tensor where they are on the device.
+        stop_signum: the signal that the rank received, or 0.
+        position: a number that must be the same on all ranks, such as the step number.
+        signature: a digest of what the rank did in the previous step; must be the same on all ranks.
+        leaves_out: whether the rank has parameters that none of its microbatches has used.
+        settings: a 64-bit digest of the rank's arguments.
+        copies: `NUM_COPIES` digests of the tensors that the rank holds; a tensor if they are on the device.
     """
 
     stop_signum: int
@@ -69,17 +69,17 @@ class RankMessage:
 
 @dataclass
 class Agreed:
-    """What all ranks know after the collective.
+    """The values that all ranks share after the collective.
 
     Attributes:
         losses: sum of losses of each microbatch of the global batch.
         weights: their weights.
         statistics: float64 (microbatches, values): BatchNorm's, see `RunningStatistics`.
-        stop_signum: the signal that some rank got, or 0.
+        stop_signum: the signal that some rank received, or 0.
         used: per parameter, whether any rank computed a gradient; `None` unless asked for.
         all_leave_out: whether every rank has parameters that none of its microbatches has used.
-        settings: per rank a row of two numbers; rows are equal where the digests are.
-        copies: per rank a row, two numbers per digest.
+        settings: one row of two numbers per rank; two rows are equal if the digests are.
+        copies: one row per rank, with two numbers per digest.
     """
 
     losses: list[float]
@@ -103,8 +103,8 @@ class Agreement:
         num_parameters: parameters whose use is tracked, 0 for none.
         device: where the collective runs.
         group: the ranks, or `None` for a world of one.
-        board: of the same ranks, where the vector is on the CPU and between `launch` and `wait` they take
-            part in a collective that none can complete before all have joined it; else `None`.
+        board: the board of the same ranks, or `None`. It requires a vector on the CPU, and between `launch`
+            and `wait` a collective that no rank can complete before all have joined it.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Agreement:
         self._first = self._num_ranks * NUM_TOLD
         length = self._first + num_microbatches * self._width + num_parameters
         self._vector = torch.zeros(length, dtype=torch.float64, device=device)
-        # On the CPU it is filled and read through numpy, which takes a tenth of the time of tensors.
+        # On the CPU numpy fills and reads it in a tenth of the time that tensors take.
         self._array = self._vector.numpy() if device.type == "cpu" else None
         self._group = group
         assert board is None or (self._array is not None and group is not None)
@@ -134,7 +134,7 @@ class Agreement:
         self._told = RankMessage(0, 0)
 
     def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor, statistics: Tensor | None) -> None:
-        """Fills the slot of microbatch `index`; doesn't wait for the device."""
+        """Fill the slot of microbatch `index` without waiting for the device."""
         start = self._first + index * self._width
         if self._array is not None:
             self._array[start + _LOSS] = loss_sum.item()
@@ -146,13 +146,13 @@ class Agreement:
             self._vector[start + _NUM_FIXED : start + self._width] = statistics
 
     def put_used(self, used: list[bool]) -> None:
-        """Marks the parameters that got a gradient on this rank."""
+        """Mark the parameters that got a gradient on this rank."""
         assert len(used) == self._num_parameters
         if used:
             self._vector[-len(used) :] = torch.tensor(used, dtype=torch.float64)
 
     def launch(self, told: RankMessage) -> None:
-        """Starts the collective, or writes the board."""
+        """Start the collective, or write this rank's vector to the board."""
         self._told = told
         plain = (told.stop_signum, told.position, told.signature % _HALF, told.leaves_out)
         row = [float(number) for number in plain]
@@ -187,16 +187,16 @@ class Agreement:
             self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
 
     def wait(self, extra: Tensor | None = None) -> tuple[Agreed, float]:
-        """Waits and reads, with one transfer from the device.
+        """Wait for the collective and read its result, with one transfer from the device.
 
         Args:
-            extra: a scalar to bring over in the same transfer.
+            extra: a scalar to copy in the same transfer.
 
         Returns:
-            What was agreed, and the value of `extra` (0 without).
+            The agreed values, and the value of `extra` (0 if there is none).
 
         Raises:
-            PacelineError: PL430 where ranks are at different positions, PL443 where they did other things.
+            PacelineError: PL430 if ranks are at different positions, PL443 if they ran different blocks.
         """
         if self._work is not None:
             self._work.wait()

@@ -1,4 +1,4 @@
-"""`Arguments`: what a trainer was given, and the one list of settings that ranks and resumed runs compare."""
+"""Holds a trainer's arguments, and the one list of settings that ranks and resumed runs compare."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class RunSetting:
     Attributes:
         name: of the argument.
         value: as given.
-        is_kept: whether a resumed run has the same, because the result depends on it.
-        is_code: whether it is a function, of which ranks compare the code and runs the name.
+        is_kept: whether a resumed run must have the same value, because the result depends on it.
+        is_code: whether it is a function; ranks compare its code, resumed runs compare its name.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Arguments:
 
     @property
     def models(self) -> dict[str, Model]:
-        """The models by name; an only one is named `model`."""
+        """The models by name; a single one is named `model`."""
         return dict(self.model) if isinstance(self.model, Mapping) else {"model": self.model}
 
     @property
@@ -88,7 +88,7 @@ class Arguments:
         return dict(self.optimizer) if isinstance(self.optimizer, Mapping) else {"model": self.optimizer}
 
     def resolve_layout(self, world_size: int) -> Layout:
-        """The layout with all degrees known; raises for numbers and layouts that can't be."""
+        """Return the layout with all degrees known; raise for impossible numbers and layouts."""
         check_numbers(
             clip_norm=(self.clip_norm, 0),
             seed=(self.seed, 0),
@@ -102,7 +102,7 @@ class Arguments:
         return layout.resolve(world_size)
 
     def check_together(self, layout: Layout) -> None:
-        """Raises where arguments don't go together.
+        """Raise if arguments contradict each other.
 
         Raises:
             PacelineError: PL404, PL406, PL407, PL415, PL423, PL426 to PL428.
@@ -119,11 +119,11 @@ class Arguments:
             check_several(layout)
 
     def lay_out(self, layout: Layout, example: Callable[[nn.Module], Any] | None) -> Settings:
-        """How models are laid out.
+        """Return the settings for laying out the models.
 
         Args:
             layout: resolved.
-            example: calls the model on a batch of a few samples, if there is one.
+            example: calls the model on a batch of a few samples, or `None`.
         """
         ddp, shard = self.ddp, self.shard
         return Settings(
@@ -141,18 +141,18 @@ class Arguments:
         )
 
     def describe_for_ranks(self, layout: Layout) -> dict[str, str]:
-        """What must be the same on all ranks, as texts by name."""
+        """Return the settings that must be the same on all ranks, as texts by name."""
         return {
             each.name: describe_code(each.value) if each.is_code else str(each.value)
             for each in self._list_settings(layout)
         }
 
     def describe_for_resume(self, layout: Layout, updates: Mapping[str, Update]) -> dict[str, Any]:
-        """What a resumed run must have as it was, by name; JSON-able.
+        """Return the settings that a resumed run must keep, by name; JSON-able.
 
         Args:
             layout: resolved; it may change.
-            updates: of the models, with the settings of optimizer and schedule as they were built.
+            updates: the models' updates, which hold the settings of optimizer and schedule as built.
         """
         found = {
             each.name: describe_function(each.value) if each.is_code and each.value else each.value

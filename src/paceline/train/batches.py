@@ -1,4 +1,4 @@
-"""Batches that are not from a loader of ours, and the weight of a loss."""
+"""Cuts batches that do not come from a Paceline loader into microbatches, and reads the weight of a loss."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from paceline.mesh import Axis
 from paceline.torch_seams.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 from paceline.train.same_settings import is_comparing
 
-# Batches in a row that must be the same, before it is no chance; and how many are looked at.
+# This many equal batches in a row are not a coincidence; and the number of batches that are compared.
 _NUM_EQUAL, _NUM_COMPARED = 3, 16
-# Different numbers of 8 bytes that a batch has at least: a few flags may well be the same on two ranks.
+# A batch with fewer different 8-byte numbers is not compared: a few flags can be equal on two ranks.
 _NUM_DIFFERENT = 16
 _TOO_PLAIN = 0
 
 
 def count_samples(batch: Any) -> int:
-    """The length of the first dimension of the first tensor in a nest of tensors.
+    """Return the length of the first dimension of the first tensor in a nest of tensors.
 
     Raises:
-        PacelineError: PL409 where there is no tensor with a first dimension.
+        PacelineError: PL409 if no tensor has a first dimension.
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
@@ -41,17 +41,17 @@ def count_samples(batch: Any) -> int:
 
 
 def weigh(loss: Any, batch: Any, *, by: str = "the loss function") -> tuple[Tensor, Tensor]:
-    """What a loss function returned, as (sum of losses, weight).
+    """Convert the result of a loss function to (sum of losses, weight).
 
-    A pair is that already; a scalar is the mean over the microbatch's samples.
+    A pair is returned as it is. A scalar is taken as the mean over the microbatch's samples.
 
     Args:
-        loss: what it returned.
-        batch: of which.
-        by: who returned it, for the message.
+        loss: the result of the loss function.
+        batch: the microbatch that it was computed on.
+        by: the function that returned it, for the message.
 
     Raises:
-        PacelineError: PL410 for anything else, among it a loss that is not summed up.
+        PacelineError: PL410 for anything else, including a loss that is not a scalar.
     """
     if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], (Tensor, int, float)):
         total, weight = loss
@@ -73,13 +73,13 @@ def weigh(loss: Any, batch: Any, *, by: str = "the loss function") -> tuple[Tens
 
 
 class RawBatches:
-    """Batches of the user's own: each rank's samples become its share of a global batch.
+    """Batches that the user's loop supplies: each rank's samples become its share of a global batch.
 
-    The first batches are compared over the ranks. Ranks that give the same samples, in batch after batch,
-    read the same part of the data, so each sample would count as often as there are such ranks.
+    The first batches are compared over the ranks. Ranks that supply the same samples in several batches in
+    a row read the same part of the data, and each sample would count several times.
 
     Args:
-        dp: the ranks that have different samples, or `None` for one.
+        dp: the ranks that have different samples, or `None` if there is one.
     """
 
     def __init__(self, dp: Axis | None) -> None:
@@ -89,18 +89,18 @@ class RawBatches:
         self._num_equal: dict[int, int] = {}
 
     def share(self, batch: Any, device: torch.device, microbatch_size: int | None) -> Share:
-        """This rank's samples as a share; collective over dp.
+        """Cut this rank's samples into its share of a global batch; collective over dp.
 
-        Microbatches and samples are numbered through in the order of ranks. Costs one all-reduce of 16 bytes
-        per rank.
+        Microbatches and samples are numbered consecutively in the order of ranks. Costs one all-reduce of
+        16 bytes per rank.
 
         Args:
-            batch: this rank's samples; ranks of tp give the same ones.
+            batch: this rank's samples; ranks of tp pass the same ones.
             device: where the collective runs.
-            microbatch_size: samples per forward; `None` for all of a rank's at once.
+            microbatch_size: samples per forward; `None` for all samples of a rank at once.
 
         Raises:
-            PacelineError: PL419, on every rank, where ranks have given the same samples several times.
+            PacelineError: PL419, on every rank, if ranks have passed the same samples several times.
         """
         num_samples = count_samples(batch)
         if self._dp is None:
@@ -119,9 +119,9 @@ class RawBatches:
         return _cut_into_share(batch, values[:size], rank, microbatch_size)
 
     def _compare(self, digests: list[int]) -> None:
-        """Count, per rank, how many new batches in a row were also another rank's.
+        """Count, per rank, how many new batches in a row were equal to another rank's.
 
-        A batch that comes again is one to measure with, not data.
+        A batch that repeats an earlier one is ignored: benchmarks pass the same batch in every step.
         """
         for rank, digest in enumerate(digests):
             is_equal = digest != _TOO_PLAIN and digests.count(digest) > 1 and digest not in self._earlier
@@ -153,7 +153,7 @@ def _cut_into_share(batch: Any, counts: list[int], rank: int, microbatch_size: i
 
 
 def _digest_batch(batch: Any) -> int:
-    """A number of 63 bits for the contents of all tensors; `_TOO_PLAIN` where there is little in them."""
+    """Return a 63-bit digest of all tensors' contents, or `_TOO_PLAIN` if they hold few different numbers."""
     digest, words = hashlib.blake2b(digest_size=8), b""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.numel():
@@ -180,7 +180,7 @@ def _same_samples_error(ranks: list[int]) -> PacelineError:
 
 
 def _check_lengths(batch: Any, num_samples: int) -> None:
-    """Raises PL211 where a tensor can't be cut into microbatches along with the others."""
+    """Raise PL211 if a tensor cannot be cut into the same microbatches as the others."""
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) != num_samples:
             raise PacelineError(
@@ -199,9 +199,9 @@ def _cut_samples(batch: Any, start: int, stop: int) -> Any:
 
 
 def lend_batch(share: Share, dp: Axis) -> Any:
-    """A microbatch of this global batch for each rank that runs one more forward than it owns microbatches.
+    """Return a microbatch for a rank to run idle when it has none left of this global batch.
 
-    Collective over dp where some rank owns none and another does: those get one that is not theirs.
+    Collective over dp if some rank owns no microbatch: such a rank borrows one from another rank.
     """
     if share.microbatches and all(share.num_owned):
         return share.microbatches[0][1]

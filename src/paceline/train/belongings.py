@@ -1,7 +1,7 @@
-"""What may be found in a run's folder, and whether the folder stays the one that the run began in.
+"""Checks which files a run's folder holds, and that it stays the folder that the run began in.
 
-A run replaces or shortens files of its names. So it only begins in a folder that is a run's already, or that
-has nothing under these names.
+A run replaces or shortens files of certain names. It therefore begins only in a folder that already is a
+run's, or that has no files of these names.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 RECIPE = "recipe.toml"
 _FOLDERS = (CHECKPOINTS, "logs", "tensorboard")
-# Keys of every row of metrics, which no other program's rows are likely to have together.
+# Keys of every row of metrics. Rows of another program are unlikely to have all of them.
 _ROW_KEYS = {"step", "epoch", "samples", "step_s", "data_s", "comm_s"}
-# How the lock file of a run begins (`Owner.dump`).
+# First bytes of a run's lock file (`Owner.dump`).
 _OWNER = b'{"host"'
 
 
 def check_belongings(folder: Path, written: Sequence[str] = (RECIPE, METRICS, EVALUATIONS)) -> None:
-    """Checks that a run may write into a folder; changes nothing.
+    """Check that a run may write into a folder, without changing anything.
 
     Args:
         folder: the run's folder, or one to be made.
         written: the files that the run is going to replace.
 
     Raises:
-        PacelineError: PL520 where the folder is not a run's and has such files, PL521 where one of a run's
-            names is something else than the file or folder that a run makes, PL532 where that can't be seen.
+        PacelineError: PL520 if the folder is not a run's and has such files, PL521 if one of a run's names
+            is not the kind of file or folder that a run makes, PL532 if the folder cannot be read.
     """
     try:
         _check(folder, written)
@@ -85,7 +85,7 @@ def _is_owner(lock: Path) -> bool:
 
 
 def _has_rows(path: Path) -> bool:
-    """Whether a file begins with a row of a run, or with the torn first row of a killed one."""
+    """Return whether a file begins with a row of a run, or with the torn first row of a killed one."""
     try:
         with path.open("rb") as stream:
             line = stream.readline(1 << 16)
@@ -101,7 +101,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def _is_resolved(path: Path) -> bool:
-    """Whether a recipe is as a run writes it, so that replacing it loses nothing that a person wrote."""
+    """Return whether a recipe is as a run writes it, so that replacing it loses nothing a person wrote."""
     try:
         return dump_recipe(load_recipe(path)) == path.read_text(encoding="utf-8")
     except PacelineError:  # there is none, or it is no recipe
@@ -152,7 +152,7 @@ class OpenFolder:
     """A run's folder, held open so that its renaming or removal is noticed.
 
     Args:
-        path: of the folder; later changes of the working folder do not matter.
+        path: of the folder; later changes of the working directory do not matter.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,7 +162,7 @@ class OpenFolder:
         self._first_place = self._find_place()
 
     def check(self) -> None:
-        """Raises PL522 where the path leads to another folder than at first, or to none."""
+        """Raise PL522 if the path now leads to another folder, or to none."""
         try:
             now = os.stat(self._absolute)
         except OSError:
@@ -171,7 +171,7 @@ class OpenFolder:
         if now is not None and os.path.samestat(now, held):
             return
         place = self._find_place()
-        # Some network file systems number a folder anew; the kernel knows where the one that is held lies.
+        # Some network file systems change a folder's inode number; the kernel knows the open one's path.
         if now is not None and place is not None and place == self._first_place:
             return
         gone = held.st_nlink == 0 or (place or "").endswith(" (deleted)")
@@ -189,7 +189,7 @@ class OpenFolder:
         )
 
     def close(self) -> None:
-        """Lets the folder go."""
+        """Release the folder."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -198,7 +198,7 @@ class OpenFolder:
         self.close()
 
     def _find_place(self) -> str | None:
-        """The present path of the folder that is held, where the system tells it."""
+        """Return the present path of the open folder, or `None` if the system does not report it."""
         try:
             return os.readlink(f"/proc/self/fd/{self._fd}")
         except OSError:

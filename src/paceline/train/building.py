@@ -1,4 +1,4 @@
-"""What a trainer is made of, from the arguments that a user gave."""
+"""Builds the parts of a trainer from the user's arguments, and checks these arguments."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Named = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Model = nn.Module | Callable[[], nn.Module]
-# Optimizers whose update of an element depends on others of its tensor.
+# Optimizers whose update of an element depends on other elements of its tensor.
 _MIXING = {"Adafactor", "Muon", "LBFGS", "SparseAdam", "Shampoo", "SOAP", "LARS", "LAMB", "Lamb"}
 UpdateModel = Callable[[str, Callable[[dict[str, nn.Module], Any], Any]], Updated]
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What all updates of a trainer share; see the arguments of `Trainer`.
+    """The settings that all updates of a trainer share; see the arguments of `Trainer`.
 
     Attributes:
         mesh: the ranks, or `None` in a world of one.
@@ -71,8 +71,8 @@ class Built:
     """A model before it is laid out.
 
     Attributes:
-        model: on its device; or on the meta device, built by a factory.
-        construction: where the values of a model on the meta device come from.
+        model: on its device; or on the meta device, if a factory built it.
+        construction: the source of the values of a model on the meta device.
     """
 
     model: nn.Module
@@ -80,7 +80,7 @@ class Built:
 
 
 def build_model(name: str, model: Model, precision: Precision, seed: int) -> Built:
-    """A module on its device in its dtype; a factory's on meta, as every rank makes its own part."""
+    """Place a module on its device in its dtype, or build a factory's on meta: ranks fill it later."""
     if isinstance(model, nn.Module):
         precision.place_model(model)
         return Built(model, None)
@@ -89,13 +89,13 @@ def build_model(name: str, model: Model, precision: Precision, seed: int) -> Bui
 
 
 def complete_model(built: Built, device: torch.device) -> None:
-    """Gives a model that nobody lays out its values, all of them on every rank."""
+    """Fill in the values of a model that has no layout, all of them on every rank."""
     if built.construction is not None:
         place_values(built.construction, device)
 
 
 def build_update(name: str, built: Built, factory: OptimizerFactory, settings: UpdateSettings) -> Update:
-    """A model laid out over the ranks, with its optimizer; collective."""
+    """Lay out a model over the ranks and build its optimizer and schedule; collective."""
     model, laying_out = built.model, settings.laying_out
     device = settings.precision.device
     laid_out = parallelize(model, settings.mesh, laying_out, device, built.construction)
@@ -144,12 +144,12 @@ def build_updates(
     settings: UpdateSettings,
     world_size: int,
 ) -> dict[str, Update]:
-    """Lays out all models and builds their optimizers; collective.
+    """Lay out all models and build their optimizers; collective.
 
     Args:
-        built: the models by name; those without a factory are completed and never updated.
+        built: the models by name; those without an optimizer factory are filled in and never updated.
         factories: of optimizers, by name of the model.
-        settings: for all of them.
+        settings: for all models.
         world_size: ranks.
     """
     for each in built.values():
@@ -163,7 +163,7 @@ def build_updates(
 
 
 def build_runner(name: str, model: nn.Module, laid_out: LaidOut, settings: UpdateSettings) -> Runner:
-    """The runner of a laid-out model's microbatches: the one choice between the ways to run them."""
+    """Build the runner of a laid-out model's microbatches; only this function chooses the kind of runner."""
     common = {
         "statistics": settings.statistics,
         "precision": settings.precision,
@@ -177,7 +177,7 @@ def build_runner(name: str, model: nn.Module, laid_out: LaidOut, settings: Updat
 
 
 def refuse_illegal(built: Built, settings: Settings, precision: Precision, world_size: int) -> None:
-    """Raises where the rules for layouts have something against this one, with all reasons.
+    """Raise if the layout breaks rules, with all reasons.
 
     Args:
         built: the model.
@@ -207,7 +207,7 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
 
 
 def check_several(layout: Layout) -> None:
-    """Raises PL423 for several models in a layout that divides a model."""
+    """Raise PL423 for several models in a layout that divides a model."""
     if layout.divides_model:
         raise PacelineError(
             "PL423",
@@ -219,7 +219,7 @@ def check_several(layout: Layout) -> None:
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
-    """The default `forward`: a dict as keywords, a tuple as arguments, anything else as the argument."""
+    """Call a model on a batch (the default `forward`): a dict as keywords, a tuple as arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
@@ -230,7 +230,7 @@ def call_model(model: Callable[..., Any], batch: Any) -> Any:
 def check_functions(
     names: Mapping[str, Any] | None, step: object, forward: object, loss: object, optimizer: object
 ) -> None:
-    """Raises where models, losses and optimizers don't go together.
+    """Raise if models, losses and optimizers do not fit together.
 
     Args:
         names: the named models, or `None` for one model.
@@ -282,7 +282,7 @@ def check_functions(
 
 
 def check_loss_over(loss_over: str, *, has_step: bool, sync_batchnorm: bool) -> None:
-    """Raises PL415 where a loss can't be computed on the whole global batch."""
+    """Raise PL415 if the loss cannot be computed on the whole global batch."""
     if loss_over == "microbatch":
         return
     if loss_over != "global_batch":
@@ -303,7 +303,7 @@ def check_loss_over(loss_over: str, *, has_step: bool, sync_batchnorm: bool) -> 
 
 
 def check_reduction(reduction: str, *, has_comm_hook: bool, sync_batchnorm: bool) -> None:
-    """Raises where the reduction is unknown, or something would make the exact one inexact.
+    """Raise if the reduction is unknown, or if another argument would make the exact one inexact.
 
     Raises:
         PacelineError: PL426 to PL428.
@@ -333,10 +333,10 @@ def check_reduction(reduction: str, *, has_comm_hook: bool, sync_batchnorm: bool
 
 
 def check_numbers(**limits: tuple[float | None, int]) -> None:
-    """Raises PL400 for an argument below its least value; `None` stands for an argument left out.
+    """Raise PL400 for an argument below its minimum; `None` stands for an omitted argument.
 
     Args:
-        limits: by name of the argument, its value and the least that it may be.
+        limits: by name of the argument, its value and its minimum.
     """
     for name, (value, least) in limits.items():
         if value is None:
@@ -352,7 +352,7 @@ def check_numbers(**limits: tuple[float | None, int]) -> None:
 
 
 def sync_batchnorm_error(num_samples: int, microbatch_size: int, world_size: int) -> PacelineError:
-    """The error for statistics over ranks that don't run exactly one microbatch each."""
+    """Return the error for statistics over ranks that do not run exactly one microbatch each."""
     return PacelineError(
         "PL424",
         saw=f"sync_batchnorm with {num_samples} samples in microbatches of {microbatch_size} on "

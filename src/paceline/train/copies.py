@@ -1,20 +1,22 @@
 """Checks that copies of weights and optimizer state have the same bits on all ranks that hold them.
 
-Ranks along an axis that does not divide the model, such as dp_replicate, hold copies of all they have. Ranks
-of tp hold copies of those parameters that tp does not divide. By construction copies are the same to the bit:
-each rank applies the same arithmetic to the same reduced gradients. They differ where a rank does something
-else, or where memory or a processor fails.
+Ranks along an axis that does not divide the model, such as dp_replicate, hold copies of all their tensors.
+Ranks of tp hold copies of those parameters that tp does not divide. Copies have the same bits by
+construction: each rank applies the same arithmetic to the same reduced gradients. They differ if a rank runs
+other code, or if memory or a processor fails.
 
-A digest of what a rank holds travels with what ranks agree on, so it costs no message. It is taken before
-the forward, of the state that the step starts from. It is a sum of the bits as numbers of 64 bits, modulo
-2**64; in large tensors each 4 KiB count with a factor of their own. Any change of one number changes it.
+Each step's agreement carries a digest of the tensors that a rank holds, so no extra message is sent. The
+digest is taken before the forward, of the state that the step starts from. It is the sum of the bits as
+64-bit numbers, modulo 2**64; in large tensors every 4 KiB has a factor of its own. Any change of one number
+changes it.
 
-What is read when, on the CPU:
+On the CPU, a step reads:
 
-- all weights, in every step: a difference ends the run in the step that would use it.
-- a quarter of the optimizer's state, by parameter: within four steps. What changes a weight shows before.
+- all weights: a difference ends the run in the step that would use it.
+- a quarter of the optimizer state, by parameter, so all of it within four steps. A difference that changes a
+  weight is detected earlier.
 
-Of tensors on another device up to 32 parameters are read in a step, because each starts kernels of its own.
+On another device, a step reads up to 32 parameters, because each one starts kernels of its own.
 Saving reads everything (`check_all`).
 """
 
@@ -40,11 +42,12 @@ from paceline.torch_seams.modules import BatchNormBase
 from paceline.train.agreement import NUM_COPIES, Numbers
 from paceline.train.same_settings import is_comparing
 
-# Digests of one step, in the order in which they travel. Optimizer state is compared as what tp divides is.
+# Digests of one step, in the order of the message. Optimizer state is compared like the parameters that tp
+# divides.
 _WHOLE, _CUT, _STATE = range(NUM_COPIES)
 _STATE_TURNS = 4
 _MAX_ON_DEVICE = 32
-# Numbers of 64 bits in a row that has a factor of its own, and from which length on there are such rows.
+# 64-bit numbers in a row that has a factor of its own, and the length from which tensors have such rows.
 _ROW, _LONG = 512, 1 << 15
 _MASK = (1 << 64) - 1
 _MAX_SHOWN = 4
@@ -54,7 +57,7 @@ Words = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class _View:
-    """The bits of a tensor on the CPU, as long as it stays where it is."""
+    """The bits of a tensor on the CPU; valid until its storage moves."""
 
     pointer: int
     rows: Words | None
@@ -69,7 +72,7 @@ class _View:
 
 
 class Copies:
-    """What one model's copies hold.
+    """The check of one model's copies over the ranks that hold them.
 
     Args:
         name: of the model, for messages.
@@ -97,14 +100,14 @@ class Copies:
         self._has_copies = mesh is not None and any(len(ranks) > 1 for ranks in self._holders(is_cut=False))
 
     def give_up(self) -> None:
-        """Compare nothing from here on: the ranks go apart on purpose."""
+        """Stop comparing: from here on the ranks diverge on purpose."""
         self._has_copies = False
 
     def digest(self, step: int) -> list[int] | Tensor:
-        """Digests of what this rank holds before a step, to be told to the others.
+        """Return digests of the tensors that this rank holds before a step, to be sent to the other ranks.
 
         Returns:
-            `NUM_COPIES` numbers of 64 bits; on a device a tensor of them that nobody has waited for.
+            `NUM_COPIES` 64-bit numbers; on a device a tensor of them, without waiting for it.
         """
         if not self._has_copies:
             return [0] * NUM_COPIES
@@ -126,10 +129,10 @@ class Copies:
         return torch.stack([torch.as_tensor(_signed(digest), device=device) for digest in digests])
 
     def check(self, digests: Numbers) -> None:
-        """Compare the digests of all ranks; collective only where they differ.
+        """Compare the digests of all ranks; collective only if they differ.
 
         Args:
-            digests: per rank a row, two numbers per digest, in the order of `digest`.
+            digests: one row per rank, with two numbers per digest, in the order of `digest`.
 
         Raises:
             PacelineError: PL418, on every rank.
@@ -168,7 +171,7 @@ class Copies:
         return [[tuple(pairs[rank]) for rank in ranks] for ranks in self._holders(kind != _WHOLE)]
 
     def _holders(self, is_cut: bool) -> list[list[int]]:
-        """The groups of ranks that hold the same: of what tp divides, or of what it leaves whole."""
+        """Return the groups of ranks that hold the same values of cut tensors, or of whole ones."""
         assert self._mesh is not None
         axes = list_axes(divides_model=False)
         return self._mesh.layout.list_groups(axes if is_cut else (*axes, "tp"))
@@ -187,7 +190,7 @@ class Copies:
             if tensor.device.type != "cpu":
                 return _digest_on_device(tensor)
             view = _view(tensor)
-            if view is None:  # with gaps, or without numbers of its own: read as a copy each time
+            if view is None:  # it has gaps, or is a lazy conjugate or negative: read a copy each time
                 return _view_contiguous(tensor.resolve_conj().resolve_neg().contiguous()).digest()
             self._views[name] = view
         return view.digest()
@@ -221,7 +224,7 @@ def _describe_difference(name: str, ranks: list[int], values: list[int | None]) 
 
 
 def _view(tensor: Tensor) -> _View | None:
-    """The bits of a tensor where they are, in the order in which they are; `None` where that can't be had."""
+    """Return a view of a tensor's bits in memory order, or `None` if a view cannot show them."""
     if not tensor.numel():
         return _View(tensor.data_ptr(), None, np.zeros(0, np.int64))
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -255,7 +258,7 @@ def _digest_on_device(tensor: Tensor) -> Tensor:
 
 
 def _join(parts: Sequence[int | Tensor]) -> int | Tensor:
-    """One number of several, where none can be changed without changing it."""
+    """Combine numbers into one that changes if any of them changes."""
     on_device = [part for part in parts if isinstance(part, Tensor)]
     plain = hash(tuple(part for part in parts if not isinstance(part, Tensor))) & _MASK
     if not on_device:
@@ -265,5 +268,5 @@ def _join(parts: Sequence[int | Tensor]) -> int | Tensor:
 
 
 def _signed(number: int | Tensor) -> int | Tensor:
-    """A number of 64 bits as torch holds it."""
+    """Return an unsigned 64-bit number as the signed one that torch holds."""
     return number - (1 << 64) if isinstance(number, int) and number >> 63 else number

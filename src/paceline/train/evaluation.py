@@ -1,4 +1,4 @@
-"""Means over a whole data set, the same on every layout."""
+"""Evaluates a model over a whole data set, with the same means on every layout."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Metric = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `Trainer.evaluate` found; the same on every rank.
+    """The result of `Trainer.evaluate`; the same on every rank.
 
     Attributes:
         loss: sum of losses over sum of weights.
         weight: that sum of weights, for example the number of target tokens.
-        num_samples: how many samples were used.
-        metrics: the further means by name.
+        num_samples: the number of samples used.
+        metrics: the other means by name.
     """
 
     loss: float
@@ -42,7 +42,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def values(self) -> dict[str, float]:
-        """Loss and metrics by name."""
+        """Return loss and metrics by name."""
         return {"loss": self.loss, **self.metrics}
 
     def __str__(self) -> str:
@@ -64,14 +64,14 @@ def evaluate(
     seed: int,
     global_loss: GlobalLoss | None = None,
 ) -> Evaluation:
-    """Runs the model in eval mode over all samples of a loader; collective.
+    """Run the model in eval mode over all samples of a loader; collective.
 
-    Every rank runs its microbatches; one collective at the end carries each microbatch's sums in a slot
-    of its own, so that their sum has the same order on every layout. With a global loss, loss and metrics are
-    those of whole global batches.
+    Every rank runs its microbatches. One collective at the end gives each microbatch's sums a slot of their
+    own, so they are added in the same order on every layout. With a global loss, loss and metrics are those
+    of whole global batches.
 
     Raises:
-        PacelineError: PL411 for a loader without samples, or without any weight in them.
+        PacelineError: PL411 for a loader without samples, or whose samples have no weight.
     """
 
     def measure(output: Any, batch: Any, samples: Any = None) -> Tensor:
@@ -129,5 +129,5 @@ def evaluate(
 
 
 def _derive_seed_of(seed: int, first: int, index: int) -> int:
-    """The seed of a microbatch, by its number among those of all global batches."""
+    """Return the seed of a microbatch from its number among those of all global batches."""
     return derive_seed(seed, first + index)

@@ -1,8 +1,8 @@
-"""TensorBoard's event files: one event per step, written in place.
+"""Writes TensorBoard's event files: one event per step, in the caller's thread.
 
-`tensorboardX.SummaryWriter` sends every number through a pipe to a thread of its own, which takes 1.5 ms
-of CPU per step with seven numbers and holds up the step by competing for the interpreter. Here all
-numbers of a step are one event that the caller writes itself, in less than 0.1 ms.
+`tensorboardX.SummaryWriter` sends every number through a queue to a thread. With seven numbers that takes
+1.5 ms of CPU per step and delays the step, because the thread competes for the interpreter lock. Here all
+numbers of a step are one event, which the caller writes in less than 0.1 ms.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _FLUSH_S = 10.0
 
 
 class EventFile:
-    """One start's events in a folder, which TensorBoard shows together with those of earlier starts.
+    """One start's events in a folder; TensorBoard shows them together with those of earlier starts.
 
     Args:
-        folder: made where it is missing.
-        purge_step: TensorBoard hides what earlier starts wrote from this step on.
+        folder: created if it is missing.
+        purge_step: TensorBoard hides events of earlier starts from this step on.
     """
 
     def __init__(self, folder: Path, *, purge_step: int) -> None:
@@ -34,12 +34,12 @@ class EventFile:
         self._write(Event(step=purge_step, session_log=start, wall_time=time.time()))
 
     def write(self, step: int, values: Mapping[str, float], wall_s: float) -> None:
-        """Appends numbers by name, of the moment `wall_s` (seconds since 1970)."""
+        """Append numbers by name, with the time `wall_s` (seconds since 1970)."""
         named = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=named), wall_time=wall_s))
 
     def close(self) -> None:
-        """Flushes and closes the file."""
+        """Flush and close the file."""
         self._writer.close()
 
     def _write(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what a user's factories returned: the optimizer and the schedule of a model."""
+"""Checks the results of a user's factories: the optimizer and the schedule of a model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _BUILD = (
 
 
 def check_optimizer(name: str, optimizer: Any, model: nn.Module) -> None:
-    """Raises PL407 unless the trainer can step this optimizer.
+    """Raise PL407 unless the trainer can step this optimizer.
 
     Args:
         name: of the model, for the message.
-        optimizer: what the factory returned.
+        optimizer: the factory's result.
         model: laid out; the factory got its parameters.
     """
     if not (hasattr(optimizer, "param_groups") and callable(getattr(optimizer, "step", None))):
@@ -57,11 +57,11 @@ def check_optimizer(name: str, optimizer: Any, model: nn.Module) -> None:
 
 
 def check_schedule(name: str, schedule: Any) -> None:
-    """Raises PL407 unless the trainer can step this learning-rate schedule.
+    """Raise PL407 unless the trainer can step this learning-rate schedule.
 
     Args:
         name: of the model, for the message.
-        schedule: what the function returned; `None` stands for none.
+        schedule: the function's result; `None` stands for no schedule.
     """
     if isinstance(schedule, ReduceLROnPlateau):
         raise PacelineError(
@@ -88,7 +88,7 @@ _SCHEDULE_METHODS = ("step", "state_dict", "load_state_dict")
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    # Of the class: torch puts a wrapper with other arguments into the instance once there is a schedule.
+    # Inspect the class: a schedule replaces the instance's step by a wrapper with other arguments.
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     return any(
         parameter.default is parameter.empty

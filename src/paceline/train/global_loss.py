@@ -1,21 +1,17 @@
-"""A loss over the outputs of the whole global batch, for losses that compare samples (contrastive ones).
+"""Computes a loss over the outputs of the whole global batch, for losses that compare samples (contrastive).
 
-Cut into microbatches, such a loss has fewer samples to compare with, so it is another one. Here it is
-computed
-once, on all outputs, in two passes (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983):
+On a microbatch such a loss has fewer samples to compare, so its value differs. Here it is computed once, on
+all outputs, in two passes (GradCache, Gao et al. 2021, https://arxiv.org/abs/2101.06983):
 
-1. Every rank runs forward of its microbatches without a graph. The outputs are gathered (`whole_batch.py`),
-so
-   that every rank has them all, in the order of microbatches.
-2. Every rank computes the loss on them and its gradient by the outputs. That is the same computation on the
-same
-   bits, whoever ran which microbatch.
-3. Every rank runs its microbatches again, with the same random numbers, and backward begins with the slice of
-   that gradient that belongs to the microbatch's output. From there on gradients are reduced as always.
+1. Every rank runs the forward of its microbatches without a graph. The outputs are gathered
+   (`whole_batch.py`), so that every rank has all of them, in the order of microbatches.
+2. Every rank computes the loss on them, and its gradient with respect to the outputs. This is the same
+   computation on the same bits, whichever rank ran a microbatch.
+3. Every rank runs its microbatches again, with the same random numbers. Backward begins with the slice of
+   that gradient that belongs to the microbatch's output. Gradients are then reduced as in any other step.
 
-So gradients are those of the loss on the whole batch, with the memory of one microbatch. The price is a
-second
-forward, and the outputs of the global batch on every rank.
+The result is the gradient of the loss on the whole batch, with the activations of one microbatch in memory.
+The cost is a second forward, and memory for the outputs of the global batch on every rank.
 """
 
 from __future__ import annotations
@@ -41,10 +37,10 @@ from paceline.train.whole_batch import Whole, gather_batch, gather_whole
 
 
 class GlobalLoss:
-    """Turns a step of microbatches into one that has the gradients of a loss over all of them.
+    """The two passes that give microbatches the gradients of one loss over all of them.
 
     Args:
-        model: of which.
+        model: the model that is trained.
         forward: from (model, batch) to the output; runs on microbatches.
         loss: from (output, batch) of the whole global batch to (sum of losses, weight) or their mean.
         mesh: the ranks, or `None` in a world of one.
@@ -66,15 +62,15 @@ class GlobalLoss:
         self._precision = precision
 
     def prepare(self, runner: Runner, share: Share, *, step: int, phase: int) -> tuple[Loss, Share]:
-        """Runs both the first pass and the loss; collective.
+        """Run the first pass and the loss; collective.
 
         Args:
             runner: of the model.
             share: this rank's microbatches.
-            step, phase: as for `Work`, so that both passes draw the same.
+            step, phase: as for `Work`, so that both passes draw the same random numbers.
 
         Returns:
-            What `Update.run` takes: the second pass as an objective, and the share that it is for.
+            The arguments of `Update.run`: the second pass as an objective, and the share that it runs on.
         """
         first_pass: Objective[Any] = Objective(self.run, lambda output, batch: output)
         outputs = runner.run_forward(first_pass, share, step=step, phase=phase)
@@ -96,32 +92,32 @@ class GlobalLoss:
                 else gradient[start : start + counts[number]]
                 if is_per_sample
                 else gradient
-                if number == 0  # what all samples share has its gradient once
+                if number == 0  # an output that all samples share gets its gradient once
                 else torch.zeros_like(gradient)
                 for gradient, is_per_sample in zip(gradients, whole.per_sample, strict=True)
             ]
-            # The loss is told once, too.
+            # One microbatch reports the loss, so that the sum over microbatches counts it once.
             told = (total, weight) if number == 0 else (torch.zeros_like(total), torch.zeros_like(weight))
             microbatches.append((number, {"batch": own, "gradients": slices, "loss": told}))
         second_pass = Objective(lambda item: self.run(item["batch"]), _begin)
         return second_pass, dataclasses.replace(share, microbatches=microbatches)
 
     def join(self, outputs: list[Any], share: Share) -> tuple[Any, Any]:
-        """The output and the batch of a whole global batch, from this rank's outputs; collective."""
+        """Return the output and the batch of a whole global batch, from this rank's outputs; collective."""
         counts = self._count_samples(share)
         own = zip(share.microbatches, outputs, strict=True)
         whole = gather_whole([(number, out) for (number, _), out in own], counts, self._dp, "output")
         return whole.build(), gather_batch(share.microbatches, counts, self._dp, self._precision.place_batch)
 
     def run(self, batch: Any) -> Any:
-        """The output of a microbatch, of whole tensors."""
+        """Return the output of a microbatch, with cut tensors made whole."""
         leaves, spec = tree_flatten(self._forward(self._model, batch))
         return tree_unflatten([x.whole() if isinstance(x, CutTensor) else x for x in leaves], spec)
 
     def _differentiate(
         self, whole: Whole, batch: Any, num_samples: int, runner: Runner
     ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """The loss, its weight, and the gradient of its sum by every leaf of the output."""
+        """Return the loss, its weight, and the sum's gradient with respect to each leaf of the output."""
         leaves = [
             leaf.detach().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
             for leaf in whole.leaves
@@ -139,7 +135,7 @@ class GlobalLoss:
                 "detach().",
             )
         _check_inputs(total, learned)
-        # In fp16 small gradients of outputs would vanish here already.
+        # Scale already here: in fp16, small gradients of the outputs would vanish.
         unit = 2.0 ** math.ceil(math.log2(num_samples))
         scaled = total if runner.scaler is None else runner.scaler.scale(total / unit)
         found = iter(torch.autograd.grad(scaled, learned, allow_unused=True))
@@ -150,7 +146,7 @@ class GlobalLoss:
         return total.detach(), weight.detach().to(total.device), by_leaf
 
     def _count_samples(self, share: Share) -> list[int]:
-        """Samples of each microbatch of the global batch."""
+        """Return the number of samples of each microbatch of the global batch; collective over dp."""
         own = [
             (number, len(samples))
             for (number, _), samples in zip(share.microbatches, share.samples, strict=True)
@@ -163,8 +159,7 @@ class GlobalLoss:
 
 
 def _begin(output: Any, item: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The loss of a microbatch's second pass: a number with the value of the global loss, whose backward
-    begins with the gradient of the outputs."""
+    """Return the loss of a microbatch's second pass: its backward begins with the gradient of the outputs."""
     total, weight = item["loss"]
     pairs = [
         (leaf, gradient)
@@ -178,7 +173,7 @@ def _begin(output: Any, item: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 class _Begin(torch.autograd.Function):
-    """A number that is given, whose gradients by the outputs are given too."""
+    """A number whose value and whose gradients with respect to the outputs are given."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, num_outputs: int, *tensors: Tensor) -> Tensor:
@@ -195,7 +190,7 @@ class _Begin(torch.autograd.Function):
 
 
 def _check_inputs(total: Tensor, outputs: list[Tensor]) -> None:
-    """Raises PL415 where the loss uses a trained tensor that is no output: its gradient would be lost."""
+    """Raise PL415 if the loss uses a trained tensor that is not an output: its gradient would be lost."""
     known = {id(output) for output in outputs}
     seen, ahead = set(), [total.grad_fn]
     while ahead:

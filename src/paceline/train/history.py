@@ -1,9 +1,9 @@
-"""Keep a run from losing its history when it moves to a node with other disks.
+"""Keeps a run from losing its history when it moves to a node with other disks.
 
-Rank 0 writes and reads the checkpoints. Where the nodes share no disk, the other nodes hold none, and a run
-that goes on without the node of rank 0 would start from step 1. So each node that does not see a checkpoint
-after its commit notes the step on its own disk. At resume every node tells what its folder holds, and a run
-that would go back behind a step that any node knows is refused.
+Rank 0 writes and reads the checkpoints. If the nodes share no disk, the other nodes hold none, and a run
+that continues without the node of rank 0 would start from step 1. Each node that does not see a checkpoint
+after its commit therefore notes the step on its own disk. At resume every node reports what its folder
+holds. A run that would go back behind a step that any node has recorded is refused.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NOTE = ".committed-elsewhere"
 
 @dataclass(frozen=True)
 class _Held:
-    """What one node's folder holds.
+    """The newest checkpoint in one node's folder, and the newest one that it knows of.
 
     Attributes:
-        rank: that looked.
+        rank: the rank that read the folder.
         host: its machine.
         step: of the newest committed checkpoint, 0 for none.
         digest: of that checkpoint's manifest.
@@ -48,7 +48,7 @@ class _Held:
 
 
 class History:
-    """What this node knows of the checkpoints of a run.
+    """This node's record of a run's checkpoints.
 
     Args:
         world: the ranks.
@@ -62,11 +62,11 @@ class History:
         self._has_warned = False
 
     def check(self) -> None:
-        """Compares what all nodes hold; collective, once per resume. It sends some hundred bytes per rank.
+        """Compare the checkpoints of all nodes; collective, once per resume. Sends about 100 bytes per rank.
 
         Raises:
-            PacelineError: PL318 where a node knows of a newer checkpoint than rank 0 has, PL319 where two
-                nodes hold different checkpoints of one step.
+            PacelineError: PL318 if a node knows of a newer checkpoint than rank 0 has, PL319 if two nodes
+                hold different checkpoints of one step.
         """
         own = self._look()
         held: list[_Held | None] = [own]
@@ -84,7 +84,7 @@ class History:
                 raise self._two_error(main, other)
 
     def note_commit(self, step: int) -> None:
-        """Notes on this node's disk that rank 0 has committed a step, where this node can't see it."""
+        """Note on this node's disk that rank 0 has committed a step, if this node cannot see it."""
         if self._world.is_main or self._world.local_rank != 0:
             return
         if (self._folder / CHECKPOINTS / step_name(step)).exists():
@@ -101,7 +101,7 @@ class History:
                 socket.gethostname(),
             )
         self._has_missed_one = True
-        with suppress(OSError):  # a disk of this node's that can't be written to keeps no history
+        with suppress(OSError):  # a read-only disk keeps no history
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / _NOTE).write_text(f"{step}\n", encoding="utf-8")
 

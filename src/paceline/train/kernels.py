@@ -1,6 +1,6 @@
-"""Which of torch's optimizer kernels round an element alike wherever its tensor is cut.
+"""Tells which torch optimizer kernels round an element alike wherever its tensor is cut.
 
-The fused Adam and AdamW for CPU round elements in whole vector registers and those that are left over at the
+The fused Adam and AdamW for CPU process whole vector registers. They round the elements that remain at the
 end of a tensor differently (seen in torch 2.13, fp32 and fp64). A shard ends elsewhere than the whole tensor,
 but always with a whole row.
 """
@@ -14,7 +14,7 @@ REGISTER = 16
 
 
 def rounds_by_place(parameter: Tensor) -> bool:
-    """Whether fused Adam may give an element of it other bits, when it is cut along its rows."""
+    """Return whether fused Adam may give an element other bits if the parameter is cut along its rows."""
     if parameter.device.type != "cpu":
         return False
     row = parameter.shape[1:].numel() if parameter.dim() > 1 else 1

@@ -1,4 +1,4 @@
-"""A trainer's loaders: they report how long the loop waited for data, and leave when asked to stop."""
+"""A trainer's loaders, which measure the wait for data and end the loop when a rank was asked to stop."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from paceline.data.share import Share
 
 
 class StepTaker(Protocol):
-    """What a loader asks of the trainer that it belongs to."""
+    """The methods of a trainer that its loaders call."""
 
     def leave_if_asked(self) -> None:
-        """Saves and leaves if some rank was asked to stop."""
+        """Save and leave if some rank was asked to stop."""
 
     def add_data_wait(self, seconds: float) -> None:
-        """Counts time that the loop waited for data."""
+        """Count time that the loop waited for data."""
 
 
 class TrainerLoader(Loader):
     """A loader whose iteration belongs to a trainer's steps.
 
     Args:
-        trainer: whose.
+        trainer: the trainer that made the loader.
         dataset, settings: as for `Loader`.
     """
 

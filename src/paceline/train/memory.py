@@ -1,4 +1,4 @@
-"""Out of memory, told as what it is."""
+"""Turns torch's out-of-memory errors into one that names the batch and the next move."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.world import World
 
 @contextmanager
 def explain_out_of_memory(share: Share | None, world: World) -> Iterator[None]:
-    """Turns torch's out-of-memory errors into PL432 with the next move.
+    """Turn torch's out-of-memory errors into PL432 with the next move.
 
     Args:
         share: the microbatches being computed, for the message.
-        world: whose rank it happens on.
+        world: of the rank that runs out of memory.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a run writes about itself: `metrics.jsonl` and TensorBoard event files. Rank 0 only."""
+"""Writes a run's metrics: `metrics.jsonl`, `evaluations.jsonl`, TensorBoard event files. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _PEAK_FLOPS = {
     "L4": {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12},
     "V100": {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
 }
-# Rows of short steps are gathered for so long.
+# Rows of short steps are collected for this long before they are written.
 _FLUSH_S = 1.0
 _TENSORBOARD_KEYS = ("loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "mfu", "data_s", "comm_s")
 
 
 def find_peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak FLOP/s of a CUDA device for a training dtype, or `None` where it isn't known."""
+    """Return the peak FLOP/s of a CUDA device for a training dtype, or `None` if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -48,22 +48,22 @@ def find_peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def measure_memory(device: torch.device) -> int:
-    """Peak bytes so far: allocated on the device under CUDA, else resident in this process."""
+    """Return the peak bytes so far: allocated on the device under CUDA, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 class MetricsWriter:
-    """Appends one object per optimizer step to `metrics.jsonl`, one per evaluation to `evaluations.jsonl`.
+    """A writer of `metrics.jsonl` (a row per optimizer step) and `evaluations.jsonl` (a row per evaluation).
 
     Args:
         folder: the run's folder.
-        last_step: the step that the run resumes from; later rows of an earlier, killed start are
-            dropped, so that the file holds each step once.
+        last_step: the step that the run resumes from. Later rows of an earlier, killed start are dropped, so
+            that the file holds each step once.
         tensorboard: also write event files.
 
-    Every method raises PL522 where the folder was renamed or removed, and PL523 where the disk refuses.
+    Every method raises PL522 if the folder was renamed or removed, and PL523 if a write fails.
     """
 
     def __init__(self, folder: Path, *, last_step: int, tensorboard: bool) -> None:
@@ -83,19 +83,19 @@ class MetricsWriter:
             )
 
     def measure_memory(self, device: torch.device) -> int:
-        """Peak bytes, as `measure_memory`, read as often as rows are written: it takes up to 0.4 ms."""
+        """Return the peak bytes; measure them only when rows are written, because that takes up to 0.4 ms."""
         if self._is_due():
             self._memory_bytes = measure_memory(device)
         return self._memory_bytes
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a step's row; it is in the file after a second at the latest, or after `flush`."""
+        """Append a step's row; the first call over 1 s after the last flush writes all rows to the file."""
         self._pending.append((time.time(), row))
         if self._is_due():
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits. Many rows at once take half the time: short steps would feel each one."""
+        """Write the collected rows; many at once take half the time, which matters for short steps."""
         with self._writing():
             self._folder.check()
             _append(self._steps, [row for _, row in self._pending])
@@ -108,7 +108,7 @@ class MetricsWriter:
         self._last_flush_s = time.monotonic()
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Appends what an evaluation after `step` gave, to `evaluations.jsonl`."""
+        """Append the results of an evaluation after `step` to `evaluations.jsonl`."""
         self.flush()
         with self._writing():
             _append(self._evaluations, [{"step": step, **values}])
@@ -117,14 +117,14 @@ class MetricsWriter:
                 self._tensorboard.write(step, named, time.time())
 
     def close(self) -> None:
-        """Flushes and closes the files; what failed before is not raised again."""
+        """Flush and close the files; an earlier failure is not raised again."""
         try:
             if not self._has_failed:
                 self.flush()
         finally:
             for file in (self._steps, self._evaluations, self._tensorboard, self._folder):
                 if file is not None:
-                    with contextlib.suppress(OSError):  # rows that a full disk has not taken
+                    with contextlib.suppress(OSError):  # rows that do not fit on a full disk
                         file.close()
 
     @contextlib.contextmanager
@@ -157,13 +157,13 @@ def describe_step(
     peak_flops: float | None,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """The row of one step.
+    """Return the row of one step.
 
     Args:
-        step: what it did.
+        step: the step's results.
         samples: of the whole run so far.
         tokens_per_sample: for text, else `None`.
-        flops_per_sample: forward and backward, counted once.
+        flops_per_sample: of forward and backward, counted once.
         peak_flops: of all ranks' devices together, for MFU (model FLOPs utilisation; Chowdhery et al.
             2022, appendix B).
         memory_bytes: peak on this rank.
@@ -194,7 +194,7 @@ def describe_step(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `.jsonl` file, none where it is missing; what is no row (torn by a kill) is left out."""
+    """Return the rows of a `.jsonl` file, none if it is missing; skip lines that a kill has torn."""
     if not path.exists():
         return []
     found = (_parse_row(line) for line in _read_lines(path))
@@ -233,7 +233,7 @@ def _drop_rows_after(path: Path, last_step: int) -> None:
 
 
 def _append(file: TextIO, rows: list[dict[str, Any]]) -> None:
-    """Numbers that are not finite become null: JSON has none."""
+    """Append rows to a file; write numbers that are not finite as null, because JSON has none."""
     for row in rows:
         file.write(json.dumps({k: None if _is_not_finite(v) else v for k, v in row.items()}) + "\n")
     file.flush()

@@ -1,7 +1,8 @@
-"""Who holds a run's folder, as its lock file tells those who find it locked.
+"""The owner of a run's folder, as recorded in its lock file.
 
-The kernel says whether a folder is locked; this says by whom, so that the next start can tell a run that
-goes on from the ranks of one whose launcher was killed. Those save and leave within seconds.
+The kernel knows whether a folder is locked. The lock file names the process that holds the lock, so that the
+next start can distinguish a running run from ranks whose launcher was killed. Those save and leave within
+seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-# A start time comes from the boot time, which moves when the clock is set.
+# Start times are computed from the boot time, which changes when the clock is set.
 _SAME_START_S = 2.0
 
 
@@ -25,9 +26,10 @@ class Owner:
     Attributes:
         host: name of their machine.
         pid: of rank 0.
-        launcher_pid: of whoever started the ranks: `paceline train`, torchrun, srun's or mpirun's daemon.
-        launcher_start_s: when that one started, in seconds since 1970, because process ids are used
-            again; `None` where it had gone before rank 0 claimed the folder.
+        launcher_pid: of the process that started the ranks: `paceline train`, torchrun, the daemon of srun or
+            mpirun.
+        launcher_start_s: when the launcher started, in seconds since 1970, because process ids are reused;
+            `None` if it had ended before rank 0 claimed the folder.
     """
 
     host: str
@@ -36,7 +38,7 @@ class Owner:
     launcher_start_s: float | None
 
     def has_lost_launcher(self) -> bool:
-        """Whether the launcher has gone for certain; never so for one on another machine."""
+        """Return whether the launcher has certainly ended; always false for one on another machine."""
         if self.host != socket.gethostname():
             return False
         start_s = _start_s(self.launcher_pid)
@@ -45,12 +47,12 @@ class Owner:
         return abs(start_s - self.launcher_start_s) > _SAME_START_S
 
     def dump(self) -> str:
-        """The text of the lock file."""
+        """Return the text of the lock file."""
         return json.dumps(asdict(self)) + "\n"
 
 
 def describe_owner(launcher_pid: int | None) -> Owner:
-    """This process as an owner.
+    """Describe this process as an owner.
 
     Args:
         launcher_pid: of the process that started the ranks; by default the parent of this one.
@@ -60,7 +62,7 @@ def describe_owner(launcher_pid: int | None) -> Owner:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """What a lock file tells; `None` where it tells nothing, as in the instant in which it is written."""
+    """Return the owner that a lock file names, or `None` if it names none, as while it is being written."""
     try:
         return Owner(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -70,9 +72,9 @@ def read_owner(path: Path) -> Owner | None:
 def _start_s(pid: int) -> float | None:
     try:
         process = psutil.Process(pid)
-        # A killed process that nobody has waited for yet runs no more.
+        # A zombie no longer runs; only its parent has not reaped it yet.
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.NoSuchProcess:
         return None
     except psutil.AccessDenied:
-        return 0.0  # another user's: it is there
+        return 0.0  # another user's process: it exists

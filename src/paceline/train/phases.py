@@ -1,4 +1,4 @@
-"""The updates of a step: each changes one model, of which the others are a fixed part of its loss."""
+"""Runs the updates of a step: each changes one model, and the other models are a fixed part of its loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _StepInput:
 
 
 class Phases:
-    """Runs updates of models that a loss may use together.
+    """The updates of models that a loss may use together.
 
     Args:
         models: all of them by name.
@@ -37,11 +37,11 @@ class Phases:
         mesh: the ranks, or `None` in a world of one.
         statistics: BatchNorm's, of all models.
         precision: dtype and device.
-        global_loss: where the loss is computed on whole global batches.
+        global_loss: the loss over whole global batches, or `None` for one over microbatches.
         microbatch_size: as the user chose it.
 
     Attributes:
-        stop_signum: the signal that some rank got, as this step's updates have agreed; or 0.
+        stop_signum: the signal that some rank received, as this step's updates have agreed; or 0.
         comm_s: seconds that this step's updates waited for others.
     """
 
@@ -65,7 +65,7 @@ class Phases:
         self._precision = precision
         self._global_loss = global_loss
         self._microbatch_size = microbatch_size
-        # On all ranks that see these samples: counting may change the last bits of a gradient.
+        # Counting may change the last bits of a gradient, so all ranks that run these samples count.
         self._counts = mesh is None or mesh.dp.rank == 0
         self._probed: set[str] = set()
         self._step: _StepInput | None = None
@@ -73,19 +73,19 @@ class Phases:
         self._done: dict[str, Updated] = {}
 
     def begin(self, share: Share, step: int, requests: StopRequests, settings: StepSettings) -> None:
-        """Starts a step.
+        """Start a step.
 
         Args:
             share: this rank's microbatches.
             step, settings: as for `Update.run`.
-            requests: signals that this rank got.
+            requests: signals that this rank received.
         """
         self._step = _StepInput(share, step, requests, settings)
         self._num_done, self._done = 0, {}
         self.stop_signum, self.comm_s = 0, 0.0
 
     def end(self) -> dict[str, Updated]:
-        """Ends a step; returns the last update of each model. Raises PL406 where there was none."""
+        """End a step and return the last update of each model; raise PL406 if there was none."""
         if not self._done:
             raise PacelineError(
                 "PL406",
@@ -96,7 +96,7 @@ class Phases:
         return self._done
 
     def run(self, name: str, objective: Loss) -> Updated:
-        """Runs one update of a model, between `begin` and `end`; collective.
+        """Run one update of a model, between `begin` and `end`; collective.
 
         Args:
             name: of the model.
@@ -109,7 +109,7 @@ class Phases:
                 rule="An update changes a model through its optimizer.",
                 fix="Use one of these names.",
             )
-        # Gradients of this phase belong to one model; the others are a fixed part of its loss.
+        # Backward must not add gradients to the other models: they are a fixed part of this loss.
         others = [m for other, m in self._models.items() if other != name]
         frozen = [p for model in others for p in model.parameters() if p.requires_grad]
         for parameter in frozen:
@@ -144,7 +144,7 @@ class Phases:
         return updated
 
     def _probe(self, update: Update, objective: Loss, share: Share) -> None:
-        """Before the first update of a start: what the cut into microbatches does to it; collective."""
+        """Check how the cut into microbatches affects a model, before its first update; collective."""
         is_divided = update.placement.is_divided
         models, mesh = list(self._models.values()), self._mesh
         probe = Probe(models, update.runner, mesh, is_divided=is_divided, dtype=self._precision.name)

@@ -1,11 +1,9 @@
-"""What the cut into microbatches does to a model, found out before the first step of a start.
+"""Checks how the cut into microbatches affects a model, before the first step of a start.
 
-A microbatch is run whole and cut in two, without a graph, and everything is put back: buffers, statistics and
-generators. Where the sizes of microbatches were chosen by the trainer, a loss that depends on the cut is
-refused:
-nobody has chosen that objective. Where forward changes buffers, those that it changes alike for any samples
-are
-told from those that depend on them.
+The probe runs a microbatch whole and cut in two, without a graph. It then restores buffers, statistics and
+generators. If the trainer chose the size of microbatches, a loss that depends on the cut is refused, because
+the user has not chosen that objective. If forward changes buffers, the probe separates those that change
+alike for any samples from those that depend on the samples.
 """
 
 from __future__ import annotations
@@ -44,20 +42,20 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 @dataclass(frozen=True)
 class Halves:
-    """A batch and the same one in two, with the numbers of their samples."""
+    """A batch and its two halves, with the numbers of their samples."""
 
     whole: tuple[Any, Sequence[int]]
     parts: tuple[tuple[Any, Sequence[int]], tuple[Any, Sequence[int]]]
 
 
 class Probe:
-    """Runs a model on a part of the first global batch.
+    """A trial of a model on a part of the first global batch.
 
     Args:
-        models: that a loss may run.
+        models: all models that the loss may run.
         runner: of the model that is updated.
         mesh: the ranks, or `None` in a world of one.
-        is_divided: whether forwards of the model talk to other ranks.
+        is_divided: whether forwards of the model communicate with other ranks.
         dtype: of the training.
     """
 
@@ -87,14 +85,14 @@ class Probe:
         )
 
     def tell_batchnorm(self, share: Share) -> None:
-        """Logs PL413 for BatchNorm, whose statistics are those of a microbatch by design."""
+        """Log PL413 for BatchNorm, whose statistics are those of a microbatch by design."""
         if self._norm is not None and self._is_main:
             log.warning("%s", _tell_batchnorm(self._norm, share))
 
     def check_cut(self, objective: Loss, share: Share) -> None:
-        """Raises PL413 where the loss of a microbatch is not that of its samples added up.
+        """Raise PL413 if the loss of a microbatch is not the sum over its samples.
 
-        With BatchNorm only the loss on given outputs is looked at.
+        With BatchNorm only the loss on given outputs is checked.
 
         Args:
             objective: forward and loss.
@@ -109,17 +107,17 @@ class Probe:
                     found = self._measure(objective, halves)
                 else:
                     found = self._measure_loss(objective, halves)
-        except Exception:  # a batch that can't be cut like that, as packed sequences
+        except Exception:  # a batch that cannot be cut along samples, such as packed sequences
             return
         if self._differ(*found) and not self._runner.draws_unsafely:
             whole, _, cut = found
             raise _cut_error(whole[0] / whole[1], cut[0] / cut[1], len(halves.whole[1]), share)
 
     def find_buffers(self, run: Callable[[Any], Any], share: Share) -> list[ForwardBuffer]:
-        """Buffers that forward changes alike, whatever the samples; logs PL416 for others. Collective.
+        """Return the buffers that forward changes alike for any samples; log PL416 for others. Collective.
 
         Args:
-            run: from a batch on the device to anything; does the forward.
+            run: from a batch on the device to anything; runs the forward.
             share: of the first global batch.
         """
         buffers = [buffer for model in self._models for buffer in list_forward_buffers(model)]
@@ -138,7 +136,7 @@ class Probe:
     def _watch_buffers(
         self, run: Callable[[Any], Any], share: Share, buffers: list[ForwardBuffer]
     ) -> tuple[list[int], list[int]]:
-        """Numbers of the buffers that change, and of those whose change depends on the samples."""
+        """Return the numbers of the buffers that change, and of those that depend on the samples."""
         if not self._may_run(share):
             return [], []
         batch, samples = share.microbatches[0][1], share.samples[0]
@@ -146,7 +144,7 @@ class Probe:
         with self._undone():
             self._runner.try_forward(run, batch, samples, "probe")
             after = [buffer.read() for buffer in buffers]
-            # Written to, if only with the value that it had: an iteration may have converged for now.
+            # Compare versions, not values: an iteration that has converged writes the same value again.
             changed = [
                 number
                 for number, (buffer, (tensor, version)) in enumerate(zip(buffers, before, strict=True))
@@ -166,7 +164,7 @@ class Probe:
         return changed, [n for n in changed if not _same(after[n], again[n])]
 
     def _measure(self, objective: Loss, halves: Halves) -> tuple[Sums, Sums, Sums]:
-        """(sum of losses, weight) of a batch whole, whole with other random numbers, and cut in two."""
+        """Return (sum of losses, weight) of a batch whole, whole with other random numbers, and in halves."""
 
         def run(batch: Any, samples: Sequence[int], seed: str) -> Sums:
             total, weight = self._runner.try_forward(objective, batch, samples, seed)
@@ -176,7 +174,7 @@ class Probe:
         return run(*halves.whole, "probe"), run(*halves.whole, "other"), _add(parts)
 
     def _measure_loss(self, objective: Loss, halves: Halves) -> tuple[Sums, Sums, Sums]:
-        """The same of the loss by itself: on one output, and on the rows of it."""
+        """Return the same as `_measure` for the loss alone: on one output, and on its rows in halves."""
         batch, samples = halves.whole
         size, first = len(samples), len(halves.parts[0][1])
         output, placed = self._runner.try_forward(
@@ -203,11 +201,11 @@ class Probe:
         return abs(one - other) > self._tolerance * max(abs(one), abs(other)) + 1e-6  # False for nan
 
     def _may_run(self, share: Share) -> bool:
-        """Whether this rank runs forwards now: all ranks of a divided model do, or none."""
+        """Return whether this rank runs forwards now: all ranks of a divided model do, or none."""
         return bool(share.microbatches) and (not self._is_divided or min(share.num_owned) > 0)
 
     def _cut(self, share: Share) -> Halves | None:
-        """The first microbatch and its halves; where it is one sample, the first two and each of them."""
+        """Return the first microbatch and its halves; for a single sample, the first two joined and each."""
         if not self._may_run(share):
             return None
         batch, samples = share.microbatches[0][1], share.samples[0]
@@ -229,12 +227,12 @@ class Probe:
                 lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) and a.dim() else a, batch, other
             )
             return Halves((joined, [*samples, *places]), ((batch, samples), (other, places)))
-        except Exception:  # samples that can't be joined
+        except Exception:  # samples that cannot be joined
             return None
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Puts all buffers back."""
+        """Restore all buffers at exit; run without gradients and without compiled code."""
         held = [
             (module, key, buffer, buffer.detach().clone())
             for model in self._models
@@ -254,7 +252,7 @@ class Probe:
 
 @contextmanager
 def explain_single_sample(share: Share) -> Iterator[None]:
-    """Tells BatchNorm's error about one value per channel as what it is."""
+    """Turn BatchNorm's error about one value per channel into PL414, which names the microbatch sizes."""
     try:
         yield
     except ValueError as error:

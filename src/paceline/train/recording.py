@@ -1,4 +1,4 @@
-"""What a trainer keeps of its steps: metrics in the run's folder, and how many in a row were skipped."""
+"""Records a trainer's steps: writes metrics to the run's folder, and counts skipped steps in a row."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class StepRecords:
-    """Writes steps and evaluations into the run's folder, on rank 0.
+    """The metrics of steps and evaluations in the run's folder, written by rank 0.
 
     Args:
         world: the ranks.
         dtype: of the training.
-        peak_flops: of one rank's device; known for common GPUs.
+        peak_flops: of one rank's device; `None` to use the known value of a common GPU.
         tokens_per_sample: for tokens/s.
         tensorboard: whether to write event files.
     """
@@ -45,11 +45,11 @@ class StepRecords:
         self._writer: MetricsWriter | None = None
 
     def begin(self, folder: Path, step: int) -> None:
-        """From here on writes to `folder`, after what it has up to `step`."""
+        """Write to `folder` from now on, after its rows up to `step`."""
         self._folder, self._first_step = folder, step
 
     def write_step(self, step: Step, num_samples: int, updates: Collection[Update]) -> None:
-        """Writes a step.
+        """Write a step.
 
         Args:
             step: the latest.
@@ -72,18 +72,18 @@ class StepRecords:
         )
 
     def write_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Writes what an evaluation after `step` found, by name."""
+        """Write the results of an evaluation after `step`, by name."""
         writer = self._open()
         if writer is not None:
             writer.write_evaluation(step, values)
 
     def flush(self) -> None:
-        """Puts on disk what was written so far."""
+        """Write all rows so far to the files."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """Closes the files; the next write needs `begin`."""
+        """Close the files; the next write needs `begin`."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -99,13 +99,13 @@ class StepRecords:
 
 
 class SkippedSteps:
-    """Counts steps that left the weights alone, and gives up after too many in a row.
+    """A counter of skipped steps in a row, which stops the run at a limit.
 
     Args:
-        most: how many in a row are too many.
+        most: the number in a row that stops the run.
 
     Attributes:
-        num_in_a_row: up to the latest step.
+        num_in_a_row: skipped steps in a row, up to the latest step.
     """
 
     def __init__(self, most: int) -> None:
@@ -113,7 +113,7 @@ class SkippedSteps:
         self._most = most
 
     def count(self, step: Step) -> None:
-        """Counts a step; raises PL431 where it was one too many."""
+        """Count a step; raise PL431 if the limit of skipped steps in a row is reached."""
         if step.skipped is None:
             self.num_in_a_row = 0
             return

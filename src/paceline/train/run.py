@@ -1,4 +1,4 @@
-"""A complete run from a recipe: build, resume, train, evaluate, save."""
+"""Runs a recipe from start to end: builds, resumes, trains, evaluates, saves."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _SAMPLE_TOKENS = 200
 
 
 class Reporter(Protocol):
-    """Who wants to hear how a run goes, on rank 0."""
+    """A receiver of a run's progress, on rank 0."""
 
     def begin(self, *, num_parameters: int, num_steps: int, first_step: int, world: World) -> None:
-        """The run is built and goes on after `first_step` steps."""
+        """Report that the run is built and continues after `first_step` steps."""
 
     def step(self, step: Step, num_steps: int, tokens_per_sample: int | None) -> None:
-        """A step was taken."""
+        """Report a completed step."""
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """The validation data was evaluated after `step`."""
+        """Report an evaluation on the validation data after `step`."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished run reports; JSON-able.
+    """The results of a finished run; JSON-able.
 
     Attributes:
         folder: of the run.
@@ -54,16 +54,16 @@ class RunSummary:
         steps: optimizer steps of the whole run.
         samples: samples of the whole run.
         losses: training loss of every step, `None` for skipped ones.
-        skipped: steps that left the weights alone.
+        skipped: number of steps that left the weights unchanged.
         valid: last evaluation by name, or `None` without validation data.
         bigram_loss: nats per token of a bigram model on the same validation text, for text.
-        step_s: median seconds per step of this start (its first three steps, which warm up, left out).
+        step_s: median seconds per step of this start, without its first three steps (warm-up).
         samples_per_s: samples per second from that median.
         tokens_per_s: the same for tokens, for text.
-        data_share: share of the step time waiting for data.
-        comm_share: share of the step time waiting for other ranks and the wire.
-        flops_per_s: of all ranks, where operations could be counted.
-        mfu: of the peak, where it is known.
+        data_share: share of the step time spent waiting for data.
+        comm_share: share of the step time spent waiting for other ranks and for transfers.
+        flops_per_s: of all ranks, or `None` if operations could not be counted.
+        mfu: model FLOP/s utilisation, or `None` if the peak is unknown.
         memory_bytes: peak on rank 0.
         sample: a text that the trained model wrote, for gpt.
     """
@@ -89,13 +89,13 @@ class RunSummary:
 
 
 def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: Any) -> Trainer:
-    """The trainer that a recipe describes, on the current world; collective.
+    """Build the trainer that a recipe describes, on the current world; collective.
 
     Args:
         recipe: what to train.
-        data: what `build_data(recipe)` gave.
+        data: the result of `build_data(recipe)`.
         num_steps: length of the run, for the schedule.
-        settings: further arguments of `Trainer`, such as `comm_hook`.
+        settings: other arguments of `Trainer`, such as `comm_hook`.
     """
     task, train, layout = build_task(recipe), recipe.train, recipe.layout.to_layout()
     divides_sample = layout.num_sample_parts > 1
@@ -128,7 +128,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
 
 
 def build_loader(recipe: Recipe, trainer: Trainer, dataset: Any, *, train: bool) -> Any:
-    """The trainer's loader over a recipe's training or validation data."""
+    """Build the trainer's loader over a recipe's training or validation data."""
     section = recipe.loader
     return trainer.loader(
         dataset,
@@ -143,7 +143,7 @@ def build_loader(recipe: Recipe, trainer: Trainer, dataset: Any, *, train: bool)
 
 
 def count_steps(recipe: Recipe, num_samples: int) -> int:
-    """Optimizer steps of a run over a data set of `num_samples`."""
+    """Return the number of optimizer steps of a run over a data set of `num_samples`."""
     if recipe.train.steps is not None:
         return recipe.train.steps
     assert recipe.train.epochs is not None
@@ -158,26 +158,26 @@ def train_recipe(
     *,
     launcher_pid: int | None = None,
 ) -> RunSummary | None:
-    """Trains a recipe to its end, going on from the newest checkpoint in `folder`; collective.
+    """Train a recipe to its end, continuing from the newest checkpoint in `folder`; collective.
 
     Args:
         recipe: what to train.
         folder: the run's folder.
         world: the ranks.
-        reporter: told of progress, on rank 0.
+        reporter: receives the progress, on rank 0.
         launcher_pid: of the process that started the ranks; by default the parent of rank 0.
 
     Returns:
         The summary on rank 0, `None` elsewhere.
 
     Raises:
-        Stopped: on request, with everything saved.
-        PacelineError: for what the user can fix.
+        Stopped: on a signal, after saving.
+        PacelineError: for errors that the user can fix.
     """
 
     def claim() -> None:
         lock = claim_run_folder(folder, recipe, launcher_pid=launcher_pid)
-        # The trainer, made later, closes its files before that: nothing is written to a free folder.
+        # The trainer is built later, so it closes its files first: nothing writes to an unlocked folder.
         world.on_close(lock.close)
 
     run_on_main(world, claim)
@@ -209,7 +209,7 @@ class _RecipeRun:
         self._steps: list[Step] = []
 
     def train(self) -> None:
-        """Takes the steps that are left."""
+        """Train the remaining steps."""
         if self._reporter is not None:
             self._reporter.begin(
                 num_parameters=self._num_parameters,
@@ -227,7 +227,7 @@ class _RecipeRun:
                     break
 
     def gather_model(self) -> nn.Module:
-        """The trained model as one process has it, complete on rank 0; collective."""
+        """Return the trained model as a plain module, complete on rank 0; collective."""
         if not self._trainer.layout.divides_model:
             return self._trainer.model
         plain = build_model(self._recipe, self._data)
@@ -235,10 +235,10 @@ class _RecipeRun:
         return plain
 
     def summarise(self, model: nn.Module) -> RunSummary:
-        """What this run came to; on rank 0.
+        """Return the summary of this run; on rank 0.
 
         Args:
-            model: of `gather_model`.
+            model: the result of `gather_model`.
         """
         rows = read_rows(self._folder / METRICS)
         warm = self._steps[3:] or self._steps
@@ -280,7 +280,7 @@ class _RecipeRun:
             self._trainer.save()
 
     def _finish_complete(self) -> None:
-        """A run that was complete before this start: nothing is trained, what it reached is told."""
+        """Read or compute the evaluation of a run that was complete before this start; train nothing."""
         rows = run_on_main(self._world, lambda: read_rows(self._folder / EVALUATIONS))
         if rows:
             self._valid = {key: value for key, value in rows[-1].items() if key != "step"}

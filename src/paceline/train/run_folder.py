@@ -1,7 +1,7 @@
-"""A run's folder: whose it is, and that only one run writes to it.
+"""Claims a run's folder: checks that it belongs to this recipe, and that only one run writes to it.
 
-Rank 0 holds a lock on `.lock` (flock) as long as it may write anything; the kernel drops it when the
-process ends, however that happens. What is in the file only says who that is (`owner.py`).
+Rank 0 holds a lock on `.lock` (flock) as long as it may write anything. The kernel drops the lock when the
+process ends, in whatever way. The file's content only names the holder (`owner.py`).
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ log = logging.getLogger(__name__)
 # Ranks that have lost their launcher leave within ten seconds (launch/rank.py); twice that and more
 # for a machine that is busy.
 _LEAVING_S = 30.0
-# Someone who only looks holds the lock for an instant, and so does one who has not written his name yet.
+# A process that only checks the folder holds the lock for an instant, and so does a run before it writes its
+# name.
 _LOOKING_S = 1.0
 _held: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
 def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None = None) -> TextIO:
-    """Makes the folder if need be, checks that it is for this recipe, and locks it.
+    """Create the folder if necessary, lock it, and check that it is for this recipe.
 
-    Rank 0 calls it. Nothing is written into a folder that is refused. Ranks of an earlier start whose
-    launcher was killed are waited for: they save and leave.
+    Rank 0 calls it. Nothing is written into a folder that is refused. If the launcher of an earlier start
+    was killed, its ranks save and leave, and this function waits for them.
 
     Args:
         folder: the run's folder.
-        recipe: what the run is.
+        recipe: the run's recipe.
         launcher_pid: of the process that started the ranks; by default the parent of this one.
 
     Returns:
-        The open lock file; the folder is free again when it is closed or the process is gone.
+        The open lock file; the folder is free again when it is closed or the process has ended.
 
     Raises:
-        PacelineError: PL520 and PL521 something else than a run's folder, PL530 a run of another recipe,
-            PL532 not writable, PL533 in use.
+        PacelineError: PL520 and PL521 if it is not a run's folder, PL530 if it has a run of another recipe,
+            PL532 if it is not writable, PL533 if it is in use.
     """
     check_belongings(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Not through a link, and not waiting where it became a pipe just now.
+        # Follow no link, and do not block in case it has just become a pipe.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = os.fdopen(os.open(folder / LOCK, flags, 0o644), "a", encoding="utf-8")
     except OSError as error:
@@ -66,25 +67,25 @@ def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None =
         _held.add(lock)
         if (folder / RECIPE).exists():
             check_resumable(load_recipe(folder / RECIPE), recipe, where=str(folder))
-        # First, because from here on the folder counts as a run's.
+        # The owner comes first: it makes the folder count as a run's.
         _write_owner(lock, folder, describe_owner(launcher_pid))
         _write_recipe(folder / RECIPE, recipe)
     except BaseException:
-        with contextlib.suppress(OSError):  # what a full disk has not taken
+        with contextlib.suppress(OSError):  # buffered text that does not fit on a full disk
             lock.close()
         raise
     return lock
 
 
 def check_run_folder(folder: Path, recipe: Recipe) -> None:
-    """The checks of `claim_run_folder` that can be made before ranks start, changing nothing.
+    """Run the checks of `claim_run_folder` that are possible before ranks start, without changing anything.
 
-    It waits as that does for the ranks of a start whose launcher was killed.
+    Like that function, it waits for the ranks of a start whose launcher was killed.
     """
     check_belongings(folder)
     if (folder / RECIPE).exists():
         check_resumable(load_recipe(folder / RECIPE), recipe, where=str(folder))
-    # One that this user may not read is another user's, and so is the folder: `claim_run_folder` will refuse.
+    # An unreadable lock file belongs to another user, and so does the folder: `claim_run_folder` refuses it.
     if os.access(folder / LOCK, os.R_OK):
         with (folder / LOCK).open("r", encoding="utf-8") as lock:
             _take_lock(lock, folder)
@@ -99,7 +100,7 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
 
 
 def _take_lock(lock: TextIO, folder: Path) -> None:
-    """Locks the file, waiting for owners that are about to leave; refuses at once where one goes on."""
+    """Lock the file, waiting for an owner that is about to leave; raise at once if another run uses it."""
     begin_s = time.monotonic()
     has_told = False
     while not _try_lock(lock):
@@ -131,9 +132,9 @@ def _try_lock(lock: TextIO) -> bool:
 
 
 def _let_go_in_child() -> None:
-    """A forked loader worker may outlive a killed rank for seconds, and must not go on holding its lock.
+    """Release the locks in a forked loader worker, which may outlive a killed rank for seconds.
 
-    (Record locks are not inherited, but any look at the file by this process itself would drop them.)
+    (Record locks are not inherited, but this process would drop them whenever it opens and closes the file.)
     """
     for lock in list(_held):
         lock.close()

@@ -1,11 +1,11 @@
-"""Compares what ranks were given: the same arguments, model, optimizer, hooks and data on every rank.
+"""Compares settings over the ranks: arguments, model, optimizer, hooks and data must be the same on each.
 
-Settings are short texts by name. They are compared whole when a trainer is built and at its first step. In
-every step a digest of those that may change travels with what ranks agree on, and only where digests differ
-are the texts gathered again, to name what differs.
+Settings are short texts by name. They are compared in full when a trainer is built and at its first step.
+Every step's agreement carries a digest of those that may change. Only if digests differ are the texts
+gathered again, to name the difference.
 
-Functions are compared by their bytecode. What a function reads from outside (a closure, a global) is not part
-of that: what it does shows in the weights (`copies.py`).
+Functions are compared by their bytecode. Values that a function reads from outside (a closure, a global) are
+not compared; their effect shows in the weights (`copies.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _is_comparing = True
 
 @contextmanager
 def ranks_may_differ() -> Iterator[None]:
-    """Inside, ranks that differ go on, for `verify`, which finds out itself what differs first and why.
+    """Let ranks differ inside the context, for `verify`, which finds the first difference and its cause.
 
-    Every rank enters it, or none.
+    Either every rank enters it, or none.
     """
     global _is_comparing
     before, _is_comparing = _is_comparing, False
@@ -49,17 +49,17 @@ def ranks_may_differ() -> Iterator[None]:
 
 
 def is_comparing() -> bool:
-    """Whether ranks that differ are an error."""
+    """Return whether it is an error if ranks differ."""
     return _is_comparing
 
 
 def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup) -> None:
     """Compare settings over the ranks of a group; collective.
 
-    Costs one gather of 16 bytes per rank where all are the same.
+    Costs one gather of 16 bytes per rank if all are the same.
 
     Raises:
-        PacelineError: PL417, on every rank, naming what differs and where.
+        PacelineError: PL417, on every rank, naming the settings that differ and their ranks.
     """
     if not is_comparing():
         return
@@ -79,14 +79,14 @@ def check_same_settings(settings: Mapping[str, str], group: dist.ProcessGroup) -
 
 
 class StepSettings:
-    """What may change from step to step, compared in each.
+    """The settings that may change from step to step, compared over the ranks in each step.
 
     Args:
         group: the ranks, or `None` in a world of one.
-        describe: gives all settings that may change, by name.
+        describe: returns all settings that may change, by name.
 
     Attributes:
-        digest: of the latest step, to be told to the others.
+        digest: of the latest step, to be sent to the other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, describe: Callable[[], Mapping[str, str]]) -> None:
@@ -100,8 +100,9 @@ class StepSettings:
         """Take the digest of a step; collective in the first one, which compares everything.
 
         Args:
-            seldom: what is described anew only where this has changed. It need not be the same on all ranks.
-            often: numbers and words that are part of the digest as they are.
+            seldom: a key of the settings; they are described again only if it has changed. It may differ
+                between ranks.
+            often: numbers and words that enter the digest as they are.
         """
         if self._group is None:
             return
@@ -113,10 +114,10 @@ class StepSettings:
         self.digest = digest_text(f"{self._of_seen} {often}")
 
     def check(self, digests: Numbers) -> None:
-        """Compare what all ranks have told; collective only where it differs.
+        """Compare the digests of all ranks; collective only if they differ.
 
         Args:
-            digests: per rank a row of two numbers.
+            digests: one row of two numbers per rank.
 
         Raises:
             PacelineError: PL417, on every rank.
@@ -126,12 +127,12 @@ class StepSettings:
 
 
 def digest_text(text: str) -> int:
-    """A number of 64 bits, the same in every process."""
+    """Return a 64-bit digest of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def describe_by_rank(values: Sequence[str]) -> str:
-    """Values by rank as a text; where most ranks have one and the same, the odd ones come first."""
+    """Describe values by rank as a text; the values of the fewest ranks come first."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -141,7 +142,7 @@ def describe_by_rank(values: Sequence[str]) -> str:
 
 
 def describe_code(function: Any) -> str:
-    """A function by its name and a digest of its bytecode; another object by its type."""
+    """Describe a function by its name and a digest of its bytecode, and another object by its type."""
     if function is None:
         return "None"
     if isinstance(function, functools.partial):
@@ -155,7 +156,7 @@ def describe_code(function: Any) -> str:
 
 
 def describe_model(name: str, model: nn.Module) -> dict[str, str]:
-    """A model's parameters and modules, with the settings of those modules that come with torch."""
+    """Describe a model's parameters and modules, with the settings of torch's own modules."""
     found = {}
     for own, module in model.named_modules():
         kind = type(module)
@@ -168,7 +169,7 @@ def describe_model(name: str, model: nn.Module) -> dict[str, str]:
 
 
 def describe_optimizer(name: str, optimizer: Optimizer) -> dict[str, str]:
-    """An optimizer's class, and the numbers and words of its groups."""
+    """Describe an optimizer's class, and the numbers and words of its groups."""
     kind = type(optimizer)
     found = {f"optimizer of {name}": f"{kind.__module__}.{kind.__qualname__}"}
     for number, group in enumerate(optimizer.param_groups):
@@ -181,7 +182,7 @@ def describe_optimizer(name: str, optimizer: Optimizer) -> dict[str, str]:
 
 
 def describe_data(loader: Loader) -> dict[str, str]:
-    """What a loader gives out, apart from its position; of the data its size, and its hash if it has one."""
+    """Describe a loader's settings without its position, and its data by size and, if known, by hash."""
     settings = {k: v for k, v in loader.state_dict().items() if k not in ("epoch", "number", "samples")}
     settings |= {key: getattr(loader, key) for key in ("microbatch_size", "drop_last", "epochs")}
     settings["content"] = getattr(loader._fetcher.dataset, "content_hash", None)
@@ -189,14 +190,14 @@ def describe_data(loader: Loader) -> dict[str, str]:
 
 
 def read_hyperparameters(optimizer: Optimizer) -> tuple[Any, ...]:
-    """The numbers and words of an optimizer's groups, to see whether one has changed."""
+    """Return the numbers and words of an optimizer's groups, to detect a change."""
     return tuple(
         _plain(value) for group in optimizer.param_groups for key, value in group.items() if key != "params"
     )
 
 
 def _plain(value: Any) -> Any:
-    """What can be compared by its text at once; a number on a device would have to be waited for."""
+    """Return a value that can be compared without waiting for a device, else `None`."""
     if isinstance(value, (int, float, str, bool)):
         return value
     if isinstance(value, (tuple, list)):

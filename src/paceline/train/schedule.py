@@ -1,4 +1,4 @@
-"""Learning rates over time, as factors of the peak rate by step number."""
+"""Computes learning rates by step number, as factors of the peak rate."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from paceline.recipe.schema import ScheduleFields
 
 
 def build_schedule(section: ScheduleFields, num_steps: int) -> Callable[[int], float]:
-    """The factor for step number 0, 1, ... of a run of `num_steps`.
+    """Return a function from step number 0, 1, ... to the factor, for a run of `num_steps`.
 
-    Rises linearly over `warmup_steps` (the first step already has 1/warmup_steps, so that no step is
-    wasted on a rate of zero), then is constant or falls linearly or along a half cosine, reaching
-    `min_lr_ratio` at the last step and staying there.
+    The factor rises linearly over `warmup_steps`. The first step already has 1/warmup_steps, so that no step
+    is wasted on a rate of zero. The factor is then constant, or falls linearly or along a half cosine to
+    `min_lr_ratio` at the last step, and stays there.
     """
     warmup, floor, kind = section.warmup_steps, section.min_lr_ratio, section.schedule
 
@@ -30,7 +30,7 @@ def build_schedule(section: ScheduleFields, num_steps: int) -> Callable[[int], f
 
 
 def scale_lr(section: ScheduleFields, lr: float, global_batch_size: int) -> float:
-    """The peak rate after the linear scaling rule (Goyal et al. 2017, https://arxiv.org/abs/1706.02677)."""
+    """Return the peak rate by linear scaling (Goyal et al. 2017, https://arxiv.org/abs/1706.02677)."""
     if section.lr_scaling == "linear":
         assert section.base_batch_size is not None
         return lr * global_batch_size / section.base_batch_size

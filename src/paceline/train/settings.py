@@ -1,9 +1,9 @@
 """The settings that a run's result depends on: saved with its checkpoints, compared when it is resumed.
 
-They are a flat dict of JSON-able values by name, as `clip_norm`, `optimizer.lr`, `schedule.T_max` or
-`loader0.global_batch_size`. Optimizer and schedule are recorded as they were built, because a checkpoint's
-own options (a learning rate that decays) replace those at once. The layout and the number of ranks are not
-among them, as they may change freely.
+They are a flat dict of JSON-able values by name, such as `clip_norm`, `optimizer.lr`, `schedule.T_max` or
+`loader0.global_batch_size`. Optimizer and schedule are recorded as built, because loading a checkpoint
+replaces their options (for example a learning rate that decays). The layout and the number of ranks are not
+included, because they may change freely.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paceline.finding import Finding
 log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]
-# The order of samples follows from it, so that a position in the data would be in other data.
+# The seed determines the order of samples. With another one, a saved position would mean other samples.
 _FIXED = frozenset({"seed"})
-# How an optimizer computes, not what.
+# Options that choose an optimizer's kernels and do not change its formula.
 _IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-# Of a schedule's state: where it is, and what follows from the optimizer.
+# Entries of a schedule's state that are its position, or that follow from the optimizer.
 _PROGRESS = frozenset({"last_epoch", "base_lrs", "lr_lambdas", "verbose"})
 
 
@@ -53,7 +53,7 @@ class BuiltOptimizer:
         )
 
     def describe(self, schedule: Any) -> Settings:
-        """The settings by name, before the first step.
+        """Return the settings by name, before the first step.
 
         Args:
             schedule: built over the optimizer, or `None`.
@@ -70,9 +70,9 @@ class BuiltOptimizer:
         return found
 
     def advance(self, schedule: Any, num_steps: int) -> list[dict[str, Any]]:
-        """The options of every group after `num_steps` steps of the schedule, from the options as built."""
+        """Step the schedule `num_steps` times from the options as built; return each group's options."""
         if schedule is not None:
-            with warnings.catch_warnings():  # torch takes a schedule ahead of its optimizer for a mistake
+            with warnings.catch_warnings():  # torch warns if a schedule is stepped before its optimizer
                 warnings.simplefilter("ignore")
                 for _ in range(num_steps):
                     schedule.step()
@@ -82,7 +82,7 @@ class BuiltOptimizer:
         ]
 
     def take(self, advanced: list[dict[str, Any]], changed: Collection[str]) -> None:
-        """Replaces loaded options by those as built, where the user has accepted the change.
+        """Replace loaded options by those as built, if the user has accepted the change.
 
         Args:
             advanced: what `advance` returned before loading.
@@ -100,22 +100,22 @@ class BuiltOptimizer:
 
 
 def moves_schedule(changed: Collection[str]) -> bool:
-    """Whether the schedule as built replaces the saved one; it starts from the learning rate."""
+    """Return whether the schedule as built replaces the saved one; it depends on the learning rate."""
     return "optimizer.lr" in changed or any(name.partition(".")[0] == "schedule" for name in changed)
 
 
 def name_settings(model: str, models: Collection[str], key: str) -> str:
-    """A setting of one model by its full name; the only model's have no prefix."""
+    """Return the full name of a model's setting; a single model's settings have no prefix."""
     return key if len(models) == 1 else f"{model}.{key}"
 
 
 def describe_function(function: Any) -> str:
-    """A function's name for the settings."""
+    """Return a function's name for the settings."""
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def describe_loader(loader: Loader) -> Settings:
-    """Returns what a loader adds to a run's settings; reads some samples the first time."""
+    """Return a loader's part of a run's settings; reads some samples the first time."""
     return {
         f"{loader.name}.global_batch_size": loader.global_batch_size,
         f"{loader.name}.microbatch_size": loader.microbatch_size,
@@ -127,11 +127,11 @@ def describe_loader(loader: Loader) -> Settings:
 def list_changes(
     saved: Settings, here: Settings, loaders: Mapping[str, Loader]
 ) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ, with the old and the new value.
+    """Return the settings that differ, with the old and the new value.
 
     Args:
         saved: of the checkpoint.
-        here: of this start; a loader that is not made yet is compared when it is.
+        here: of this start; a loader is compared when it is made.
         loaders: of this start.
     """
     found = {
@@ -141,21 +141,21 @@ def list_changes(
     }
     for kind in [name for name in found if name.rpartition(".")[2] in ("optimizer", "schedule")]:
         for name in [name for name in found if name.startswith(f"{kind}.")]:
-            del found[name]  # of another kind, so that it says nothing
+            del found[name]  # an option of another optimizer or schedule has no counterpart
         if kind.endswith("optimizer"):
-            del found[kind]  # told where the state is loaded that doesn't fit it
+            del found[kind]  # loading the state reports an optimizer of another kind
     for name, loader in loaders.items():
         key = f"{name}.data"
         if key in found and (None in found[key] or fingerprint_data(loader) != here[key]):
-            del found[key]  # unknown; or a data set that gives other samples each time that it is read
+            del found[key]  # unknown; or a data set that returns other samples each time it is read
     return found
 
 
 def check_names(accept: Collection[str], known: Collection[str]) -> None:
-    """Raises PL517 for a name that no setting has.
+    """Raise PL517 for a name that no setting has.
 
     Args:
-        accept: as the user gave it.
+        accept: the user's argument.
         known: names of all settings of the checkpoint and of this start.
     """
     for name in accept:
@@ -176,10 +176,10 @@ def refuse_changes(
     *,
     is_recipe: bool = False,
 ) -> list[str]:
-    """Raises PL515 for changes that the user has not accepted, all in one message.
+    """Raise PL515 for changes that the user has not accepted, all in one message.
 
     Args:
-        changes: of `list_changes`.
+        changes: the result of `list_changes`.
         accept: names of settings, or of a part of them (`optimizer` for all of `optimizer.lr` and so on).
         folder: of the run.
         is_recipe: whether a recipe is trained, which has no `accept`.
@@ -203,7 +203,7 @@ def refuse_changes(
 
 
 def tell_unknown_settings() -> None:
-    """Logs PL519 for a checkpoint that has no settings to compare."""
+    """Log PL519 for a checkpoint that has no settings to compare."""
     finding = Finding(
         "PL519",
         "the checkpoint",
@@ -216,7 +216,7 @@ def tell_unknown_settings() -> None:
 
 
 def tell_fresh_objects(names: list[str]) -> None:
-    """Logs PL518 for tracked objects that a resumed run's checkpoint doesn't have."""
+    """Log PL518 for tracked objects that a resumed run's checkpoint does not have."""
     finding = Finding(
         "PL518",
         ", ".join(names),
@@ -249,7 +249,7 @@ _SKIP = object()
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON has it; `_SKIP` for anything that JSON doesn't know."""
+    """Return a setting as a JSON value, or `_SKIP` if JSON has no such type."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What one optimizer step did."""
+"""The result of one optimizer step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from paceline.train.update import Updated
 
 @dataclass(frozen=True)
 class Step:
-    """The outcome of `Trainer.step`; all but the times is the same on every rank and layout.
+    """The result of `Trainer.step`; everything except the times is the same on every rank and layout.
 
     Attributes:
-        number: of the step, from 1; goes on over resumes.
+        number: of the step, from 1; continues over resumes.
         epoch: of the global batch.
         num_samples: of the global batch, over all ranks.
         lr: learning rate used, of the first optimizer's first parameter group.
-        updates: per model name, what its (last) update of this step did.
+        updates: by model name, the result of its (last) update in this step.
         step_s: seconds from the end of the previous step to the end of this one, on this rank.
         data_s: seconds of these that this rank waited for its data.
-        comm_s: seconds of these that this rank waited for other ranks and the wire (CPU only); what tp sends
-            in the middle of a forward or backward is not in it.
+        comm_s: seconds of these that this rank waited for other ranks and for transfers (CPU only); without
+            the communication of tp inside a forward or backward.
     """
 
     number: int
@@ -34,17 +34,17 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the global batch, before the update (of the first model where there are several)."""
+        """Mean loss over the global batch, before the update (of the first model if there are several)."""
         return self._first.loss
 
     @property
     def grad_norm(self) -> float:
-        """Global gradient norm before clipping (of the first model where there are several)."""
+        """Global gradient norm before clipping (of the first model if there are several)."""
         return self._first.grad_norm
 
     @property
     def skipped(self) -> str | None:
-        """Why some model's weights were left alone, or `None`."""
+        """The reason why some model's weights were left unchanged, or `None`."""
         return next((update.skipped for update in self.updates.values() if update.skipped), None)
 
     @property

@@ -1,4 +1,4 @@
-"""Leaving on request: SIGTERM or Ctrl-C at any rank, and all ranks stop after the same step."""
+"""Stops all ranks after the same step when any of them receives SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SAME_REQUEST_S = 1.0
 
 
 class Stopped(SystemExit):
-    """All ranks stopped after the same step, because one of them was asked to.
+    """The exit of a rank after a stop signal; all ranks raise it after the same step.
 
     A `SystemExit`, so that a script ends without a traceback, with the shell's code for the signal
     (130 for Ctrl-C, 143 for SIGTERM).
 
     Attributes:
         step: number of the last step taken.
-        signal_name: what was asked with, for example `"SIGTERM"`.
-        saved: folder of the checkpoint, or `None` where the trainer has no run folder.
+        signal_name: name of the signal, for example `"SIGTERM"`.
+        saved: folder of the checkpoint, or `None` if the trainer has no run folder.
     """
 
     def __init__(self, signum: int, step: int, saved: str | None) -> None:
@@ -39,10 +39,10 @@ class Stopped(SystemExit):
 
 
 class StopRequests:
-    """Notes signals instead of dying of them, while training.
+    """The stop signals that this process received while training.
 
-    The first signal is only noted; the trainer passes it on to all ranks with the next step. A second
-    one, at least a second later, ends this process at once.
+    The first signal is only recorded; the trainer reports it to all ranks with the next step. A second
+    one, at least 1 s later, ends this process at once.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class StopRequests:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Takes over SIGINT and SIGTERM where nobody else has; only possible in the main thread."""
+        """Handle SIGINT and SIGTERM unless the user's code does; only possible in the main thread."""
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
         for signum in _SIGNALS:
@@ -61,7 +61,7 @@ class StopRequests:
                 signal.signal(signum, self._note)
 
     def remove(self) -> None:
-        """Gives the signals back."""
+        """Restore the previous signal handlers."""
         for signum, handler in self._previous.items():
             if signal.getsignal(signum) == self._note:
                 signal.signal(signum, handler)

@@ -1,4 +1,4 @@
-"""What a recipe trains: forward, loss and metrics for each kind of data."""
+"""Builds a recipe's task: forward, loss and metrics for each kind of data, and the optimizer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.train.evaluation import Metric
 from paceline.train.kernels import rounds_by_place
 from paceline.train.schedule import build_schedule, scale_lr
 
-# Target that doesn't count; torch's own default for cross_entropy.
+# Target that does not count; the default of torch's cross_entropy.
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Task:
-    """Functions for `Trainer`.
+    """The functions of `Trainer` for one kind of data.
 
     Attributes:
         forward: (model, batch) to logits.
         loss: (logits, batch) to (sum of cross-entropies in nats, number of targets).
-        metrics: further means to report when evaluating.
+        metrics: other means to report when evaluating.
     """
 
     forward: Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -35,14 +35,14 @@ class Task:
 
 
 def build_task(recipe: Recipe) -> Task:
-    """The task of a recipe's data."""
+    """Return the task for a recipe's data."""
     if recipe.data.kind in ("text", "masked_text"):
         return Task(lambda model, batch: model(batch["ids"]), token_loss, {})
     return Task(lambda model, batch: model(batch["images"]), class_loss, {"accuracy": class_accuracy})
 
 
 def token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy over targets that count; logits [B, T, V], batch["targets"] [B, T]."""
+    """Sum the cross-entropy over targets that count; logits [B, T, V], batch["targets"] [B, T]."""
     targets = batch["targets"]
     losses = functional.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -51,19 +51,19 @@ def token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
 
 
 def class_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross-entropy over images; logits [B, C], batch["labels"] [B]."""
+    """Sum the cross-entropy over images; logits [B, C], batch["labels"] [B]."""
     labels = batch["labels"]
     return functional.cross_entropy(logits, labels, reduction="sum"), torch.tensor(float(len(labels)))
 
 
 def class_accuracy(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Number of right classes, over images."""
+    """Return the number of correctly classified images, and the number of images."""
     labels = batch["labels"]
     return (logits.argmax(-1) == labels).sum(), torch.tensor(float(len(labels)))
 
 
 def build_optimizer(recipe: Recipe, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The recipe's optimizer; weight decay on parameters of two and more dimensions only."""
+    """Build the recipe's optimizer; weight decay applies to parameters of at least two dimensions."""
     section = recipe.optimizer
     lr = scale_lr(section, section.lr, recipe.train.global_batch_size)
     trained = [p for _, p in named if p.requires_grad]
@@ -84,16 +84,16 @@ def build_optimizer(recipe: Recipe, named: list[tuple[str, nn.Parameter]]) -> to
 def _choose_kernels(
     parameters: list[nn.Parameter], section: AdamW | Sgd, is_exact: bool
 ) -> list[tuple[list[nn.Parameter], dict[str, bool]]]:
-    """The fastest kernels for parameters, but ones that round an element alike wherever a tensor is cut.
+    """Choose the fastest kernels; in exact mode, those that round an element alike wherever a tensor is cut.
 
-    One kernel for all tensors is four times as fast as a loop on CPU.
+    On CPU, one kernel for all tensors is 4x as fast as a loop.
     """
     is_sharded = any(isinstance(p, DTensor) for p in parameters)
-    # A loop is faster than foreach on CPU; on DTensors it costs more than its work, and on a GPU always.
+    # On CPU a loop is faster than foreach. On DTensors, and on a GPU, its overhead exceeds its work.
     loops = not is_sharded and all(p.device.type == "cpu" for p in parameters)
     slower = {"foreach": not loops, "fused": False}
     if isinstance(section, Sgd):
-        # torch's fused SGD doesn't take DTensors, and rounds otherwise than the kernels that do.
+        # torch's fused SGD does not accept DTensors, and rounds differently from the kernels that do.
         split = [(parameters, slower if is_sharded or is_exact else {"fused": True})]
     elif is_exact:
         split = [
@@ -108,5 +108,5 @@ def _choose_kernels(
 def build_lr_schedule(
     recipe: Recipe, optimizer: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The recipe's schedule over a run of `num_steps`."""
+    """Build the recipe's schedule over a run of `num_steps`."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, build_schedule(recipe.optimizer, num_steps))

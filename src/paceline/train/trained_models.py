@@ -1,4 +1,4 @@
-"""The models of a trainer, as a user reads them: plain modules, whole tensors, gradients."""
+"""Shows a trainer's models to the user: plain modules, whole tensors, gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.world import World
 
 
 class TrainedModels:
-    """What a trainer shows of its models, whatever the layout.
+    """The models of a trainer, as plain modules and whole tensors under any layout.
 
     Args:
         world: the ranks.
@@ -39,22 +39,23 @@ class TrainedModels:
         return next(iter(self.models.values()))
 
     def whole(self, name: str, tensor: Tensor, model: str = "model") -> Tensor:
-        """A whole tensor, from what this rank has of it; collective.
+        """Return a whole tensor from this rank's part of it; collective.
 
         Args:
-            name: of the parameter or buffer that it is or belongs to.
-            tensor: that one, its gradient (as hooks get it) or a piece of its optimizer state.
-            model: which one, where there are several.
+            name: of the parameter or buffer.
+            tensor: the parameter or buffer, its gradient (as hooks get it) or a tensor of its optimizer
+                state.
+            model: name of the model, if there are several.
         """
         if model in self._updates:
             return self._updates[model].placement.whole(name, tensor)
         return tensor
 
     def whole_state(self, model: str = "model") -> dict[str, Tensor]:
-        """The whole model as a plain one's `state_dict`, with all of its buffers; collective.
+        """Return the whole model like a plain one's `state_dict`, with all of its buffers; collective.
 
         Returns:
-            On rank 0 all parameters and buffers by full name, on the CPU; elsewhere an empty dict.
+            On rank 0 all parameters and buffers by full name, on the CPU; on other ranks an empty dict.
         """
         module, found = self.models[model], {}
         named = [
@@ -68,11 +69,11 @@ class TrainedModels:
         return found
 
     def gather_into(self, plain: nn.Module, model: str = "model") -> None:
-        """Puts the trained weights into a plain module of the same kind, on rank 0; collective.
+        """Put the trained weights into a plain module of the same kind, on rank 0; collective.
 
         Args:
-            plain: as the model was before it was laid out; on ranks other than 0 it isn't touched.
-            model: which one, where there are several.
+            plain: a module built like the model before it was laid out; only rank 0's is changed.
+            model: name of the model, if there are several.
         """
         state = self.whole_state(model)
         if self.world.is_main:
@@ -80,7 +81,7 @@ class TrainedModels:
             plain.load_state_dict({name: state[name] for name in persistent})
 
     def count_parameters(self, model: str = "model") -> int:
-        """The number of a model's parameters, trained and frozen, whatever the layout."""
+        """Return the number of a model's parameters, trained and frozen, independent of the layout."""
         named = self.models[model].named_parameters()
         if model not in self._updates:
             return sum(p.numel() for _, p in named)
@@ -88,11 +89,11 @@ class TrainedModels:
         return sum(math.prod(placement.whole_shape(name, p)) for name, p in named)
 
     def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
-        """Calls `hook({name: gradient})` in every step after reduction, before clipping.
+        """Call `hook({name: gradient})` in every step after reduction, before clipping.
 
-        The gradients are those of the mean loss over the global batch; the hook may change them in
-        place, alike on every rank. Where the layout divides the model they are what this rank has; `whole`
-        gives all of one.
+        The gradients are those of the mean loss over the global batch. The hook may change them in place,
+        alike on every rank. If the layout divides the model, they are this rank's parts; `whole` returns a
+        whole gradient.
         """
         if model not in self._updates:
             raise PacelineError(

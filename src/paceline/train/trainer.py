@@ -1,4 +1,4 @@
-"""The trainer: a model, its optimizer and a layout; one call per optimizer step."""
+"""Trains a model with its optimizer under a layout, with one call per optimizer step."""
 
 from __future__ import annotations
 
@@ -69,55 +69,53 @@ from paceline.world import current_world
 
 log = logging.getLogger(__name__)
 
-# Microbatches per global batch where the user names no microbatch size. A fixed number, because a
-# size that followed the number of ranks would make dropout and BatchNorm depend on it.
+# Microbatches per global batch if the user sets no microbatch size. The number is fixed: a size derived from
+# the number of ranks would make dropout and BatchNorm depend on that number.
 _DEFAULT_NUM_MICROBATCHES = 8
 
 
 class Trainer(TrainedModels):
-    """Trains a model the same way on any number of ranks.
+    """A model in training, with the same result on any number of ranks.
 
     Collective: construct it on every rank of the current world, with the same arguments, and call
     `step`, `evaluate`, `save` and `resume` on every rank.
 
     Args:
-        model: a module, whose weights of rank 0 are the truth; or a function that builds one (seeded
-            alike on every rank); or a dict of these by name, for training with several models.
-        optimizer: from the list of all (full name, parameter) to an optimizer; for named models a
-            dict of such functions (a model without one is never updated, a teacher for example).
+        model: an `nn.Module` (rank 0's weights are broadcast), or a factory (seeded identically on every
+            rank), or a dict of these by name, for training with several models.
+        optimizer: a function from the list of all (full name, parameter) pairs to an optimizer. For named
+            models, a dict of such functions; a model without one is never updated, for example a teacher.
         forward: from (model, batch) to the output. Default: `model(**batch)` for a dict, `model(*batch)`
             for a tuple, else `model(batch)`. One model only.
         loss: from (output, batch) to (sum of losses, weight), or to a scalar, which counts as the
-            mean over the microbatch's samples. One model only, needed there.
-        step: for named models: `step(update)` calls `update(name, loss)` once or more, with
-            `loss(models, batch)` giving what `loss` above gives. Each call is one optimizer step of
+            mean over the microbatch's samples. Required for one model; not allowed for named models.
+        step: for named models: `step(update)` calls `update(name, loss)` at least once. That
+            `loss(models, batch)` returns the same as `loss` above. Each call is one optimizer step of
             that model on this global batch.
         layout: degrees, for example `"dp_replicate=2 dp_shard=2 tp=2"`. Default: all ranks replicate.
-        example: a batch of a few samples, as `step` will get them; needed for tp, which reads off one forward
-            how the model can be split.
-        tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; the rest is found
-            by itself.
+        example: a batch of a few samples, of the form that `step` gets. Required for tp, which traces one
+            forward to find how the model can be split.
+        tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; other modules are
+            planned automatically.
         shard: settings of the sharding, as the recipe's `[shard]`.
         schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
         dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.
-        reduction: how gradients are summed over microbatches and ranks. `"exact"`: in an order that doesn't
-            depend on the number of ranks, so that the weights have the same bits on any number of them. It
-            computes with one CPU thread per rank unless `start(threads_per_rank=...)` says another number,
-            because that changes bits too. `"fast"`: by accumulation and the library's all-reduce; needed
-            for `comm_hook` and `sync_batchnorm`.
-        microbatch_size: samples per forward. Part of the result (dropout and BatchNorm see
-            microbatches), so it never follows from the number of ranks. Default: an eighth of the
-            global batch.
-        loss_over: what the loss is computed on. `"microbatch"`: on each microbatch, and added up.
-            `"global_batch"`: once, on the outputs of all samples, for losses that compare samples
-            (contrastive ones). The gradients are then those of the whole batch, at the price of a second
-            forward.
+        reduction: how gradients are summed over microbatches and ranks. `"exact"` adds them in an order that
+            does not depend on the number of ranks, so the weights have the same bits on any number of them.
+            It uses one CPU thread per rank unless `start(threads_per_rank=...)` sets another number, because
+            the thread count changes bits too. `"fast"` uses accumulation and the library's all-reduce; it is
+            required for `comm_hook` and `sync_batchnorm`.
+        microbatch_size: samples per forward. It affects the result, because dropout and BatchNorm see
+            microbatches, so it never depends on the number of ranks. Default: an eighth of the global batch.
+        loss_over: `"microbatch"` computes the loss on each microbatch and adds up the results.
+            `"global_batch"` computes it once, on the outputs of all samples, for losses that compare samples
+            (contrastive ones). The gradients are then those of the whole batch. This costs a second forward.
         clip_norm: global gradient norm to clip to; 0 for none.
-        seed: of the order of samples and of the randomness inside forwards. Default: that of
+        seed: for the order of samples and the random numbers inside forwards. Default: the seed of
             `paceline.start`.
         ddp: settings of DistributedDataParallel, as the recipe's `[ddp]`.
         comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
-        sync_batchnorm: statistics over all ranks; CUDA, and one microbatch per rank.
+        sync_batchnorm: compute BatchNorm's statistics over all ranks; needs CUDA and one microbatch per rank.
         compile: `torch.compile` the models.
         max_skipped_in_a_row: steps in a row with a non-finite loss or gradient before giving up.
         keep: checkpoints to keep.
@@ -126,10 +124,10 @@ class Trainer(TrainedModels):
         tensorboard: write event files into the run's folder.
         tokens_per_sample: for tokens/s in the metrics.
         peak_flops: of one rank's device, for MFU. Default: known for common GPUs.
-        recipe_toml: a text that says what the run is, kept in its checkpoints.
+        recipe_toml: the run's recipe as text, kept in its checkpoints.
 
     Raises:
-        PacelineError: PL400 to PL429, for arguments that can't work.
+        PacelineError: PL400 to PL429, for invalid arguments.
     """
 
     def __init__(
@@ -225,14 +223,14 @@ class Trainer(TrainedModels):
         world.on_close(self.close)
 
     def _check_same_settings(self, built: Mapping[str, Built]) -> None:
-        """Raises PL417 where ranks were given other arguments or models; collective."""
+        """Raise PL417 if arguments or models differ between ranks; collective."""
         texts = self._given.describe_for_ranks(self.layout)
         for name, each in built.items():
             texts |= describe_model(name, each.model)
         check_same_settings(texts, _all_ranks())
 
     def _start_run(self, bucket_cap_mb: float) -> None:
-        """Sets up all that goes along with steps: state, metrics, data, signals."""
+        """Set up everything that accompanies steps: state, metrics, data, signals."""
         given = self._given
         self._saver = Saver(
             self.world,
@@ -295,10 +293,10 @@ class Trainer(TrainedModels):
         collate: Callable[[Sequence[Any]], Any] | None = None,
         name: str | None = None,
     ) -> Loader:
-        """A loader of global batches, of which each rank gets its share; see `paceline.data.Loader`.
+        """Build a loader of global batches, which gives each rank its share; see `paceline.data.Loader`.
 
-        Its position is part of the checkpoints, under `name` (default: by order of creation, which
-        must be the same in the start that resumes).
+        Its position is saved in the checkpoints, under `name`. By default the name follows from the order of
+        creation, which must then be the same in the start that resumes.
         """
         size = self.microbatch_size or max(1, global_batch_size // _DEFAULT_NUM_MICROBATCHES)
         if self._sync_batchnorm and global_batch_size != size * self.world.world_size:
@@ -332,35 +330,35 @@ class Trainer(TrainedModels):
         return loader
 
     def track(self, **objects: Any) -> None:
-        """Adds objects with `state_dict` and `load_state_dict` to the checkpoints, by name.
+        """Add objects with `state_dict` and `load_state_dict` to the checkpoints, by name.
 
-        After `resume` their saved state is loaded at once. Their state must be the same on every
-        rank; rank 0's is what is saved.
+        After `resume`, their saved state is loaded at once. Their state must be the same on every
+        rank; rank 0's is saved.
         """
         self._saver.tracked.add(objects)
 
     def resume(self, folder: str | Path, *, accept: Sequence[str] = ()) -> int:
-        """Goes on from the newest valid checkpoint of a run's folder; nothing there: starts fresh.
+        """Resume from the newest valid checkpoint of a run's folder, or start from scratch if there is none.
 
-        From here on the folder is where `save` writes and where `metrics.jsonl` grows. Collective.
+        Collective. From now on, `save` writes to this folder, and metrics go to its `metrics.jsonl`.
 
-        The settings that the result depends on must be those that the checkpoint was trained with: batch
-        sizes, dtype, clipping, seed, the options of optimizer and schedule as they were built, the data, the
-        tracked objects. Ranks and layout may change.
+        The settings that affect the result must be those of the checkpoint: batch sizes, dtype, clipping,
+        seed, the options of optimizer and schedule as built, the data, the tracked objects. The number of
+        ranks and the layout may change.
 
         Args:
             folder: of the run.
-            accept: settings that may differ, by the names that PL515 lists, as `["optimizer.lr"]`; a part
-                before a dot stands for all that begin with it. The run goes on with the new values. With
-                another learning rate or schedule it takes the rates of the new schedule at this step.
+            accept: settings that may differ, by the names that PL515 lists, such as `["optimizer.lr"]`. The
+                part before a dot stands for all names that begin with it. The run continues with the new
+                values. If the learning rate or the schedule differs, the new schedule applies from this step.
 
         Returns:
             The number of steps already taken.
 
         Raises:
-            PacelineError: PL500 to PL531 where checkpoints are there and none can be used; PL515 for other
-                settings, here or where a loader is made later, or in the first step; PL318 and PL319
-                where nodes without a shared disk hold different checkpoints.
+            PacelineError: PL500 to PL531 if there are checkpoints and none can be used; PL515 if settings
+                differ, raised here, when a loader is made later, or in the first step; PL318 and PL319
+                if nodes without a shared disk hold different checkpoints.
         """
         accept = [accept] if isinstance(accept, str) else accept
         self._records.close()
@@ -378,14 +376,14 @@ class Trainer(TrainedModels):
         return self.step_number
 
     def save(self) -> Path:
-        """Writes a checkpoint of this step, unless there is one; collective.
+        """Write a checkpoint of this step, unless there is one; collective.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            PacelineError: PL403 before `resume` named a folder, PL418 where copies on ranks differ, PL433
-                after `without_communication`, PL5xx where writing fails; earlier checkpoints are kept.
+            PacelineError: PL403 before `resume` was called, PL418 if copies on ranks differ, PL433 after
+                `without_communication`, PL5xx if writing fails; earlier checkpoints are kept.
         """
         if self._went_apart:
             raise PacelineError(
@@ -406,22 +404,22 @@ class Trainer(TrainedModels):
                 "skipped_in_a_row": self._skipped.num_in_a_row,
                 "loss": self._last_loss,
             },
-            # One that has not moved, as those for evaluation, has nothing to go on from.
+            # A loader that has not moved, such as one for evaluation, has no position to save.
             {name: x for name, x in self._loaders.items() if x.position != Position()},
         )
 
     def step(self, batch: Share | Any) -> Step:
-        """One optimizer step on a global batch; collective.
+        """Run one optimizer step on a global batch; collective.
 
         Args:
-            batch: what a loader of this trainer gave; or any nest of tensors with this rank's samples
-                along their first dimension (ranks may have different numbers, also none: empty
-                tensors), which costs one small collective more.
+            batch: a batch from a loader of this trainer, or any nest of tensors with this rank's samples
+                along their first dimension. Such a nest costs one more small collective. Ranks may then have
+                different numbers of samples, or none (empty tensors).
 
         Raises:
-            Stopped: some rank was asked to stop; all have saved and leave together.
-            PacelineError: PL417 to PL419 where ranks differ in settings or weights, or have the same samples;
-                PL431 after too many skipped steps in a row, PL432 out of memory.
+            Stopped: if some rank was asked to stop; all ranks have saved and leave together.
+            PacelineError: PL417 to PL419 if ranks differ in settings or weights, or have the same samples;
+                PL431 after too many skipped steps in a row, PL432 if memory runs out.
         """
         self.leave_if_asked()
         self._saver.check_complete()
@@ -481,26 +479,26 @@ class Trainer(TrainedModels):
         return step
 
     def find_random_draws(self, batch: Share) -> list[Finding]:
-        """Random draws of the model's forward that change with the layout or with the microbatches' size.
+        """Find random draws of the model's forward that change with the layout or the microbatches' size.
 
-        Dropout that `Trainer` draws itself, by sample, is none. Runs the loss of the batch's first
-        microbatch once and leaves everything as it was; in a world of one process.
+        Dropout that `Trainer` draws by sample is not one of them. Runs the loss of the batch's first
+        microbatch once and restores all state. Only for a world of one process.
 
         Args:
-            batch: what a loader of this trainer gave.
+            batch: a batch from a loader of this trainer.
 
         Returns:
-            PL450 to PL453, by module and operation.
+            Findings PL450 to PL453, by module and operation.
         """
         self._require_loss()
         with preserved_generators(self.world.device):
             return self._updates["model"].runner.find_random(self._objective(), batch)
 
     def evaluate(self, loader: Loader, metrics: Mapping[str, Metric] | None = None) -> Evaluation:
-        """Mean loss, and other means, over all of a loader's samples; collective. One model only.
+        """Compute the mean loss, and other means, over all of a loader's samples; collective. One model only.
 
         Args:
-            loader: from `loader(..., shuffle=False)`; its position doesn't move.
+            loader: from `loader(..., shuffle=False)`; its position does not change.
             metrics: by name, from (output, batch) to (sum, weight), as `loss`.
         """
         self._require_loss()
@@ -524,9 +522,9 @@ class Trainer(TrainedModels):
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
-        """Steps inside compute this rank's share and nothing else: to time what communication costs.
+        """Let steps inside compute this rank's share without communication, to measure its cost.
 
-        The ranks' weights go apart, so the trainer is good for measuring only; `save` refuses from here on.
+        The ranks' weights diverge, so the trainer can then only be used for measuring: `save` raises PL433.
         `SyncBatchNorm`, whose exchange is a part of the forward, still communicates.
         """
         self._went_apart = True
@@ -536,10 +534,10 @@ class Trainer(TrainedModels):
             yield
 
     def leave_if_asked(self) -> None:
-        """Saves and raises `Stopped` if the last step told that some rank was asked to stop; collective.
+        """Save and raise `Stopped` if some rank was asked to stop by the last step; collective.
 
-        Loaders call it before every batch, so that whatever the loop does after a step (an average of
-        weights, a log line) belongs to the checkpoint.
+        Loaders call it before every batch. The checkpoint then includes what the loop does after a step, for
+        example an average of weights.
         """
         self._requests.install()
         if not self._stop_signum:
@@ -549,18 +547,18 @@ class Trainer(TrainedModels):
         raise Stopped(signum, self.step_number, saved)
 
     def close(self) -> None:
-        """Closes files and gives signals back; `World.close` calls it."""
+        """Close files and restore the signal handlers; `World.close` calls it."""
         self._requests.remove()
         for update in self._updates.values():
             update.close()
         self._records.close()
 
     def add_data_wait(self, seconds: float) -> None:
-        """Counts time that the loop waited for data as such in the next step's metrics."""
+        """Add time that the loop waited for data to the next step's metrics."""
         self._data_s += seconds
 
     def _describe_settings(self) -> dict[str, str]:
-        """What may change between steps and is the same on all ranks, by name."""
+        """Return the settings that may change between steps and must be the same on all ranks, by name."""
         found = {"tracked": ", ".join(self._saver.tracked.own_names)}
         for name, update in self._updates.items():
             found |= describe_optimizer(name, update.optimizer)
@@ -581,7 +579,7 @@ class Trainer(TrainedModels):
             return self._forward(model, self._precision.place_batch(cut_batch(batch)))
 
     def _objective(self) -> Loss:
-        """Forward and loss of the only model."""
+        """Return forward and loss of the only model."""
         model, forward, loss = self.models["model"], self._forward, self._loss
         assert loss is not None
         return Objective(

@@ -1,13 +1,13 @@
-"""One optimizer's share of a step: microbatches in, new weights out, the same on every layout.
+"""Runs one optimizer's part of a step, from microbatches to new weights, the same on every layout.
 
 For sums of losses l_j and weights w_j of microbatches j, the gradient is that of
 
     sum_j l_j / sum_j w_j
 
-over the global batch. Which rank runs a microbatch, and how many there are, doesn't enter. The total
-weight is known only when the last forward is done, so backward runs on l_j / unit, with a power of
-two near the expected weight (exact in floating point, and it keeps fp16 in range); the rest of the
-division is folded into the one pass over the gradients that clipping needs anyway.
+over the global batch. It does not depend on the number of ranks, or on the rank that runs a microbatch. The
+total weight is known only after the last forward, so backward runs on l_j / unit. The unit is a power of two
+near the expected weight: dividing by it is exact in floating point, and keeps fp16 in range. The rest of the
+division is part of the one pass over the gradients that clipping needs anyway.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from paceline.train.state.optimizer import load_optimizer_state_by_name, optimiz
 from paceline.train.state.pieces import join_pieces
 
 GradientHook = Callable[[dict[str, Tensor]], None]
-# The unit follows the total weight only when it is off by more than this: communication hooks with
-# memory (error feedback) want gradients of a steady scale.
+# The unit changes only if the total weight differs from it by more than this factor: communication hooks
+# with memory (error feedback) need gradients of a steady scale.
 _UNIT_SLACK = 8.0
-# How a loss reads that is nan for some microbatches only, as a mean over no targets is.
+# Part of the message about a loss that is nan for some microbatches only, such as a mean over no targets.
 ONE_IS_NAN = " while others are finite"
 # As in torch.nn.utils.clip_grad_norm_, so that a loop that used it gives the same numbers here.
 _CLIP_EPS = 1e-6
@@ -55,15 +55,15 @@ _CLIP_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Updated:
-    """What one update did; the same on every rank, but for the times.
+    """The result of one update; everything except the times is the same on every rank.
 
     Attributes:
         loss: global sum of losses over global sum of weights, before the update.
         weight: that sum of weights.
         grad_norm: global norm of the gradient, before clipping.
-        skipped: why the weights were left alone, or `None`.
-        stop_signum: the signal that some rank got, or 0.
-        comm_s: seconds this rank waited for others and for the wire (0 on CUDA, see `Replica.backward`).
+        skipped: the reason why the weights were left unchanged, or `None`.
+        stop_signum: the signal that some rank received, or 0.
+        comm_s: seconds this rank waited for others and for transfers (0 on CUDA, see `Replica.backward`).
     """
 
     loss: float
@@ -77,18 +77,18 @@ class Updated:
 class Update:
     """A model with its optimizer.
 
-    Collective: every rank must construct and run it alike.
+    Collective: every rank must construct and run it in the same way.
 
     Args:
         name: of the model, for messages and checkpoints.
         model: on its device.
         runner: of its microbatches.
-        placement: where its parts are.
+        placement: the distribution of its parts over the ranks.
         mesh: the ranks, or `None` in a world of one.
         optimizer: over the model's parameters.
         schedule: a learning-rate scheduler stepped once per update, or `None`.
         built: how the optimizer was built.
-        is_exact: whether gradients and their norm are summed in an order that doesn't depend on dp.
+        is_exact: whether gradients and their norm are summed in an order that does not depend on dp.
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
         clip_norm: global norm to clip to, 0 for none.
@@ -139,12 +139,12 @@ class Update:
 
     @property
     def hook_state(self) -> HookState | None:
-        """What the communication hook keeps on this rank between steps, if anything."""
+        """The state that the communication hook keeps on this rank between steps, or `None`."""
         return self.runner.hook_state
 
     @property
     def not_updated(self) -> list[str]:
-        """Names of parameters that require a gradient and that the optimizer doesn't have."""
+        """Names of parameters that require a gradient and that the optimizer does not have."""
         updated = {name for name, _ in self._updated}
         return [name for name, _ in self._named if name not in updated]
 
@@ -159,18 +159,18 @@ class Update:
         settings: StepSettings,
         count_flops: bool = False,
     ) -> Updated:
-        """One update from a global batch; collective.
+        """Run one update from a global batch; collective.
 
         Args:
             objective: forward and loss.
             share: this rank's microbatches.
             step: number of the optimizer step, from 1.
             phase: number of this update within the step.
-            stop_signum: the signal that this rank got, or 0.
-            settings: what ranks were given, to be compared.
+            stop_signum: the signal that this rank received, or 0.
+            settings: the settings to compare over the ranks.
             count_flops: whether to count the floating-point operations of the first microbatch.
         """
-        for _, parameter in self._named:  # those that the optimizer leaves alone too
+        for _, parameter in self._named:  # including those that the optimizer does not have
             parameter.grad = None
         runner, is_talking = self.runner, self.runner.is_talking
         agreement = Agreement(
@@ -183,7 +183,7 @@ class Update:
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
-        # Of the step before: this one's is complete only after its last backward.
+        # The signature is that of the previous step: this step's is complete only after its last backward.
         copies = self._copies.digest(step) if is_talking else (0,) * NUM_COPIES
         told = RankMessage(stop_signum, step, runner.signature, settings.digest, copies)
         hook_memory = None if self.hook_state is None else self.hook_state.read()
@@ -196,35 +196,35 @@ class Update:
         return updated
 
     def check_copies(self) -> None:
-        """Compares all that ranks hold copies of, tensor by tensor; collective."""
+        """Compare all tensors that ranks hold copies of; collective."""
         self._copies.check_all()
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Inside, `run` computes this rank's share and communicates nothing."""
+        """Return a context in which `run` computes this rank's share and communicates nothing."""
         self._copies.give_up()
         return self.runner.silenced()
 
     def state_dict(self) -> dict[str, Any]:
-        """Schedule, scaler, unit and counted operations; the optimizer's own state is `optimizer_state`."""
+        """Return schedule, scaler, unit and counted operations; `optimizer_state` returns the optimizer's."""
         return {
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "unit": self._unit,
-            # Counting goes with other kernels (a fused RMSNorm comes apart), so a resumed run that counted
-            # again would not have the bits of one that was never stopped.
+            # Counting runs other kernels (a fused RMSNorm is decomposed). A resumed run that counted again
+            # would not have the same bits as one that was never stopped.
             "flops_per_sample": self.runner.flops_per_sample,
         }
 
     def load(
         self, optimizer_state: Any, state: dict[str, Any], *, step: int, changed: Collection[str]
     ) -> None:
-        """Puts back what `optimizer_state` and `state_dict` gave, each rank its part.
+        """Load the results of `optimizer_state` and `state_dict`, each rank its part.
 
         Args:
-            optimizer_state: the one.
-            state: the other.
+            optimizer_state: the result of `optimizer_state`.
+            state: the result of `state_dict`.
             step: number of the last step taken.
-            changed: names in `settings` whose values as built are to be kept.
+            changed: names in `settings` that keep their values as built.
         """
         saved_schedule = state["schedule"]
         moves = moves_schedule(changed)
@@ -240,15 +240,15 @@ class Update:
         self.runner.flops_per_sample = state["flops_per_sample"]
 
     def close(self) -> None:
-        """Ends what runs beside the training."""
+        """Release the runner's resources."""
         self.runner.close()
 
     def optimizer_pieces(self) -> Any:
-        """The optimizer's state by parameter name, with this rank's pieces of what is divided."""
+        """Return the optimizer's state by parameter name, with this rank's pieces of divided tensors."""
         return optimizer_state_by_name(self.optimizer, self.model.named_parameters(), self.placement)
 
     def optimizer_state(self, *, keep: bool = True) -> Any:
-        """The optimizer's state by parameter name, whole tensors; collective.
+        """Return the optimizer's state by parameter name, as whole tensors; collective.
 
         Args:
             keep: whether this rank wants the tensors.
@@ -256,12 +256,12 @@ class Update:
         return join_pieces(self.optimizer_pieces(), self.placement, keep=keep)
 
     def load_optimizer_state(self, state: Any) -> None:
-        """Puts back what `optimizer_state` gave, each rank its part."""
+        """Load the result of `optimizer_state`, each rank its part."""
         load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state, self.placement)
         self.runner.adopt_state(self.optimizer)
 
     def _make_board(self) -> NumberBoard | None:
-        """A board for what ranks agree on, where summing the gradients is the meeting that it needs."""
+        """Return a board for the agreement, if summing the gradients makes every rank wait for all others."""
         if not self.runner.is_meeting or self._precision.device.type != "cpu":
             return None
         world = dist.group.WORLD
@@ -269,7 +269,7 @@ class Update:
         return NumberBoard(world)
 
     def _finish(self, agreement: Agreement, settings: StepSettings, comm_s: float) -> Updated:
-        """Agrees on loss, weight and finiteness; then scales, clips and applies the gradients."""
+        """Agree on loss, weight and finiteness; then scale, clip and apply the gradients, or skip them."""
         assert self._unit is not None
         started_s = time.perf_counter()
         self.placement.add_up_partial({name: p.grad for name, p in self._named})
@@ -279,7 +279,7 @@ class Update:
         agreed, norm = agreement.wait(norm_tensor)
         settings.check(agreed.settings)
         self._copies.check(agreed.copies)
-        if self._precision.device.type != "cuda":  # there the wait is for kernels, ours included
+        if self._precision.device.type != "cuda":  # on CUDA the wait includes this rank's own kernels
             comm_s += time.perf_counter() - started_s - compute_s
         if agreed.used is not None:
             self._drop_unused(agreed.used)
@@ -316,7 +316,7 @@ class Update:
         )
 
     def _find_reason_to_skip(self, agreed: Agreed, weight: float, norm: float) -> str | None:
-        """Why the weights must be left alone; the same answer on every rank."""
+        """Return the reason to leave the weights unchanged, or `None`; the same on every rank."""
         bad = [number for number, loss in enumerate(agreed.losses) if not math.isfinite(loss)]
         if bad:
             value, num_losses = agreed.losses[bad[0]], len(agreed.losses)
@@ -352,17 +352,17 @@ class Update:
         self.runner.step(self.optimizer)
 
     def _step_schedule(self, *, was_skipped: bool) -> None:
-        """The rate depends on the number of the step, so a skipped step moves it too."""
+        """Step the schedule, also after a skipped step: the rate depends on the step's number."""
         assert self.schedule is not None
         if not was_skipped:
             self.schedule.step()
             return
-        with warnings.catch_warnings():  # torch takes a schedule ahead of its optimizer for a mistake
+        with warnings.catch_warnings():  # torch warns if a schedule is stepped before its optimizer
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.schedule.step()
 
     def _drop_unused(self, used: list[bool]) -> None:
-        """As in one process, a parameter that nobody used has no gradient (and no weight decay)."""
+        """Remove gradients of parameters that no rank used: as in one process, they get no weight decay."""
         for (_, parameter), is_used in zip(self._named, used, strict=True):
             if not is_used:
                 parameter.grad = None

@@ -1,14 +1,11 @@
-"""A global batch, put together from the microbatches that ranks have of it, with the same bits on every rank.
+"""Joins a global batch from the ranks' microbatches, with the same bits on every rank.
 
 Protocol, for one field, on every rank of dp: an all-gather of objects (numbers of the rank's microbatches,
-shapes,
-dtypes), then per tensor an all-gather of bytes, padded to the longest rank's. The results are joined in the
-order
-of microbatches, which doesn't depend on who computed them.
+shapes, dtypes), then per tensor an all-gather of bytes, padded to the longest rank's. The results are joined
+in the order of microbatches, which does not depend on the rank that computed them.
 
-A batch's fields are gathered when they are first asked for. The loss runs on every rank alike, so all ranks
-ask
-for the same fields in the same order. A field that it never touches (images) is never sent.
+A batch's fields are gathered at their first use. The loss runs on every rank alike, so all ranks use the
+same fields in the same order. A field that the loss never uses (images) is never sent.
 """
 
 from __future__ import annotations
@@ -41,25 +38,24 @@ class Whole(NamedTuple):
     per_sample: list[bool]
 
     def build(self) -> Any:
-        """The nest."""
+        """Build the nest from its leaves."""
         return tree_unflatten(self.leaves, self.spec)
 
 
 def gather_whole(parts: Sequence[Part], counts: Sequence[int], dp: Axis | None, what: str) -> Whole:
-    """Joins a nest of tensors over all microbatches; collective over dp.
+    """Join a nest of tensors over all microbatches; collective over dp.
 
     A tensor with a row per sample in every microbatch is joined along the rows. Anything else must be equal
-    in
-    all microbatches.
+    in all microbatches.
 
     Args:
         parts: this rank's, as (number of the microbatch, nest).
         counts: samples of each microbatch of the global batch.
         dp: the ranks that have other microbatches, or `None` for one.
-        what: the nest is, for messages.
+        what: name of the nest, for messages.
 
     Raises:
-        PacelineError: PL415 for what is neither per sample nor shared.
+        PacelineError: PL415 for a leaf that is neither per sample nor shared.
     """
     flat = [(number, *tree_flatten_with_path(nest)) for number, nest in parts]
     described = [
@@ -67,7 +63,7 @@ def gather_whole(parts: Sequence[Part], counts: Sequence[int], dp: Axis | None, 
             number,
             [keystr(path) for path, _ in leaves],
             [_describe(leaf) for _, leaf in leaves],
-            tree_unflatten(range(len(leaves)), spec),  # a nest travels better than its description
+            tree_unflatten(range(len(leaves)), spec),  # send a nest of numbers in place of its spec
         )
         for number, leaves, spec in flat
     ]
@@ -95,7 +91,7 @@ def gather_whole(parts: Sequence[Part], counts: Sequence[int], dp: Axis | None, 
 def gather_batch(
     batches: Sequence[Part], counts: Sequence[int], dp: Axis | None, place: Callable[[Any], Any]
 ) -> Any:
-    """The batch of all samples, of which a dict's and a tuple's fields come when they are asked for.
+    """Return the batch of all samples; the fields of a dict or a tuple are gathered at their first use.
 
     Args:
         batches: this rank's microbatches by number.
@@ -118,7 +114,7 @@ def gather_batch(
 
 
 class _Fields(Mapping[Any, Any]):
-    """A dict whose values are computed when they are first asked for."""
+    """A dict whose values are computed at their first use."""
 
     def __init__(self, values: dict[Any, Callable[[], Any]]) -> None:
         self._values, self._known = values, dict[Any, Any]()
@@ -136,7 +132,7 @@ class _Fields(Mapping[Any, Any]):
 
 
 class _Places(Sequence[Any]):
-    """The same for a tuple."""
+    """A tuple whose values are computed at their first use."""
 
     def __init__(self, values: list[Callable[[], Any]]) -> None:
         self._fields = _Fields(dict(enumerate(values)))
@@ -173,7 +169,7 @@ def _describe(leaf: Any) -> Any:
 
 
 def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) -> list[Any]:
-    """One leaf of every microbatch, in their order (ranks own blocks of consecutive ones)."""
+    """Return one leaf of every microbatch, in their order (ranks own blocks of consecutive ones)."""
     if dp is None:
         return own
     flat = [leaf for records in described for leaf in records]
@@ -194,7 +190,7 @@ def _gather_leaf(own: list[Any], described: list[list[Any]], dp: Axis | None) ->
         start = 0
         for shape, dtype in records:
             stop = start + shape.numel() * dtype.itemsize
-            # A copy: a view at an odd byte can't have another dtype.
+            # Copy, because a view at an unaligned byte cannot have another dtype.
             found.append(data[start:stop].clone().view(dtype).reshape(shape))
             start = stop
     return found

@@ -1,1 +1,1 @@
-"""Runners: how the microbatches of an update run on a layout, and the rounds in which ranks reduce."""
+"""Runs the microbatches of an update on a layout, in the rounds in which ranks reduce."""

@@ -1,4 +1,4 @@
-"""`Runner`: the protocol between an update and a layout, and what all runners do with one microbatch.
+"""`Runner`: the protocol between an update and a layout, and the work on a microbatch that all runners share.
 
 An update knows losses, weights and optimizers. Its runner knows which microbatches this rank computes, in
 which order, and in which of them ranks communicate. Per update:
@@ -9,9 +9,9 @@ which order, and in which of them ranks communicate. Per update:
 
 `run_forward` and `evaluate` compute forwards only. `silenced` switches communication off, for measuring.
 
-A runner of its own kind implements `_run_rounds` from `_start`, `_forward` and `_backward`, which do one
-microbatch each. They may be called in any order as long as a microbatch's forward comes before its backward;
-both run inside of `_drawing`, which may be entered once for both or once for each.
+Each kind of runner implements `_run_rounds` with `_start`, `_forward` and `_backward`, which process one
+microbatch each. They may be called in any order, as long as a microbatch's forward precedes its backward.
+Both run inside `_drawing`, which may be entered once for both or once for each.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from paceline.train.runners.work import Work
 
 log = logging.getLogger(__name__)
 
-# In place of a microbatch's number, where a rank runs one only because the others do.
+# Replaces a microbatch's number if a rank runs one only because the others do.
 IDLE = -1
 Result = TypeVar("Result")
 # The number of a microbatch in the global batch, and its batch.
@@ -53,12 +53,12 @@ Microbatch = tuple[int, Any]
 
 
 class Runner(ABC):
-    """Runs the microbatches of a model's updates; gradients are left in the parameters, summed over dp.
+    """A runner of a model's microbatches, which leaves gradients in the parameters, summed over dp.
 
     Args:
         name: of the model, for messages.
         model: on its device, laid out.
-        laid_out: what became of it.
+        laid_out: the result of laying it out.
         mesh: the ranks, or `None` in a world of one.
         statistics: BatchNorm's running statistics of all models that the loss runs.
         precision: dtype and device.
@@ -67,10 +67,10 @@ class Runner(ABC):
 
     Attributes:
         scaler: of losses, or `None`.
-        used: by trained parameter, whether a microbatch of this update has used it; `None` where that isn't
+        used: by trained parameter, whether a microbatch of this update has used it; `None` if that is not
             tracked.
-        flops_per_sample: forward and backward, once they were counted.
-        is_trying: whether a forward runs that is no step's (`try_forward`).
+        flops_per_sample: of forward and backward; `None` until they are counted.
+        is_trying: whether a forward outside of any step runs (`try_forward`).
         reports: whether this rank reports the losses of its microbatches, so that a sum over ranks counts
             each once.
     """
@@ -107,74 +107,74 @@ class Runner(ABC):
 
     @abstractmethod
     def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
-        """Runs the microbatches and starts the agreement; collective. Returns the seconds of waiting."""
+        """Run the microbatches and start the agreement; return the seconds of waiting. Collective."""
 
     @abstractmethod
     def _compute(self, objective: Loss, batch: Any) -> tuple[Tensor, Tensor]:
-        """Runs an objective on one microbatch with a graph: (sum of losses, weight)."""
+        """Run an objective on one microbatch with a graph; return (sum of losses, weight)."""
 
     @abstractmethod
     def _propagate(self, scaled: Tensor) -> float:
-        """Runs backward of one microbatch. Returns the seconds that it waited for other ranks."""
+        """Run backward of one microbatch; return the seconds that it waited for other ranks."""
 
     @property
     def gradient_scale(self) -> float:
-        """What a summed gradient must be multiplied with to be the sum over the ranks."""
+        """The factor that turns a reduced gradient into the sum over the ranks."""
         return 1.0
 
     @property
     def signature(self) -> int:
-        """A number that is the same on all ranks unless they communicated otherwise in the update before."""
+        """A number that is equal on all ranks if they communicated alike in the previous update."""
         return 0
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is communicated at the moment, see `silenced`."""
+        """Whether communication is switched off at the moment, see `silenced`."""
         return False
 
     @property
     def is_meeting(self) -> bool:
-        """Whether no rank of the world ends a last backward before all have begun it."""
+        """Whether no rank of the world ends its last backward before all ranks have begun theirs."""
         return False
 
     @property
     def hook_state(self) -> HookState | None:
-        """What the communication hook keeps on this rank between steps, if anything."""
+        """The state that the communication hook keeps on this rank between steps, or `None`."""
         return None
 
     @abstractmethod
     def _before_backward(self, work: Work, *, is_last: bool) -> None:
-        """Is called between a microbatch's forward and its backward."""
+        """Prepare for backward; called between a microbatch's forward and its backward."""
 
     @abstractmethod
     def _after_backward(self, work: Work, *, is_last: bool) -> None:
-        """Is called after a microbatch's backward."""
+        """Finish a microbatch; called after its backward."""
 
     def _list_microbatches(self, share: Share) -> list[Microbatch]:
-        """The forwards that this rank takes part in, with those that it runs for other ranks' sake."""
+        """Return the microbatches whose forward this rank runs, including idle ones."""
         return list(share.microbatches)
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Inside, `run` communicates nothing: for timing compute alone."""
+        """Return a context in which `run` communicates nothing, to measure compute alone."""
         return nullcontext()
 
     def step(self, optimizer: Optimizer) -> None:
-        """Runs the optimizer's step."""
+        """Run the optimizer's step."""
         optimizer.step()
 
     @abstractmethod
     def adopt_state(self, optimizer: Optimizer) -> None:
-        """Moves an optimizer's state, loaded from a checkpoint, to where the layout keeps it."""
+        """Move an optimizer's state, loaded from a checkpoint, to where the layout keeps it."""
 
     def agree_on_used(self) -> list[bool]:
-        """By trained parameter, whether any rank has used it; collective over the world.
+        """Return, by trained parameter, whether any rank has used it; collective over the world.
 
-        Is asked for only where every rank has told that it left some out.
+        Called only if every rank has reported parameters that it did not use.
         """
         raise AssertionError(f"{type(self).__name__} tracks the use of parameters")
 
     def close(self) -> None:
-        """Ends what runs beside the training."""
+        """Release the runner's resources."""
         if self._lent is not None:
             assert self._mesh is not None
             self._mesh.return_group(self._lent)
@@ -188,10 +188,10 @@ class Runner(ABC):
         return self._mesh is not None and not self.silent
 
     def run(self, work: Work, *, count_flops: bool) -> float:
-        """Runs a rank's microbatches of one update; collective. Returns the seconds of waiting for others.
+        """Run a rank's microbatches of one update; return the seconds of waiting for others. Collective.
 
         Args:
-            work: what is to be run.
+            work: the microbatches and their objective.
             count_flops: whether to count the floating-point operations of the first microbatch.
         """
         self._statistics.begin(work.share.num_owned)
@@ -200,19 +200,19 @@ class Runner(ABC):
         return comm_s
 
     def forget_used(self) -> None:
-        """Forgets which parameters were used, before the next update."""
+        """Forget which parameters were used, before the next update."""
         if self.used is not None:
             self.used = [False] * len(self._trained)
 
     def run_forward(
         self, objective: Objective[Result], share: Share, *, step: int, phase: int
     ) -> list[Result]:
-        """Runs a forward of each of this rank's microbatches, with the random numbers of `run`.
+        """Run a forward of each of this rank's microbatches, with the random numbers of `run`.
 
-        No graph is kept and no statistics are changed. Collective where the model is divided.
+        No graph is kept and no statistics are changed. Collective if the model is divided.
 
         Args:
-            objective: what is computed; its results are returned.
+            objective: forward and loss; its results are returned.
             share: this rank's microbatches.
             step, phase: as in `Work`.
         """
@@ -232,12 +232,12 @@ class Runner(ABC):
     def evaluate(
         self, objective: Objective[Result], share: Share, seed_of: Callable[[int], int]
     ) -> list[Result]:
-        """Runs a forward of each of this rank's microbatches, as a model in eval mode computes it.
+        """Run a forward of each of this rank's microbatches, for a model in eval mode.
 
-        No graph is kept. Collective where the model is divided.
+        No graph is kept. Collective if the model is divided.
 
         Args:
-            objective: what is computed; its results are returned.
+            objective: forward and loss; its results are returned.
             share: this rank's microbatches.
             seed_of: from the number of a microbatch to the seed of its generators.
         """
@@ -245,17 +245,17 @@ class Runner(ABC):
 
     @property
     def draws_unsafely(self) -> bool:
-        """Whether some dropout was drawn that does not depend on its sample alone."""
+        """Whether some dropout was drawn that depends on more than its sample."""
         return bool(self._masks.unsafe)
 
     def try_forward(self, run: Callable[[Any], Any], batch: Any, samples: Sequence[int], word: str) -> Any:
-        """Runs something on one batch, with random numbers that are no step's, and puts statistics back.
+        """Run a function on one batch with random numbers of no step, and restore the statistics.
 
         Args:
             run: from a batch on the device to anything.
-            batch: of which.
+            batch: the batch, on any device.
             samples: the numbers of its samples.
-            word: gives the generators another seed; dropout by sample stays.
+            word: part of the generators' seed; dropout by sample does not depend on it.
         """
         seed_generators(derive_seed(self._seed, "try", word), self._precision.device)
         placed = self._precision.place_batch(batch)
@@ -270,9 +270,9 @@ class Runner(ABC):
             self._statistics.restore()
 
     def find_random(self, objective: Loss, share: Share) -> list[Finding]:
-        """Random draws of a forward of the first microbatch that don't depend on its samples alone.
+        """Find random draws of a forward of the first microbatch that depend on more than its samples.
 
-        In a world of one process. The model's state stays as it is; compiled code runs eagerly.
+        Only for a world of one process. The model's state is unchanged; compiled code runs eagerly.
         """
         batch = self._precision.place_batch(share.microbatches[0][1])
 
@@ -287,13 +287,13 @@ class Runner(ABC):
             found = find_random(self._model, forward)
         self._statistics.restore()
         unsafe = self._masks.unsafe
-        named = {finding.where for finding in unsafe}  # an LSTM's draws show in the forward as well
+        named = {finding.where for finding in unsafe}  # both lists have an LSTM's draws
         return [*unsafe, *(finding for finding in found if finding.where not in named)]
 
     # One microbatch
 
     def _run_microbatch(self, work: Work, number: int, *, is_last: bool) -> float:
-        """Forward and backward of one microbatch; in the step's last one the agreement travels along."""
+        """Run forward and backward of one microbatch; the step's last one starts the agreement."""
         index, batch = work.share.microbatches[number]
         batch = self._start(work, index, batch)
         with self._drawing(work, work.share.samples[number]):
@@ -304,14 +304,14 @@ class Runner(ABC):
         return comm_s
 
     def _start(self, work: Work, index: int | str, batch: Any) -> Any:
-        """Sets generators and statistics for microbatch `index`; returns its batch on the device."""
+        """Set generators and statistics for microbatch `index`; return its batch on the device."""
         seed_generators(derive_seed(self._seed, work.step, work.phase, index), self._precision.device)
         batch = self._precision.place_batch(batch)
         self._statistics.start_microbatch()
         return batch
 
     def _forward(self, work: Work, index: int, batch: Any) -> Tensor:
-        """The sum of losses of microbatch `index`; its slot of the agreement is filled."""
+        """Return the sum of losses of microbatch `index`, and fill its slot of the agreement."""
         with self._precision.autocast():
             loss_sum, weight = self._compute(work.objective, batch)
         if not loss_sum.requires_grad:
@@ -328,7 +328,7 @@ class Runner(ABC):
         return self._propagate(scaled)
 
     def _drawing(self, work: Work, samples: Sequence[int]) -> AbstractContextManager[None]:
-        """Around a microbatch: its dropout depends on the step and the samples alone."""
+        """Return the context of a microbatch in which dropout depends only on the step and the samples."""
         return self._masks.drawing(derive_seed(self._seed, work.step, work.phase), samples)
 
     @torch.no_grad()
@@ -351,9 +351,9 @@ class Runner(ABC):
 
     @contextmanager
     def _counting_flops(self, share: Share) -> Iterator[None]:
-        """Counts operations eagerly: a compiled graph has none that could be counted.
+        """Count operations, running compiled code eagerly: the counter does not see inside compiled graphs.
 
-        Under tp those of this rank stand for an equal part of all.
+        Under tp, each rank is assumed to run an equal part of all operations.
         """
         with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
             yield

@@ -1,8 +1,8 @@
-"""Runs microbatches where ranks of dp_shard gather parameters in each forward.
+"""Runs microbatches of a model whose ranks of dp_shard gather parameters in each forward.
 
-All ranks of dp take as many rounds as the one with the most microbatches, because in each forward all of
-them gather. A rank without a microbatch of its own runs an idle round: any microbatch, whose gradients count
-nothing.
+All ranks of dp run as many rounds as the one with the most microbatches, because all of them take part in
+each gather. A rank without a microbatch left runs an idle round: a borrowed microbatch, whose gradients do
+not count.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from paceline.train.runners.work import Work
 
 
 class ShardedRunner(Runner):
-    """Runs the microbatches of a model whose parameters are gathered.
+    """The runner of a model whose parameters are gathered.
 
     Args:
         name, model, mesh, settings: as for `Runner`; it always finds parameters that no microbatch used.
-        laid_out: what became of the model.
+        laid_out: the result of laying out the model.
     """
 
     def __init__(self, name: str, model: nn.Module, laid_out: LaidOut, mesh: Mesh, **settings: Any) -> None:
@@ -59,7 +59,7 @@ class ShardedRunner(Runner):
         self._shards.offload_state(optimizer)
 
     def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
-        """As many rounds on every rank, because in each forward all of them gather parameters."""
+        """Run equally many rounds on every rank, because all ranks gather parameters in each forward."""
         share, shards, comm_s = work.share, self._shards, 0.0
         shards.begin(share.num_owned)
         if not shards.num_rounds:
@@ -82,7 +82,7 @@ class ShardedRunner(Runner):
         return comm_s
 
     def _run_idle(self, work: Work, batch: Any, *, is_last: bool) -> float:
-        """A round in which this rank has no microbatch of its own: its loss counts nothing."""
+        """Run a round without a microbatch of this rank's own: its loss does not count."""
         batch = self._start(work, "idle", batch)
         with self._drawing(work, range(count_samples(batch))):
             with self._precision.autocast():
@@ -98,10 +98,10 @@ class ShardedRunner(Runner):
         return self._shards.backward(scaled)
 
     def _before_backward(self, work: Work, *, is_last: bool) -> None:
-        """Does nothing: which parameters were used is known after backward."""
+        """Do nothing: the used parameters are known only after backward."""
 
     def _after_backward(self, work: Work, *, is_last: bool) -> None:
-        """Reads which parameters were used: gradients of zeros reach all of them, the shards know better."""
+        """Read the used parameters from the shards, because unused parameters get gradients of zeros too."""
         if is_last:
             assert self.used is not None
             self.used[:] = [id(p) in self._shards.used for p in self._trained]

@@ -1,6 +1,6 @@
-"""Runs microbatches where each rank computes all of the model that dp sees: one process, or replicas.
+"""Runs microbatches of a model that is not sharded over dp: one process, or replicas.
 
-A rank runs its own microbatches only, and gradients are summed over the replicas in the last one. A rank
+A rank runs only its own microbatches, and gradients are summed over the replicas in the last one. A rank
 that owns none joins that sum with zeros.
 """
 
@@ -23,11 +23,11 @@ from paceline.train.runners.work import Launch, Work
 
 
 class WholeRunner(Runner):
-    """Runs the microbatches of a model of which nothing is gathered.
+    """The runner of a model whose parameters are not gathered.
 
     Args:
         name, model, mesh, settings: as for `Runner`.
-        laid_out: what became of the model: replicas or not, exact or fast.
+        laid_out: the result of laying out the model: replicas or not, exact or fast.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class WholeRunner(Runner):
         super().__init__(name, model, laid_out, mesh, **settings)
         self._replica = laid_out.replica
         self._exact = laid_out.exact
-        # The trained parameters that no microbatch of this rank has used, where `used` isn't tracked.
+        # The trained parameters that no microbatch of this rank has used, if `used` is not tracked.
         self._left_out: list[Tensor] = []
         if self.used is not None:
             self._watch_use()
@@ -65,7 +65,7 @@ class WholeRunner(Runner):
         return nullcontext() if self._replica is None else self._replica.silenced()
 
     def adopt_state(self, optimizer: Optimizer) -> None:
-        """Does nothing: it is where it belongs."""
+        """Do nothing: the state already is on its device."""
 
     def agree_on_used(self) -> list[bool]:
         left_out = {id(parameter) for parameter in self._left_out}
@@ -80,7 +80,7 @@ class WholeRunner(Runner):
         super().close()
 
     def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
-        """The rank's own microbatches; the last one reduces, alongside its backward."""
+        """Run the rank's own microbatches; the last one reduces gradients during its backward."""
         share, comm_s = work.share, 0.0
         sums = self.is_talking and self._replica is not None
         if self._exact is not None:
@@ -126,7 +126,7 @@ class WholeRunner(Runner):
             work.launch.now()
 
     def _synchronising(self, launch: Launch, is_last: bool) -> AbstractContextManager[None]:
-        """Around a microbatch; in the last one ranks agree when it is known what this rank has left out."""
+        """Return a microbatch's context; the last one starts the agreement once the unused are known."""
         if self._replica is None:
             return nullcontext()
         replica = self._replica
@@ -140,19 +140,19 @@ class WholeRunner(Runner):
         return replica.synchronising(is_last, agree if self.used is None else None)
 
     def _run_nothing(self, launch: Launch) -> float:
-        """Joins the collectives of a step in which this rank owns no microbatch, in their order."""
+        """Join the collectives of a step in which this rank owns no microbatch, in their order."""
         if self._replica is None:
             launch.now()
             return 0.0
         with self._synchronising(launch, True):
-            # First, as on the others: DDP has collectives of its own in a forward (buffers, and the new
+            # The forward comes first, as on other ranks: DDP's forward has collectives (buffers, and the new
             # order of the buckets in the second step).
             zero = self._replica.forward_nothing()
             if self.scaler is not None:
-                zero = self.scaler.scale(zero)  # its state comes to life with the first use
+                zero = self.scaler.scale(zero)  # the first use creates the scaler's state
             comm_s = self._replica.backward(zero)
         if self.used is not None:
-            self.used[:] = [False] * len(self.used)  # zeros are no use of a parameter
+            self.used[:] = [False] * len(self.used)  # backward of zeros does not count as a use
             launch.now()
         return comm_s
 

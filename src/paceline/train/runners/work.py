@@ -1,4 +1,4 @@
-"""What a runner is given: the microbatches of one update, and the start of the agreement."""
+"""The input of a runner: the microbatches of one update, and the start of the agreement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.train.agreement import Agreement, RankMessage
 
 @dataclass
 class Launch:
-    """Starts the agreement at the right moment of the last microbatch."""
+    """The start of the agreement, which a runner calls in the last microbatch."""
 
     agreement: Agreement
     told: RankMessage
@@ -27,14 +27,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Work:
-    """What the microbatches of one update have in common.
+    """The input that the microbatches of one update share.
 
     Attributes:
         objective: forward and loss.
         share: this rank's microbatches.
         step: number of the optimizer step, from 1.
         phase: number of the update within the step.
-        unit: what losses are divided by.
+        unit: the power of two by which losses are divided.
         launch: starts the agreement.
     """
 
