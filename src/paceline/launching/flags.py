@@ -1,4 +1,4 @@
-"""torchrun's flags, without importing torch; and what they mean before ranks are started.
+"""Adds torchrun's flags to a parser, without importing torch.
 
 Names, defaults and environment variables (`PET_NPROC_PER_NODE` and so on) are those of
 `torch.distributed.run.get_args_parser` (torch 2.13); a test compares the two. torch itself turns them into a
@@ -16,13 +16,13 @@ _NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
 
 def _split_words(text: str) -> list[str]:
-    """`"a,b,,c"` gives a and `b,c`: a comma that is doubled belongs to the word."""
+    """Split words at commas: `"a,b,,c"` gives a and `b,c`, as a doubled comma belongs to the word."""
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
 
 _WORDS: dict[str, Any] = {"type": _split_words}
 
-# Two defaults are None here, so that srun and mpirun can fill in what nobody has given.
+# Two defaults are None here, so that srun and mpirun can supply values that the user has not given.
 # Flag, default, keywords of argparse, help.
 _VALUES: tuple[tuple[str, Any, dict[str, Any], str], ...] = (
     ("--nnodes", None, {}, "number of nodes, or a range MIN:MAX (default 1)"),
@@ -76,7 +76,7 @@ _SWITCHES: tuple[tuple[str, str | None, str], ...] = (
 
 
 def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
-    """Adds torchrun's flags (with dashes or underscores), and the script with its arguments."""
+    """Add torchrun's flags (with dashes or underscores), and the script with its arguments."""
     for flag, default, settings, words in _VALUES:
         options = {k: v for k, v in settings.items() if k not in ("short", "env")}
         value = environ.get(_variable(flag), default) if settings.get("env", True) else default

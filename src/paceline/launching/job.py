@@ -1,4 +1,4 @@
-"""One job on this node: what is run, and where it leaves its logs and its word."""
+"""One job on this node: the script or function, its logs and its folders."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Job:
     """One launch on this node, of a script or of a function.
 
     Attributes:
-        folder: the launcher's folder for what ranks leave word of.
-        pump: copies what ranks print; None where they write to this process's streams themselves.
-        watcher: who watches the ranks, or None.
-        rounds: how often ranks were started, and whether they shall stop.
-        ooms: what the kernel had killed for memory before.
+        folder: the launcher's folder for the ranks' records.
+        pump: copies the ranks' output; None if they write to this process's streams themselves.
+        watcher: the watcher of the ranks, or None.
+        rounds: the number of starts of the ranks, and whether they were asked to stop.
+        ooms: the kernel's counts of processes killed for memory, before the launch.
     """
 
     folder: Path
@@ -45,11 +45,11 @@ class ScriptJob(Job):
 
     Attributes:
         flags: torchrun's, as parsed.
-        script: what to run; None for a program that is no Python script.
+        script: the script; None for a program that is not a Python script.
         logs: the folder of the ranks' logs.
-        keeps_logs: whether it stays; set when a rank fails.
-        pump: copies what ranks print.
-        is_warm: whether ranks are forked, rather than started by a Python of their own.
+        keeps_logs: whether that folder is kept; set when a rank fails.
+        pump: copies the ranks' output.
+        is_warm: whether ranks are forked, rather than started as new Python processes.
     """
 
     flags: argparse.Namespace
@@ -61,13 +61,13 @@ class ScriptJob(Job):
 
     @property
     def attempt(self) -> Path:
-        """Where the ranks of this round leave word."""
+        """The folder for the records of this round's ranks."""
         return self.folder / f"attempt-{max(0, self.rounds.number)}"
 
     def build_start(
         self, *, args: tuple[str, ...], env: dict[str, str], **wishes: Any
     ) -> tuple[Start, tuple[int, int]]:
-        """What torchelastic wants started, in the keeper's words, and its stdout and stderr."""
+        """Build the keeper's message for a rank that torchelastic starts, and open its stdout and stderr."""
         self.attempt.mkdir(exist_ok=True)
         rank = int(env["RANK"])
         command = (wishes["entrypoint"], *map(str, args))
@@ -94,13 +94,13 @@ class ScriptJob(Job):
 
 @contextmanager
 def watching(watcher: Watcher | None, folder: Path, ranks: Ranks, rounds: Attempts) -> Iterator[None]:
-    """Inside, ranks are watched, where there is somebody who does.
+    """Watch ranks inside the context, if there is a watcher.
 
     Args:
-        watcher: who watches.
+        watcher: the watcher, or `None`.
         folder: of the launch.
-        ranks: that are started inside.
-        rounds: in which they are.
+        ranks: the ranks that are started inside.
+        rounds: the rounds in which they are started.
     """
     if watcher is None:
         yield

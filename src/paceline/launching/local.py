@@ -1,8 +1,8 @@
-"""Starts ranks on this machine for a function and waits for them, on torchelastic's agent.
+"""Starts ranks on this machine for a function and waits for them, with torchelastic's agent.
 
-Who does what: the agent (torch's) gives numbers to ranks, hosts the store where they meet and notices when
-one ends (`agent.py`). The keeper starts them (`keeper.py`); `call.py` runs around the function inside each.
-Here: what is checked before, how a function gets into another process, and one verdict at the end.
+torch's agent assigns numbers to ranks, hosts the store where they meet and detects when one ends
+(`agent.py`). The keeper starts them (`keeper.py`), and `call.py` wraps the function in each rank. This file
+runs the checks before, sends the function to the other processes, and raises one verdict at the end.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from paceline.launching.warm.import_environment import READ_AT_IMPORT
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck, Watcher
 from paceline.place import is_launched
 
-# What importing torch in a fresh process costs before any model (220 MB measured with gloo).
+# Memory of a fresh process after it has imported torch, before any model (220 MB measured with gloo).
 RANK_BYTES = 250_000_000
 _RANKS_PER_CORE = 8
-# Open files: with 2 ranks 40 are enough and 34 are not; each further rank has some in the launcher.
+# Open files: with 2 ranks 40 are enough and 34 are not; the launcher needs some for each additional rank.
 _FILES, _FILES_PER_RANK = 48, 8
-# How long a rank may be stuck after another one has failed, before it is killed. torchelastic waits for 30 s.
+# After a rank has failed, the others get this long to end before they are killed. torchelastic waits 30 s.
 _STUCK_S = 5.0
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP"
-# torch reads them when it is imported, which the keeper did when it started.
+# torch reads these variables when it is imported, which the keeper did when it started.
 _READ = sorted(set().union(*READ_AT_IMPORT.values()))
 
 
@@ -72,31 +72,31 @@ def launch(
     hang_after_s: float | None = HANG_AFTER_S,
     watcher: Watcher | None = None,
 ) -> list[Any]:
-    """Runs `fn(*args)` on `nproc` ranks of this machine and gives what they return, by rank.
+    """Run `fn(*args)` on `nproc` ranks of this machine, and return their results by rank.
 
-    `fn` calls `paceline.start()`, as it would under torchrun. A function of a module or of a script
-    with an `if __name__ == "__main__"` guard gets a fresh process; one typed into a notebook or a shell
-    is forked, which needs that this process has not used CUDA. Results are pickled. Ctrl-C and SIGTERM
-    are passed to the ranks once; a second Ctrl-C kills them. If this process dies, so do the ranks.
+    `fn` calls `paceline.start()`, as it would under torchrun. A function of a module, or of a script
+    with an `if __name__ == "__main__"` guard, runs in fresh processes. A function typed into a notebook or a
+    shell runs in forks of this process, which must not have used CUDA. Results are pickled. Ctrl-C and
+    SIGTERM are passed to the ranks once; a second Ctrl-C kills them. If this process dies, the ranks end too.
 
     Args:
-        fn: what every rank calls.
+        fn: the function that every rank calls.
         nproc: number of ranks.
         args: its arguments, the same on every rank.
         device: `"cuda"` checks that there is a device for each rank.
-        log_dir: folder for `rank-0000.log` and so on, each with all output of its rank; rank 0 writes
-            to the terminal too, the others don't. Default: all ranks write where this process does.
-        stop_timeout_s: how long ranks that were asked to stop may take, to save for example.
-        hang_after_s: seconds without any sign of work, on any rank, after which ranks that wait for others
-            hang; ten times as long where a rank computes. None: the ranks are not watched.
+        log_dir: folder for `rank-0000.log` and so on, each with all output of its rank; only rank 0 also
+            writes to the terminal. Default: all ranks write to this process's streams.
+        stop_timeout_s: seconds that ranks may take to end after a stop signal, for example to save.
+        hang_after_s: seconds without any sign of work on any rank after which waiting ranks count as hanging;
+            ten times as long if a rank computes. None: the ranks are not watched.
         watcher: watches the ranks in place of the default watcher.
 
     Raises:
-        JobStuck: the ranks hang, or their collectives do not match.
-        PacelineError: PL320 to PL326 and PL349 for what can't be started; or a rank's own error, as it was
-            on the rank that failed first.
-        RankFailed: a rank failed by anything else; it names the first one, with its traceback.
-        SystemExit: the ranks stopped because they were asked to (130 for Ctrl-C, 143 for SIGTERM).
+        JobStuck: if the ranks hang, or their collectives do not match.
+        PacelineError: PL320 to PL326 and PL349 if ranks cannot be started; or the error of the rank that
+            failed first.
+        RankFailed: if a rank failed with any other error; it names the first one, with its traceback.
+        SystemExit: if the ranks stopped on a signal (130 for Ctrl-C, 143 for SIGTERM).
     """
     check_launch(nproc, device)
     watcher = watcher or _choose_watcher(hang_after_s)
@@ -129,7 +129,7 @@ def _choose_watcher(hang_after_s: float | None) -> Watcher | None:
 
 
 def check_launch(nproc: int, device: str = "auto") -> None:
-    """Raises PL320 to PL323, PL325 and PL605 for ranks that this process can't start on this machine."""
+    """Raise PL320 to PL323, PL325 and PL605 for ranks that this process cannot start on this machine."""
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise PacelineError(
             "PL320",
@@ -197,11 +197,11 @@ def _check_room(nproc: int, device: str) -> None:
         )
 
 
-# ---- how a function gets into another process
+# ---- sending a function to another process
 
 
 def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> RankCall:
-    """Fresh processes where the function can be found by name, forks of this one where it can't."""
+    """Choose fresh processes if the function can be imported by name, else forks of this process."""
     try:
         payload = pickle.dumps((fn, args))
         trouble = "it is defined in a notebook, in a shell or on standard input"
@@ -225,10 +225,10 @@ def _choose_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> RankCall:
 
 
 def _main_is_importable() -> bool:
-    """Whether a fresh process can run the main module's file again, as multiprocessing does."""
+    """Return whether a fresh process can run the main module's file again, as multiprocessing does."""
     main = sys.modules["__main__"]
     if getattr(main, "__spec__", None) is not None:
-        # multiprocessing doesn't import a package's __main__.py again.
+        # multiprocessing does not import a package's __main__.py again.
         return not main.__spec__.name.endswith("__main__")  # type: ignore[union-attr]
     return os.path.isfile(getattr(main, "__file__", None) or "")
 
@@ -238,7 +238,7 @@ _keeper: tuple[Ranks, int, dict[str, str]] | None = None
 
 
 def warm_up() -> None:
-    """Starts the process that ranks are forked from; it imports torch while this one does other things."""
+    """Start the process that ranks are forked from; it imports torch in the background."""
     global _keeper
     now = {name: os.environ[name] for name in _READ if name in os.environ}
     if _keeper is not None:
@@ -272,17 +272,17 @@ class FunctionJob(Job):
     logs: Path | None
 
     def may_be_stuck_s(self) -> float | None:
-        """How long a rank may take to leave: not long after another's failure; it may save when asked."""
+        """Return the seconds that a rank may take to end: few after a failure, `None` after a stop signal."""
         return _STUCK_S if self.rounds.asked is None else None
 
     def build_start(
         self, *, env: dict[str, str], local_rank_id: int, **wishes: Any
     ) -> tuple[Start, tuple[int, int]]:
-        """What torchelastic wants started, in the keeper's words, and its stdout and stderr."""
+        """Build the keeper's message for a rank that torchelastic starts, and open its stdout and stderr."""
         rank = int(env["RANK"])
         log = "" if self.logs is None else str(self.logs / f"rank-{rank:04d}.log")
         folder = str(self.folder)
-        # A forked keeper has the function already, which can't be sent.
+        # A forked keeper already has the function, which cannot be pickled.
         entry = RankCall(b"") if self.call.is_forked else self.call
         watch = self.watcher.entry if self.watcher is not None else ""
         start = Start(local_rank_id, rank, {**os.environ, **env}, (), entry, log, folder, folder, watch)
@@ -290,7 +290,7 @@ class FunctionJob(Job):
 
 
 def _run(job: FunctionJob, ranks: Ranks, nproc: int, stop_timeout_s: float) -> list[Any]:
-    # These take a while to import, and only a launcher needs them.
+    # These imports are slow, and only a launcher needs them.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -336,7 +336,7 @@ def _run(job: FunctionJob, ranks: Ranks, nproc: int, stop_timeout_s: float) -> l
 
 
 def _judge(job: FunctionJob, ranks: Ranks, error: BaseException | None) -> None:
-    """Raises what ended the launch, if it did not end well: the error of the rank that failed first."""
+    """Raise the error that ended a failed launch: that of the rank that failed first."""
     endings = read_endings(job.folder)
     cause = find_cause(endings)
     stopped = [ending.code for ending in endings if ending.code in ASKED_TO_STOP]
@@ -360,7 +360,7 @@ def _judge(job: FunctionJob, ranks: Ranks, error: BaseException | None) -> None:
 
 
 def _raise_if_explained(job: FunctionJob, cause: Ending) -> None:
-    """Raises JobStuck where a rank failed of what the watcher knows more of."""
+    """Raise JobStuck if a rank failed as a consequence that the watcher can explain."""
     if job.watcher is not None and is_consequence(cause):
         why = job.watcher.explain_failure(describe_death(cause, ""))
         if why is not None:
@@ -384,7 +384,7 @@ def _make_log_dir(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Ranks run anywhere that the function changes to.
+        # Make it absolute: the function may change the working directory.
         return folder.resolve(strict=True)
     except OSError as error:
         raise PacelineError(

@@ -1,8 +1,8 @@
-"""Runs a script on the ranks of this node: what `paceline run` does.
+"""Runs a script on the ranks of this node, for `paceline run`.
 
-The order matters, because ranks are forks of forks of this process: the flags are read without torch; the
-pump is forked while this process is small; torch is imported; the keeper is forked from it; and only then
-does torchelastic begin, with its threads. The main thread then only waits, and passes signals on.
+The order matters, because ranks are forks of forks of this process. First the flags are read without torch,
+and the pump is forked while this process is small. Then torch is imported, and the keeper is forked. Only
+then torchelastic starts, with its threads. From there on the main thread only waits and passes signals on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Where they are counted, the count is torch's.
+# For these values, torch counts the devices.
 _DEVICES = ("auto", "gpu", "xpu")
 _COUNT_S = 120.0
 _FIRST = ("torch", "torch.distributed")
@@ -56,19 +56,19 @@ def run_script(
     threads: int | None = None,
     watcher: Watcher | None = None,
 ) -> None:
-    """Runs a script (or a program) under torchelastic's agent until all ranks have ended.
+    """Run a script (or a program) under torchelastic's agent until all ranks have ended.
 
     Args:
-        flags: torchrun's (`flags.py`), which this changes.
-        cold: whether every rank starts a Python of its own, as under torchrun.
-        threads: for OMP_NUM_THREADS; None: as the environment says, else cores / ranks of this node.
-        watcher: who watches the ranks; a program, or another Python, is seen from outside only.
+        flags: torchrun's (`flags.py`); modified.
+        cold: whether every rank starts its own Python, as under torchrun.
+        threads: for OMP_NUM_THREADS; None: the environment's value, else cores / ranks of this node.
+        watcher: the watcher of the ranks; it sees a program, or another Python, only from outside.
 
     Raises:
-        PacelineError: PL340 to PL346, for what can't be started.
-        RankFailed: a rank failed.
-        JobStuck: the watcher has found that the ranks can't go on.
-        Interrupted: it was asked to stop.
+        PacelineError: PL340 to PL346, if the ranks cannot be started.
+        RankFailed: if a rank failed.
+        JobStuck: if the watcher has found that the ranks cannot continue.
+        Interrupted: if the job was asked to stop.
         Become: in a rank.
     """
     script = _read_script(flags)
@@ -95,7 +95,7 @@ def run_script(
                     is_warm=is_warm,
                 )
                 _run(job, ranks, check_signals)
-        except Become:  # this is a rank, which prints through the pump
+        except Become:  # this process is a rank, which prints through the pump
             raise
         except BaseException:
             pump.close()
@@ -104,10 +104,10 @@ def run_script(
 
 
 def _warm_up(flags: argparse.Namespace, script: Script | None, pump: Pump, cold: bool) -> tuple[Ranks, bool]:
-    """Imports torch and forks the keeper; gives the ranks to be, and whether they start warm.
+    """Import torch and fork the keeper; return the ranks to start, and whether they start warm.
 
     Raises:
-        Become: in ranks. Contexts that are open then end in the rank too.
+        Become: in ranks. Open contexts then end in the rank too.
     """
     reason = _why_cold(flags, script, cold)
     warmth: Warmth | None = None
@@ -147,9 +147,9 @@ def _read_script(flags: argparse.Namespace) -> Script | None:
 
 
 def _join(flags: argparse.Namespace, script: Script | None, place: RankPlace, threads: int | None) -> None:
-    """Under torchrun, srun or mpirun: as one of the ranks that they started, this process becomes the script.
+    """Turn this process into the script, as one of the ranks that torchrun, srun or mpirun started.
 
-    Gives back where each of their tasks is a node's launcher instead: `--nproc-per-node` says so.
+    Return if each of their tasks is the launcher of its node instead, as `--nproc-per-node` requests.
     """
     if place.launcher != "torchrun" and flags.nproc_per_node is not None:
         if place.local_world_size > 1:
@@ -172,13 +172,13 @@ def _join(flags: argparse.Namespace, script: Script | None, place: RankPlace, th
 
 
 def _count_ranks(wish: str | None) -> str:
-    """The number of ranks of this node, in digits."""
+    """Return the number of ranks of this node, in digits."""
     wish = str(wish or 1)
     if wish == "cpu":
         return str(os.cpu_count())
     if wish in _DEVICES:
-        # In a process of its own: counting may start CUDA, and threads per rank must be set before torch is
-        # imported here.
+        # Count in another process: counting may start CUDA, and the threads per rank must be set before torch
+        # is imported here.
         code = "import sys; from torch.distributed.run import determine_local_world_size as count; "
         command = [sys.executable, "-c", code + "print(count(sys.argv[1]))", wish]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_S, check=False)
@@ -199,7 +199,7 @@ def _count_ranks(wish: str | None) -> str:
 
 
 def _set_threads(num_ranks: int, threads: int | None) -> None:
-    """Sets OMP_NUM_THREADS to cores / ranks, unless the user says: torch reads it when it is imported."""
+    """Set OMP_NUM_THREADS to cores / ranks unless the user sets it; torch reads it when it is imported."""
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -229,7 +229,7 @@ def _why_cold(flags: argparse.Namespace, script: Script | None, cold: bool) -> s
 
 
 def _make_logs(flags: argparse.Namespace) -> tuple[Path, bool]:
-    """A folder of its own for each run; it stays where the user asked for it, or where a rank fails."""
+    """Create a folder for this run's logs; return it, and whether it is kept also if no rank fails."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
     keeps = bool(flags.log_dir) or any(wish not in ("", "0") for wish in (flags.redirects, flags.tee))
     base = Path(flags.log_dir or "logs")
@@ -268,7 +268,7 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
         signals = flags.signals_to_handle, flags.shutdown_timeout
         with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():
             config, command, args = _configure(job)
-            check_signals()  # what came before `stop` took over, and was swallowed by an import
+            check_signals()  # a signal before `stop` took over may have been swallowed by an import
             _record(job, config)
             with watching(job.watcher, job.folder, ranks, job.rounds):
                 stop.supervise(start_thread(work), job.pump, job.watcher)
@@ -280,11 +280,11 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
         if not job.keeps_logs:
             shutil.rmtree(job.logs, ignore_errors=True)
             with suppress(OSError):
-                job.logs.parent.rmdir()  # where it was made for this run only
+                job.logs.parent.rmdir()  # succeeds only if it is empty
 
 
 def _record(job: ScriptJob, config: LaunchConfig) -> None:
-    """Puts beside the logs what a run's numbers depend on and its command line doesn't show."""
+    """Write to the logs' folder the settings that affect a run's numbers and are not in its command line."""
     import torch
 
     record = {
@@ -300,7 +300,7 @@ def _record(job: ScriptJob, config: LaunchConfig) -> None:
 
 
 def _configure(job: ScriptJob) -> tuple[LaunchConfig, str, list[str]]:
-    """torchrun's own reading of its flags, and what follows from them here."""
+    """Return torchrun's configuration for its flags, with Paceline's changes, and the command to run."""
     from torch.distributed.run import config_from_args
 
     from paceline.launching.elastic.rendezvous import ONE_NODE
@@ -310,9 +310,9 @@ def _configure(job: ScriptJob) -> tuple[LaunchConfig, str, list[str]]:
     if is_one_node:
         flags.rdzv_backend, flags.rdzv_endpoint, flags.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     flags.master_port = flags.master_port or 29500
-    # Its own files go beside ours where somebody wants them.
+    # torchelastic's own files go into the logs' folder if that is kept.
     wished, flags.log_dir = flags.log_dir, str(job.logs if job.keeps_logs else job.folder / "torchelastic")
-    flags.run_path = False  # the warm start runs every script so
+    flags.run_path = False  # the warm start runs every script in this way
     try:
         config, command, args = config_from_args(flags)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:

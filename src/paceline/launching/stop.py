@@ -1,4 +1,4 @@
-"""Ends a job when it is asked to: Ctrl-C once asks the ranks to leave, a second one ends them."""
+"""Ends a job on a signal: the first Ctrl-C asks the ranks to leave, a second one kills them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from paceline.launching.watcher import Watcher
 
 # `timeout` and some schedulers send a signal twice, to the process and to its group.
 _SECOND_AFTER_S = 0.5
-# How long the agent may take to pass a signal on; it may be waiting for a node that is gone.
+# The agent may take this long to pass a signal on; it may be waiting for a node that has ended.
 _AGENT_S = 1.0
-# The same where there are no ranks.
+# The same if there are no ranks.
 _NOBODY_S = 0.2
 _SHUTDOWN_S = 30.0
-# How long ranks that are stuck may take to leave.
+# Ranks that hang may take this long to leave.
 _STUCK_S = 3.0
 
 
 class Interrupted(BaseException):
-    """The job was asked to stop, and has. (No `Exception`: torch ignores some of these during its import.)
+    """The end of a job on a signal; not an `Exception`, because torch's import ignores some of these.
 
     Attributes:
         number: the signal.
-        num_killed: how many ranks had to be killed, because they did not leave.
+        num_killed: the number of ranks that were killed because they did not leave.
     """
 
     exit_code = 1  # as torchrun's
@@ -49,10 +49,10 @@ class Interrupted(BaseException):
 
 @contextmanager
 def raise_on_signals() -> Iterator[Callable[[], None]]:
-    """Has SIGTERM, SIGHUP, SIGQUIT and Ctrl-C raise `Interrupted`, as long as there are no ranks to ask.
+    """Make SIGTERM, SIGHUP, SIGQUIT and Ctrl-C raise `Interrupted` as long as there are no ranks to ask.
 
-    Gives a function that raises it again, for where somebody has swallowed it. Where the block ends by
-    forking ranks, each leaves it with handlers of its own.
+    Yield a function that raises it again, in case other code has swallowed it. If the block ends by forking
+    ranks, each rank leaves it with its own handlers.
     """
     launcher = os.getpid()
     asked: list[int] = []
@@ -70,7 +70,7 @@ def raise_on_signals() -> Iterator[Callable[[], None]]:
         with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), interrupt):
             yield check
     except Exception:
-        # An import that it interrupts may tell it as an error of its own.
+        # An interrupted import may raise another error in its place.
         if os.getpid() == launcher:
             check()
         raise
@@ -80,14 +80,14 @@ def raise_on_signals() -> Iterator[Callable[[], None]]:
 def stop_by_signals(
     names: str, patience_s: int | None, rounds: Attempts, ranks: Ranks, *, hangup: int = signal.SIGHUP
 ) -> Iterator[Stop]:
-    """Takes torchrun's signals while ranks run.
+    """Handle torchrun's signals while ranks run.
 
     Args:
-        names: of the signals, with commas between.
-        patience_s: how long ranks may take to leave; None: as TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, else 30.
-        rounds: where the agent learns that it is asked to stop.
-        ranks: those to pass signals on to.
-        hangup: what ranks get where the terminal closes.
+        names: of the signals, separated by commas.
+        patience_s: seconds that ranks may take to leave; None: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30.
+        rounds: the agent reads there whether it was asked to stop.
+        ranks: the ranks that get the signals.
+        hangup: the signal that ranks get when the terminal closes.
     """
     patience = _read_shutdown_s() if patience_s is None else float(patience_s)
     stop = Stop(rounds, ranks, patience, hangup)
@@ -110,12 +110,12 @@ def stop_by_signals(
 
 @contextmanager
 def _handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has signals handled so in this process; forks that leave the block keep handlers of their own."""
+    """Handle signals in this process inside the context; forks that leave it keep their own handlers."""
     owner = os.getpid()
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
-        # nohup stays immune to hang-ups. An ignored SIGINT is taken all the same, as torchrun does: shells
-        # ignore it for every background job, and whoever sends it by hand means it.
+        # Under nohup, SIGHUP stays ignored. An ignored SIGINT is handled anyway, as torchrun does: shells
+        # ignore it for every background job, but a user who sends it wants to stop the job.
         if number != signal.SIGHUP or handler is not signal.SIG_IGN:
             signal.signal(number, handle)
     try:
@@ -133,12 +133,12 @@ def _read_shutdown_s() -> float:
 
 
 class Stop:
-    """Passes the first signal on to the ranks; a second Ctrl-C, or too long a wait, ends them.
+    """The stop of a job: the first signal goes on to the ranks; a second Ctrl-C, or a timeout, kills them.
 
-    The agent passes it on by itself, unless it waits for a store that is out of reach: then this does.
+    Normally the agent passes the signal on. If it waits for an unreachable store, this class does.
 
     Attributes:
-        num_killed: how many ranks had to be killed.
+        num_killed: the number of ranks that were killed.
         lost: whether the pump was killed.
     """
 
@@ -153,7 +153,7 @@ class Stop:
         self.lost = False
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """The signals' handler."""
+        """Handle a signal."""
         now = time.monotonic()
         if self._rounds.asked is None:
             self._asked_s = now
@@ -162,7 +162,7 @@ class Stop:
             self._is_urgent = True
 
     def supervise(self, agent: threading.Thread, pump: Pump | None, watcher: Watcher | None = None) -> None:
-        """Waits for the agent's end, or for that of the ranks after a signal or a watcher's word."""
+        """Wait until the agent ends, or until the ranks end after a signal or a watcher's verdict."""
         while agent.is_alive():
             agent.join(0.1)
             if watcher is not None and watcher.told and self._rounds.asked is None:
@@ -181,7 +181,7 @@ class Stop:
                 agent.join(_AGENT_S)
                 return
             if not self._ranks.latest and waited_s > _NOBODY_S:
-                return  # it waits for other nodes
+                return  # the agent waits for other nodes
             if waited_s > _AGENT_S:
                 self._ranks.send(self._rounds.asked)
                 if not self._ranks.running:

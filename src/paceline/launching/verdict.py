@@ -1,4 +1,4 @@
-"""What is said at the end of a job: which rank failed first, by what and where, and where the rest is."""
+"""Builds the last message of a job: which rank failed first, its error, and the place of the logs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _LOST_ELSEWHERE = (
 
 
 def judge(job: ScriptJob, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
-    """Raises what ended the job, if it did not end well.
+    """Raise the error that ended a failed job.
 
     Raises:
-        JobStuck: the watcher has found that the ranks can't go on.
-        RankFailed: a rank failed; the first one that did not just lose its peer.
-        Interrupted: the job was asked to stop.
-        PacelineError: PL344 where the ranks could not be started, PL603 where output could not be written.
-        OSError: too few files may be open.
+        JobStuck: if the watcher has found that the ranks cannot continue.
+        RankFailed: if a rank failed; for the first one that did not only lose its peer.
+        Interrupted: if the job was asked to stop.
+        PacelineError: PL344 if the ranks could not be started, PL603 if output could not be written.
+        OSError: if the limit of open files is too low.
     """
     try:
         raise_if_ended(job, stop)
@@ -63,12 +63,12 @@ def judge(job: ScriptJob, ranks: Ranks, error: BaseException | None, stop: Stop)
         _refuse_lost_output(job)
         return
     if cause is None:
-        # Nobody asked this job to stop: the script itself raised KeyboardInterrupt, or left by such a code.
+        # The job was not asked to stop: the script raised KeyboardInterrupt, or exited with such a code.
         cause = next((ending for ending in endings if ending.code in ASKED_TO_STOP), None)
     if cause is not None:
         raise _fail(job, ranks, cause) from None
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        raise error  # no word of the rendezvous; the command reports the limit
+        raise error  # not an error of the rendezvous; the command reports the limit
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     if isinstance(error, RendezvousError | OSError | RuntimeError | ValueError):
@@ -82,11 +82,11 @@ def judge(job: ScriptJob, ranks: Ranks, error: BaseException | None, stop: Stop)
 
 
 def raise_if_ended(job: Job, stop: Stop) -> None:
-    """Raises what made the launcher end the ranks; also has the pump pass on what they have printed.
+    """Raise the reason why the launcher ended the ranks, after the pump has passed on their output.
 
     Raises:
-        PumpLost: nobody carries their output any more.
-        JobStuck: the watcher has found that they can't go on.
+        PumpLost: if the pump has died, so that the ranks' output is lost.
+        JobStuck: if the watcher has found that the ranks cannot continue.
     """
     if stop.lost:
         raise PumpLost
@@ -97,14 +97,14 @@ def raise_if_ended(job: Job, stop: Stop) -> None:
 
 
 def explain_death(job: Job, ranks: Ranks, pid: int, status: int) -> str:
-    """Who killed a rank from outside, as far as that is known; empty where nobody did."""
+    """Return a sentence on what killed a rank from outside, if known, else an empty string."""
     if ranks.keeper_died:
         return "The process that ranks are forked from was killed, and the ranks with it."
     return describe_kill(pid, job.ooms) if status == -signal.SIGKILL else ""
 
 
 def tell_restart(job: ScriptJob, ranks: Ranks, remaining: int) -> None:
-    """Logs why all ranks of this node start again."""
+    """Log why all ranks of this node start again."""
     cause = find_cause(_collect_endings(job, ranks))
     if cause is None:
         log.warning("the nodes have changed; all ranks start again")
@@ -116,10 +116,10 @@ def tell_restart(job: ScriptJob, ranks: Ranks, remaining: int) -> None:
 
 
 def _refuse_lost_output(job: ScriptJob) -> None:
-    """Raise after a run that ended well, if a full disk did not take all that ranks have printed.
+    """Raise PL603 after a successful run if some of the ranks' output could not be written.
 
-    The ranks ran on, because hours of training are worth more than lines of output. But whoever reads only
-    the exit code must not take the output for complete.
+    The ranks continued, because hours of training are worth more than lines of output. But a reader of the
+    exit code alone must not assume that the output is complete.
     """
     if job.pump.lost is None:
         return
@@ -135,7 +135,7 @@ def _refuse_lost_output(job: ScriptJob) -> None:
 
 
 def _collect_endings(job: ScriptJob, ranks: Ranks) -> list[Ending]:
-    """How each rank of the last round ended: by its own word, or else by its status and its log."""
+    """Return how each failed rank of the last round ended: by its own record, else by its status and log."""
     told = {ending.rank: ending for ending in read_endings(job.attempt)}
     for process in ranks.latest:
         rank, status = process.start.rank, process.returncode
@@ -166,13 +166,13 @@ def _fail(job: ScriptJob, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck 
     job.keeps_logs = True
     ours = cause.error()
     if ours is not None:
-        ours.exit_code = 1  # as torchrun's, where a rank fails
+        ours.exit_code = 1  # as torchrun's if a rank fails
         return ours
     return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
 
 
 def _explain(job: ScriptJob, ranks: Ranks, cause: Ending) -> tuple[Said | None, bool]:
-    """The watcher's word on why ranks failed, if it has one; and whether this one failed of that."""
+    """Return the watcher's explanation of why ranks failed, if any, and whether this rank failed of that."""
     if job.watcher is None:
         return None, False
     logs = {p.start.rank: _read_tail(p.start.log) for p in ranks.latest}

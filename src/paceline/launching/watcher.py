@@ -1,4 +1,4 @@
-"""What the launcher asks of somebody who watches its ranks: `paceline.watch`, which `cli` brings along."""
+"""The protocol between the launcher and a watcher of its ranks, which `paceline.watch` implements."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-# Just before NCCL's own ten minutes, after which it would end ranks that wait, without saying for whom: so no
-# job is ended that torch's defaults would have let live. A rank that computes has ten times as long.
+# Just before NCCL's own timeout of 10 minutes, after which it would end waiting ranks without naming those
+# that they wait for. So no job is ended that torch's defaults would have let run. A computing rank has ten
+# times as long.
 HANG_AFTER_S = 540.0
 # The watcher's socket in the folder of a launch.
 SOCKET = "watch"
 
 NoteError = Callable[[BaseException], None]
-"""Called in a rank with the exception that ends its script, before anybody else hears of it."""
+"""Called in a rank with the exception that ends its script, before it is reported elsewhere."""
 
 
 def name_stacks(folder: Path, rank: int) -> Path:
-    """Where a rank's interpreter writes its stacks, in the folder of an attempt."""
+    """Return the file where a rank's interpreter writes its stacks, in the folder of an attempt."""
     return folder / f"stacks-{rank}"
 
 
 def preload_watch(watch: str) -> None:
-    """Import what lets the watcher into a rank, so that ranks that are forked afterwards have it already."""
+    """Import the watcher's entry module, so that ranks that are forked afterwards already have it."""
     if watch:
         importlib.import_module(watch.partition(":")[0])
 
 
 def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callable[[], NoteError]:
-    """Load what lets the watcher into a rank; it is called once nobody hides modules any more.
+    """Return a function that starts the watch in a rank; call it when all modules are visible again.
 
     Args:
-        watch: see `Watcher.entry`; empty where nobody watches.
-        rank: its number among all.
+        watch: see `Watcher.entry`; empty if there is no watcher.
+        rank: the rank's global number.
         launch_folder: the launcher's.
-        folder: where this attempt's ranks leave word.
+        folder: the folder for the records of this attempt's ranks.
     """
     if not watch:
         return lambda: ignore_error
@@ -50,7 +51,7 @@ def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callab
 
 
 def ignore_error(error: BaseException) -> None:
-    """What a rank that nobody watches calls."""
+    """Do nothing with an error; the `NoteError` of an unwatched rank."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class WatchedRank:
     Attributes:
         rank: global.
         world_size: of the job.
-        folder: where this attempt's ranks leave word.
-        pid: 0 where it hasn't started yet.
-        exit_code: of one that has ended (negative: the signal that ended it).
+        folder: the folder for the records of this attempt's ranks.
+        pid: 0 if it has not started yet.
+        exit_code: of a rank that has ended (negative: the signal that ended it).
     """
 
     rank: int
@@ -74,11 +75,11 @@ class WatchedRank:
 
 @dataclass(frozen=True)
 class Said:
-    """What a watcher has to say.
+    """A watcher's message.
 
     Attributes:
         text: for people.
-        table: the same for programs, as JSON holds it: a finding, and what belongs to it.
+        table: the same for programs, as JSON-able values: a finding, with its details.
     """
 
     text: str
@@ -86,11 +87,11 @@ class Said:
 
 
 class JobStuck(Exception):  # noqa: N818 (an event, told as one)
-    """The watcher has found that the job can't go on, and the ranks were ended.
+    """The error of a job that cannot continue, by the watcher's verdict; its ranks were ended.
 
     Attributes:
-        said: its verdict.
-        hint: where more can be read; may be empty.
+        said: the verdict.
+        hint: where to read more; may be empty.
     """
 
     exit_code = 1
@@ -105,14 +106,14 @@ class JobStuck(Exception):  # noqa: N818 (an event, told as one)
 
 
 class Watcher(Protocol):
-    """Somebody who watches ranks from the launcher.
+    """A watcher of ranks in the launcher.
 
     Attributes:
         entry: `module:function` that each rank calls before the script's first line, with its global rank,
-            the path of the watcher's socket, and that of a file for its stacks. What it gives has a method
+            the path of the watcher's socket, and that of a file for its stacks. Its result has a method
             `note_error`, a `NoteError`.
-        told: the verdict, once there is one that shall end the job.
-        told_of_others: where the other ranks were when the first one failed.
+        told: the verdict that ends the job, or `None`.
+        told_of_others: the places of the other ranks when the first one failed.
     """
 
     @property
@@ -123,35 +124,35 @@ class Watcher(Protocol):
     def told_of_others(self) -> str: ...
 
     def begin(self, folder: Path, look: Callable[[], Sequence[WatchedRank]]) -> None:
-        """Starts to watch.
+        """Start to watch.
 
         Args:
-            folder: of the launch; ranks reach the watcher there.
-            look: gives the newest process of each of this node's ranks.
+            folder: of the launch; it contains the watcher's socket.
+            look: returns the newest process of each of this node's ranks.
         """
 
     def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
-        """Ranks are about to start, on this node as number `node` of so many.
+        """Prepare for ranks that are about to start, on this node as number `node` of `num_nodes`.
 
         Args:
             host, port: of the store where they meet.
-            attempt: how often they have been restarted.
+            attempt: the number of restarts so far.
         """
 
     def note_failure(self, rank: int, status: int) -> None:
-        """A rank has failed, with this exit code or signal, and the others live on until this returns."""
+        """Record that a rank has failed, with this exit code or signal; the others run until this returns."""
 
     def explain_failure(self, died: str = "") -> Said | None:
-        """Why ranks failed that only felt what was wrong elsewhere; `None` where nothing is known of that.
+        """Return why ranks failed of an error elsewhere; `None` if no such cause is known.
 
         Args:
-            died: a sentence on the rank that failed first, and by what.
+            died: a sentence on the rank that failed first, and its error.
         """
 
     def end(self) -> None:
-        """Stops to watch."""
+        """Stop watching."""
 
 
 build_default: Callable[[float], Watcher] | None = None
-"""Builds the watcher of a launch from Python, from `hang_after_s`. The front door (`paceline/__init__.py`)
-sets it, because this layer does not know `paceline.watch`."""
+"""Builds the watcher of a launch from Python, from `hang_after_s`. `paceline/__init__.py` sets it, because
+this layer must not import `paceline.watch`."""

@@ -1,4 +1,4 @@
-"""Recognise autograd's nodes."""
+"""Recognises autograd's nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look private names up in the installed torch, and refuse a torch that lacks them.
+"""Searches the installed torch for private names, and refuses a torch that lacks them.
 
 torch is imported only when a name is looked up.
 """
@@ -20,8 +20,8 @@ _ABSENT = object()
 def has_name(path: str) -> bool:
     """Return whether the installed torch has a name, given as a dotted path.
 
-    The last part may also be an attribute that instances of a class get: one that the class declares, or that
-    its methods name.
+    The last part may also be an attribute of a class's instances: one that the class declares, or that its
+    methods use.
     """
     first, *rest = path.split(".")
     found: Any = importlib.import_module(first)
@@ -38,15 +38,15 @@ def has_name(path: str) -> bool:
 
 
 def find_missing(names: Iterable[TorchName]) -> list[TorchName]:
-    """Return the names that the installed torch lacks; of alternatives it must have one."""
+    """Return the names that the installed torch lacks; a name with alternatives needs one of them."""
     return [name for name in names if not any(map(has_name, name.paths))]
 
 
 def require(topic: str) -> None:
-    """Check that the installed torch has the names of one part of the table that have no fallback.
+    """Check that the installed torch has all names in one part of the table that have no fallback.
 
     Raises:
-        PacelineError: PL396 with the version and every name that is missing.
+        PacelineError: PL396 with the version and every missing name.
     """
     missing = find_missing(name for name in NAMES[topic] if not name.fallback)
     if missing:
@@ -55,17 +55,17 @@ def require(topic: str) -> None:
 
 @contextmanager
 def checked(topic: str) -> Iterator[None]:
-    """Check names before the imports inside of this, which would raise an ImportError for a missing one.
+    """Check names before the imports inside the context, which would raise an ImportError for a missing one.
 
     Raises:
-        PacelineError: PL396 as `require`.
+        PacelineError: PL396, as `require` does.
     """
     require(topic)
     yield
 
 
 def set_existing(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of torch's that must be there already, as torch would not read a new one.
+    """Set an attribute of a torch object; it must exist already, because torch would not read a new one.
 
     Raises:
         PacelineError: PL396 if there is none.

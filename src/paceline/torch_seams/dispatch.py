@@ -1,4 +1,4 @@
-"""See every operation of torch, and call operations that no mode sees."""
+"""Observes every operation of torch, and calls operations hidden from modes."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def has_modes() -> bool:
 
 
 def read_schema(operator: Any) -> Any:
-    """Return an operator's schema: its name, its overload, and its arguments with what it writes."""
+    """Return an operator's schema: its name, its overload, its arguments, and which of them it writes."""
     return operator._schema

@@ -1,4 +1,4 @@
-"""Reach into torchelastic's rendezvous and agent."""
+"""Accesses private parts of torchelastic's rendezvous and agent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ with checked("elastic"):
 
 
 def forget_store(handler: RendezvousHandler) -> None:
-    """Have a rendezvous open a store of its own for the next round.
+    """Make a rendezvous open a new store for the next round.
 
-    A dynamic one keeps its first for all rounds (dynamic_rendezvous.py, next_rendezvous).
+    A dynamic rendezvous otherwise keeps its first store for all rounds (dynamic_rendezvous.py,
+    next_rendezvous).
     """
     if isinstance(handler, DynamicRendezvousHandler):
         set_existing(handler, "_bootstrap_store_info", None)
@@ -28,7 +29,7 @@ def forget_store(handler: RendezvousHandler) -> None:
 
 
 def use_own_clock(handler: RendezvousHandler) -> None:
-    """Have a dynamic rendezvous compare times of other nodes by this node's clock alone."""
+    """Make a dynamic rendezvous measure the times of other nodes with this node's clock."""
     if isinstance(handler, DynamicRendezvousHandler):
         theirs: Any = handler._state_holder
         executor: Any = handler._op_executor
@@ -38,10 +39,10 @@ def use_own_clock(handler: RendezvousHandler) -> None:
 
 
 class OwnClockState(_BackendRendezvousStateHolder):
-    """The rendezvous' state, whose times of other nodes are translated to this node's clock.
+    """The rendezvous' state, with the times of other nodes converted to this node's clock.
 
-    A heartbeat counts from when this node first saw it, and the last call from when this node first saw that
-    enough nodes have met.
+    A heartbeat's age counts from the time when this node first saw it. The last call counts from the time
+    when this node first saw that enough nodes have met.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -61,7 +62,7 @@ class OwnClockState(_BackendRendezvousStateHolder):
             node: now - timedelta(seconds=now_s - seen_s) for node, (_, seen_s) in self._seen.items()
         }
         super()._sanitize()
-        # This node's own is compared with its own clock, and the others' go back as they were told.
+        # Only this node's comparison uses converted times; the state goes back with the times as received.
         state.last_heartbeats = {node: told[node] for node in state.last_heartbeats}
         if state.deadline is None:
             self._last_call = None
@@ -76,7 +77,7 @@ class SteppedAgent(LocalElasticAgent):
     """torchelastic's agent, with public names for the steps that a subclass extends."""
 
     def meet(self, group: WorkerGroup) -> None:
-        """Meet the other nodes, and give the ranks of this one their numbers."""
+        """Meet the other nodes, and assign numbers to the ranks of this one."""
         super()._rendezvous(group)
 
     def start_ranks(self, group: WorkerGroup) -> dict[int, Any]:
@@ -85,7 +86,7 @@ class SteppedAgent(LocalElasticAgent):
         return started
 
     def look_at_ranks(self, group: WorkerGroup) -> RunResult:
-        """Return how the ranks of this node are."""
+        """Return the state of this node's ranks."""
         result: RunResult = super()._monitor_workers(group)
         return result
 
@@ -99,7 +100,7 @@ class SteppedAgent(LocalElasticAgent):
 
     @property
     def restarts_left(self) -> int:
-        """How many restarts are left."""
+        """The number of restarts left."""
         return self._remaining_restarts
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:

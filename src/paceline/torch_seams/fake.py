@@ -1,4 +1,4 @@
-"""Run operations for the shapes of their results. Apart from `dispatch`, as its import takes long."""
+"""Runs operations only for the shapes of their results; not in `dispatch`, because its import is slow."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """torch's own records of a sharded model: every private name of torch that sharding relies on.
 
 `fully_shard` is public. The record that it keeps of each parameter is private, and its names differ between
-torch 2.11, 2.12 and 2.13. Nothing else in the project knows them. `check_torch` looks for each name in the
-installed torch, so that a version without one is refused by name and not by an AttributeError inside a step.
+torch 2.11, 2.12 and 2.13. No other file of the project uses them. `check_torch` searches the installed torch
+for each name, so that a missing one is reported by name and not by an AttributeError inside a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ else:
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     except ImportError:
-        # Layouts without dp_shard must go on working.
+        # Layouts without dp_shard must still work.
         AllGather = ReduceScatter = object
         _missing.append(f"{_API}.AllGather and ReduceScatter")
 
@@ -35,7 +35,7 @@ else:
 _collect: Any = getattr(_common_utils, "collect_grad_tensors", None)
 _replace: Any = getattr(_common_utils, "replace_grad_tensors", None)
 
-# Set by torch on every record; `_unsharded_param` from the first gather on.
+# torch sets these on every record, and `_unsharded_param` at the first gather.
 _ATTRIBUTES = (
     "sharded_param",
     "sharded_size",
@@ -100,7 +100,7 @@ def gathered(record: Any) -> nn.Parameter | None:
 
 
 def clear_gradients(record: Any) -> None:
-    """Drop what a step that was not finished has left in a record."""
+    """Drop the gradients that an unfinished step has left in a record."""
     record.unsharded_accumulated_grad = None
     whole = gathered(record)
     if whole is not None:
@@ -148,12 +148,12 @@ def _acting(
 
 
 def set_input_hook(module: FSDPModule, act: Callable[..., tuple[Any, Any]]) -> None:
-    """Call `act` in place of what torch does to a block's inputs so that backward ends the block.
+    """Replace torch's hook on a block's inputs, which ends the block's backward, by `act`.
 
     Args:
         module: sharded.
-        act: gets torch's function, one that ends the block's backward, and the call's arguments and keyword
-            arguments; returns these two.
+        act: gets torch's function, a function that ends the block's backward, and the call's arguments and
+            keyword arguments; returns the latter two.
     """
     for group in list_groups(module):
         register = group._register_post_backward_hook
@@ -161,7 +161,7 @@ def set_input_hook(module: FSDPModule, act: Callable[..., tuple[Any, Any]]) -> N
 
 
 def set_output_hook(module: FSDPModule, act: Callable[..., Any]) -> None:
-    """Call `act` in place of what torch does to a block's output so that backward begins the block.
+    """Replace torch's hook on a block's output, which begins the block's backward, by `act`.
 
     Args:
         module: sharded.
@@ -172,20 +172,20 @@ def set_output_hook(module: FSDPModule, act: Callable[..., Any]) -> None:
 
 
 def pass_block(module: FSDPModule) -> None:
-    """Do what torch does around a block's forward: gather its parameters, and free them again."""
+    """Run torch's hooks around a block's forward: gather its parameters, and free them again."""
     state: Any = module._get_fsdp_state()
     state._pre_forward(module, (), {})
     state._post_forward(module, (), None)
 
 
 def begin_backward(module: FSDPModule) -> None:
-    """Do what torch does before a block's backward: gather its parameters."""
+    """Run torch's hook before a block's backward: gather its parameters."""
     state: Any = module._get_fsdp_state()
     state._pre_backward(None)
 
 
 def end_backward(module: FSDPModule) -> None:
-    """Do what torch does after a block's backward: free its parameters and sum its gradients."""
+    """Run torch's hook after a block's backward: free its parameters and sum its gradients."""
     for group in list_groups(module):
         _end(group)
 
@@ -202,7 +202,7 @@ def find_trained(value: Any) -> list[Tensor]:
 
 
 def replace_trained(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a value with other tensors in place of those that `find_trained` gives, in this order."""
+    """Return a value with the tensors of `find_trained` replaced by others, in the same order."""
     if _replace is not None:
         return _replace(value, iter(tensors))
     others = iter(tensors)
@@ -214,13 +214,13 @@ def _is_trained(leaf: Any) -> bool:
 
 
 def unmark(module: nn.Module) -> None:
-    """Take torch's mark of sharded modules off a module, if it is marked."""
+    """Remove torch's mark of sharded modules from a module, if it is marked."""
     if getattr(module, "_is_fsdp_managed_module", False):
         module._is_fsdp_managed_module = False  # type: ignore[assignment]
 
 
 def forget_iteration(root: FSDPModule) -> None:
-    """Drop what torch has under way after a forward or backward that raised, where torch can."""
+    """Drop torch's state of an unfinished forward or backward after an exception, if torch supports it."""
     reset = getattr(root, "reset_iter_state", None)
     if reset is not None:
         reset()

@@ -1,4 +1,4 @@
-"""Reach c10d's record of the process groups of this process, and the store on which they met."""
+"""Accesses c10d's record of this process's groups, and the store where they met."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ require("groups")
 
 
 def forget_group_count() -> None:
-    """Have torch name the next group as if it were the first.
+    """Make torch name the next group as if it were the first.
 
-    torch names a group by how many there were, and does not count back if one could not be made: this rank
+    torch names a group by the number of earlier ones, and also counts one that could not be made. This rank
     would then wait for the others under a name that they do not use.
     """
     set_existing(dist.distributed_c10d._world, "group_count", 0)

@@ -1,4 +1,4 @@
-"""Reach into torch's DataLoader and its workers."""
+"""Accesses private parts of torch's DataLoader and its workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ with checked("loader"):
 
 
 def forget_worker() -> None:
-    """Have `get_worker_info` return None in this worker, so that a data set does not cut itself up."""
+    """Make `get_worker_info` return None in this worker, so that a data set does not divide itself."""
     set_existing(torch_worker, "_worker_info", None)
 
 
@@ -23,7 +23,7 @@ def list_workers(iterator: Any) -> list[Any]:
 
 
 def end_iteration(loader: DataLoader[Any]) -> None:
-    """End the workers of a loader that has some under way, persistent ones too."""
+    """End the running workers of a loader, including persistent ones."""
     iterator: Any = loader._iterator
     if iterator is not None:
         iterator._shutdown_workers()

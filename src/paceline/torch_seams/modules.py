@@ -1,4 +1,4 @@
-"""Reach into torch's modules."""
+"""Accesses private parts of torch's modules."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def list_forward_hooks(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
-    """Return the dicts of hooks before and after the forward, and of those called whatever is raised.
+    """Return the dicts of hooks before and after the forward, and of those called even after an exception.
 
-    torch's own keys are whole numbers, so a key that is a string is ours. A copy of the module has it too.
+    torch's own keys are integers, so Paceline's keys are strings. A copy of the module has them too.
     """
     return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
 
@@ -64,13 +64,13 @@ def list_hooks(module: nn.Module) -> list[Any]:
 
 
 def find_call(module: nn.Module) -> Callable[..., Any]:
-    """Return what calls a module's hooks and its forward, uncompiled."""
+    """Return the function that calls a module's hooks and its forward, uncompiled."""
     call: Callable[..., Any] = module._call_impl
     return call
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have a module's calls run this, as `Module.compile` does with what it compiles."""
+    """Make a module's calls run a function, as `Module.compile` does with the compiled one."""
     set_existing(module, "_compiled_call_impl", call)
 
 
@@ -78,7 +78,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 def replaced_truncated_normal(
     make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
 ) -> Iterator[None]:
-    """Draw truncated normals by another function, which `make` makes from torch's."""
+    """Replace torch's function for truncated normals by the one that `make` builds from it."""
     original = getattr(nn.init, _TRUNCATED_NORMAL)
     set_existing(nn.init, _TRUNCATED_NORMAL, make(original))
     try:

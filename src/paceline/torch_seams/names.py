@@ -1,7 +1,8 @@
-"""The table of torch's private names: each with its use here, and the public way where torch has one.
+"""The table of torch's private names: each with its use here, and the public way if torch has one.
 
-A part of the table is what the file of that name in this folder touches. It is plain data without torch, so
-that all of it can be looked up at once: `tests/torch_seams/test_names.py` lists what a torch lacks.
+Each part of the table lists the names used in the file of that name in this folder. The table is plain data
+without torch, so that all names can be checked at once: `tests/torch_seams/test_names.py` lists the names
+that a torch lacks.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TorchName:
-    """A name of torch's that Paceline uses although torch does not document it.
+    """A name of torch that Paceline uses although torch does not document it.
 
     Args:
-        path: dotted, from `torch` on; alternatives that different versions have are divided by " or ".
-        use: what it is used for.
-        public: the public way, and why it does not do; "" where there is none.
-        fallback: what happens without it. Names that have none are refused when they are missing.
+        path: dotted, beginning with `torch`; the alternatives of different versions are separated by " or ".
+        use: its purpose here.
+        public: the public way, and why it is not sufficient; "" if there is none.
+        fallback: what happens without it. A torch that lacks a name without fallback is refused.
     """
 
     path: str
@@ -27,7 +28,7 @@ class TorchName:
 
     @property
     def paths(self) -> list[str]:
-        """Each alternative."""
+        """The alternatives."""
         return self.path.split(" or ")
 
 
@@ -42,7 +43,7 @@ _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _PL449 = "dp_shard is refused with PL449; other layouts work"
 _ALL_ROUNDS = "a restart meets at a store of its own"
 
-# Nodes of autograd that only view, copy or cut their input: no value changes.
+# Autograd nodes that only view, copy or cut their input: no value changes.
 VIEW_NODES = (
     "AliasBackward0",
     "CloneBackward0",
@@ -114,7 +115,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch._subclasses.fake_tensor.FakeTensor", "recognises tensors without numbers"),
         TorchName("torch._subclasses.fake_tensor.FakeTensorMode", "runs a model for its shapes, to plan tp"),
     ),
-    # `check_torch` in fsdp.py looks at a sharded model once more, and refuses with PL449.
+    # `check_torch` in fsdp.py checks a sharded model again, and raises PL449.
     "fsdp": (
         TorchName(f"{_FSDP}._fsdp_api.AllGather", "gathers parameters by buffers of ours", "", _PL449),
         TorchName(f"{_FSDP}._fsdp_api.ReduceScatter", "sums gradients in the exact order", "", _PL449),

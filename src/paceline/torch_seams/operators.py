@@ -1,4 +1,4 @@
-"""Call torch's functions that have no public name."""
+"""Calls functions of torch that have no public name."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from paceline.torch_seams.check import require
 
 require("operators")
 
-# What F.scaled_dot_product_attention is if nobody has patched it.
+# The unpatched F.scaled_dot_product_attention.
 ATTENTION: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
-# Where torch's own functionals look up `dropout` and the like.
+# The module in which torch's own functionals look up `dropout` and similar functions.
 FUNCTIONS: ModuleType = torch._VF
 
 
 def find_function(name: str) -> Callable[..., Tensor]:
-    """Return the function of this name that `torch` has if nobody has patched it."""
+    """Return the unpatched function of this name in `torch`."""
     found: Callable[..., Tensor] = getattr(torch._C._VariableFunctions, name)
     return found
 
 
 def measure_norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Return the norm of each tensor, by one kernel if they allow it."""
+    """Return the norm of each tensor, in one kernel if possible."""
     return torch._foreach_norm(tensors)
 
 
 def add_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
-    """Add to each tensor the other one of its place, by one kernel if they allow it."""
+    """Add to each tensor the other list's tensor at the same index, in one kernel if possible."""
     torch._foreach_add_(tensors, others)
 
 
 def multiply_each(tensors: list[Tensor], factor: float) -> None:
-    """Multiply each tensor by one number, by one kernel if they allow it."""
+    """Multiply each tensor by one number, in one kernel if possible."""
     torch._foreach_mul_(tensors, factor)
 
 
 def view_negated(tensor: Tensor) -> Tensor:
-    """Return the view of a tensor that has the opposite sign."""
+    """Return a view of a tensor with the opposite sign."""
     return torch._neg_view(tensor)
 
 
 def parse_to(*args: Any, **kwargs: Any) -> Any:
-    """Return device, dtype, non_blocking and memory format from the arguments of a call of `Tensor.to`."""
+    """Return device, dtype, non_blocking and memory format from the arguments of a call to `Tensor.to`."""
     return torch._C._nn._parse_to(*args, **kwargs)
 
 
@@ -58,5 +58,5 @@ def apply_safe_softmax(scores: Tensor) -> Tensor:
 
 
 def reduces_narrow_attention() -> bool:
-    """Return whether torch's attention by plain operations may compute in fp16 and bf16."""
+    """Return whether torch's attention without fused kernels may reduce in fp16 and bf16."""
     return torch._C._get_math_sdp_allow_fp16_bf16_reduction()

@@ -1,4 +1,4 @@
-"""Recompute modules in backward, and get between torch and the forward that it runs again."""
+"""Recomputes modules in backward, and replaces the generator around the repeated forward."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def find_generator() -> Callable[..., Iterator[None]]:
 
 
 def set_generator(generate: Callable[..., Iterator[None]]) -> None:
-    """Put another generator function in its place."""
-    # The name of this module is also the name of a function in its package, and it has its own reference.
+    """Replace the generator function of `find_generator`."""
+    # The composable module has its own reference. It is imported by name, because its package has a function
+    # of the same name.
     composable = importlib.import_module(checkpoint.__module__)
     for module in (torch_checkpoint, composable):
         set_existing(module, _GENERATOR, generate)

@@ -1,4 +1,4 @@
-"""Tell torch's GradScaler from outside whether the gradients are finite."""
+"""Reports to torch's GradScaler from outside whether the gradients are finite."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def has_scaled(scaler: torch.amp.GradScaler) -> bool:
 
 
 def set_found_inf(scaler: torch.amp.GradScaler, device: torch.device, found: Tensor) -> None:
-    """Leave behind for `update` what `unscale_` would: 1.0 if a gradient is not finite, else 0.0."""
-    # Under any key: `update` adds up what all optimizers found.
+    """Set the finding that `update` reads: 1.0 if a gradient is not finite, else 0.0, as `unscale_` would."""
+    # Any key works, because `update` adds up the findings of all optimizers.
     scaler._per_optimizer_states[0]["found_inf_per_device"] = {device: found}

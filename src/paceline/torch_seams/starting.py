@@ -1,4 +1,4 @@
-"""Apply settings of a rank to a process that has imported torch already. torch is imported only then."""
+"""Applies a rank's settings to a process that has already imported torch; imports torch only when called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.torch_seams.check import require
 
 
 def read_log_settings() -> None:
-    """Have torch read TORCH_LOGS and its like again."""
+    """Make torch read TORCH_LOGS and similar variables again."""
     require("starting")
     import torch._logging._internal as logs
 

@@ -1,4 +1,4 @@
-"""Reach into torch's tensors."""
+"""Accesses private parts of torch's tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ require("tensors")
 
 
 def read_version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place."""
+    """Return the number of in-place writes to a tensor."""
     return tensor._version
 
 
@@ -24,7 +24,7 @@ def find_base(tensor: Tensor) -> Tensor | None:
 
 
 def identify(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage itself, the same from all of its Python objects."""
+    """Return the address of a storage's own record, the same for all of its Python objects."""
     return int(storage._cdata)
 
 
@@ -34,7 +34,7 @@ def read_hooks(tensor: Tensor) -> Any:
 
 
 def set_hooks(tensor: Tensor, hooks: Any) -> None:
-    """Give a tensor a dict of hooks in place of its own, so that handles to the dict's hooks remove them."""
+    """Replace a tensor's dict of hooks, so that the handles of the dict's hooks still remove them."""
     tensor._backward_hooks = hooks
 
 
@@ -44,5 +44,5 @@ def read_accumulate_hooks(tensor: Tensor) -> dict[int, Any]:
 
 
 def is_pickling(frame: FrameType) -> bool:
-    """Return whether a frame is the one in which torch turns a tensor into what pickle writes."""
+    """Return whether torch reduces a tensor for pickle in this frame."""
     return frame.f_code is Tensor._reduce_ex_internal.__code__

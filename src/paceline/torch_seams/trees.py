@@ -1,4 +1,4 @@
-"""Walk nested lists, tuples and dicts by torch's pytrees, as torch's own modules and hooks do."""
+"""Walks nested lists, tuples and dicts by torch's pytrees, as torch's own modules and hooks do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Look into torch from a rank that is watched. Import nothing of torch: the script may not have done so yet.
+"""Inspects torch in a watched rank; imports nothing of torch, because the script may not have done so yet.
 
-The watch must not end a healthy script, so a name that a torch lacks turns a part of the watch off. The table
-says which part.
+The watch must not end a healthy script, so a missing name turns off a part of the watch. The table lists
+which part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-# The Flight Recorder's two sources; a record is known by the number of its source.
+# The Flight Recorder's two sources; records carry the index of their source.
 _DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 _INDUCTOR = "_inductor"
 
@@ -31,7 +31,7 @@ def find_group_class() -> Any | None:
 
 
 def list_dumps() -> list[tuple[int, Any]]:
-    """Return the functions that give the Flight Recorder's records, each with the number of its source."""
+    """Return the functions that return the Flight Recorder's records, each with its source's number."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     found = [(source, getattr(c10d, name, None)) for source, name in enumerate(_DUMPS)]
     return [(source, dump) for source, dump in found if dump is not None]
@@ -39,9 +39,9 @@ def list_dumps() -> list[tuple[int, Any]]:
 
 @contextmanager
 def without_inductor() -> Iterator[None]:
-    """Keep torch from importing its compiler, which takes seconds, to ask it for frames of compiled code.
+    """Keep torch from importing its compiler (seconds) to search it for frames of compiled code.
 
-    Meanwhile `torch._inductor` is a module that lacks `codecache` alone, unless the script has imported it.
+    Inside, `torch._inductor` is a module that lacks only `codecache`, unless the script has imported it.
     """
     torch = sys.modules["torch"]
     if f"torch.{_INDUCTOR}" in sys.modules:
@@ -56,7 +56,7 @@ def without_inductor() -> Iterator[None]:
 
 
 class _LaterModule(ModuleType):
-    """A module that is imported when somebody else than the recorder wants something of it."""
+    """A module that is imported when other code than the recorder uses it."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "codecache":
@@ -65,9 +65,9 @@ class _LaterModule(ModuleType):
 
 
 def hide_from_compiler(torch: Any, *functions: Callable[..., Any]) -> None:
-    """Keep torch.compile out of functions of ours, and what they call, that the script's own code calls.
+    """Exclude Paceline's functions, and those that they call, from torch.compile in the script's code.
 
-    Does nothing on a torch that has other words for it: then they may be compiled as frames of their own.
+    Does nothing if this torch names it differently: the functions may then be compiled as separate frames.
     """
     with suppress(AttributeError):
         compiler = torch._C._dynamo.eval_frame
@@ -77,27 +77,27 @@ def hide_from_compiler(torch: Any, *functions: Callable[..., Any]) -> None:
 
 
 def call_after_backward(torch: Any, call: Callable[[], None]) -> None:
-    """Have a function called when the backward pass under way is through."""
+    """Call a function when the current backward pass ends."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def find_backward_number(torch: Any) -> Callable[[], int]:
-    """Return the function that gives the number of the backward pass under way, -1 for none."""
+    """Return the function that returns the number of the current backward pass, -1 for none."""
     found: Callable[[], int] = torch._C._current_graph_task_id
     return found
 
 
 def count_writes(tensor: Any) -> int:
-    """Return how often a tensor was written to in place."""
+    """Return the number of in-place writes to a tensor."""
     return int(tensor._version)
 
 
 def read_values(sparse: Any) -> Any:
-    """Return the numbers of a sparse tensor as they are, duplicates included."""
+    """Return the stored numbers of a sparse tensor, including duplicates."""
     return sparse._values()
 
 
 def read_module(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a module's own parameters and modules; one that is being made may have none yet."""
+    """Return a module's own parameters and modules; a module under construction may have none yet."""
     fields = vars(module)
     return fields.get("_parameters", {}), fields.get("_modules", {})
