@@ -42,7 +42,7 @@ class Case:
         dtype: of training.
         facts: of the reference.
         differences: of all ranks.
-        watched: of the reference's watched step, `None` where it was not watched.
+        watched: of the reference's watched step, `None` if it was not watched.
         observed: of that step, by rank.
     """
 

@@ -78,8 +78,8 @@ class Difference:
         kind: see `run_steps.KINDS`.
         name: full name, empty for numbers.
         rank: the rank that had it.
-        size: the largest difference of an element; infinite where shapes or presence differ.
-        tolerance: the largest that is allowed; 0 where the layout promises bits.
+        size: the largest difference of an element; infinite if shapes or presence differ.
+        tolerance: the largest that is allowed; 0 if the layout promises bits.
         rounding: the largest that rounding explains.
         scale: the largest element of the reference.
         factor: the tensor is the reference times this; `None` if there is no such number.

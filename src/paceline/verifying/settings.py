@@ -39,8 +39,8 @@ class SettingDifference:
         rank: the rank that has it.
         owner: full name of a module, or `FUNCTIONS`, `PROCESS`, `OPTIMIZER`.
         name: of the setting.
-        expected: in one process; empty where it has none.
-        found: on the rank; empty where it has none.
+        expected: in one process; empty if it has none.
+        found: on the rank; empty if it has none.
     """
 
     rank: int

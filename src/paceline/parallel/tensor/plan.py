@@ -61,8 +61,8 @@ class SplitPlan:
             of calls that the trial made there.
         partial: names of whole parameters that get a part of their gradient on each rank.
         outputs: by number among the tensors of the result, how it is cut.
-        draws: by key of each call of a dropout (`dropout.py`), how the dropped tensor is cut; `None` if all
-            ranks have the whole tensor.
+        draws: by key of each call of a dropout (`dropout/masks.py`), how the dropped tensor is cut; `None` if
+            all ranks have the whole tensor.
         sequence: how activations are cut along the sequence, if requested.
         split_bytes: bytes of the cut matrices that are operands of products.
         matmul_bytes: bytes of all matrices that are operands of products.
