@@ -1,6 +1,6 @@
-"""State on disk: committed by one rename, checked by hashes, read back without running code.
+"""State on disk: committed by one rename, verified by hashes, read back without running code.
 
-No function here calls a collective: who writes and reads what is agreed on in `train/state/`.
+No function here calls a collective: `train/state/` coordinates which rank writes and reads what.
 """
 
 from paceline.checkpoint.export import export_model

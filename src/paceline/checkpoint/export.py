@@ -1,4 +1,4 @@
-"""A checkpoint's weights as one plain file for other programs."""
+"""Exports a checkpoint's weights as one plain file for other programs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paceline.errors import PacelineError
 
 
 def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = None) -> int:
-    """Writes the model's tensors as plain safetensors, tied ones under each of their names.
+    """Write the model's tensors as plain safetensors, tied ones under each of their names.
 
-    The file appears whole or not at all, and never in place of another. It takes a few megabytes of memory.
+    The file appears whole or not at all, and never replaces another. It takes a few megabytes of memory.
 
     Args:
         checkpoint: one checkpoint's folder, already found valid.
@@ -69,10 +69,10 @@ def _choose(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 def _publish(tmp: Path, out: Path) -> None:
     try:
-        files.link(tmp, out)  # unlike a rename, never replaces a file that came up meanwhile
+        files.link(tmp, out)  # Unlike a rename, this never replaces a file that has appeared meanwhile.
     except FileExistsError:
         raise
-    except OSError:  # a file system without hard links
+    except OSError:  # A file system without hard links.
         if out.exists():
             raise FileExistsError(str(out)) from None
         files.rename(tmp, out)

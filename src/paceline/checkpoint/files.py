@@ -1,11 +1,11 @@
-"""The few file operations that checkpoints are made of.
+"""The few file operations on which checkpoints are built.
 
-Everything that changes the disk goes through here, so that one place says what "durable" means and
-one place can make it fail. A process may be killed between any two of these operations, and between
-any two bytes of a write; `folder.py` orders them so that this is harmless.
+Everything that changes the disk goes through here, so that one place defines what "durable" means and one
+place can make it fail. A process may be killed between any two of these operations, and between any two bytes
+of a write; `folder.py` orders them so that this is harmless.
 
-`inject` puts a fault hook under them: it is asked before each operation and may raise `OSError`,
-let only some bytes of a write pass, or end the process.
+`inject` installs a fault hook below them: it is called before each operation and may raise `OSError`, let
+only some bytes of a write pass, or end the process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import IO, Literal, Protocol
 
 Operation = Literal["make", "write", "fsync", "rename", "remove"]
 
-# Large enough for the disk, small enough that a hash and a write of it stay in the processor's cache.
+# Large enough for the disk, small enough that hashing and writing it stay within the processor's cache.
 CHUNK_BYTES = 1 << 20
 
 
 class FaultHook(Protocol):
-    """Asked before every operation that changes the disk."""
+    """A hook that is called before every operation that changes the disk."""
 
     def __call__(self, operation: Operation, path: Path, start: int, num_bytes: int) -> int | None:
-        """Lets an operation happen, or not.
+        """Decide whether and how far an operation happens.
 
         Args:
             operation: what is about to happen.
@@ -50,7 +50,7 @@ _hook: FaultHook | None = None
 
 @contextlib.contextmanager
 def inject(hook: FaultHook) -> Iterator[None]:
-    """Puts `hook` under every operation of this process while the block runs."""
+    """Install `hook` below every operation of this process while the block runs."""
     global _hook
     before, _hook = _hook, hook
     try:
@@ -83,7 +83,7 @@ class DurableFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Writes all of `data` (a view of single bytes), in chunks."""
+        """Write all of `data` (a view of single bytes), in chunks."""
         assert self._stream is not None
         view = memoryview(data)
         assert view.itemsize == 1
@@ -106,7 +106,7 @@ class DurableFile:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, and those above it; existing ones stay. Each new name is durable on return."""
+    """Make a folder, and those above it; existing ones stay. Each new name is durable on return."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         _ask("make", folder)
@@ -115,7 +115,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Make the names in a folder durable."""
     _ask("fsync", path)
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -125,7 +125,7 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Renames within one folder, atomically; durable after `sync_folder` of it.
+    """Rename within one folder, atomically; durable after `sync_folder` of it.
 
     A folder at `new` makes it fail with `OSError` unless it is empty; a file there is replaced.
     """
@@ -135,14 +135,14 @@ def rename(old: Path, new: Path) -> None:
 
 
 def link(old: Path, new: Path) -> None:
-    """Gives a file a second name in its folder, failing with `FileExistsError` where that is taken."""
+    """Give a file a second name in its folder, failing with `FileExistsError` if that is taken."""
     assert old.parent == new.parent
     _ask("rename", old)
     os.link(old, new)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with all that is in it, one operation per file."""
+    """Remove a file, or a folder with all that is in it, one operation per file."""
     if path.is_dir() and not path.is_symlink():
         for entry in sorted(path.iterdir()):
             remove(entry)
@@ -154,21 +154,21 @@ def remove(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write on the file system of `path`."""
+    """Return the bytes that this user may still write on the file system of `path`."""
     return shutil.disk_usage(path).free
 
 
 class BusyError(Exception):
-    """Another process, or another thread, holds the lock."""
+    """The error that another process or thread holds the lock."""
 
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[bool]:
-    """Holds a lock file of one's own while the block runs; the kernel drops it when the process ends.
+    """Hold a lock file while the block runs; the kernel releases it when the process ends.
 
-    Gives `True` where the lock is held, and `False` on a file system that has no locks. Record locks
-    (`lockf`) and not `flock`, because a forked loader worker that outlives a killed rank would inherit
-    the latter and go on holding it.
+    Yields `True` if the lock is held, and `False` on a file system without locks. It uses record locks
+    (`lockf`) rather than `flock`, because a forked loader worker that outlives a killed rank would inherit
+    the latter and keep holding it.
 
     Raises:
         BusyError: another process holds it.

@@ -1,4 +1,4 @@
-"""One number for all of a model's weights."""
+"""Computes one hash over all of a model's weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.checkpoint.tensors import tensor_bytes
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over full tensors in name order, in hex.
+    """Return the SHA-256 over full tensors in name order, in hex.
 
-    Per tensor it takes in one line of JSON, `["name", "float32", [2, 3]]` and a newline, then the
-    values in row-major little-endian order. Tied tensors count under each of their names, so that the
-    hash doesn't depend on whether names share memory; neither does it depend on the device.
+    Each tensor contributes one line of JSON, `["name", "float32", [2, 3]]` and a newline, then the values in
+    row-major little-endian order. Tied tensors count under each of their names, so that the hash does not
+    depend on whether names share memory; neither does it depend on the device.
 
     Args:
         tensors: what `model.state_dict()` gives, of any device.
@@ -27,7 +27,7 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def hash_stored(tensors: Mapping[str, StoredTensor]) -> str:
-    """The same of tensors that have not been read, a few megabytes at a time.
+    """Return the same hash for tensors that have not been read, a few megabytes at a time.
 
     Args:
         tensors: what `list_model` gives.

@@ -1,19 +1,19 @@
-"""A run's checkpoints: committed, kept, found again.
+"""Commits, keeps and finds a run's checkpoints.
 
-How a save goes, each step durable before the next begins:
+The steps of a save, each durable before the next begins:
 
 1. `.tmp-step-...` is made, every file written, hashed and fsynced, then the folder.
-2. A former checkpoint of the same step makes room: `.replaced-step-...` if it is whole, else
-   `corrupt-step-...`. Every file is looked at once more: what somebody removed meanwhile fails the save.
-3. One rename gives the new folder its name: that instant is the commit. Then the parent is fsynced.
+2. A former checkpoint of the same step is moved aside: to `.replaced-step-...` if it is whole, else to
+`corrupt-step-...`. Every file is checked once more: one that was removed meanwhile fails the save.
+3. One rename gives the new folder its name; that instant is the commit. Then the parent is fsynced.
 4. What is no longer to be kept is renamed to `.trash-...`, then removed.
 
-Killed before 3, the run has what it had before; killed after it, the new checkpoint. No name that
-counts as a checkpoint ever holds half of one. What a killed process leaves behind is cleared by the
-next save, which knows that nobody is writing there because it holds the lock.
+If killed before 3, the run has its former checkpoints; if killed after it, the new one too. No name that
+counts as a checkpoint ever holds half of one. The next save removes what a killed process leaves behind; it
+holds the lock, so it knows that no other process is writing there.
 
-One process, rank 0, holds the lock and commits; a content (`content/`) says who writes which files into the
-temporary folder. No function here calls a collective.
+One process, rank 0, holds the lock and commits; a content (`content/`) decides who writes which files into
+the temporary folder. No function here calls a collective.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from paceline.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# The lock file keeps other processes out, this one other threads.
+# The lock file excludes other processes, this one other threads.
 _saving = threading.Lock()
 
 
@@ -80,15 +80,15 @@ class CheckpointFolder:
         assert keep >= 1
         self.path = Path(run_folder) / CHECKPOINTS
         self.keep = keep
-        # Folder to what it looked like when all of its hashes were right.
+        # For each folder, its state when all of its hashes were right.
         self._seen_valid: dict[Path, object] = {}
 
     def steps(self) -> dict[int, Path]:
-        """Step to checkpoint, by rising step, valid or not."""
+        """Return the checkpoints by rising step, valid or not."""
         return list_checkpoints(self.path)
 
     def list_runs(self) -> dict[Path, str]:
-        """Return the id of the run that wrote each checkpoint, where its manifest can be read and has one."""
+        """Return the id of the run that wrote each checkpoint, if its manifest is readable and has one."""
         found = {}
         for path in self.steps().values():
             with contextlib.suppress(BadManifestError, NewerFormatError):
@@ -98,7 +98,7 @@ class CheckpointFolder:
         return found
 
     def save(self, step: int, content: Prepared, *, identity: dict[str, Any]) -> Path:
-        """Commit a checkpoint that this process alone writes, and let go of those that need not be kept.
+        """Commit a checkpoint that this process alone writes, and remove those that need not be kept.
 
         On return it is on the disk. On any error, a full disk or Ctrl-C included, the earlier
         checkpoints are as they were and nothing of the new one is left. Only one process calls it.
@@ -133,12 +133,12 @@ class CheckpointFolder:
             PacelineError: PL508 or PL510, as `save`.
         """
         assert step >= 0
-        json.dumps(identity)  # a TypeError is the caller's mistake, and better now than half way
+        json.dumps(identity)  # A TypeError is the caller's mistake, and better raised before the save begins.
         return Save(self, step, num_bytes, identity)
 
     @contextlib.contextmanager
     def explained(self, step: int, num_bytes: int) -> Iterator[None]:
-        """Turn what the file system says of a save into errors of ours.
+        """Convert the file system's errors during a save into ours.
 
         Args:
             step: that is saved.
@@ -160,7 +160,7 @@ class CheckpointFolder:
             raise _save_failed_error(step, self.path, num_bytes, error) from error
 
     def load_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
-        """The newest valid checkpoint, or `None` where the run has none at all.
+        """Return the newest valid checkpoint, or `None` if the run has none at all.
 
         Args:
             on_skip: told of every newer one that is not valid, with what is wrong; without it a
@@ -175,11 +175,11 @@ class CheckpointFolder:
         return read(self._find_newest(on_skip))
 
     def open_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
-        """The same with its tensors unread (`StoredTensor`)."""
+        """Return the newest valid checkpoint with its tensors unread (`StoredTensor`)."""
         return open_usable(self._find_newest(on_skip)) if self.steps() else None
 
     def load(self, path: Path) -> Loaded:
-        """Checks and reads one checkpoint; see `load_checkpoint`."""
+        """Check and read one checkpoint; see `load_checkpoint`."""
         return load_checkpoint(path)
 
     def _find_newest(self, on_skip: OnSkip | None) -> Path:
@@ -188,7 +188,7 @@ class CheckpointFolder:
         return newest
 
     def _commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
-        """Gives a temporary folder with all of its files its name."""
+        """Give a temporary folder with all of its files its final name."""
         final = self.path / step_name(step)
         aside: Path | None = None
         try:
@@ -212,11 +212,11 @@ class CheckpointFolder:
         return final
 
     def _make_room(self, final: Path) -> Path | None:
-        """Moves a former checkpoint of the same step aside and gives its new name."""
+        """Move a former checkpoint of the same step aside, and return its new name."""
         replaced = final.with_name(REPLACED + final.name)
         if not final.exists():
             return None
-        if replaced.exists():  # only where there are no locks, hence nobody cleared up
+        if replaced.exists():  # Only without locks, so nothing was cleared.
             self._discard(replaced)
         findings = verify(final)
         refuse_newer(findings)
@@ -232,7 +232,7 @@ class CheckpointFolder:
         return corrupt
 
     def _clear_leftovers(self) -> None:
-        """Clears what killed processes left; only under the lock, so that no live one writes here."""
+        """Remove what killed processes left; only under the lock, so that no live process writes here."""
         for entry in sorted(self.path.iterdir()):
             if entry.name.startswith((TMP, TRASH)):
                 self._remove(entry)
@@ -244,11 +244,11 @@ class CheckpointFolder:
                     files.rename(entry, final)
 
     def _let_go(self, saved: int) -> None:
-        """Removes checkpoints beyond the newest `keep` valid ones; never the one just saved.
+        """Remove checkpoints beyond the newest `keep` valid ones; never the one just saved.
 
-        Those of later steps (left from before a fall-back) count only if every hash is right, so that
-        a broken one cannot push out the newest valid one. For older ones the manifest and the sizes
-        are enough, since the one just saved is newer and known to be whole. A broken one never counts.
+        Those of later steps (left from before a fall-back) count only if every hash is right, so that a
+        broken one cannot displace the newest valid one. For older ones the manifest and the sizes suffice,
+        because the one just saved is newer and known to be whole. A broken one never counts.
         """
         num_valid = 0
         for step, path in reversed(self.steps().items()):
@@ -271,7 +271,7 @@ class CheckpointFolder:
         return valid
 
     def _discard(self, path: Path) -> None:
-        """Removes a checkpoint so that no half of it can ever be taken for one."""
+        """Remove a checkpoint such that no half of it can ever be mistaken for one."""
         self._seen_valid.pop(path, None)
         trash = path.with_name(f"{TRASH}{path.name.removeprefix('.')}-{secrets.token_hex(4)}")
         try:
@@ -283,7 +283,7 @@ class CheckpointFolder:
         self._remove(trash)
 
     def _remove(self, path: Path) -> None:
-        """Removes a hidden leftover; failing is no harm, because the next save tries again."""
+        """Remove a hidden leftover; a failure is harmless, because the next save tries again."""
         try:
             files.remove(path)
         except FileNotFoundError:
@@ -293,7 +293,7 @@ class CheckpointFolder:
 
 
 class Save:
-    """A save that has begun: it holds the folder's lock and a temporary folder until its `with` block ends.
+    """A save in progress: it holds the folder's lock and a temporary folder until its `with` block ends.
 
     Args:
         checkpoints: of the run.
@@ -344,7 +344,7 @@ class Save:
         path = self._checkpoints._commit(self._step, self.folder, manifest)
         try:
             self._checkpoints._let_go(self._step)
-        except OSError as error:  # the save itself is done
+        except OSError as error:  # The save itself is done.
             logger.warning("old checkpoints in %s cannot be removed: %s", self._checkpoints.path, error)
         return path
 
@@ -354,7 +354,7 @@ class Save:
 
 
 def _look(path: Path) -> object:
-    """What a folder looks like without reading it: names, sizes and times of its files."""
+    """Return a folder's state without reading its files: their names, sizes and times."""
     stats = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
     return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
 

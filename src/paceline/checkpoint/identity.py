@@ -1,4 +1,4 @@
-"""What could change a run's last bits, recorded in checkpoints and compared on resuming."""
+"""Describes what could change a run's last bits; recorded in checkpoints and compared on resuming."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from paceline.finding import Finding
 
-# Keys whose change can change results, with what they are for people. The other keys of an identity
-# (world size, layout, host) tell where a checkpoint comes from and may change freely.
+# Keys whose change can change results, with their names for people. The other keys of an identity (world
+# size, layout, host) show where a checkpoint comes from and may change freely.
 COMPARED: dict[str, str] = {
     "paceline": "Paceline's version",
     "torch": "torch's version",
@@ -33,7 +33,7 @@ def describe_identity(
     layout: str = "dp_replicate=1",
     reduction: str = "fast",
 ) -> dict[str, Any]:
-    """What this process is: versions, device, threads. No collective; the same kind of value on every rank.
+    """Return what this process is: versions, device, threads. No collective; the same keys on every rank.
 
     Args:
         device: what the model is on.
@@ -66,7 +66,7 @@ def describe_identity(
 
 
 def check_identity(saved: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    """One finding (PL512) for each difference that can change results; none stops a run.
+    """Return one finding (PL512) for each difference that can change results; none stops a run.
 
     Args:
         saved: the identity of the checkpoint.
@@ -88,7 +88,7 @@ def check_identity(saved: dict[str, Any], here: dict[str, Any]) -> list[Finding]
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # run from a source tree that nobody installed
+    except metadata.PackageNotFoundError:  # Run from a source tree that is not installed.
         return "unknown"
 
 

@@ -1,4 +1,4 @@
-"""Finding and reading checkpoints; nothing on disk changes."""
+"""Finds and reads checkpoints; changes nothing on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnSkip = Callable[[Path, list[Finding]], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds; all tensors are on the CPU, or unread (`StoredTensor`).
+    """The content of a checkpoint; all tensors are on the CPU, or unread (`StoredTensor`).
 
     Attributes:
         path: its folder.
@@ -45,7 +45,7 @@ class Loaded:
 
 
 def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
-    """The newest valid checkpoint in a `checkpoints` folder that has at least one, valid or not.
+    """Return the newest valid checkpoint in a `checkpoints` folder that has at least one, valid or not.
 
     Raises:
         PacelineError: as `CheckpointFolder.load_newest`.
@@ -71,7 +71,7 @@ def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
 
 
 def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
-    """The checkpoint that a path means: itself, or the newest valid one of a run's folder.
+    """Return the checkpoint that a path means: itself, or the newest valid one of a run's folder.
 
     Args:
         path: a checkpoint's folder, a run's, or the `checkpoints` in that.
@@ -88,7 +88,7 @@ def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
 
 
 def list_at(path: str | Path) -> list[Path]:
-    """All checkpoints that a path means, valid or not, by rising step: itself, or those of a run.
+    """Return all checkpoints that a path means, valid or not, by rising step: itself, or those of a run.
 
     Raises:
         PacelineError: PL514 where there is none.
@@ -113,7 +113,7 @@ def list_at(path: str | Path) -> list[Path]:
 
 
 def load_checkpoint(path: str | Path) -> Loaded:
-    """Checks every hash of one checkpoint and reads it.
+    """Check every hash of one checkpoint and read it.
 
     Raises:
         PacelineError: the first finding of `verify` that makes it unusable.
@@ -124,7 +124,7 @@ def load_checkpoint(path: str | Path) -> Loaded:
 
 
 def check_usable(path: Path) -> None:
-    """Raises a `PacelineError` with the first finding that makes a checkpoint unusable."""
+    """Raise a `PacelineError` with the first finding that makes a checkpoint unusable."""
     findings = verify(path)
     refuse_newer(findings)
     if not is_usable(findings):
@@ -140,7 +140,7 @@ def open_usable(path: Path) -> Loaded:
     """
     manifest = read_manifest(path)
     content = find_content(manifest.content)
-    assert content is not None  # `verify` looks for it
+    assert content is not None  # `verify` checks for it.
     try:
         stored = content.open(path)
         return Loaded(
@@ -175,8 +175,8 @@ def read(path: Path) -> Loaded:
 
 
 def unreadable_error(path: Path | str, error: Exception) -> PacelineError:
-    """Return PL506 for a checkpoint whose hashes are right and whose files don't fit together."""
-    # Someone changes it while we read, or no Paceline wrote it.
+    """Return PL506 for a checkpoint whose hashes are right but whose files do not match each other."""
+    # Another process changes it meanwhile, or no Paceline wrote it.
     return PacelineError(
         "PL506",
         saw=f"{path} cannot be read ({error}).",
@@ -186,9 +186,9 @@ def unreadable_error(path: Path | str, error: Exception) -> PacelineError:
 
 
 def refuse_newer(findings: list[Finding]) -> None:
-    """Raises PL504 if that is among the findings."""
+    """Raise PL504 if it is among the findings."""
     for finding in findings:
         if finding.code == NEWER_FORMAT:
-            # Not skipped like a broken one: going on from an older step would throw work away.
+            # Not skipped like a broken one: continuing from an older step would discard work.
             saw = f"{finding.where}: {finding.saw}"
             raise PacelineError(finding.code, saw=saw, rule=finding.rule, fix=finding.fix)

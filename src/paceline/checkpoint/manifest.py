@@ -1,9 +1,9 @@
-"""`manifest.json`: what a checkpoint consists of, so that every later look can tell whether it still does.
+"""`manifest.json`: lists a checkpoint's files, so that later changes are detected.
 
 The manifest is a JSON object in UTF-8. Every version of the format keeps three things, so that an older
-Paceline can tell "newer" from "broken": the file name; `format_version`; and `manifest_sha256`, which is
-the SHA-256 of the file's own bytes with that value's 64 digits replaced by zeros. One changed bit anywhere
-in a checkpoint is thus found, in the manifest too.
+Paceline can distinguish "newer" from "broken": the file name; `format_version`; and `manifest_sha256`, the
+SHA-256 of the file's own bytes with that value's 64 digits replaced by zeros. So one changed bit anywhere in
+a checkpoint is detected, in the manifest too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEAL = re.compile(rb'"manifest_sha256": "([0-9a-f]{64})"')
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The description of a checkpoint's files.
 
     Attributes:
         step: the optimizer step after which it was taken.
@@ -44,11 +44,11 @@ class Manifest:
 
 
 class BadManifestError(Exception):
-    """The manifest is missing, altered or not one."""
+    """The error of a manifest that is missing, altered or not a manifest."""
 
 
 class NewerFormatError(Exception):
-    """The manifest is whole, and of a newer format version.
+    """The error of a manifest that is whole but has a newer format version.
 
     Attributes:
         version: that version.
@@ -85,7 +85,7 @@ def _seal(text: bytes, digits: str) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks the manifest of a checkpoint's folder; the other files are not looked at.
+    """Read and check the manifest of a checkpoint's folder; the other files are not read.
 
     Raises:
         BadManifestError: with what is wrong, as the end of a sentence.

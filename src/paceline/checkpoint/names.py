@@ -1,4 +1,4 @@
-"""What the entries of a `checkpoints` folder are called, and what each name means.
+"""Names the entries of a `checkpoints` folder, and defines the meaning of each name.
 
 step-00000050                a committed checkpoint
 .replaced-step-00000050      the former one of that step, while a new one takes its place; counts as
@@ -22,18 +22,18 @@ _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
 
 def step_name(step: int) -> str:
-    """`50` gives `step-00000050`."""
+    """Return the name of a step's folder: `step-00000050` for `50`."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's folder is named after, or `None` for another name."""
+    """Return the step that a checkpoint's folder is named after, or `None` for another name."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match is not None else None
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Step to checkpoint, by rising step, valid or not; empty where there is no such folder.
+    """Return the checkpoints by rising step, valid or not; empty if there is no such folder.
 
     Raises:
         PacelineError: PL514 where the folder can't be read: that must not look like a run without any.

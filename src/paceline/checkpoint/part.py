@@ -1,8 +1,8 @@
-"""`Part`: which numbers of a whole tensor somebody has, dimension by dimension.
+"""Describes which elements of a whole tensor a rank holds, dimension by dimension.
 
-A layout cuts every dimension on its own: tp takes one or several runs of a dimension (three for packed
-queries, keys and values), dp_shard a run of rows. So what a rank holds is the product of one list
-of runs per dimension, in the order of the whole tensor.
+A layout cuts every dimension separately: tp takes one or several runs of a dimension (three for packed
+queries, keys and values), dp_shard a run of rows. So a rank holds the product of one list of runs per
+dimension, in the order of the whole tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-# More than any layout makes; a hostile file could ask for any amount of memory.
+# More than any layout makes; a malicious file could otherwise request any amount of memory.
 _MAX_CELLS = 1 << 24
 
 Run = tuple[int, int]
@@ -23,7 +23,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """Some numbers of a whole tensor, themselves a tensor.
+    """The elements of a whole tensor that one rank holds, themselves a tensor.
 
     Attributes:
         whole: shape of the whole tensor.
@@ -35,7 +35,7 @@ class Part:
 
     @staticmethod
     def all_of(shape: Sequence[int]) -> Part:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return Part(tuple(shape), tuple(((0, size),) for size in shape))
 
     @property
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers it has."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
@@ -65,13 +65,13 @@ class Part:
                 end = stop
 
     def overlap(self, other: Part) -> Iterator[tuple[Slices, Slices]]:
-        """Yield the blocks that both have: where in this part, and where in the other one."""
+        """Yield the blocks that both contain: their places in this part and in the other one."""
         found = [_overlap(*pair) for pair in zip(self.runs, other.runs, strict=True)]
         for block in product(*found):
             yield tuple(own for own, _ in block), tuple(theirs for _, theirs in block)
 
     def blocks(self, max_elements: int) -> Iterator[Part]:
-        """Cut it into consecutive blocks, in row-major order of the part, of up to `max_elements` numbers.
+        """Yield it in consecutive blocks, in row-major order of the part, of up to `max_elements` elements.
 
         Only a part with one run per dimension can be cut.
         """
@@ -79,7 +79,7 @@ class Part:
         if not all(shape):
             return
         starts = [runs[0][0] for runs in self.runs]
-        # The first dimension of which one index fits; those before it are walked index by index.
+        # The first dimension of which one index fits; those before it are iterated index by index.
         dim = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= max_elements), len(shape))
         if dim == len(shape):
             yield self
@@ -97,7 +97,7 @@ class Part:
 
 
 def count_covers(parts: Sequence[Part]) -> tuple[int, int]:
-    """Return the least and the most often that parts of one whole cover any of its numbers.
+    """Return how often parts of one whole cover its elements, at least and at most.
 
     Raises:
         ValueError: for parts that are cut too finely to have been cut by a layout.
@@ -107,7 +107,7 @@ def count_covers(parts: Sequence[Part]) -> tuple[int, int]:
         sorted({0, size, *(edge for part in parts for run in part.runs[dim] for edge in run)})
         for dim, size in enumerate(whole)
     ]
-    # Between neighbouring edges all numbers are covered alike, so one count stands for them.
+    # Between neighbouring edges all elements are covered equally, so one count represents them.
     shape = [len(each) - 1 for each in edges]
     if math.prod(shape) > _MAX_CELLS:
         raise ValueError(f"cut into {math.prod(shape)} pieces")
@@ -124,7 +124,7 @@ def count_covers(parts: Sequence[Part]) -> tuple[int, int]:
 
 
 def _overlap(own: Sequence[Run], other: Sequence[Run]) -> list[tuple[slice, slice]]:
-    """What two lists of runs share, as places in the one and in the other."""
+    """Return what two lists of runs share, as places in the one and in the other."""
     found = []
     own_place = 0
     for start, stop in own:

@@ -1,6 +1,6 @@
-"""Assigns the parts of a sharded checkpoint to writers, alike on every rank without talking.
+"""Assigns the parts of a sharded checkpoint to writers, equally on every rank without communication.
 
-Each part has one writer among the ranks that hold it. Where several ranks hold the same, they share the
+Each part has one writer among the ranks that hold it. If several ranks hold the same parts, they share the
 work so that their bytes differ by at most one tensor: the largest parts first, each to the rank that has the
 least so far (Graham's rule).
 """
@@ -17,7 +17,7 @@ from paceline.checkpoint.part import Part
 
 @dataclass(frozen=True)
 class Holding:
-    """A part of a tensor, and who has it.
+    """A part of a tensor, and the ranks that hold it.
 
     Attributes:
         name: of the tensor in the checkpoint.
@@ -33,7 +33,7 @@ class Holding:
 
 
 def plan_writers(holdings: Sequence[Holding]) -> list[int]:
-    """Return the rank that writes each holding. It depends on nothing else than the arguments."""
+    """Return the rank that writes each holding; depends on nothing but the arguments."""
     written: Counter[int] = Counter()
     writers = [holding.ranks[0] for holding in holdings]
     shared = []

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, told from its manifest and headers, without reading tensors."""
+"""Summarises a checkpoint from its manifest and headers, without reading tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.finding import Finding
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """One checkpoint at a glance. What can't be read is `None` or empty.
+    """The summary of one checkpoint. What cannot be read is `None` or empty.
 
     Attributes:
         path: its folder.
@@ -48,13 +48,13 @@ class CheckpointSummary:
 
 
 def summarize(path: Path) -> CheckpointSummary:
-    """A `CheckpointSummary` of the checkpoint at `path`, broken or not."""
+    """Return a `CheckpointSummary` of the checkpoint at `path`, broken or not."""
     step, identity, name = None, {}, FULL
     try:
         manifest = read_manifest(path)
         step, identity, name = manifest.step, manifest.identity, manifest.content
     except (BadManifestError, NewerFormatError):
-        pass  # `findings` says so
+        pass  # `findings` contains it.
     content = find_content(name)
     stored = None if content is None else content.open(path)
     return CheckpointSummary(
@@ -71,7 +71,7 @@ def summarize(path: Path) -> CheckpointSummary:
 def _count_bytes(path: Path) -> int:
     try:
         return sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
-    except OSError:  # a running run let go of it meanwhile
+    except OSError:  # A running run has removed it meanwhile.
         return 0
 
 

@@ -1,10 +1,10 @@
 """Named tensors as one safetensors file, written and hashed in one pass.
 
 The file is plain safetensors (an 8-byte length, a JSON header, the bytes; see
-https://github.com/huggingface/safetensors#format), and the safetensors library reads it. It is written
-here and not by the library for three reasons: tensors are copied from their device and hashed one by
-one, so that a save needs memory for one tensor and never reads the disk; every write passes `files.py`;
-and tensors that are one and the same are stored once, with the other names in the header's
+https://github.com/huggingface/safetensors#format), and the safetensors library reads it. It is written here
+rather than by the library for three reasons: tensors are copied from their device and hashed one by one, so
+that a save needs memory for one tensor and never reads the disk; every write goes through `files.py`; and
+tied tensors are stored once, with the other names in the header's
 `__metadata__.aliases`.
 """
 
@@ -52,7 +52,7 @@ assert sys.byteorder == "little", "safetensors is little-endian, and so is all t
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says about one file.
+    """The size and hash of one file, as a manifest lists them.
 
     Attributes:
         num_bytes: its size.
@@ -64,7 +64,7 @@ class FileRecord:
 
 
 class HashedFile:
-    """A durable new file that hashes what is written to it; `record` is there after the block."""
+    """A new durable file that hashes what is written to it; `record` is available after the block."""
 
     def __init__(self, path: Path) -> None:
         self._file = files.DurableFile(path)
@@ -76,7 +76,7 @@ class HashedFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Writes and hashes all of `data`."""
+        """Write and hash all of `data`."""
         self._file.write(data)
         self._hash.update(data)
         self._num_bytes += len(data)
@@ -102,7 +102,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def refuse_unstorable(path: str, tensor: torch.Tensor) -> None:
-    """Raise PL507 for a tensor that can't be stored.
+    """Raise PL507 for a tensor that cannot be stored.
 
     Args:
         path: to it, for the message.
@@ -119,7 +119,7 @@ def refuse_unstorable(path: str, tensor: torch.Tensor) -> None:
 
 
 def why_not_storable(tensor: torch.Tensor) -> str | None:
-    """Why a tensor can't go into a checkpoint, as the end of a sentence, or `None` where it can."""
+    """Return why a tensor cannot be stored, as the end of a sentence, or `None` if it can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, not a plain tensor"
     if tensor.layout != torch.strided:
@@ -132,14 +132,14 @@ def why_not_storable(tensor: torch.Tensor) -> str | None:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's values in row-major order, copied from its device where it is not on the CPU."""
+    """Return a tensor's values in row-major order, copied from its device if that is not the CPU."""
     flat = tensor.detach().cpu().resolve_neg().contiguous().reshape(-1)
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view
 
 
 def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names whose tensor is the very same memory as that of an earlier name, with that name.
+    """Return the names that share the memory of an earlier name's tensor, with that name.
 
     "Earlier" is in name order, so that the answer doesn't depend on the order of the dict.
     """
@@ -147,7 +147,7 @@ def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        if tensor.numel() == 0:  # all of these have address 0
+        if tensor.numel() == 0:  # All of these have address 0.
             continue
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         kept = first.setdefault((*where, tensor.is_neg()), name)
@@ -221,7 +221,7 @@ def write_text(path: Path, text: str) -> FileRecord:
 
 
 class UnreadableTensorsError(ValueError):
-    """A file that is not safetensors, or files that don't fit together.
+    """The error of a file that is not safetensors, or of files that do not match each other.
 
     Attributes:
         file: its name, where it is one file's fault.
@@ -234,7 +234,7 @@ class UnreadableTensorsError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says about one tensor.
+    """The type, shape and alias of one tensor, from a file's header.
 
     Attributes:
         dtype: in the words of the format, `"F32"`.
@@ -248,7 +248,7 @@ class TensorInfo:
 
     @property
     def num_elements(self) -> int:
-        """How many numbers it has."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
     @property
@@ -297,7 +297,7 @@ def read_tensor(
 def read_into(
     path: Path, name: str, source: Part, wanted: Part, found: torch.Tensor, files: OpenFiles
 ) -> None:
-    """Read what one tensor of a safetensors file has of a part.
+    """Read the elements of a part that one tensor of a safetensors file contains.
 
     Args:
         path: of the file.
@@ -318,7 +318,7 @@ def read_into(
 
 
 def copy_blocks(source: Part, values: Any, wanted: Part, found: torch.Tensor) -> None:
-    """Copy what one part has of another.
+    """Copy the elements that one part shares with another.
 
     Args:
         source: the one.
@@ -339,7 +339,7 @@ def _opened(path: Path, files: OpenFiles | None = None) -> Iterator[Any]:
 
 
 def read_infos(path: Path) -> dict[str, TensorInfo]:
-    """What the header of a safetensors file says, in name order, without reading the tensors.
+    """Return the tensors in the header of a safetensors file, in name order, without reading them.
 
     Raises:
         UnreadableTensorsError: it is not such a file.
@@ -348,7 +348,7 @@ def read_infos(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The same, and the header's metadata."""
+    """Return the tensors in a header, and the header's metadata."""
     infos: dict[str, TensorInfo] = {}
     with _opened(path) as file:
         metadata: dict[str, str] = file.metadata() or {}
@@ -372,7 +372,7 @@ def _read_aliases(metadata: Mapping[str, str], stored: Iterable[str]) -> dict[st
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Size and hash of a file, read in chunks."""
+    """Return the size and hash of a file, read in chunks."""
     digest, num_bytes = hashlib.sha256(), 0
     for chunk in _chunks(path):
         digest.update(chunk)

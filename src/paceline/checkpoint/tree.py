@@ -1,4 +1,4 @@
-"""State as JSON and tensors, without pickle: what is read back can't run code.
+"""Stores state as JSON and tensors, without pickle: reading it back cannot run code.
 
 A *tree* is nested dicts, lists and tuples of `None`, bool, int, float, str, bytes, torch tensors,
 numpy arrays and numpy scalars. `encode` splits it into a structure that JSON can hold and a flat
@@ -8,7 +8,7 @@ JSON's own values stand for themselves. Whatever it lacks is an object whose key
 `{"$": "tuple", "items": [...]}`. A dict becomes a JSON object where its keys are strings (and none is
 `"$"`), else a list of pairs.
 
-What does not come back as it was: an `OrderedDict` and a `torch.Size` come back as dict and tuple, a
+Values that change on the way: an `OrderedDict` and a `torch.Size` come back as dict and tuple, a
 `Parameter` as a plain tensor, a tensor of any device on the CPU. Two tensors that were one and the same
 come back as one.
 """
@@ -28,18 +28,18 @@ import torch
 from paceline.checkpoint.tensors import why_not_storable
 from paceline.errors import PacelineError
 
-# Deeper than any real state; also ends the search in one that contains itself.
+# Deeper than any real state; also ends the recursion in one that contains itself.
 MAX_DEPTH = 100
 # Python refuses to print longer ints as decimals (sys.set_int_max_str_digits), so these go as hex.
 _MAX_DECIMAL = 1 << 63
 
 
 class MalformedTreeError(ValueError):
-    """A structure that `encode` does not make."""
+    """The error of a structure that `encode` does not make."""
 
 
 def encode(tree: Any, root: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Splits a tree into a structure for JSON and its tensors by name.
+    """Split a tree into a structure for JSON and its tensors by name.
 
     Args:
         tree: the state; its tensors are referred to, not copied (numpy arrays are copied).
@@ -143,7 +143,7 @@ def _refuse(path: tuple[str, ...], root: str, reason: str) -> PacelineError:
 
 
 def decode(structure: Any, tensors: Mapping[str, Any]) -> Any:
-    """The tree that `encode` took apart; its tensors are those of `tensors`, not copies, read or not.
+    """Return the tree that `encode` split; its tensors are those of `tensors`, not copies, read or not.
 
     Raises:
         MalformedTreeError: for a structure that `encode` does not make, or a tensor that is missing.
@@ -192,7 +192,7 @@ def _as_array(data: bytes, dtype_name: str, shape: tuple[int, ...]) -> np.ndarra
 
 
 def list_references(structure: Any) -> Iterator[str]:
-    """Names of the tensors that a structure refers to, those of numpy arrays included."""
+    """Yield the names of the tensors that a structure refers to, those of numpy arrays included."""
     if isinstance(structure, list):
         for item in structure:
             yield from list_references(item)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint on disk is still what was written."""
+"""Verifies that a checkpoint on disk is unchanged since it was written."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.checkpoint.names import step_of
 from paceline.checkpoint.tensors import hash_file
 from paceline.finding import Finding
 
-# Not part of the checkpoint, and no harm to it either.
+# A file that is not part of the checkpoint and does not harm it.
 EXTRA_FILE = "PL505"
 NEWER_FORMAT = "PL504"
 _FALL_BACK = "Remove it or move it away; loading then falls back to the checkpoint before it."
 
 
 def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
-    """Every problem of one checkpoint; nothing is written.
+    """Return every problem of one checkpoint; nothing is written.
 
     Args:
         path: the checkpoint's folder.
@@ -34,7 +34,7 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
 
     Returns:
         PL500 missing file, PL501 wrong size, PL502 wrong hash, PL503 unreadable manifest, PL504 newer
-        format, PL505 a file that doesn't belong to it, PL506 files that don't fit together. Only
+        format, PL505 an extra file, PL506 files that do not match each other. Only
         PL505 leaves it usable (`is_usable`).
     """
     try:
@@ -83,7 +83,7 @@ def check_fits(path: Path, manifest: Manifest) -> list[Finding]:
 
 
 def is_usable(findings: list[Finding]) -> bool:
-    """Whether a checkpoint with these findings can be loaded."""
+    """Return whether a checkpoint with these findings can be loaded."""
     return all(finding.code == EXTRA_FILE for finding in findings)
 
 
@@ -104,7 +104,7 @@ def _unfit(where: Path, saw: str) -> Finding:
 def _extra_files(path: Path, known: set[str]) -> list[Finding]:
     try:
         entries = sorted(path.iterdir())
-    except OSError:  # a running run let go of it meanwhile
+    except OSError:  # A running run has removed it meanwhile.
         entries = []
     return [
         Finding(

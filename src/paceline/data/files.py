@@ -144,8 +144,7 @@ def _list_pattern(pattern: str) -> Iterator[tuple[Path, str]]:
 
 
 def _find_kind(path: Path) -> int | None:
-    """Return the kind of a file as `stat.S_IFMT` gives it; `None` where there is none, as behind a broken
-    link."""
+    """Return the kind of a file by `stat.S_IFMT`; `None` without one, as behind a broken link."""
     try:
         return stat.S_IFMT(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

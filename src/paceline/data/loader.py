@@ -201,7 +201,7 @@ class Loader:
         return self._give_out_epoch(Position(), self._turn, source=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what gives it a meaning, as JSON-able values; the same on every rank."""
+        """Return the position and the settings that define it, as JSON-able values; the same on every rank."""
         return {
             "kind": self._kind,
             "num_samples": self.num_samples,

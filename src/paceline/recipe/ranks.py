@@ -1,4 +1,4 @@
-"""The tables of a recipe that say how ranks work together: [layout], [shard] and [ddp]."""
+"""The tables of a recipe that define how ranks work together: [layout], [shard] and [ddp]."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LayoutSection(_DegreesSection):
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutSection:
-        """Return the same as `layout`; the other way round than `to_layout`."""
+        """Return the section for a layout, the inverse of `to_layout`."""
         values: dict[str, Any] = {field.name: getattr(layout, field.name) for field in fields(layout)}
         if values[OPEN] is None:
             values[OPEN] = "auto"

@@ -335,12 +335,12 @@ REMARKS: tuple[Rule, ...] = (
 
 
 def name_degrees(layout: Layout, **facts: bool) -> str:
-    """Return the degrees above 1 of the axes with these facts, as `layout.tp=2`."""
+    """Return the degrees above 1 of the axes with these properties, as `layout.tp=2`."""
     return " ".join(f"layout.{axis}={degree}" for axis, degree in layout.list_several(**facts).items())
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, rising."""
+    """Return all divisors in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
@@ -366,7 +366,7 @@ def list_changed(section: BaseModel, besides: frozenset[str] = frozenset()) -> s
 
 
 def _choose_tp(model: ModelFacts, name: str, tp: int) -> str:
-    """Return the next move where tp divides one size and not the other: what divides all of them."""
+    """Return the next move if tp divides one size but not another: the degrees that divide all."""
     sizes = [size for size in (model.heads, model.kv_heads, *(s for _, s in model.inner)) if size is not None]
     choices = divisors(reduce(gcd, sizes))
     near = sorted(sorted(choices, key=lambda n: (max(n / tp, tp / n), n))[:4])

@@ -1,1 +1,1 @@
-"""Watches a job's ranks from beside them, and says why it hangs, mixes up collectives or is slow."""
+"""Watches a job's ranks from outside, and reports why they hang, mismatch collectives or are slow."""

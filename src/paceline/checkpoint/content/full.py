@@ -1,4 +1,4 @@
-"""The content that one process writes: whole tensors.
+"""The content of whole tensors, which one process writes.
 
 model.safetensors                          the model's tensors by name
 optimizer.json, optimizer.safetensors      optimizer state (`tree.py`)
@@ -37,7 +37,7 @@ NAME = "full"
 
 @dataclass(frozen=True)
 class PreparedFull:
-    """What one checkpoint holds, ready to be written.
+    """The files of one checkpoint, ready to be written.
 
     Attributes:
         model: tensors by full name, tied ones under every name.
@@ -52,7 +52,7 @@ class PreparedFull:
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes the files will take: those of the tensors, tied ones counted once."""
+        """Approximate number of bytes of the files: those of the tensors, tied ones counted once."""
         held = [self.model, *(tensors for _, tensors in self.trees.values())]
         return sum(
             tensor.numel() * tensor.element_size()
@@ -76,7 +76,7 @@ class PreparedFull:
 def prepare(
     model: Mapping[str, torch.Tensor], optimizer: Any, state: Any, recipe_toml: str | None
 ) -> PreparedFull:
-    """Check that all of it can be stored, before anything is written.
+    """Check that the whole state can be stored, before anything is written.
 
     Args:
         model: whole tensors by name, as `state_dict()` gives them; not to be changed until they are written.
@@ -142,7 +142,7 @@ class FullStored:
         self._files = OpenFiles()
 
     def list_tensors(self, group: str) -> dict[str, TensorInfo]:
-        """Return what the header of a group's file says."""
+        """Return the tensors in the header of a group's file."""
         return read_infos(self.folder / _tensors(group))
 
     def read_structure(self, group: str) -> Any:

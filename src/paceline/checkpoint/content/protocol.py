@@ -1,8 +1,8 @@
-"""What every content of a checkpoint does, so that nothing else needs to know how tensors are stored.
+"""The interface of a content, so that no other code needs to know how tensors are stored.
 
 A content is a way to store the state of a run: a model (tensors by name) and two trees, `optimizer` and
-`state`. `folder.py` knows how a folder of files becomes a checkpoint and never looks into the files.
-`Manifest.content` names the content that wrote them.
+`state`. `folder.py` turns a folder of files into a checkpoint and never reads the files. `Manifest.content`
+names the content that wrote them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.torch_seams.trees import tree_map_only
 # The tensors of the model have names only; the other two are trees.
 MODEL, TREES = "model", ("optimizer", "state")
 RECIPE = "recipe.toml"
-# Of a tensor that is hashed or exported, in memory at a time.
+# Bytes of a tensor that are in memory at a time while it is hashed or exported.
 _BLOCK_BYTES = 4 << 20
 
 Problem = tuple[str, str]
 
 
 class Prepared(Protocol):
-    """What one process writes of a checkpoint, checked and ready."""
+    """The files of a checkpoint that one process writes, checked and ready."""
 
     @property
     def content(self) -> str:
@@ -37,7 +37,7 @@ class Prepared(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes the files of all processes will take."""
+        """Approximate number of bytes of the files of all processes."""
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
         """Write this process's files into `folder`, durable on return; return their records by name."""
@@ -74,13 +74,13 @@ class Content(Protocol):
 
     @property
     def name(self) -> str:
-        """What a manifest calls it."""
+        """Its name in a manifest."""
 
     def open(self, folder: Path) -> Stored:
         """Open a checkpoint of this content. Reads nothing yet."""
 
     def check(self, folder: Path) -> list[Problem]:
-        """Return file names and what is wrong with each, as the end of a sentence. Reads no tensor."""
+        """Return file names and what is wrong with each, to end a sentence. Reads no tensor."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def open_tree(stored: Stored, group: str) -> Any:
 
 
 def read_all(value: Any) -> Any:
-    """Read what a tree holds unread; equal ones come back as one tensor."""
+    """Read the unread tensors of a tree; equal ones come back as one tensor."""
     made: dict[tuple[str, str], torch.Tensor] = {}
 
     def read(tensor: StoredTensor) -> torch.Tensor:

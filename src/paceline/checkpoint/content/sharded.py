@@ -1,10 +1,10 @@
-"""The content that every rank writes its share of: one file of tensors per writer, each part once.
+"""The content of shares: every rank writes one file of tensors, and each part is written once.
 
     part-00003.safetensors     what rank 3 wrote: tensors `model/NAME`, `optimizer/NAME`, `state/NAME`
     optimizer.json, state.json structures of the trees (`tree.py`), of rank 0
     recipe.toml                the resolved recipe, of rank 0, where the run has one
 
-The files are plain safetensors. Where one has a part of a tensor only, its metadata give the place of that
+The files are plain safetensors. If one has only a part of a tensor, its metadata contain the position of that
 part in the whole tensor, as runs (start, stop) per dimension:
 `{"parts": {"model/NAME": {"whole": [6, 4], "runs": [[[0, 3]], [[0, 4]]]}}}`.
 `{"tied": {"model/NAME": "model/OTHER"}}` are names that share their tensor.
@@ -42,7 +42,7 @@ _PREFIX = "part-"
 
 @dataclass(frozen=True)
 class PreparedShare:
-    """What one rank writes of a checkpoint.
+    """The files of a checkpoint that one rank writes.
 
     Attributes:
         rank: of the writer.
@@ -93,7 +93,7 @@ class Sharded:
         return ShardedStored(folder)
 
     def check(self, folder: Path) -> list[Problem]:
-        """Check that the parts of every tensor make it whole, and that the trees refer to what is there."""
+        """Check that the parts of every tensor are complete, and that the trees refer to existing tensors."""
         stored = ShardedStored(folder)
         try:
             problems = stored.check_parts()
@@ -121,7 +121,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class _StoredPart:
-    """Where a part of a tensor is: a file, the tensor in it, and which part of the whole that is."""
+    """The location of a part of a tensor: a file, the tensor in it, and which part of the whole that is."""
 
     file: str
     name: str
@@ -144,7 +144,7 @@ class ShardedStored:
         self._read: tuple[dict[str, list[_StoredPart]], dict[str, str]] | None = None
 
     def list_tensors(self, group: str) -> dict[str, TensorInfo]:
-        """Return what the headers of all files say of a group."""
+        """Return the tensors of a group in the headers of all files."""
         sources, tied = self._sources()
         begin = f"{group}/"
         infos = {
@@ -165,7 +165,7 @@ class ShardedStored:
         return json.loads((self.folder / f"{group}.json").read_bytes())
 
     def read(self, group: str, name: str, part: Part | None = None) -> torch.Tensor:
-        """Read a tensor or a part of it, from the files that have some of it."""
+        """Read a tensor or a part of it, from the files that contain some of it."""
         sources = self._sources()[0].get(f"{group}/{name}")
         if sources is None:
             raise UnreadableTensorsError(f"no file has {group}/{name}")
@@ -182,13 +182,13 @@ class ShardedStored:
         return path.read_bytes().decode() if path.exists() else None
 
     def find_file(self, group: str, name: str) -> str:
-        """Return the first file that has some of a tensor."""
+        """Return the first file that contains some of a tensor."""
         sources, tied = self._sources()
         full = f"{group}/{name}"
         return sources[tied.get(full, full)][0].file
 
     def check_parts(self) -> list[Problem]:
-        """Return what is wrong with the parts: not within the whole, overlapping, or not all of it."""
+        """Return the problems of the parts: outside of the whole, overlapping, or incomplete."""
         problems: list[Problem] = []
         for name, sources in self._sources()[0].items():
             first = sources[0]
@@ -207,7 +207,7 @@ class ShardedStored:
         return problems
 
     def _sources(self) -> tuple[dict[str, list[_StoredPart]], dict[str, str]]:
-        """Where the parts of every tensor are, by name with the group; and names that share a tensor."""
+        """Return the parts of every tensor, by name with the group, and the names that share a tensor."""
         if self._read is None:
             try:
                 files = [name for name in read_manifest(self.folder).files if name.startswith(_PREFIX)]

@@ -236,7 +236,7 @@ class WatchedProcess:
             return os.fstat(self._socket.fileno()).st_ino == self._inode
         return False
 
-    # ---- what it tells
+    # ---- the messages
 
     def _make_beat(self) -> Beat:
         progress = CollectiveProgress({}, {}, ())
