@@ -37,7 +37,7 @@ class Overhead:
         comm_share: share of the whole step that compute alone does without, over pairs of blocks. On a noisy
             machine a pair may come out below 0.
         exposed_share: share of the whole step that ranks wait for others and for the wire by the trainer's
-            own clock (`comm_s` in the metrics), mean over ranks; 0 on CUDA, where the host doesn't wait.
+            own clock (`comm_s` in the metrics), mean over ranks; 0 on CUDA, where the host does not wait.
         imbalance: share of the compute time that the average rank has less to compute than the slowest.
         num_parameters: of the model.
         gradient_bytes: all-reduced per step.
@@ -79,7 +79,7 @@ def measure_overhead(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats:
         repeats: pairs of blocks.
 
     Raises:
-        PacelineError: PL620 for numbers below 1, PL622 for one rank, PL320 to PL326 for ranks that can't be
+        PacelineError: PL620 for numbers below 1, PL622 for one rank, PL320 to PL326 for ranks that cannot be
             started.
     """
     check_counts(steps=steps, repeats=repeats, nproc=num_ranks)

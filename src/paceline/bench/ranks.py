@@ -38,7 +38,7 @@ def adapt_recipe(recipe: Recipe, *, threads: int, num_steps: int, grow: int = 1)
     Args:
         recipe: of the run.
         threads: CPU threads of every rank.
-        num_steps: length, for the schedule; passes over the data don't end it.
+        num_steps: length, for the schedule; passes over the data do not end it.
         grow: factor on the global batch.
     """
     train = recipe.train.model_copy(

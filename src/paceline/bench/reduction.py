@@ -78,7 +78,7 @@ def measure_reduction(recipe: Recipe, num_ranks: int, *, steps: int = 5, repeats
         repeats: pairs of blocks.
 
     Raises:
-        PacelineError: PL620 for numbers below 1, PL320 to PL326 for ranks that can't be started.
+        PacelineError: PL620 for numbers below 1, PL320 to PL326 for ranks that cannot be started.
     """
     check_counts(steps=steps, repeats=repeats, nproc=num_ranks)
     check_launch(num_ranks, recipe.train.device)

@@ -38,7 +38,7 @@ class ScalingPoint:
         speedup: throughput over that of the fewest ranks in the same repeat.
         efficiency: speed-up over the factor of ranks.
         best_efficiency: what it would be without any cost of communication. Below 1 where microbatches
-            can't be shared out evenly: ranks then wait for the one with most.
+            cannot be shared out evenly: ranks then wait for the one with most.
         step_s: median seconds per step.
         comm_share: share of the step time that ranks wait for others and for the wire (0 on CUDA).
     """
@@ -113,7 +113,7 @@ def measure_scaling(
 
     Raises:
         PacelineError: PL620 for numbers below 1, PL621 where some numbers of ranks would run on CUDA and
-            others on the CPU, PL320 to PL326 for ranks that can't be started.
+            others on the CPU, PL320 to PL326 for ranks that cannot be started.
     """
     check_counts(steps=steps, repeats=repeats, **{f"ranks[{i}]": n for i, n in enumerate(ranks)})
     ranks = sorted(set(ranks))

@@ -15,8 +15,8 @@ class Spread:
     The interval lies between two of the measurements and assumes nothing about their distribution
     (David and Nagaraja 2003, "Order Statistics", section 7.1): the k-th smallest and the k-th largest
     enclose the true median with probability 1 - 2 P(Binomial(n, 1/2) < k). The largest k that still
-    gives the wanted confidence is taken. Below six measurements none gives 95%; then it is the whole
-    range, and `confidence` says what that is worth.
+    reaches the wanted confidence is taken. Below six measurements none gives 95%; then it is the whole
+    range, and `confidence` is that of the range.
 
     Attributes:
         median: of the values.

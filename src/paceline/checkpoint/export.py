@@ -30,7 +30,7 @@ def export_model(checkpoint: Path, out: str | Path, dtype: torch.dtype | None = 
         The file's size in bytes.
 
     Raises:
-        PacelineError: PL513 where `out` exists, PL508 where it can't be written.
+        PacelineError: PL513 where `out` exists, PL508 where it cannot be written.
     """
     out = Path(out)
     if out.exists() or out.is_symlink():

@@ -69,7 +69,7 @@ class DurableFile:
 
     Raises:
         FileExistsError: on entering, where the file exists.
-        OSError: what the file system says.
+        OSError: the error of the file system.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,7 +172,7 @@ def lock(path: Path) -> Iterator[bool]:
 
     Raises:
         BusyError: another process holds it.
-        OSError: the lock file can't be made.
+        OSError: the lock file cannot be made.
     """
     _ask("make", path)
     with open(path, "ab") as stream:

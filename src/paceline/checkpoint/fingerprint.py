@@ -21,7 +21,7 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     depend on whether names share memory; neither does it depend on the device.
 
     Args:
-        tensors: what `model.state_dict()` gives, of any device.
+        tensors: those of `model.state_dict()`, of any device.
     """
     return _hash(tensors, lambda tensor: [tensor_bytes(tensor)])
 
@@ -30,7 +30,7 @@ def hash_stored(tensors: Mapping[str, StoredTensor]) -> str:
     """Return the same hash for tensors that have not been read, a few megabytes at a time.
 
     Args:
-        tensors: what `list_model` gives.
+        tensors: those of `list_model`.
     """
     return _hash(tensors, stream_bytes)
 

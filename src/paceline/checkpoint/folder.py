@@ -163,7 +163,7 @@ class CheckpointFolder:
         """Return the newest valid checkpoint, or `None` if the run has none at all.
 
         Args:
-            on_skip: told of every newer one that is not valid, with what is wrong; without it a
+            on_skip: called for every newer one that is not valid, with its findings; without it a
                 warning is logged.
 
         Raises:

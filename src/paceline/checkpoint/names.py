@@ -36,7 +36,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the checkpoints by rising step, valid or not; empty if there is no such folder.
 
     Raises:
-        PacelineError: PL514 where the folder can't be read: that must not look like a run without any.
+        PacelineError: PL514 where the folder cannot be read: that must not look like a run without any.
     """
     found: dict[int, Path] = {}
     try:

@@ -141,7 +141,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the names that share the memory of an earlier name's tensor, with that name.
 
-    "Earlier" is in name order, so that the answer doesn't depend on the order of the dict.
+    "Earlier" is in name order, so that the answer does not depend on the order of the dict.
     """
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}

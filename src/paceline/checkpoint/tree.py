@@ -46,7 +46,7 @@ def encode(tree: Any, root: str) -> tuple[Any, dict[str, torch.Tensor]]:
         root: what the tree is called in messages, for example `"state"`.
 
     Raises:
-        PacelineError: PL507 for something that can't be stored, with the path to it.
+        PacelineError: PL507 for something that cannot be stored, with the path to it.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(tree, (), root, tensors), tensors
@@ -97,7 +97,7 @@ def _encode_dict(
         if type(key) not in (str, int, float, bool, bytes, tuple, type(None)):
             raise _refuse(inner, root, f"has a {type(key).__qualname__} as key")
         # A tuple that is a key holds only hashable things, so no tensors' values hide in it; those
-        # compare by identity, which a file can't keep.
+        # compare by identity, which a file cannot keep.
         held: dict[str, torch.Tensor] = {}
         key_code = key if plain else _encode(key, inner, root, held)
         if held:

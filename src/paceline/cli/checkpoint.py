@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 if `show` or `verify` found a problem.
 
     Raises:
-        PacelineError: for a path without a (valid) checkpoint, or an export that can't be written.
+        PacelineError: for a path without a (valid) checkpoint, or an export that cannot be written.
     """
     actions = {"show": _show, "verify": _verify, "hash": _hash, "export": _export}
     return actions[args.action](args)

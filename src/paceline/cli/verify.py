@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         0 if all layouts match one process, 1 if one differs, 2 if one cannot be laid out.
 
     Raises:
-        PacelineError: for a recipe, layouts or numbers that can't be; PL720 to PL722.
+        PacelineError: for a recipe, layouts or numbers that cannot be; PL720 to PL722.
     """
     from paceline.recipe import load_recipe
 
@@ -136,7 +136,7 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
     """Return the layouts that the command line names.
 
     Raises:
-        PacelineError: PL720 for flags that don't go together, PL110 to PL118 for a layout that is no
+        PacelineError: PL720 for flags that do not go together, PL110 to PL118 for a layout that is no
             layout, and whatever keeps one from working for this recipe.
     """
     if args.nproc is not None and args.nproc < 1:

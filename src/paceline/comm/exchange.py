@@ -1,4 +1,4 @@
-"""Adds the vectors of all ranks in the order of a tree, and gives every rank the sum.
+"""Adds the vectors of all ranks in the order of a tree, and returns the sum on every rank.
 
 Protocol for a vector of n elements on W ranks, where rank r contributes k_r subtrees of the tree:
 
@@ -52,7 +52,7 @@ class MessageExchange:
     all-gather, which copy, take longer (benchmarks/exact_reduction/exchange.py).
 
     Args:
-        group: the ranks; nobody else may use it.
+        group: the ranks; no other code may use it.
         device: where the vectors are.
     """
 

@@ -51,7 +51,7 @@ class SharedMemoryExchange:
     """An exchange by shared memory, for ranks that are all processes of one machine.
 
     Args:
-        group: the ranks, with a backend for the CPU; nobody else may use it.
+        group: the ranks, with a backend for the CPU; no other code may use it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -33,7 +33,7 @@ class Cifar10Part:
         paths: the files, in the order of their records.
 
     Raises:
-        PacelineError: PL207 a file can't be read, PL208 it isn't made of CIFAR-10's records.
+        PacelineError: PL207 a file cannot be read, PL208 it is not made of CIFAR-10's records.
     """
 
     def __init__(self, paths: list[Path]) -> None:

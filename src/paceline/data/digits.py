@@ -38,7 +38,7 @@ def load_digits(valid_fraction: float) -> tuple[Digits, Digits | None]:
     """Return the training and the validation images.
 
     The split is the same for every seed of a run: `valid_fraction` of one fixed permutation (at
-    least one image, if it isn't 0) is held out.
+    least one image, if it is not 0) is held out.
     """
     with (resources.files("paceline.data") / "digits.npz").open("rb") as stream, np.load(stream) as arrays:
         images: npt.NDArray[Any] = arrays["images"][:, None]

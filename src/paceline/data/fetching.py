@@ -227,7 +227,7 @@ class StreamFetcher(Fetcher):
         self.drop_last = drop_last
         self._epoch: int | None = None
         self._stream: Iterator[Any] = iter(())
-        self._place = 0  # of the next sample that nobody took
+        self._place = 0  # Of the next sample that is not taken.
         self._ahead: deque[Any] = deque()  # samples from there on, read to see whether the stream ends
         self._generators: _GeneratorStates | None = None
 
@@ -284,7 +284,7 @@ class StreamFetcher(Fetcher):
         try:
             yield
         except Exception:
-            self._epoch = None  # a broken iterator looks like an ended one: open it anew next time
+            self._epoch = None  # A broken iterator looks like an ended one: open it anew next time.
             raise
         self._generators = _GeneratorStates()
 

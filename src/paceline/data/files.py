@@ -55,8 +55,8 @@ class CorpusSplit:
 def find_text_files(patterns: Sequence[str]) -> list[TextFile]:
     """Return the files that a recipe's `data.files` names, without empty ones.
 
-    The order is that of the paths relative to each pattern's fixed part, so it doesn't depend on
-    where the folder lies; a file that two patterns name counts once.
+    The order is that of the paths relative to each pattern's fixed part, so it does not depend on
+    the location of the folder; a file that two patterns name counts once.
 
     Args:
         patterns: paths, globs (`**` matches any depth, `~` is the home folder), a folder's path
@@ -238,7 +238,7 @@ def split_files(files: Sequence[TextFile], valid_fraction: float) -> CorpusSplit
     end if there is one.
 
     Raises:
-        PacelineError: PL201 where the file to cut can't be read.
+        PacelineError: PL201 where the file to cut cannot be read.
     """
     target = int(valid_fraction * sum(file.size_bytes for file in files))
     missing = target

@@ -33,7 +33,7 @@ def fingerprint_data(loader: Loader) -> str | None:
     workers, because files that a data set opens must not be shared with those.
 
     Returns:
-        `None` for streams, and where a sample can't be read: training reports that with all details.
+        `None` for streams, and where a sample cannot be read: training reports that with all details.
     """
     fetcher = loader._fetcher
     if not isinstance(fetcher, SetFetcher):

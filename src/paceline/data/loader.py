@@ -66,7 +66,7 @@ class Loader:
     Resuming a run compares its data: a data set with a `content_hash` (a text) by that, any other with an
     index by a few samples (`fingerprint.py`).
 
-    Augmentation by the global generators of `random`, numpy and torch doesn't depend on the number of
+    Augmentation by the global generators of `random`, numpy and torch does not depend on the number of
     ranks or workers (`fetching.py`), and the rank's own generators are left as they were.
 
     Without `epochs`, each iteration yields the rest of the current epoch. With `epochs=N`, one iteration
@@ -78,7 +78,7 @@ class Loader:
         microbatch_size: samples per forward; the unit that ranks share out.
         rank, world_size: who this is among those that share the data out.
         seed: seed of the order and of augmentation.
-        shuffle: default True for data sets with an index, False for streams, which can't be.
+        shuffle: default True for data sets with an index, False for streams, which cannot be.
         drop_last: leave out a ragged global batch at the end of an epoch.
         epochs: passes in all; default: one per iteration.
         num_workers: worker processes; 0 loads in the rank itself. They live as long as the loader.
@@ -201,7 +201,7 @@ class Loader:
         return self._give_out_epoch(Position(), self._turn, source=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the settings that define it, as JSON-able values; the same on every rank."""
+        """Return the position and the settings behind it, as JSON-able values; the same on every rank."""
         return {
             "kind": self._kind,
             "num_samples": self.num_samples,

@@ -115,7 +115,7 @@ def _feistel(values: _Words, width: int, height: int, keys: tuple[np.uint64, ...
     for number, key in enumerate(keys):
         changed, other, size = (rows, columns, height) if number % 2 == 0 else (columns, rows, width)
         noise = _mix(other, key)
-        noise >>= np.uint64(2)  # so that the sum can't overflow
+        noise >>= np.uint64(2)  # so that the sum cannot overflow
         changed += noise
         changed %= np.uint64(size)
     rows *= np.uint64(width)

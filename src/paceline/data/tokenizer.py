@@ -71,7 +71,7 @@ class FileTokenizer:
     """
 
     def __init__(self, definition: str) -> None:
-        from tokenizers import Tokenizer as HuggingFaceTokenizer  # 40 ms that the bytes don't need
+        from tokenizers import Tokenizer as HuggingFaceTokenizer  # 40 ms that the bytes do not need
 
         tokenizer = HuggingFaceTokenizer.from_str(definition)
         tokenizer.no_truncation()
@@ -129,7 +129,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     """Return a byte-level BPE trained on `texts`; the same texts give the same tokenizer.
 
     Raises:
-        PacelineError: PL206 where the texts don't hold enough pairs for `vocab_size` tokens.
+        PacelineError: PL206 where the texts do not hold enough pairs for `vocab_size` tokens.
 
     Source: Sennrich et al. 2016, section 3.2; Radford et al. 2019, section 2.2 (on bytes).
     """
@@ -165,7 +165,7 @@ def fingerprint_tokenizer(name: str, vocab_size: int | None) -> str:
         vocab_size: the recipe's `data.vocab_size`.
 
     Raises:
-        PacelineError: PL203 for a file that can't be loaded.
+        PacelineError: PL203 for a file that cannot be loaded.
     """
     if name == "bytes":
         return "bytes"

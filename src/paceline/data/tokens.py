@@ -69,7 +69,7 @@ class TokenFile:
     def open(self) -> npt.NDArray[Any]:
         """Return the ids, mapped from the file and read as they are touched."""
         if self.num_tokens == 0:
-            return np.empty(0, dtype=self.dtype)  # an empty file can't be mapped
+            return np.empty(0, dtype=self.dtype)  # an empty file cannot be mapped
         return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
 
 
@@ -94,8 +94,8 @@ def build_corpus(split: CorpusSplit, tokenizer: str, vocab_size: int | None, cac
         cache_dir: where token files are kept.
 
     Raises:
-        PacelineError: PL201 a file can't be read, PL203 no tokenizer there, PL204 the cache folder
-            can't be written, PL205 no space left, PL206 too little text for the vocabulary, PL209 a
+        PacelineError: PL201 a file cannot be read, PL203 no tokenizer there, PL204 the cache folder
+            cannot be written, PL205 no space left, PL206 too little text for the vocabulary, PL209 a
             file changed while it was read.
     """
     key = _key(split, fingerprint_tokenizer(tokenizer, vocab_size))

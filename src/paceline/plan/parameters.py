@@ -41,7 +41,7 @@ class Parameter:
     tp_dim: int | None = None
 
     def divide(self, tp: int) -> tuple[int, ...]:
-        """Return the shape of a tp rank's part; a dimension that tp doesn't divide stays whole."""
+        """Return the shape of a tp rank's part; a dimension that tp does not divide stays whole."""
         if self.tp_dim is None or self.shape[self.tp_dim] % tp != 0:
             return self.shape
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))

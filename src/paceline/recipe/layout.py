@@ -52,8 +52,8 @@ class Layout(Degrees):
 
         Raises:
             PacelineError: PL110 for text that is not `word=value` or has a word twice, PL111 for an
-                axis that this version can't lay out, PL112 for a degree below 1, PL118 for a value that its
-                word doesn't take.
+                axis that this version cannot lay out, PL112 for a degree below 1, PL118 for a value that its
+                word does not take.
         """
         values: dict[str, Any] = {}
         known = (*list_axes(), *PLANNED)
@@ -167,7 +167,7 @@ class Layout(Degrees):
         """Fill in `dp_replicate` from the number of ranks.
 
         Raises:
-            PacelineError: PL113 where the degrees don't multiply to `world_size`.
+            PacelineError: PL113 where the degrees do not multiply to `world_size`.
         """
         inner = self.set_open(1).num_ranks
         is_open = getattr(self, OPEN) is None

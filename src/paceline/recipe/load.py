@@ -38,7 +38,7 @@ def load_recipe(
 
     Raises:
         PacelineError: PL120 missing, PL121 unreadable, PL122 not TOML, PL123 malformed setting, PL124 a
-            value that a recipe can't hold.
+            value that a recipe cannot hold.
         RecipeErrors: everything wrong with its keys and values.
     """
     path = Path(path)

@@ -41,7 +41,7 @@ class PreparedFull:
 
     Attributes:
         model: tensors by full name, tied ones under every name.
-        trees: `"optimizer"` and `"state"`, as `tree.encode` gives them.
+        trees: `"optimizer"` and `"state"`, as `tree.encode` returns them.
         recipe_toml: the resolved recipe.
     """
 
@@ -79,10 +79,10 @@ def prepare(
     """Check that the whole state can be stored, before anything is written.
 
     Args:
-        model: whole tensors by name, as `state_dict()` gives them; not to be changed until they are written.
+        model: whole tensors by name, as `state_dict()` returns them; not to be changed until they are written.
         optimizer: a tree, usually of the optimizer's state by name.
         state: a tree (`tree.py`) of everything else that the run needs to go on.
-        recipe_toml: the resolved recipe, where there is one.
+        recipe_toml: the resolved recipe, if any.
 
     Raises:
         PacelineError: PL507, with the path to what cannot be stored.
@@ -154,7 +154,7 @@ class FullStored:
         return read_tensor(self.folder / _tensors(group), name, part, self._files)
 
     def read_recipe(self) -> str | None:
-        """Return the recipe's text, where there is one."""
+        """Return the recipe's text, if any."""
         path = self.folder / RECIPE
         return path.read_bytes().decode() if path.exists() else None
 

@@ -66,7 +66,7 @@ class Stored(Protocol):
         """Read a part of a tensor, or all of it, into CPU memory. An alias has no values of its own."""
 
     def read_recipe(self) -> str | None:
-        """Return the recipe's text, where there is one."""
+        """Return the recipe's text, if any."""
 
 
 class Content(Protocol):

@@ -177,7 +177,7 @@ class ShardedStored:
         return found
 
     def read_recipe(self) -> str | None:
-        """Return the recipe's text, where there is one."""
+        """Return the recipe's text, if any."""
         path = self.folder / RECIPE
         return path.read_bytes().decode() if path.exists() else None
 

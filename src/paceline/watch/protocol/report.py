@@ -54,7 +54,7 @@ class Call:
         operation: `all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`, `barrier`, `send` ...
         sizes: shapes of its inputs.
         dtypes: of its inputs, as `float32`.
-        reduce_op: `sum`, `max` ...; `None` where there is none or it isn't known.
+        reduce_op: `sum`, `max` ...; `None` where there is none or it is not known.
         peer: global rank that it is from or to (send, recv), or its root (broadcast, reduce ...), where that
             is known; else `None`.
         done: whether it has completed on this rank.
@@ -104,7 +104,7 @@ class NotFinite:
             skipping such steps, `"raised"` if an exception has ended the script in such a step,
             `"inherited"` if the weights were not finite before.
         parameter: where it began: the last one in the model whose gradient (for `"inherited"`: which itself)
-            is not finite; empty where that isn't known.
+            is not finite; empty where that is not known.
         kind: the class of its module.
         is_at_end: whether no parameter comes after it.
         frames: the user's line that called backward, innermost first.
@@ -156,13 +156,13 @@ class Beat:
         time_s: seconds since 1970.
         phase: `"starting"` before the script's first line, `"joining"` while it waits for the other ranks in
             `init_process_group`, then `"running"`, and `"leaving"` once the script has ended and the
-            interpreter hasn't.
+            interpreter has not.
         issued: by group, how many collectives.
         completed: by group, how many of these; `0:transfers` has the sends and receives of group `0`.
         calls: issued since the beat before, without frames.
         place: a number that changes with where the main thread is (a hash of its stack).
         is_waiting: whether the main thread is in a function of torch.distributed, for new groups too.
-        not_finite: its first gradient that wasn't finite, once it is certain; repeated in every beat.
+        not_finite: its first gradient that was not finite, once it is certain; repeated in every beat.
         pace: where it was since the previous beat; `None` while it has no process group.
     """
 
@@ -187,14 +187,14 @@ class Report:
         time_s: seconds since 1970.
         phase: as in `Beat`.
         groups: by name.
-        calls: the latest of each group, and all that haven't completed, in the order of issue.
+        calls: the latest of each group, and all that have not completed, in the order of issue.
         stacks: of all Python threads but the watching one, the main thread's first. Where an exception ends
             the script: the place where it was raised.
         last: what ends the rank, if it is about to end.
-        issued: by group, how many collectives; of a rank that has ended and whose calls nobody knows.
+        issued: by group, how many collectives; for a rank that has ended and whose calls are unknown.
         meets: address, port and number of ranks with which it calls `init_process_group` now; else empty.
         num_named: how many groups torch has named by counting, among them those that this rank is not in, and
-            one that it makes now; 0 where that isn't known.
+            one that it makes now; 0 where that is not known.
         made_at: by name of a group, the user's line that made it.
     """
 
@@ -232,7 +232,7 @@ class Process:
         rank: global.
         node: name of its machine.
         pid: there; 0 where it never started.
-        state: from /proc; `"ended"` for one that has, `"unreachable"` for one of a node that doesn't answer.
+        state: from /proc; `"ended"` for one that has, `"unreachable"` for one of a node that does not answer.
         exit_code: of one that has ended (negative: the signal); `None` for the others.
         is_out_of_memory: whether the kernel killed it for memory.
         cpu_share: of one core, by it and its children, over the last seconds.

@@ -60,7 +60,7 @@ def pack(message: Message) -> bytes:
         text = {"report": _report_to_json(message)}
     else:
         text = {"ask": asdict(message)}
-    # ASCII, because a path that isn't UTF-8 has surrogates, which have no bytes of their own.
+    # ASCII, because a path that is not UTF-8 has surrogates, which have no bytes of their own.
     body = json.dumps(text, separators=(",", ":")).encode("ascii")
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 

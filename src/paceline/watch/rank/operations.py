@@ -92,7 +92,7 @@ class Transfer:
         dtypes: of its tensors.
         began_ns: since 1970.
         stack: who called it.
-        work: torch's handle, as long as somebody has it.
+        work: torch's handle, as long as it is referenced.
         is_inside: whether the call has not returned yet.
     """
 

@@ -145,7 +145,7 @@ def _tells_something(state: State) -> bool:
     return state.waits or bool(state.frames) or state.kind not in ("silent", "elsewhere", "missing")
 
 
-# ---- a peer that has ended, or didn't come in time
+# ---- a peer that has ended, or did not come in time
 
 
 def _explain_loss(states: Mapping[int, State], scene: Seen, source: Source) -> Verdict | None:
