@@ -63,7 +63,7 @@ def find_text_files(patterns: Sequence[str]) -> list[TextFile]:
             stands for nothing, or `"python-stdlib"`.
 
     Raises:
-        PacelineError: PL200 where a pattern matches no file, PL201 where a file or folder can't be looked at,
+        PacelineError: PL200 where a pattern matches no file, PL201 if a file or folder cannot be read,
             PL213 where a pattern matches what is no file.
     """
     found: dict[Path, TextFile] = {}

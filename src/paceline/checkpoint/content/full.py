@@ -79,7 +79,7 @@ def prepare(
     """Check that the whole state can be stored, before anything is written.
 
     Args:
-        model: whole tensors by name, as `state_dict()` returns them; not to be changed until they are written.
+        model: whole tensors by name, those of `state_dict()`; not to be changed until they are written.
         optimizer: a tree, usually of the optimizer's state by name.
         state: a tree (`tree.py`) of everything else that the run needs to go on.
         recipe_toml: the resolved recipe, if any.
