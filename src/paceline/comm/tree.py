@@ -119,6 +119,7 @@ def plan_reduction(num_owned: tuple[int, ...]) -> ReductionPlan:
         start += count
     additions: list[tuple[int, int]] = []
 
+    # Push places instead of values: the tree then records its additions in their order.
     def add(left: int, right: int) -> int:
         additions.append((left, right))
         return left

@@ -40,6 +40,7 @@ def validate_recipe(table: Mapping[str, Any]) -> tuple[Recipe | None, list[Pacel
         else:
             return (None if found else recipe), _in_order(found)
         meant.update(*(_meant(details[0]) for details in groups))
+        # A rule that involves a removed or misspelt key may have failed for that reason alone.
         doubtful, before = taken_out | meant, len(taken_out)
         for details in groups:
             names = _names_in(details[0])

@@ -27,7 +27,7 @@ class NodeSuspicion(NamedTuple):
 
     Attributes:
         prints: of this node's ranks' latest calls.
-        asks_at_s: when the ranks are asked, in seconds since 1970; 0 where there is no suspicion.
+        asks_at_s: when the ranks are asked, in seconds since 1970; 0 without a suspicion.
         suspected: what the ranks answered.
     """
 

@@ -54,7 +54,7 @@ class Call:
         operation: `all_reduce`, `broadcast`, `all_gather`, `reduce_scatter`, `barrier`, `send` ...
         sizes: shapes of its inputs.
         dtypes: of its inputs, as `float32`.
-        reduce_op: `sum`, `max` ...; `None` where there is none or it is not known.
+        reduce_op: `sum`, `max` ...; `None` if there is none or it is unknown.
         peer: global rank that it is from or to (send, recv), or its root (broadcast, reduce ...), where that
             is known; else `None`.
         done: whether it has completed on this rank.
@@ -276,7 +276,7 @@ class SharedPlace:
     Attributes:
         ranks: which ones.
         what: `waits in all_reduce number 5 of world (float32 [128], sum)`, `ended with code 0` ...
-        frames: the user's own, innermost first; empty where there are none.
+        frames: the user's own, innermost first; may be empty.
     """
 
     ranks: tuple[int, ...]

@@ -96,6 +96,8 @@ def find_roots(states: Mapping[int, State]) -> list[State]:
     candidates = [states[rank] for rank, count in counts.items() if count]
     if not candidates:
         return []
+    # The most waited-for rank first. With equal counts the kind decides: a dead rank explains a late one, but
+    # not the other way round.
     gravest = min(candidates, key=lambda s: (-counts[s.rank], _GRAVITY.index(s.kind), s.rank))
     return [s for s in candidates if _is_alike(s, gravest)]
 
@@ -117,6 +119,7 @@ def _reach(rank: int, states: Mapping[int, State]) -> set[int]:
 def find_cycle(states: Mapping[int, State]) -> list[State]:
     """Return a shortest cycle of ranks in which each waits for the next, and the last for the first."""
     best: list[int] = []
+    # A breadth-first search from each rank, cut off at the length of the best cycle so far.
     for start in states:
         paths = [[start]]
         known = {start}

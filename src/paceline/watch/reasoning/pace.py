@@ -232,12 +232,14 @@ class PaceBook:
         ]
         if 2 * len(waiting) <= len(peers):
             return None
+        # From here on: conditions that keep chance and short disturbances from counting as slowness.
         theirs = _join([shares[peer] for peer in waiting])
         samples = min(own.samples, theirs.samples)
         if theirs.whole - own.whole < _CHANCE * (_SAMPLES_OF_CHANCE / samples) ** 0.5:
             return None
         if self._count(rank, window_s, ends_s) < _FEWEST_COLLECTIVES and window_s < _WINDOWS_S[-1]:
             return None
+        # A single long delay fills one fifth; a slow rank is slow in each, by at least half the difference.
         for one, other in zip(theirs.blocks, own.blocks, strict=True):
             if one is None or other is None or one - other < LEAST_DIFFERENCE / 2:
                 return None

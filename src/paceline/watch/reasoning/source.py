@@ -74,7 +74,7 @@ class Source:
         return self._lines[path]
 
     def line(self, path: str, number: int) -> str:
-        """Return one line without indentation; empty where there is none."""
+        """Return one line without indentation; empty if there is none."""
         lines = self.lines(path)
         return lines[number - 1].strip() if 0 < number <= len(lines) else ""
 
