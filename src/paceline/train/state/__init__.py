@@ -1,1 +1,1 @@
-"""What the state of a run is, and how it gets into a checkpoint and back under any layout."""
+"""The state of a run: saves it into a checkpoint and loads it under any layout."""

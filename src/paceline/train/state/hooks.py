@@ -1,4 +1,4 @@
-"""The states of communication hooks in checkpoints: one per rank, for the same ranks again."""
+"""The states of communication hooks in checkpoints: one per rank, restored on the same number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Saved = dict[str, dict[str, Any]]
 
 
 def gather_hooks(updates: Mapping[str, Update], bucket_cap_mb: float) -> Saved:
-    """What a checkpoint holds of the hooks: every rank's state on rank 0, by model; collective.
+    """Gather every rank's hook state on rank 0 for a checkpoint, by model; collective.
 
     Args:
         updates: of the trainer.
@@ -32,10 +32,10 @@ def gather_hooks(updates: Mapping[str, Update], bucket_cap_mb: float) -> Saved:
 
 
 def check_hooks(saved: Saved, world_size: int, bucket_cap_mb: float) -> None:
-    """Raises PL516 unless every rank finds its own state again; on rank 0.
+    """Raise PL516 unless the checkpoint has a state for every rank of this start; on rank 0.
 
     Args:
-        saved: of `gather_hooks`.
+        saved: the result of `gather_hooks`.
         world_size: ranks of this start.
         bucket_cap_mb: of this start.
     """
@@ -58,10 +58,10 @@ def check_hooks(saved: Saved, world_size: int, bucket_cap_mb: float) -> None:
 def restore_hooks(
     saved: Saved, updates: Mapping[str, Update], names: list[str], device: torch.device
 ) -> None:
-    """Gives each rank's hooks their states; collective.
+    """Load each rank's state into its hooks; collective.
 
     Args:
-        saved: of `gather_hooks`, on rank 0.
+        saved: the result of `gather_hooks`, on rank 0.
         updates: of the trainer.
         names: of the models whose hooks have a state in the checkpoint, on every rank.
         device: of the model.

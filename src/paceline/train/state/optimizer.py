@@ -1,9 +1,9 @@
-"""Optimizer state by parameter name, so that it doesn't depend on order, grouping or layout.
+"""Optimizer state by parameter name, so that it does not depend on order, grouping or layout.
 
-torch numbers parameters in the order of the groups; a checkpoint that keeps numbers silently gives one
-parameter another's moments once a model or its groups are written in another order. Here every
-parameter's state goes under its name. torch's own `load_state_dict` is not used, because it casts all
-state to the parameter's dtype (fp32 moments of bf16 weights lose their bits) and breaks strings.
+torch numbers parameters in the order of the groups. If a model or its groups are later written in another
+order, a checkpoint with numbers silently gives one parameter another's moments. Here the key is the
+parameter's name. torch's own `load_state_dict` is not used, because it casts all state to the parameter's
+dtype (fp32 moments of bf16 weights lose bits) and breaks strings.
 
 The tree is `{"kind": "AdamW", "parameters": {name: {"shape", "group", "state"}}, "groups": [settings],
 "other"}`; `group` is a number in `groups`, and `other` holds state that belongs to no parameter.
@@ -23,8 +23,8 @@ from paceline.parallel.placement import Placement
 from paceline.phrases import name_some
 from paceline.train.state.pieces import OwnPart
 
-# How the arithmetic is carried out on the device at hand, not what it is: these stay as the optimizer
-# was built, so that a run can move to another device.
+# Options that choose kernels and do not change the formula. They keep their values as built, so that a run
+# can move to another device.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_OPTIONS = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 
@@ -39,11 +39,11 @@ def optimizer_state_by_name(
     Args:
         optimizer: any `torch.optim.Optimizer` whose state is in `.state`, as torch's own all are.
         named_parameters: `model.named_parameters()`; more than the optimizer has is fine (frozen ones).
-        placement: where the model's parts are; left out, every tensor is whole. With it the tree has an
-            `OwnPart` in place of what is laid out as a parameter.
+        placement: of the model; without it, every tensor is whole. With it, the tree has an `OwnPart` for
+            each tensor that is laid out like its parameter.
 
     Raises:
-        PacelineError: PL511 where the optimizer has a parameter without a name.
+        PacelineError: PL511 if the optimizer has a parameter without a name.
     """
     names = _names_of(optimizer, named_parameters)
     parameters: dict[str, Any] = {}
@@ -71,22 +71,21 @@ def load_optimizer_state_by_name(
     tree: Mapping[str, Any],
     placement: Placement | None = None,
 ) -> None:
-    """Puts saved state and settings into an optimizer, whatever the order of its groups.
+    """Load saved state and settings into an optimizer, in any order of its groups.
 
-    Tensors are copied to their parameter's device, with the dtype they were saved in; `step` tensors stay
-    on the CPU unless the group is fused or capturable, as torch wants them. Settings of a group
-    (`lr`, `betas` ...) are those that its parameters were saved with; how it is computed
-    (`foreach`, `fused`, `capturable`, `differentiable`) stays as the optimizer was built.
-    Nothing is changed where it raises.
+    Tensors are copied to their parameter's device, with the dtype they were saved in. `step` tensors stay
+    on the CPU unless the group is fused or capturable, as torch requires. A group gets the settings (`lr`,
+    `betas` ...) that its parameters were saved with. The choice of kernels (`foreach`, `fused`,
+    `capturable`, `differentiable`) stays as built. If it raises, nothing has been changed.
 
     Args:
         optimizer: of the same kind as the saved one.
         named_parameters: `model.named_parameters()`.
-        tree: of `optimizer_state_by_name`.
-        placement: where the model's parts are; the tree then has this rank's parts of what is divided.
+        tree: the result of `optimizer_state_by_name`.
+        placement: of the model; the tree then has this rank's parts of divided tensors.
 
     Raises:
-        PacelineError: PL511 where the state is of another kind of optimizer or another model, with names.
+        PacelineError: PL511 if the state is of another kind of optimizer or another model, with names.
     """
     names = _names_of(optimizer, named_parameters)
     shapes = {
@@ -164,7 +163,7 @@ def _check_fits(
 def _options_of(
     group: Mapping[str, Any], names: Mapping[torch.Tensor, str], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings that a group's parameters were saved with, which must be the same for all of them."""
+    """Return the settings that a group's parameters were saved with; raise PL511 unless all have the same."""
     saved = tree["parameters"]
     found: dict[str, Any] | None = None
     first = ""
@@ -191,18 +190,18 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _place(value: Any, parameter: torch.Tensor) -> Any:
-    """A copy of a piece of state, its tensors on the parameter's device."""
+    """Copy an entry of the state, with its tensors on the parameter's device."""
     if isinstance(value, torch.Tensor):
         placed = value.to(parameter.device, copy=True)
         if value.shape == parameter.shape and not parameter.is_contiguous():
-            # Kernels that take a whole tensor at once want the strides of the parameter (channels_last).
+            # Kernels over a whole tensor need the parameter's strides (channels_last).
             placed = torch.empty_like(parameter, dtype=value.dtype).copy_(placed)
         return placed
     return _map_items(value, lambda item: _place(item, parameter))
 
 
 def _place_part(value: Any, parameter: torch.Tensor) -> Any:
-    """A copy of a piece of state; what belongs to a rank's part of a sharded parameter lies as that does."""
+    """Copy an entry of the state, laid out like the parameter if it belongs to a part of a sharded one."""
     if not isinstance(parameter, DTensor):
         return _place(value, parameter)
     part = parameter.to_local()

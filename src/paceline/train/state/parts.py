@@ -1,4 +1,4 @@
-"""This rank's parts of what a run saves and loads."""
+"""This rank's parts of the tensors that a run saves and loads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Names = tuple[Any, ...]
 
 
 def model_tensors(models: Mapping[str, nn.Module], *, keep_vars: bool = False) -> dict[str, Any]:
-    """Return the models' tensors by full name, which begins with the model's name where there are several.
+    """Return the models' tensors by full name, which begins with the model's name if there are several.
 
     Args:
         models: by name.
-        keep_vars: return parameters as they are, so that tied names give one and the same.
+        keep_vars: return the parameters themselves, so that tied names give the same object.
     """
     if len(models) == 1:
         return next(iter(models.values())).state_dict(keep_vars=keep_vars)
@@ -46,7 +46,7 @@ def find_placement(models: Mapping[str, nn.Module], updates: Mapping[str, Update
 
 
 class Parts:
-    """Which rank has which parts of a run's tensors, by the names that lead to them in a checkpoint.
+    """The parts of a run's tensors that each rank holds, by their names in a checkpoint.
 
     Args:
         models: of the trainer, laid out.
@@ -116,7 +116,7 @@ class Parts:
         return self._part_at(self.rank, whole, split, is_sharded) if whole == shape else None
 
     def _describe(self, own: OwnPart) -> tuple[tuple[int, ...], Split | None, bool]:
-        """A tensor's whole shape, how tp divides it, and whether dp_shard divides the rest by rows."""
+        """Return a tensor's whole shape, its split by tp, and whether dp_shard divides the rest by rows."""
         if self.placement is None:
             return tuple(own.tensor.shape), None, False
         is_sharded = isinstance(own.tensor, DTensor)
@@ -126,7 +126,7 @@ class Parts:
         return whole, self.placement.splits.get(own.name), is_sharded
 
     def _part_at(self, rank: int, shape: tuple[int, ...], split: Split | None, is_sharded: bool) -> Part:
-        """The part of a rank, from its place in the layout."""
+        """Return the part of a rank, from its place in the layout."""
         places = self._layout.find_place(rank)
         runs = [[(0, size)] for size in shape]
         if split is not None:
@@ -139,8 +139,11 @@ class Parts:
         return self.placement is not None and (isinstance(tensor, DTensor) or name in self.placement.splits)
 
     def list_tracked(self, state: Any) -> Any:
-        """Return a tracked object's state with pieces in it. What is named like a parameter (an average of
-        weights) and is as large as this rank's part of it, is such a part."""
+        """Return a tracked object's state with its divided tensors as `OwnPart`.
+
+        A tensor with a parameter's name (such as an average of weights) and the size of this rank's part of
+        that parameter counts as such a part.
+        """
 
         def mark(path: Any, value: Any) -> Any:
             name = self._find_name(path)
@@ -156,7 +159,7 @@ class Parts:
         }
 
     def cut_as(self, state: Any, current: Any) -> Any:
-        """The rank's parts of a tracked object's whole state, where it has parts of these at present."""
+        """Cut a tracked object's whole state into this rank's parts, where the object holds parts now."""
         held = {str(path): value for path, value in tree_flatten_with_path(current)[0]}
 
         def cut(path: Any, value: Any) -> Any:
@@ -171,7 +174,7 @@ class Parts:
         return tree_map_with_path(cut, state)
 
     def cut(self, names: Names, whole: Tensor) -> Tensor:
-        """The rank's part of a parameter, buffer or piece of optimizer state; anything else as it is."""
+        """Return this rank's part of a parameter, a buffer or optimizer state; return other tensors whole."""
         name = _name_in_checkpoint(names)
         tensor = self._tensors.get(name) if isinstance(name, str) else None
         if self.placement is None or tensor is None or not self.placement.divides(str(name), tensor, whole):
@@ -179,7 +182,7 @@ class Parts:
         return self.placement.part(str(name), whole, tensor).clone()
 
     def _find_name(self, path: Any) -> str | None:
-        """The tensor of the model that a key is named after, whatever stands before its full name."""
+        """Return the name of the model's tensor that a key ends with, or `None`."""
         key = getattr(path[-1], "key", None) if path else None
         while isinstance(key, str) and key:
             if key in self._tensors:
@@ -198,14 +201,14 @@ class Parts:
 
 
 def _name_in_checkpoint(names: Names) -> Any:
-    """The parameter or buffer that names in a checkpoint lead to, or to whose optimizer state they lead."""
+    """Return the name of the parameter or buffer that a tensor of a checkpoint is or belongs to."""
     if len(names) > 1 and names[0] == "model":
         return names[1]
     return names[3] if len(names) > 3 and names[0] == "optimizer" else None
 
 
 def _cut_rows(runs: list[Run], place: int, degree: int) -> list[Run]:
-    """What a rank of dp_shard has of rows: as DTensor cuts, the last ranks may have fewer, or none."""
+    """Return the rows of a rank of dp_shard, cut as DTensor does: the last ranks may have fewer, or none."""
     num_rows = sum(stop - start for start, stop in runs)
     most = -(-num_rows // degree)
     first, last = place * most, (place + 1) * most

@@ -1,7 +1,7 @@
-"""The tensors of a run as the layout has cut them: pieces, and how they become whole.
+"""Pieces: the tensors of a run as the layout has cut them, and their joining into whole ones.
 
-A tree of state holds an `OwnPart` wherever the layout says which ranks have which parts of a tensor. So what
-is saved is listed without talking to other ranks; a content of whole tensors then has the parts joined.
+A tree of state holds an `OwnPart` for each tensor whose parts the layout assigns to ranks. So a save can be
+listed without communication. For a checkpoint of whole tensors the parts are then joined.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class OwnPart:
     """A tensor that is or belongs to a parameter or buffer: all of it, or this rank's part.
 
     Attributes:
-        name: of the parameter or buffer that it is or belongs to.
-        tensor: laid out as that one.
+        name: of the parameter or buffer.
+        tensor: laid out like the parameter or buffer.
     """
 
     name: str
@@ -29,12 +29,12 @@ class OwnPart:
 
 
 def join_pieces(tree: Any, placement: Placement | None, *, keep: bool = True) -> Any:
-    """Put the whole tensor in place of every piece; collective over dp_shard and tp.
+    """Replace every piece by the whole tensor; collective over dp_shard and tp.
 
     Args:
-        tree: the same on all ranks, but for what the pieces hold.
-        placement: of the model, or `None` where nothing is divided.
-        keep: whether this rank wants the whole tensors (in CPU memory), or only helps with them.
+        tree: the same on all ranks except for the contents of the pieces.
+        placement: of the model, or `None` if nothing is divided.
+        keep: whether this rank returns the whole tensors (in CPU memory), or only takes part.
     """
     made: dict[int, Any] = {}
 

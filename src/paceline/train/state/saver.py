@@ -1,8 +1,8 @@
-"""What a checkpoint of a training run holds, and how it gets there and back.
+"""Saves and loads a training run's checkpoints.
 
 Every rank lists its pieces of the state. They are joined on rank 0, which writes them while all ranks wait
-for the outcome, so a disk that is full stops all ranks with the same message. Rank 0 reads a checkpoint and
-sends each tensor to the others, so only rank 0 needs to see the files.
+for the result, so a full disk stops all ranks with the same message. Rank 0 reads a checkpoint and sends
+each tensor to the others, so only rank 0 needs to see the files. For sharded checkpoints see `write.py`.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves and loads all state of a trainer.
+    """The saving and loading of a trainer's state.
 
     Args:
         world: the ranks.
         keep: checkpoints to keep.
-        mode: which content checkpoints have, `"full"` or `"sharded"`.
+        mode: the content of checkpoints, `"full"` or `"sharded"`.
         layout: resolved.
         reduction: for the checkpoint's identity.
         recipe_toml: the recipe to put beside the state.
-        settings: what the run's result depends on, see `settings.py`.
+        settings: those that the run's result depends on, see `settings.py`.
         bucket_cap_mb: of DistributedDataParallel.
 
     Attributes:
-        folder: of the run, once `load` was given it.
-        tracked: objects and positions of loaders that join the checkpoints.
-        has_raw_batches: whether batches came from elsewhere than a loader, so that the trainer's own
+        folder: of the run; `None` before `load`.
+        tracked: objects and positions of loaders that are part of the checkpoints.
+        has_raw_batches: whether some batches did not come from a loader, so that the trainer's own
             microbatch size counts.
     """
 
@@ -108,7 +108,7 @@ class Saver:
         counters: dict[str, Any],
         loaders: Mapping[str, Loader],
     ) -> Path:
-        """Writes a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
+        """Write a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
         step = counters["step"]
         if self._last is not None and self._last[0] == step:
             return self._last[1]
@@ -141,10 +141,10 @@ class Saver:
         loaders: Mapping[str, Loader],
         accept: Sequence[str],
     ) -> dict[str, Any] | None:
-        """Reads the newest valid checkpoint into models and updates; collective. See `Trainer.resume`.
+        """Load the newest valid checkpoint into models and updates; collective. See `Trainer.resume`.
 
         Returns:
-            The counters that were saved, or `None` where there is no checkpoint.
+            The saved counters, or `None` if there is no checkpoint.
         """
         self.folder, self._last = folder, None
         self._run_id, self._generation = secrets.token_hex(8), 1
@@ -202,7 +202,7 @@ class Saver:
         return counters
 
     def check_loader(self, loader: Loader) -> None:
-        """Compares a loader made after `load` with the one whose position it takes over; collective."""
+        """Compare a loader made after `load` with the saved one whose position it gets; collective."""
         if self._saved_settings is None:
             return
         saved = self._saved_settings["loaders"].get(loader.name, {})
@@ -214,7 +214,7 @@ class Saver:
         run_on_main(self._world, check)
 
     def check_complete(self) -> None:
-        """Before the first step after `load`: raises where something that was saved has found no owner."""
+        """Raise PL515 if a saved state has no owner; called before the first step after `load`."""
         if self._is_complete:
             return
         self._is_complete = True
@@ -231,7 +231,7 @@ class Saver:
                 tell_fresh_objects(fresh)
 
     def _check_settings(self, state: dict[str, Any], loaders: Mapping[str, Loader]) -> list[str]:
-        """The names of settings that differ from the checkpoint's, all of them accepted by the user."""
+        """Return names of settings that differ from the checkpoint; raise PL515 unless all are accepted."""
         saved = state.get("settings")
         if saved is None:
             tell_unknown_settings()
@@ -268,7 +268,7 @@ class Saver:
     def _describe_state(
         self, updates: Mapping[str, Update], counters: dict[str, Any], loaders: Mapping[str, Loader]
     ) -> dict[str, Any]:
-        """What rank 0 knows of the run besides tensors, hooks and tracked objects."""
+        """Return rank 0's state of the run, without the tensors, hooks and tracked objects."""
         return {
             "loss": counters["loss"],  # `paceline checkpoint show` tells it
             "counters": counters,
@@ -302,7 +302,7 @@ class Saver:
 
 
 def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) -> None:
-    """Copies what this rank keeps into the models."""
+    """Copy this rank's parts of the tensors into the models."""
     with torch.no_grad():
         for name, tensor in model_tensors(models).items():
             local(tensor).copy_(tensors[name])

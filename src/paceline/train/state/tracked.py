@@ -1,4 +1,4 @@
-"""The user's objects and the loaders' positions: saved by name, given back once their owner appears."""
+"""The user's objects and the loaders' positions: saved by name, restored when their owner is registered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.train.state.parts import Parts
 
 
 class Tracked:
-    """What a run has by name besides its models: objects with state, and positions of loaders.
+    """The named state of a run besides its models: objects with state, and positions of loaders.
 
     Attributes:
         parts: of the models, once something was loaded.

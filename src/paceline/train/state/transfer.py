@@ -1,4 +1,4 @@
-"""What rank 0 does alone, and what the others then know of it."""
+"""Runs functions on rank 0 alone, and sends their results to the other ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TENSORS = (Tensor, StoredTensor)
 
 
 def run_on_main(world: World, do: Callable[[], T]) -> T:
-    """Runs `do` on rank 0 and gives every rank its result, or raises its `PacelineError` on all.
+    """Run `do` on rank 0 and return its result on every rank, or raise its `PacelineError` on all.
 
     Collective. The result is pickled; for tensors of any size use `load_on_main`.
     """
@@ -59,7 +59,7 @@ def gather(world: World, value: T) -> list[T]:
 def load_on_main(
     world: World, load: Callable[[], Any], cut: Cut | None = None, find_part: FindPart | None = None
 ) -> Any:
-    """Runs `load` on rank 0 and gives every rank the tree of tensors that it returned.
+    """Run `load` on rank 0 and return its tree of tensors on every rank.
 
     Collective. Tensors travel one by one as they are on the CPU, and a rank keeps what `cut` leaves of each,
     so no rank holds all of those that are unread; and only rank 0 needs to see the files. With `find_part`
@@ -108,7 +108,7 @@ def load_on_main(
 
 
 def _find_shared_folder(tree: Any) -> tuple[Path, str] | None:
-    """The folder of the sharded checkpoint that a tree is of, and a digest of its manifest."""
+    """Return the folder of a tree's sharded checkpoint and a digest of its manifest, or `None`."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, StoredTensor) and leaf.stored.is_shared:
             return leaf.stored.folder, _digest(leaf.stored.folder)
@@ -129,9 +129,9 @@ def _open(folder: Path) -> Stored:
 
 
 class _Source:
-    """What this rank reads: the tensors that rank 0 sends, in order, or its own parts.
+    """The tensors that this rank reads: those that rank 0 sends, in order, or its own parts.
 
-    The other ranks wait for what is sent, so what cannot be read is told afterwards.
+    The other ranks wait for each tensor, so a tensor that cannot be read is reported afterwards.
 
     Args:
         leaves: tensors to be sent, read or not.
@@ -159,7 +159,7 @@ class _Source:
 
 
 class _SentSeparately:
-    """Where a tensor goes that is sent by itself, or read by each rank."""
+    """A placeholder for a tensor that is sent separately, or read by each rank."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, where: tuple[str, str] | None) -> None:
         self.shape = shape
@@ -168,6 +168,6 @@ class _SentSeparately:
 
     @staticmethod
     def describe(tensor: Tensor | StoredTensor) -> _SentSeparately:
-        """The place of a tensor, read or not."""
+        """Return the placeholder of a tensor, read or not."""
         where = None if isinstance(tensor, Tensor) else (tensor.group, tensor.name)
         return _SentSeparately(torch.Size(tensor.shape), tensor.dtype, where)

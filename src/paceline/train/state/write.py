@@ -1,12 +1,12 @@
-"""Writes what a run saves: whole tensors by rank 0, or every rank its share of the parts.
+"""Writes a run's checkpoints: rank 0 writes whole tensors, or every rank its share of the parts.
 
 Protocol of a sharded save, all ranks together:
 
-1. Each rank lists what it holds, plans who writes what, and prepares its own share. Ranks compare digests of
-   what they planned from, so that a part without a writer is noticed before anything is written.
-2. Rank 0 takes the folder's lock and makes the temporary folder. All ranks look for it.
+1. Each rank lists its parts, plans the writer of every part, and prepares its own share. Ranks compare
+   digests of their plans' inputs, so that a part without a writer is detected before anything is written.
+2. Rank 0 takes the folder's lock and makes the temporary folder. All ranks wait until they see it.
 3. Each rank writes its file. Rank 0 collects names, sizes and hashes.
-4. Rank 0 checks that the parts make every tensor whole, and commits by the rename. All ranks learn of it.
+4. Rank 0 checks that the parts make every tensor whole, and commits by the rename. All ranks get the result.
 
 An error on any rank ends the save on all of them with that rank's message.
 """
@@ -45,7 +45,7 @@ _APPEARS_S = 10.0
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a run saves, as this rank has it.
+    """This rank's part of a run's state to be saved.
 
     Attributes:
         parts: of the models.
@@ -84,7 +84,7 @@ def write_full(
 def write_sharded(
     world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
 ) -> Path:
-    """Write a checkpoint of which every rank writes its share; collective."""
+    """Write a sharded checkpoint, of which every rank writes its share; collective."""
     prepared: PreparedShare | None = None
     digest = ""
     with _caught() as caught:
@@ -122,7 +122,7 @@ def write_sharded(
 
 
 def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
-    """Return what this rank writes, and a digest of what all ranks have planned from."""
+    """Return this rank's share, and a digest of the holdings that all ranks have planned from."""
     model = state.parts.list_model()
     named: dict[str, Any] = {}
     tied: dict[str, str] = {}
@@ -163,7 +163,7 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
 
 
 def _list_holdings(parts: Parts, name: str, own: OwnPart) -> Iterator[Holding]:
-    """The parts of one tensor and their holders, without those that have no numbers."""
+    """Yield the parts of one tensor with their holders, except empty parts."""
     # Copies of parameters and their optimizer state have the same bits, so any rank may write them. Of
     # buffers and the user's own averages rank 0's are saved, or those of the first rank that has the part.
     spreads = name.startswith("optimizer/") or parts.is_parameter(name.removeprefix(f"{MODEL}/"))
@@ -174,7 +174,7 @@ def _list_holdings(parts: Parts, name: str, own: OwnPart) -> Iterator[Holding]:
 
 
 def _encode(value: Any, group: str, named: dict[str, Any]) -> Any:
-    """The structure of a tree; its tensors go into `named`, as `OwnPart` where they were."""
+    """Return the structure of a tree, and add its tensors to `named`, as `OwnPart` if they were such."""
     owned: dict[int, OwnPart] = {}
 
     def take(own: OwnPart) -> Tensor:
@@ -189,7 +189,7 @@ def _encode(value: Any, group: str, named: dict[str, Any]) -> Any:
 
 
 class _Caught:
-    """An error of ours on this rank, to be told to the others."""
+    """A holder of this rank's error, to be reported to the others."""
 
     error: PacelineError | None = None
 
@@ -204,7 +204,7 @@ def _caught() -> Iterator[_Caught]:
 
 
 def _agree(world: World, error: PacelineError | None, digest: str) -> None:
-    """Raises on all ranks what one raised, or PL525 where ranks planned from different states; collective."""
+    """Raise one rank's error on all ranks, or PL525 if ranks planned from different states; collective."""
     gathered = gather(world, (error, digest))
     for other, _ in gathered:
         if other is not None:
@@ -232,7 +232,7 @@ def _with_rank(world: World, error: PacelineError | None) -> PacelineError | Non
 
 
 def _wait_for_folder(world: World, folder: Path) -> None:
-    """Waits until this rank sees a folder that rank 0 has made; raises PL524 where it does not."""
+    """Wait until this rank sees a folder that rank 0 has made; raise PL524 if it does not appear."""
     begin_s = time.monotonic()
     while not folder.is_dir():
         if time.monotonic() - begin_s > _APPEARS_S:
