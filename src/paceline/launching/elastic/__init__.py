@@ -1,1 +1,1 @@
-"""The nodes of a job: torchelastic's agent, and where and how the nodes meet."""
+"""The nodes of a job: torchelastic's agent, and the rendezvous where the nodes meet."""

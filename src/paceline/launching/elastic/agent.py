@@ -45,7 +45,7 @@ def run_agent(
     ranks: Ranks,
     rounds: Attempts,
 ) -> None:
-    """Runs ranks until all have ended well.
+    """Run ranks until all have succeeded.
 
     Follows `torch.distributed.launcher.api.launch_agent`.
 
@@ -163,7 +163,7 @@ class _Agent(SteppedAgent):
 
 @contextmanager
 def _ranks_from(build_handler: Callable[..., Any]) -> Iterator[None]:
-    """Has the agent start its processes by `build_handler`, by the seam that torchelastic has for it."""
+    """Make the agent start its processes with `build_handler`, through torchelastic's own hook."""
     name = "get_subprocess_handler"
     before = getattr(elastic_processes, name)
     setattr(elastic_processes, name, build_handler)
@@ -175,7 +175,7 @@ def _ranks_from(build_handler: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def quiet_torchelastic() -> Iterator[None]:
-    """Silences the agent's log lines: the launcher tells the same, once and with the cause."""
+    """Silence the agent's log lines: the launcher reports the same once, with the cause."""
     names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
     loggers = [
         logger
@@ -194,7 +194,7 @@ def quiet_torchelastic() -> Iterator[None]:
 
 
 def start_thread(work: Callable[[], None]) -> threading.Thread:
-    """Runs the agent beside the main thread, which stays free for signals whatever the agent waits for."""
+    """Run the agent in a thread, so that the main thread stays free to handle signals."""
     thread = threading.Thread(target=work, name="paceline-agent", daemon=True)
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet, and by which address and interface they reach this one.
+"""Finds where the nodes of a job meet, and the address and interface by which they reach this one.
 
 torchrun and gloo go by this machine's name. Where it stands for 127.0.1.1 (Debian's habit) gloo tells its
 peers that address, and they connect to themselves; where it stands for nothing, the rendezvous fails. The
@@ -26,7 +26,7 @@ _DEFAULT_PORT = 29500
 
 
 def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Completes torchrun's flags (in place): by what SLURM or MPI tell, and by the route to the other nodes.
+    """Complete torchrun's flags in place, from SLURM's or MPI's variables and the route to the other nodes.
 
     Sets `GLOO_SOCKET_IFNAME` for several nodes, where it is not set.
 
@@ -64,7 +64,7 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
 
 
 def is_own_host(host: str) -> bool:
-    """Whether a host, given by name or address, is this machine.
+    """Return whether a host, given by name or address, is this machine.
 
     Raises:
         PacelineError: PL346 for a host that does not resolve.
@@ -74,7 +74,7 @@ def is_own_host(host: str) -> bool:
 
 
 def _follow_scheduler(flags: argparse.Namespace, place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """One task of srun or mpirun on each node: the tasks are the nodes."""
+    """Set the nodes' flags if srun or mpirun runs one task on each node."""
     flags.nnodes = str(place.world_size)
     if flags.rdzv_endpoint or flags.master_port is not None:
         flags.node_rank = flags.node_rank or place.rank
@@ -101,7 +101,7 @@ def _most_nodes(nnodes: str) -> int:
 
 
 def _resolve(host: str) -> str:
-    """A host's address.
+    """Return a host's address.
 
     Raises:
         PacelineError: PL346 where its name stands for nothing.
@@ -119,7 +119,7 @@ def _resolve(host: str) -> str:
 
 
 def _own_addresses() -> dict[str, str]:
-    """This machine's addresses, with the names of their interfaces."""
+    """Return this machine's addresses, with the names of their interfaces."""
     return {
         entry.address.partition("%")[0]: name
         for name, entries in psutil.net_if_addrs().items()
@@ -129,7 +129,7 @@ def _own_addresses() -> dict[str, str]:
 
 
 def _find_own_address(host: str, meeting: str, interfaces: str) -> str | None:
-    """This node's address as the others see it; None where the nodes meet at the loopback on purpose."""
+    """Return this node's address as seen by the others; None if the nodes meet at the loopback on purpose."""
     if not ipaddress.ip_address(meeting).is_loopback:
         family = socket.AF_INET6 if ":" in meeting else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -175,7 +175,7 @@ def _is_reachable(address: str) -> bool:
 
 
 def describe_place(place: RankPlace) -> dict[str, str]:
-    """torchrun's variables for a rank that srun or mpirun has started."""
+    """Return torchrun's variables for a rank that srun or mpirun has started."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),

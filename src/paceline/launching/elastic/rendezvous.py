@@ -1,4 +1,4 @@
-"""How the launchers of a job's nodes meet: torch's rendezvous, with three repairs.
+"""The rendezvous of a job's launchers: torch's, with three fixes.
 
 - A single node needs nobody to meet: no protocol with its random delay, and no name of this machine that has
   to resolve.
@@ -33,7 +33,7 @@ _C10D_PORT, _STATIC_PORT = 29400, 29500  # torch's defaults
 
 
 def build_rendezvous(config: LaunchConfig) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
-    """Build the handler for a launch, and the ranks' master address and port where the user gave them."""
+    """Build the handler for a launch, and return the ranks' master address and port if the user set them."""
     if config.rdzv_backend == ONE_NODE:
         return _OneNode(config.run_id), (None, None)
     if config.rdzv_backend == "c10d":

@@ -1,1 +1,1 @@
-"""How a rank ended: its record, its traceback, and whether the kernel killed it."""
+"""The end of a rank: its record, its traceback, and whether the kernel killed it."""

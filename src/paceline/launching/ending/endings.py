@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it ends, and which rank's end counts as the cause.
+"""The record that a rank leaves at its end, and the choice of the end that is the cause.
 
 Every rank that fails or is asked to stop writes one small JSON file into a folder of the launcher.
 When one rank fails, the others soon fail too, because their peer is gone: they are marked as
@@ -50,7 +50,7 @@ _MANY_CAUSES = 10
 
 
 class RankFailed(Exception):  # noqa: N818 (an event, told as one)
-    """A rank failed by something other than a mistake that Paceline knows how to explain.
+    """The error of a rank that failed with an exception that Paceline does not explain.
 
     Attributes:
         rank: the one that failed first.
@@ -93,7 +93,7 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
 
 
 class PumpLost(Exception):  # noqa: N818 (an event, told as one)
-    """The process that carries the ranks' output was killed, and the ranks were ended."""
+    """The error of a launch whose pump was killed; its ranks were ended."""
 
     exit_code = 1
     code = "PL332"
@@ -116,7 +116,7 @@ def _signal_name(status: int) -> str | None:
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank ended. A file holds it for the launcher, and a last report for the watcher.
+    """The end of one rank; a file holds it for the launcher, and a last report for the watcher.
 
     Attributes:
         rank: which one.
@@ -140,7 +140,7 @@ class Ending:
     pickled: str = ""
 
     def error(self) -> PacelineError | None:
-        """The rank's own error of ours, rebuilt."""
+        """Rebuild the rank's own `PacelineError`, if it raised one."""
         if not self.pickled:
             return None
         error = pickle.loads(base64.b64decode(self.pickled))
@@ -148,7 +148,7 @@ class Ending:
 
 
 def describe_ending(rank: int, error: BaseException) -> Ending:
-    """Turns what ended a rank's script or function into a record."""
+    """Turn the exception that ended a rank's script or function into a record."""
     now = time.time()
     if isinstance(error, SystemExit):
         code = as_status(error.code) if isinstance(error.code, int) else int(error.code is not None)
@@ -167,7 +167,7 @@ def describe_ending(rank: int, error: BaseException) -> Ending:
 
 
 def as_status(code: int) -> int:
-    """What is left of an exit code in a process's status, which has eight bits."""
+    """Return the part of an exit code that fits into a process's status, which has 8 bits."""
     return code & 0xFF
 
 
@@ -180,7 +180,7 @@ def _name_error(error: BaseException) -> str:
 
 
 def _comes_from_lost_peer(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that another rank has gone."""
+    """Return whether an exception, or its cause, reports that another rank has ended."""
     met: BaseException | None = error
     for _ in range(_MANY_CAUSES):
         if met is None:
@@ -193,20 +193,20 @@ def _comes_from_lost_peer(error: BaseException) -> bool:
 
 
 def has_lost_peer(words: str) -> bool:
-    """Whether an error says that another rank has gone."""
+    """Return whether an error reports that another rank has ended."""
     words = words.lower()
     return any(phrase in words for phrase in _PEER_GONE)
 
 
 def write_ending(folder: Path, ending: Ending) -> None:
-    """Leaves the record for the launcher: whole or not at all."""
+    """Write the record for the launcher, completely or not at all."""
     part = folder / f"ending-{ending.rank}.part"
     part.write_text(json.dumps(asdict(ending)), encoding="utf-8")
     os.replace(part, folder / f"ending-{ending.rank}.json")
 
 
 def read_endings(folder: Path) -> list[Ending]:
-    """All records of the launcher's folder, the earliest first."""
+    """Return all records in the launcher's folder, the earliest first."""
     endings = []
     for path in folder.glob("ending-*.json"):
         try:
@@ -217,13 +217,13 @@ def read_endings(folder: Path) -> list[Ending]:
 
 
 def find_cause(endings: list[Ending]) -> Ending | None:
-    """The first failure that isn't the echo of another one; None where no rank recorded one."""
+    """Return the first failure that is not a consequence of another; None if no rank recorded one."""
     failed = [e for e in endings if e.kind == "error" or e.code not in (0, *ASKED_TO_STOP)]
     return next((e for e in failed if not e.follower), failed[0] if failed else None)
 
 
 def is_consequence(cause: Ending) -> bool:
-    """Whether an end may be what mismatched collectives, or another rank's end, have done to a rank."""
+    """Return whether mismatched collectives, or another rank's end, may have caused this end."""
     return cause.follower or cause.code == -signal.SIGABRT
 
 
@@ -245,7 +245,7 @@ def find_consequences(cause: Ending, logs: Mapping[int, str]) -> list[Ending]:
 
 
 def describe_death(cause: Ending, log: str) -> str:
-    """A sentence on the rank that failed first, and by what.
+    """Return a sentence on the rank that failed first, and its error.
 
     Args:
         cause: how it ended.

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process because memory ran out, by what the kernel itself counts and logs."""
+"""Finds whether the kernel killed a process because memory ran out, from the kernel's counts and log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class OomCounts:
-    """Processes that the kernel has killed for memory: in this cgroup, on this machine; None: not counted."""
+    """The numbers of processes killed for memory in this cgroup and on this machine; None: not counted."""
 
     in_group: int | None
     on_machine: int | None
 
 
 def count_oom_kills() -> OomCounts:
-    """Reads both counts as they stand now."""
+    """Read the present counts."""
     machine = _find_number(Path("/proc/vmstat"), "oom_kill")
     for path in _event_files():
         number = _find_number(path, "oom_kill")
@@ -28,7 +28,7 @@ def count_oom_kills() -> OomCounts:
 
 
 def explain_kill(pid: int, before: OomCounts) -> str:
-    """What is known of a SIGKILL: from the kernel's log of that process, or the counts since `before`."""
+    """Explain a SIGKILL from the kernel's log of that process, or from the counts since `before`."""
     line = _find_in_kernel_log(pid)
     if line is not None:
         group = "" if "Memory cgroup" not in line else " of its cgroup (container, job)"
@@ -50,7 +50,7 @@ def explain_kill(pid: int, before: OomCounts) -> str:
 
 
 def describe_kill(pid: int, before: OomCounts) -> str:
-    """One sentence on a SIGKILL, also where the kernel tells nothing."""
+    """Return one sentence on a SIGKILL, even if the kernel reports nothing."""
     known = explain_kill(pid, before)
     if known:
         return known
@@ -60,7 +60,7 @@ def describe_kill(pid: int, before: OomCounts) -> str:
 
 
 def _event_files() -> list[Path]:
-    """The files with the counts of this process's cgroup: version 2's, then version 1's."""
+    """Return the files with the counts of this process's cgroup: version 2's, then version 1's."""
     files = []
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -82,7 +82,7 @@ def _find_number(path: Path, name: str) -> int | None:
 
 
 def _find_in_kernel_log(pid: int) -> str | None:
-    """The kernel's own line, where this user may read its log."""
+    """Return the line of the kernel's log, if this user may read it."""
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

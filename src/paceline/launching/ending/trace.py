@@ -1,4 +1,4 @@
-"""Reads tracebacks as text: what is the user's own code, and what is the library's between.
+"""Reads tracebacks as text, and separates the user's own code from library code.
 
 As text, because that serves all alike: an exception of this process, one that a loader worker sent as part of
 another's message, and what a rank that started cold has left in its log.
@@ -39,7 +39,7 @@ class TracebackFrame:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is the user's code: outside of Python's and its packages' folders."""
+        """Return whether this is the user's code, outside of the folders of Python and its packages."""
         return not self.path.startswith("<") and not any(
             self.path.startswith(root) for root in _library_roots()
         )
@@ -59,7 +59,7 @@ def _library_roots() -> list[str]:
 
 
 def find_own_frame(trace: str) -> TracebackFrame | None:
-    """The innermost frame of the user's code."""
+    """Return the innermost frame of the user's code."""
     own = [part for part in _parse(trace) if isinstance(part, TracebackFrame) and part.is_own]
     if not own:
         return None
@@ -68,7 +68,7 @@ def find_own_frame(trace: str) -> TracebackFrame | None:
 
 
 def fold(trace: str) -> str:
-    """The traceback with runs of library frames told in one line each."""
+    """Return the traceback with each run of library frames in one line."""
     out: list[str] = []
     run: list[TracebackFrame] = []
 
@@ -92,7 +92,7 @@ def fold(trace: str) -> str:
 
 
 def _short(frame: TracebackFrame) -> str:
-    """A library's path from its package on."""
+    """Return a library's path, beginning with its package."""
     for root in _library_roots():
         if frame.path.startswith(root):
             return f"{frame.path[len(root) :].removeprefix('site-packages' + os.sep)}:{frame.line}"
@@ -100,7 +100,7 @@ def _short(frame: TracebackFrame) -> str:
 
 
 def _parse(trace: str) -> list[TracebackFrame | str]:
-    """Frames, and the lines between them as they are."""
+    """Parse frames, and keep the lines between them."""
     parts: list[TracebackFrame | str] = []
     lines = trace.rstrip("\n").split("\n")
     at = 0
@@ -125,7 +125,7 @@ def _indent(line: str) -> int:
 
 
 def find_last(log: str) -> str:
-    """The last traceback in a log, or what Python says of a crash in compiled code; else an empty string."""
+    """Return a log's last traceback, or Python's report of a crash in compiled code, else an empty string."""
     lines = _PREFIX.sub("", log).split("\n")
     starts = [n for n, line in enumerate(lines) if _HEAD.match(line)]
     crashes = [n for n, line in enumerate(lines) if line.startswith(_FATAL)]
@@ -153,7 +153,7 @@ def find_last(log: str) -> str:
 
 
 def _end_of_error(lines: list[str], head: int) -> int:
-    """One past the lines of an exception: its frames, its own line, and those that continue its message."""
+    """Return the end of an exception's lines: its frames, its own line, and those of its message."""
     end = head + 1
     is_group = "Exception Group" in lines[head]
     inside = (" ", "\t", "+", "|") if is_group else (" ", "\t")
@@ -181,7 +181,7 @@ def _find_syntax_error(lines: list[str]) -> str:
 
 
 def tell_last_line(trace: str) -> str:
-    """The line that names the exception."""
+    """Return the line that names the exception."""
     text = trace.strip("\n")
     if text.startswith(_FATAL):
         return text.splitlines()[0]

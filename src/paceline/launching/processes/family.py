@@ -25,17 +25,17 @@ _CLEARING_S = 3.0
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent ends (Linux)."""
+    """Make this process the parent of descendants whose own parent ends (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that forked it ends (Linux)."""
+    """Have the kernel kill this process when the thread that forked it ends (Linux)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def send_to_group(group: int, number: int) -> None:
-    """Sends a signal to a process group, as torchrun does, but lets those live who clear up."""
+    """Send a signal to a process group, as torchrun does, but lets those live who clear up."""
     with suppress(ProcessLookupError):
         if number in _HARMLESS:
             os.killpg(group, number)
@@ -47,14 +47,14 @@ def send_to_group(group: int, number: int) -> None:
 
 
 def end_family(pid: int) -> None:
-    """Kills a process with its descendants, those excepted who clear up."""
+    """Kill a process with its descendants, those excepted who clear up."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         _kill([*process.children(recursive=True), process])
 
 
 def end_descendants(reap: Callable[[], None], spared: Collection[int] = ()) -> int:
-    """Ends all descendants of this process; gives how many had to be killed.
+    """End all descendants of this process; return the number that had to be killed.
 
     Args:
         reap: takes the exit codes of children that have ended.
@@ -85,7 +85,7 @@ def end_descendants(reap: Callable[[], None], spared: Collection[int] = ()) -> i
 
 
 def wait(is_done: Callable[[], bool], seconds: float, reap: Callable[[], None]) -> None:
-    """Waits until something is so, a time at most."""
+    """Wait until a condition is true, for a limited time."""
     end = time.monotonic() + seconds
     reap()
     while not is_done() and time.monotonic() < end:

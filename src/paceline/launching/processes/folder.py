@@ -1,4 +1,4 @@
-"""The folder in which launcher and ranks leave word, and what is left of it after a SIGKILL.
+"""The folder for the records of launcher and ranks, and its removal after a SIGKILL.
 
 A launcher removes its folder at its end, or else the keeper does. Where both were killed, the next launch
 removes it: both hold the named pipe `alive` in it open for reading, and where a pipe can't be opened for
@@ -29,7 +29,7 @@ _YOUNG_S = 10.0
 
 @contextlib.contextmanager
 def launch_folder() -> Iterator[Path]:
-    """Makes the folder of a launch, after clearing those of killed ones, and removes it at the end."""
+    """Make the folder of a launch, after clearing those of killed ones, and remove it at the end."""
     tmp = _choose_tmp()
     clear_abandoned(Path(tmp))
     # A rank whose keeper was killed may still leave word there.
@@ -49,7 +49,7 @@ def launch_folder() -> Iterator[Path]:
 
 
 def _choose_tmp() -> str:
-    """The folder for temporary files, or a shorter one where sockets in it would have too long paths."""
+    """Return the folder for temporary files, or a shorter one if its sockets' paths would be too long."""
     named = tempfile.gettempdir()
     for folder in (named, "/tmp", "/var/tmp"):
         if len(os.fsencode(folder)) <= _LONGEST_TMP and os.access(folder, os.W_OK | os.X_OK):
@@ -65,7 +65,7 @@ def _choose_tmp() -> str:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes the folder of a launch that has ended, and the sockets that belong to it."""
+    """Remove the folder of a launch that has ended, and the sockets that belong to it."""
     with contextlib.suppress(OSError):
         sockets = Path(os.readlink(folder / SOCKETS))
         if sockets.parent == folder.parent and sockets.name.startswith(SOCKETS_PREFIX):
@@ -74,7 +74,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def clear_abandoned(tmp: Path) -> None:
-    """Removes the folders of launches in `tmp` whose processes are all gone."""
+    """Remove the folders of launches in `tmp` whose processes are all gone."""
     for folder in tmp.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or somebody else is clearing it
             if _is_abandoned(folder):

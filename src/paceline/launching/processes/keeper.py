@@ -1,4 +1,4 @@
-"""The process that ranks are started from: it forks them, reaps them, and leaves nobody behind.
+"""The process that ranks are started from: it forks them, reaps them, and ends what they leave.
 
 It is itself a fork of the launcher, made after torch was imported there and before anything else started
 (no threads, no CUDA), and does nothing but wait. For a rank it forks; the rank unwinds to the command line
@@ -59,7 +59,7 @@ class Keeper:
         self._wake: tuple[int, int] = (-1, -1)
 
     def serve(self) -> Start:
-        """Works until the launcher has finished or gone."""
+        """Work until the launcher has finished or ended."""
         adopt_orphans()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -77,7 +77,7 @@ class Keeper:
                     return start
 
     def _listen(self) -> Start | None:
-        """Does what one message asks for; gives something in a forked rank only."""
+        """Process one message; return something in a forked rank only."""
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
@@ -97,7 +97,7 @@ class Keeper:
         return None
 
     def _hold(self, folder: str) -> None:
-        """Marks the launcher's folder as belonging to a living process (`leftovers.py`)."""
+        """Mark the launcher's folder as belonging to a living process (`leftovers.py`)."""
         if folder == self._folder:
             return
         if self._alive >= 0:
@@ -134,7 +134,7 @@ class Keeper:
         return None
 
     def _enter_rank(self, start: Start, targets: tuple[int, int], failed: int) -> None:
-        """In the new process: takes its place, as a child of torchrun would have it."""
+        """Set up the new process like a child of torchrun."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
@@ -192,7 +192,7 @@ class Keeper:
 
 
 def leave_terminal() -> None:
-    """Makes this process deaf to what a terminal or `timeout` sends to the launcher's group."""
+    """Make this process ignore signals that a terminal or `timeout` sends to the launcher's group."""
     with suppress(PermissionError):  # it leads a session already
         os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -200,7 +200,7 @@ def leave_terminal() -> None:
 
 
 def main() -> None:
-    """Runs as `python -c ... CONNECTION`: imports what ranks need and serves one launcher's calls."""
+    """Run as `python -c ... CONNECTION`: import what ranks need, and serve one launcher's calls."""
     leave_terminal()
     connection = Connection(int(sys.argv[1]))
     warmth = Warmth()
@@ -209,7 +209,7 @@ def main() -> None:
 
 
 def serve_calls(connection: Connection, call: RankCall | None = None) -> None:
-    """Serves until the launcher has gone; in a rank, calls the function. It does not return.
+    """Serve until the launcher has ended; in a rank, call the function. Does not return.
 
     Args:
         connection: to the launcher.

@@ -1,4 +1,4 @@
-"""What the launcher and the keeper send each other, on one `multiprocessing` connection.
+"""The messages between the launcher and the keeper, on one `multiprocessing` connection.
 
 The launcher sends `Start` (with two descriptors), `Kill` or `Sweep`. The keeper answers a `Start` with
 `Started` or `Refused` and a `Sweep` with `Swept`, and sends `Ended` for each rank that it reaps.
@@ -41,14 +41,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Kill:
-    """Ends a rank and all of its descendants now."""
+    """The request to end a rank and all of its descendants now."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The job is over.
+    """The message that the job is over.
 
     Attributes:
         kills: whether processes that ranks have left behind are ended.
@@ -61,7 +61,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Started:
-    """A rank runs."""
+    """The message that a rank runs."""
 
     local_rank: int
     pid: int
@@ -69,7 +69,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Refused:
-    """A rank could not be started."""
+    """The message that a rank could not be started."""
 
     local_rank: int
     reason: str

@@ -1,4 +1,4 @@
-"""The process that carries what ranks print: to the terminal, and to each rank's log.
+"""The process that copies the ranks' output to the terminal, and to each rank's log.
 
 A rank writes into a pipe, or into a pseudo-terminal where the launcher writes to a terminal, so that progress
 bars work. Whole lines reach the terminal, so that ranks don't write into each other's; a line that isn't
@@ -57,7 +57,7 @@ class _Stream:
 
 
 def run_pump(channel: socket.socket) -> None:
-    """Copies until the other ends of the channel and of all streams are closed."""
+    """Copy until the other ends of the channel and of all streams are closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     _Pump(channel).run()
@@ -134,7 +134,7 @@ class _Pump:
         self._write(fd, stream, cut)
 
     def _end_writers(self) -> None:
-        """Kills the processes that hold the other end of one of the streams: nobody else is left to do it."""
+        """Kill the processes that hold the other end of one of the streams: no other process can any more."""
         names = {_name_of_peer(fd) for fd in self._streams}
         for entry in os.listdir("/proc"):
             if not entry.isdigit() or int(entry) == os.getpid():
@@ -165,7 +165,7 @@ class _Pump:
                 self._close(fd, stream)
 
     def _is_full(self, stream: _Stream, error: OSError) -> bool:
-        """Whether output was lost to a full disk, which is reported at the end."""
+        """Return whether output was lost to a full disk, which is reported at the end."""
         if error.errno not in _FULL:
             return False
         self._lost = self._lost or b" %d %d" % (error.errno, stream.to)
@@ -194,7 +194,7 @@ class _Pump:
 
 
 def _name_of_peer(fd: int) -> str:
-    """How the writing end of a pipe or pseudo-terminal is named in /proc."""
+    """Return the name in /proc of the writing end of a pipe or pseudo-terminal."""
     name = os.readlink(f"/proc/self/fd/{fd}")
     if name.startswith("pipe:"):
         return name

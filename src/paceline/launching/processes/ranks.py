@@ -37,7 +37,7 @@ _START_S = 60.0
 
 
 def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> Ranks:
-    """Forks the keeper from this process, for scripts.
+    """Fork the keeper from this process, for scripts.
 
     Args:
         pump: the one that ranks print through.
@@ -69,7 +69,7 @@ def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> 
 
 
 def spawn_keeper() -> Ranks:
-    """Starts a keeper for functions in a process of its own, which imports torch meanwhile."""
+    """Start a keeper for functions in a new process, which imports torch in the background."""
     ours, its = Pipe()
     code = (
         "import sys; sys.path[:] = eval(sys.argv.pop()); "
@@ -83,7 +83,7 @@ def spawn_keeper() -> Ranks:
 
 
 def fork_keeper_for_call(call: RankCall) -> Ranks:
-    """Forks a keeper whose ranks have all that this process has, a notebook's functions for example."""
+    """Fork a keeper whose ranks have this process's state, for example a notebook's functions."""
     ours, its = Pipe()
     pid = _fork()
     if pid:
@@ -116,7 +116,7 @@ def _prepare(start: Start, warmth: Warmth | None) -> NoteError:
 
 
 def _start_over(start: Start, variables: list[str]) -> None:
-    """Executes the script again in a fresh Python, because it has set variables that came too late."""
+    """Execute the script again in a fresh Python, because it has set variables that came too late."""
     from paceline.errors import PacelineError
 
     children = Path(f"/proc/self/task/{os.getpid()}/children")
@@ -141,11 +141,11 @@ def _start_over(start: Start, variables: list[str]) -> None:
 
 
 def ignore_failure(rank: int, status: int) -> None:
-    """What is done about a rank's failure where nobody watches."""
+    """Do nothing about a rank's failure; used if there is no watcher."""
 
 
 class RankProcess:
-    """One started rank; has what torchelastic asks of a `subprocess.Popen`."""
+    """One started rank, with the interface of a `subprocess.Popen` that torchelastic uses."""
 
     def __init__(self, start: Start) -> None:
         self.start = start
@@ -158,18 +158,18 @@ class RankProcess:
         self.refusal = ""
 
     def poll(self) -> int | None:
-        """The exit code, or the signal's number below zero; None while it runs."""
+        """Return the exit code, or the negative number of the signal; None while the rank runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the end."""
+        """Wait for the end."""
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired(self.start.command, timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
 
     def await_start(self) -> None:
-        """Raises OSError where it could not be started."""
+        """Raise OSError if it could not be started."""
         if not self._answered.wait(_START_S):
             raise OSError("the process that starts the ranks does not answer")
         if self.refusal:
@@ -184,14 +184,14 @@ class RankProcess:
         self._ended.set()
 
     def send(self, number: int) -> None:
-        """Sends a signal to its process group, as torchrun does; the same one once only."""
+        """Send a signal to its process group, as torchrun does; the same one once only."""
         if self.returncode is None and self.pid and number not in self.asked:
             self.asked.add(number)
             send_to_group(self.pid, number)
 
 
 class Ranks:
-    """This node's ranks, by way of the keeper.
+    """This node's ranks, started through the keeper.
 
     Attributes:
         keeper_died: whether the keeper ended before it was told to.
@@ -220,7 +220,7 @@ class Ranks:
 
     @property
     def running(self) -> list[RankProcess]:
-        """Those that have not ended."""
+        """The ranks that have not ended."""
         return [rank for rank in self._started if rank.returncode is None]
 
     @property
@@ -229,7 +229,7 @@ class Ranks:
         return list({rank.start.local_rank: rank for rank in self._started}.values())
 
     def list_watched(self) -> list[WatchedRank]:
-        """The newest process of each local rank, for a watcher."""
+        """Return the newest process of each local rank, for a watcher."""
         return [
             WatchedRank(
                 rank.start.rank,
@@ -242,7 +242,7 @@ class Ranks:
         ]
 
     def start(self, start: Start, streams: tuple[int, int]) -> RankProcess:
-        """Starts a rank with these descriptors as stdout and stderr, which it closes here.
+        """Start a rank with these descriptors as stdout and stderr, which it closes here.
 
         Raises:
             OSError: it could not be started.
@@ -263,23 +263,23 @@ class Ranks:
         return rank
 
     def send(self, number: int) -> None:
-        """Sends a signal to all running ranks."""
+        """Send a signal to all running ranks."""
         for rank in self.running:
             rank.send(number)
 
     def kill(self, rank: RankProcess) -> None:
-        """Ends a rank and all that it has started, now."""
+        """End a rank and all processes that it has started, now."""
         if rank.returncode is None:
             rank.asked.add(signal.SIGKILL)
             self._tell(Kill(rank.pid))
 
     def sweep(self, *, kills: bool) -> None:
-        """Ends the job; with `kills`, also everything that ranks have left behind."""
+        """End the job; with `kills`, also everything that ranks have left behind."""
         self._ask(Sweep(kills, leaves=False))
         self._started.clear()
 
     def finish(self, *, kills: bool) -> None:
-        """Ends the job and the keeper."""
+        """End the job and the keeper."""
         self._ask(Sweep(kills, leaves=True))
         with suppress(ChildProcessError):
             if self._process is not None:
@@ -338,7 +338,7 @@ class Ranks:
 
 
 class Attempts:
-    """What the agent tells the launcher, and the launcher the agent.
+    """The messages between the agent and the launcher.
 
     Attributes:
         asked: the signal that ends the job, once there is one.
@@ -355,12 +355,12 @@ class Attempts:
         self.on_restart: Callable[[int], None] = lambda remaining: None
 
     def begin(self) -> None:
-        """The agent is about to start ranks."""
+        """Begin a round: the agent is about to start ranks."""
         self.number += 1
 
 
 class RankHandler:
-    """Takes the place of torchelastic's `SubprocessHandler`: a rank comes from the keeper, not from Popen."""
+    """The replacement of torchelastic's `SubprocessHandler`: ranks come from the keeper, not from Popen."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class RankHandler:
         self.proc = ranks.start(*build(**wishes))
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Asks the rank to end; SIGKILL ends all that it has started too."""
+        """Ask the rank to end; SIGKILL ends all that it has started too."""
         if death_sig == signal.SIGKILL:
             self._ranks.kill(self.proc)
             return

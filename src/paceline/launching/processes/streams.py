@@ -1,4 +1,4 @@
-"""Where a rank's output goes: pipes (or pseudo-terminals) to the pump's process, or files."""
+"""Opens the streams of a rank's output: pipes (or pseudo-terminals) to the pump's process, or files."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Pump:
         return self._process.pid
 
     def has_died(self) -> bool:
-        """Whether somebody has killed it."""
+        """Return whether it was killed."""
         return self._process.poll() is not None
 
     def let_go(self) -> None:
-        """In a fork of the process that started it: closes this end of the socket; the pump goes on."""
+        """Close this end of the socket in a fork of the process that started the pump; the pump continues."""
         self._channel.close()
         self._process.returncode = 0  # it is not this process's child, and no reason for a warning
 
     def copy(self, fd: int, log: str, to: int, *, persists: bool) -> None:
-        """Has everything that is read at `fd` copied to a log and, unless 0, to this process's `to`.
+        """Copy everything that is read from `fd` to a log and, unless 0, to this process's stream `to`.
 
         With `persists`, a terminal that has gone does not end the copying to the log.
         """
@@ -57,7 +57,7 @@ class Pump:
             self._channel.sendmsg([words], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
 
     def drain(self) -> None:
-        """Waits until what ranks have printed has been passed on, a few seconds at most."""
+        """Wait until the ranks' output has been passed on, a few seconds at most."""
         with contextlib.suppress(OSError):
             self._channel.settimeout(_DRY_S)
             self._channel.send(pump.DRAIN)
@@ -67,7 +67,7 @@ class Pump:
                 self.lost = OSError(number, os.strerror(number)), to
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
@@ -76,7 +76,7 @@ class Pump:
 def open_streams(
     copier: Pump | None, stdout: str, stderr: str, log: str, *, shows: bool, persists: bool
 ) -> tuple[int, int]:
-    """Opens what shall be a rank's stdout and stderr; the caller closes both.
+    """Open a rank's stdout and stderr; the caller closes both.
 
     Args:
         copier: the pump; None for this process's own stdout and stderr.
@@ -110,7 +110,7 @@ def open_streams(
 
 
 def _pipe_like(target: int) -> tuple[int, int]:
-    """A pipe to what shall reach `target`, or a pseudo-terminal of its size where that is a terminal."""
+    """Open a pipe for `target`, or a pseudo-terminal of its size if `target` is a terminal."""
     if not target or not os.isatty(target):
         return os.pipe()
     source, end = os.openpty()

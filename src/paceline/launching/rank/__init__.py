@@ -1,1 +1,1 @@
-"""What runs inside a rank, around the user's script or function."""
+"""The code that runs inside a rank, around the user's script or function."""

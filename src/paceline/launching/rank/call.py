@@ -1,4 +1,4 @@
-"""What runs inside a rank that `launch` started, around the user's function.
+"""The code that runs inside a rank that `launch` started, around the user's function.
 
 It leaves word in the launcher's folder: `began-N` with its process's number, `result-N` with the pickled
 result, `ending-N.json` where it failed or was asked to stop (`failure.py`).
@@ -53,7 +53,7 @@ class RankCall:
 
 
 def prepare_main(*, needs_main: bool) -> dict[str, Any]:
-    """What a fresh process needs to find functions, of this process's main module too."""
+    """Return the data that a fresh process needs to find functions, including the main module's."""
     data = spawn.get_preparation_data("rank")
     names = ["sys_path", "sys_argv", "orig_dir", "dir"]
     if needs_main:
@@ -64,7 +64,7 @@ def prepare_main(*, needs_main: bool) -> dict[str, Any]:
 def run_call(
     call: RankCall, rank: int, folder: Path, log: str, note_error: NoteError = ignore_error
 ) -> NoReturn:
-    """Calls the user's function as one rank, and ends the process as multiprocessing ends one of its own."""
+    """Call the user's function as one rank, and end the process as multiprocessing ends its own."""
     code = 1
     try:
         code = _run(call, rank, folder, bool(log), note_error)

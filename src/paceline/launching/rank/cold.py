@@ -21,7 +21,7 @@ _NUM_WORDS = 4
 
 
 def let_in(command: Sequence[str], watch: str, rank: int, launch_folder: str, folder: str) -> tuple[str, ...]:
-    """The command of a rank that lets a watcher in before it runs the script.
+    """Return the command of a rank that starts the watch before it runs the script.
 
     Args:
         command: as torchrun has it, `PYTHON -u SCRIPT ...`. Where that is another Python than this one
@@ -52,7 +52,7 @@ def _run() -> None:
 
 
 def _begin(watch: list[str], words: list[str], loaded: set[str]) -> Callable[[], None]:
-    """Lets the watcher in; gives what runs the script.
+    """Start the watch, and return the function that runs the script.
 
     Args:
         watch: as on the command line.
@@ -84,7 +84,7 @@ def _begin(watch: list[str], words: list[str], loaded: set[str]) -> Callable[[],
 
 
 def _forget_shadowed(folder: str, loaded: set[str]) -> None:
-    """Takes out of `sys.modules` what was loaded here and the script would find in its own folder."""
+    """Remove modules from `sys.modules` that the script would find in its own folder."""
     from importlib.machinery import PathFinder
 
     for name in set(sys.modules) - loaded:

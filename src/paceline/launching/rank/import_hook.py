@@ -23,7 +23,7 @@ _FUNCTION = "_call_with_frames_removed"
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Calls `then` with a package once it is imported, or now where it is.
+    """Call `then` with a package once it is imported, or now if it already is.
 
     What `then` raises is not seen by who imports. A package that is loaded may be hidden afterwards
     (`paceline.launching.warm.warm`); where it is hidden already, this must be the last to hide or listen.

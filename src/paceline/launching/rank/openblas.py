@@ -11,7 +11,7 @@ OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def set_openblas_threads() -> None:
-    """Gives OpenBLAS the threads that the environment tells, as it would have taken them when loaded."""
+    """Set OpenBLAS's threads to the environment's number, as it would have done when loaded."""
     wanted = os.environ.get(OPENBLAS_THREADS) or os.environ.get("OMP_NUM_THREADS") or ""
     num_threads = int(wanted) if wanted.isdigit() and int(wanted) > 0 else len(os.sched_getaffinity(0))
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:

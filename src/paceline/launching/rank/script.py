@@ -32,7 +32,7 @@ from paceline.launching.watcher import NoteError, ignore_error
 
 @dataclass(frozen=True)
 class Script:
-    """What to run.
+    """The script to run, with its arguments.
 
     Attributes:
         target: a path, or a module's name.
@@ -52,7 +52,7 @@ class Script:
 
 @dataclass(frozen=True)
 class EndReportPath:
-    """Where a rank leaves word of its end.
+    """The file for the record of a rank's end.
 
     Attributes:
         rank: which one.
@@ -76,7 +76,7 @@ class Become(BaseException):
 
 
 def check_script(script: Script) -> None:
-    """Raises PL340 where there is nothing to run."""
+    """Raise PL340 if there is nothing to run."""
     if script.is_module:
         return
     path = Path(script.target)
@@ -101,7 +101,7 @@ def run_as_main(
     *,
     is_as_started: bool = False,
 ) -> None:
-    """Runs the script as Python would have, and leaves as the script does: by its exception or its return.
+    """Run the script as Python would, and end as the script does: by its exception or its return.
 
     Args:
         script: what to run.
@@ -138,7 +138,7 @@ def run_as_main(
 
 
 def find_first_path(script: Script) -> str | None:
-    """What Python puts first on `sys.path`: the script's folder, its archive, or where `-m` is given."""
+    """Return what Python puts first on `sys.path`: the script's folder, its archive, or the one of `-m`."""
     if not script.is_module and _has_main(script):
         return os.path.abspath(script.target)
     if sys.flags.safe_path:
@@ -149,7 +149,7 @@ def find_first_path(script: Script) -> str | None:
 
 
 def _has_main(script: Script) -> bool:
-    """Whether it is a folder or an archive with a __main__.py."""
+    """Return whether it is a folder or an archive with a __main__.py."""
     return pkgutil.get_importer(script.target) is not None
 
 
@@ -180,7 +180,7 @@ def _execute(script: Script, main: types.ModuleType) -> None:
 
 
 def _take_streams() -> None:
-    """Standard streams as `python -u` makes them: what is printed is written at once."""
+    """Open the standard streams as `python -u` does: output is written at once."""
     with suppress(Exception):  # started with stdin closed
         sys.stdin.reconfigure(write_through=True)  # type: ignore[union-attr]
     for name, fd in (("stdout", 1), ("stderr", 2)):
@@ -208,7 +208,7 @@ def _take_streams() -> None:
 
 
 def _strip(error: BaseException) -> None:
-    """Takes the frames of this file and of `runpy` off the traceback, as if the script had begun it."""
+    """Remove the frames of this file and of `runpy` from the traceback, as if the script had begun it."""
     frames = error.__traceback__
     own = {__file__, runpy.__file__, "<frozen runpy>"}
     while frames is not None and frames.tb_frame.f_code.co_filename in own:
@@ -217,7 +217,7 @@ def _strip(error: BaseException) -> None:
 
 
 def _is_default_hook() -> bool:
-    """Whether uncaught exceptions are only printed: by Python, or by torch with the rank before each line."""
+    """Return whether uncaught exceptions are only printed, by Python or by torch with the rank."""
     hook = sys.excepthook
     return hook is sys.__excepthook__ or getattr(hook, "__module__", "").startswith("torch.")
 
@@ -234,7 +234,7 @@ def _leave_word(place: EndReportPath, error: BaseException) -> None:
 
 
 def list_sources(script: Script) -> Iterator[Path]:
-    """The script's file, where it has one that can be read as text."""
+    """Return the script's file, if it has one that can be read as text."""
     if not script.is_module:
         path = Path(script.target)
         yield path / "__main__.py" if path.is_dir() else path

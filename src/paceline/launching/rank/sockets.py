@@ -1,4 +1,4 @@
-"""Puts the sockets of a rank's multiprocessing where they go with the job."""
+"""Puts the sockets of a rank's multiprocessing where they are removed with the job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOCKETS_PREFIX = "pymp-pl-"
 
 
 def keep_sockets_in(launch_folder: str) -> None:
-    """In a rank: has multiprocessing put its sockets where they go with the job, whoever is killed."""
+    """Make a rank's multiprocessing put its sockets where they are removed with the job."""
 
     def place(multiprocessing: Any) -> None:
         with contextlib.suppress(OSError):

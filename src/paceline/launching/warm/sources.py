@@ -27,7 +27,7 @@ _MOST_SOURCES = 200
 
 
 def choose_modules(script: Script) -> list[str]:
-    """The parts of torch that the script's text and the modules beside it name."""
+    """Return the parts of torch that the script's text and the modules beside it name."""
     names = set(_ALWAYS)
     uses_dynamo = sets_dynamo = False
     for text, tree in _read_sources(script):
@@ -44,7 +44,7 @@ def choose_modules(script: Script) -> list[str]:
 
 
 def _read_sources(script: Script) -> Iterator[tuple[str, ast.Module]]:
-    """The script and, from there, the modules beside it that it imports."""
+    """Read the script and, from there, the modules beside it that it imports."""
     waiting = list(list_sources(script))
     # A package may name its own modules in full.
     root = _folder_of(script)
@@ -68,7 +68,7 @@ def _read_sources(script: Script) -> Iterator[tuple[str, ast.Module]]:
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
-    """Names that may be modules: of `from a.b import c` both a.b and a.b.c."""
+    """Return names that may be modules: of `from a.b import c` both a.b and a.b.c."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -79,7 +79,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 def find_settings(script: Script) -> list[str]:
-    """Variables that the script sets by name to something new, which torch or numpy read at import."""
+    """Return variables that the script sets to a new value, and that torch or numpy read at import."""
     path = next(list_sources(script), None)
     if path is None:
         return []
@@ -99,7 +99,7 @@ def find_settings(script: Script) -> list[str]:
 
 
 def _assigned(tree: ast.Module) -> Iterator[tuple[str, str | None]]:
-    """Names of variables that are set, and values where they stand there.
+    """Yield the names of variables that are set, and their values if these are known.
 
     In `os.environ["X"] = ...`, in its `setdefault`, `update` and `pop`, in `os.putenv`.
     """
@@ -147,13 +147,13 @@ def _pair(name: ast.AST | None, value: ast.AST | None) -> Iterator[tuple[str, st
 
 
 def may_load_ahead(script: Script) -> bool:
-    """Whether nothing beside the script has the name of a module that parts of torch would load."""
+    """Return whether no file beside the script has the name of a module that parts of torch would load."""
     own = _list_own(_folder_of(script))
     return not own & (set(sys.stdlib_module_names) | _OF_TORCH) - {"__main__"}
 
 
 def find_shadowed(script: Script) -> list[str]:
-    """Modules that are loaded here, but that the script would find in its own folder."""
+    """Return modules that are loaded here, but that the script would find in its own folder."""
     folder = _folder_of(script)
     own = _list_own(folder)
     loaded = {name for name in sys.modules if "." not in name and name not in sys.builtin_module_names}
@@ -166,7 +166,7 @@ def find_shadowed(script: Script) -> list[str]:
 
 
 def _folder_of(script: Script) -> Path:
-    """What comes first on the script's `sys.path`."""
+    """Return the first entry of the script's `sys.path`."""
     if script.is_module:
         return Path.cwd()
     target = Path(os.path.abspath(script.target))
@@ -174,7 +174,7 @@ def _folder_of(script: Script) -> Path:
 
 
 def _list_own(folder: Path) -> set[str]:
-    """Names of modules and packages in a folder, as far as a script sees them first."""
+    """Return the names of modules and packages in a folder that a script finds first."""
     if sys.flags.safe_path:
         return set()
     try:

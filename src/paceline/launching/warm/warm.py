@@ -38,7 +38,7 @@ _REST_S = 0.02
 
 
 class Warmth:
-    """What a process has imported ahead for the ranks that will be forked from it.
+    """The packages that a process has imported ahead for the ranks that will be forked from it.
 
     Attributes:
         environ: the environment that the script finds, or until then that of the import.
@@ -51,7 +51,7 @@ class Warmth:
         self._before = set(sys.modules)
 
     def load(self, names: Iterable[str]) -> None:
-        """Imports modules; those that this torch doesn't have are left to the script.
+        """Import modules; those that this torch does not have are left to the script.
 
         What is loaded then stays out of the garbage collector's sight, here and in forks: going
         through torch takes a tenth of a second, and would give every rank pages of its own.
@@ -69,7 +69,7 @@ class Warmth:
                 gc.enable()
 
     def hide(self, restart: Callable[[list[str]], None]) -> None:
-        """In a forked rank: takes the packages away until they are imported.
+        """Hide the packages in a forked rank until they are imported.
 
         Args:
             restart: called with the variables that came too late; it must not return.
@@ -93,7 +93,7 @@ class Warmth:
         sys.meta_path.insert(0, _HiddenPackageFinder(hidden, self._settle, restart))
 
     def _settle(self, package: str, restart: Callable[[list[str]], None]) -> None:
-        """Compares the environment as a package comes back; what can't be fixed starts the rank over."""
+        """Compare the environment when a package is imported; restart the rank if it cannot be fixed."""
         names = self.reads.get(package, set()) | _names_read_by(package)
         late = sorted(name for name in names if os.environ.get(name) != self.environ.get(name))
         for name in late:
@@ -181,7 +181,7 @@ class _Revealed(importlib.abc.Loader):
 
 
 def why_not_fork() -> str | None:
-    """The reason why forking this process would not be safe."""
+    """Return the reason why forking this process would not be safe."""
     num_tasks = len(os.listdir("/proc/self/task"))
     if num_tasks > 1:
         return f"importing torch has started {num_tasks - 1} threads here, which a fork would lose"
@@ -196,7 +196,7 @@ def why_not_fork() -> str | None:
 
 @contextmanager
 def _recorded_reads(reads: dict[str, set[str]]) -> Iterator[None]:
-    """Notes which variables Python code reads, by the package that reads."""
+    """Record the variables that Python code reads, by package."""
 
     class Recording(os._Environ):  # type: ignore[type-arg]
         def __getitem__(self, key: str) -> str:
@@ -243,7 +243,7 @@ REAPPLIED: Mapping[str, Callable[[], None]] = {
 
 
 def _rest_before_destroying_groups() -> None:
-    """Keeps a DDP script that ends right after its last backward from hanging in torch 2.13.
+    """Keep a DDP script that ends right after its last backward from hanging in torch 2.13.
 
     The last all-reduce of gloo holds a Python object (autograd's context), which gloo's thread lets go once
     it gets the GIL. Where the script destroys the group and then drops the model meanwhile, the model's
