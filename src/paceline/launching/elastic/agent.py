@@ -135,7 +135,7 @@ class _Agent(SteppedAgent):
             self._renew_static_store(group)
 
     def _renew_static_store(self, group: Any) -> None:
-        """A static rendezvous has one store; from the first restart on, node 0 opens others for the ranks."""
+        """Open a new store on node 0 for each restart: a static rendezvous has only one store."""
         key = f"paceline/store-{self._rounds.number}"
         if group.group_rank == 0:
             self._store_of_round = TCPStore(group.master_addr, 0, is_master=True, wait_for_workers=False)

@@ -74,7 +74,7 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
 
     @property
     def headline(self) -> str:
-        """Which rank failed, where and by what, in a line."""
+        """Return a line with the failed rank, the place and the error."""
         frame = find_own_frame(self.trace)
         where = f", at {frame.where}" if frame is not None else ""
         if self.signal_name is not None:
@@ -228,7 +228,7 @@ def is_consequence(cause: Ending) -> bool:
 
 
 def find_consequences(cause: Ending, logs: Mapping[int, str]) -> list[Ending]:
-    """All ends to tell that mismatched collectives, or another rank's end, may have brought, the cause last.
+    """Return all ends that mismatched collectives, or another rank's end, may have caused, the cause last.
 
     Empty where the cause is nobody else's doing, as far as the ranks' logs tell.
 

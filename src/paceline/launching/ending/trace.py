@@ -168,7 +168,7 @@ def _end_of_error(lines: list[str], head: int) -> int:
 
 
 def _find_syntax_error(lines: list[str]) -> str:
-    """A script that doesn't compile has a place and a message, but no traceback."""
+    """Find the place and the message of a script that does not compile: it has no traceback."""
     for at in range(len(lines) - 1, -1, -1):
         if not _SYNTAX.match(lines[at]):
             continue

@@ -136,7 +136,7 @@ def _import_main(preparation: dict[str, Any]) -> None:
 
 
 def _forget_parent_threads() -> None:
-    """A fork has the parent's locks but not its OpenMP threads: computing with several would hang."""
+    """Use one thread: a fork has the parent's locks but not its OpenMP threads, so several would hang."""
     import torch
 
     from paceline import world

@@ -66,7 +66,7 @@ class EndReportPath:
 
 
 class Become(BaseException):
-    """Raised in a process that shall leave everything that it is in and run a script."""
+    """The exception by which a process leaves all of its calls to run a script."""
 
     def __init__(self, script: Script, place: EndReportPath | None, prepare: Callable[[], NoteError]) -> None:
         super().__init__(script)

@@ -125,7 +125,7 @@ def _names_read_by(package: str) -> set[str]:
 
 
 class _HiddenPackageFinder(importlib.abc.MetaPathFinder):
-    """Finds the hidden packages first; importing one brings all its modules back."""
+    """The finder of hidden packages, which comes first; importing one restores all its modules."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class Parts:
         return {name: made[id(tensor)] for name, tensor in self._tensors.items()}
 
     def is_parameter(self, name: str) -> bool:
-        """Whether a tensor of the models is a parameter, which has the same bits in all copies."""
+        """Return whether a tensor of the models is a parameter, which has the same bits in all copies."""
         return isinstance(self._tensors.get(name), nn.Parameter)
 
     def list_holders(self, own: OwnPart) -> list[tuple[Part, tuple[int, ...]]]:
