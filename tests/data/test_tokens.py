@@ -232,6 +232,6 @@ def test_a_file_that_goes_away_or_changes(tmp_path: Path) -> None:
         build_corpus(split, "bytes", None, cache)
     path.unlink()
     for kind in (("bytes", None), ("bpe", 300)):
-        with pytest.raises(PacelineError, match=r"4\.txt can't be read.*PL201"):
+        with pytest.raises(PacelineError, match=r"4\.txt cannot be read.*PL201"):
             build_corpus(split, *kind, cache)
     assert [entry for entry in cache.iterdir() if entry.suffix != ".lock"] == []

@@ -97,7 +97,7 @@ class Keeper:
         return None
 
     def _hold(self, folder: str) -> None:
-        """Mark the launcher's folder as belonging to a living process (`leftovers.py`)."""
+        """Mark the launcher's folder as belonging to a living process (`folder.py`)."""
         if folder == self._folder:
             return
         if self._alive >= 0:

@@ -1,5 +1,4 @@
-"""What the text of a script tells before it runs: which parts of torch it will want, and what stands against
-starting it warm."""
+"""Reads a script before it runs: which parts of torch it will import, and what rules out a warm start."""
 
 from __future__ import annotations
 
