@@ -22,7 +22,7 @@ from paceline.train.owner import Owner, describe_owner, read_owner
 
 log = logging.getLogger(__name__)
 
-# Ranks that have lost their launcher leave within ten seconds (they notice the closed socket); twice that and more
+# Ranks that have lost their launcher leave within ten seconds; twice that and more
 # for a machine that is busy.
 _LEAVING_S = 30.0
 # A process that only checks the folder holds the lock for an instant, and so does a run before it writes its
