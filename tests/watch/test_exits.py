@@ -148,7 +148,8 @@ def test_forks_say_nothing_and_have_what_was_there_before(listener):
     code, output = run(
         listener,
         f"""
-        import torch
+        import torch, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of forks with threads
         print(os._exit.__module__, flush=True)
         for end in (lambda: os._exit(3), lambda: {TERMINATE}()):
             if os.fork() == 0:

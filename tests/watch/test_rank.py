@@ -268,7 +268,8 @@ def test_a_fork_has_neither_the_socket_nor_the_signal(listener):
     process = start(
         listener,
         f"""
-        import socket
+        import socket, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of forks with threads
         time.sleep(0.2)
         pid = os.fork()
         if pid == 0:
@@ -357,7 +358,9 @@ def test_no_launcher_at_all(tmp_path):
     text = SCRIPT_HEAD + "import torch.distributed as dist; print(type(dist.ProcessGroup.allreduce).__name__)"
     words = [sys.executable, "-c", text, str(tmp_path / "none"), str(tmp_path / "stacks")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    assert (done.stdout, done.stderr) == ("builtin_function_or_method\n", ""), "torch is as it was"
+    kind = type(dist.ProcessGroup.allreduce).__name__  # differs between versions of torch
+    assert kind != "function"
+    assert (done.stdout, done.stderr) == (f"{kind}\n", ""), "torch is as it was"
 
 
 def test_a_descriptor_that_is_anothers_is_not_written_to(listener):

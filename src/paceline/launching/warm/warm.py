@@ -88,7 +88,8 @@ class Warmth:
                 or not root.__spec__
             ):
                 continue
-            names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+            # A list first: another thread of the script may import meanwhile.
+            names = [name for name in list(sys.modules) if name == package or name.startswith(f"{package}.")]
             hidden[package] = {name: sys.modules.pop(name) for name in names}
         sys.meta_path.insert(0, _HiddenPackageFinder(hidden, self._settle, restart))
 
