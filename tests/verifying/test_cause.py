@@ -16,11 +16,12 @@ from paceline.verifying.compare import (
     Noise,
     find_factor,
     find_rounding,
+    fit_sum,
     looks_masked,
     measure_distance,
     share_apart,
 )
-from paceline.verifying.locate import EventDifference, Observed, WatchedFacts, find_part, fit_sum
+from paceline.verifying.locate import EventDifference, Observed, WatchedFacts, find_part
 from paceline.verifying.reference import Facts
 from paceline.verifying.watch import Event, ModuleFacts
 

@@ -150,6 +150,19 @@ def find_factor(reference: Tensor, other: Tensor) -> float | None:
     return factor if norm and left <= _UNEXPLAINED * norm else None
 
 
+def fit_sum(columns: Tensor, total: Tensor) -> list[float] | None:
+    """Return the factors f with columns @ f = total, or `None` if no factors fit to a thousandth."""
+    if not bool(total.isfinite().all()) or not len(total):
+        return None
+    factors = torch.linalg.lstsq(columns, total[:, None], driver="gelsd").solution[:, 0]
+    left = torch.linalg.vector_norm(columns @ factors - total)
+    norm = torch.linalg.vector_norm(total)
+    if not bool(left <= 1e-3 * norm):
+        return None
+    found: list[float] = factors.tolist()
+    return found
+
+
 def share_apart(reference: Tensor, other: Tensor, tolerance: float) -> float:
     """Return the share of elements that differ by more than the tolerance."""
     if reference.shape != other.shape or not reference.numel():

@@ -30,6 +30,7 @@ from paceline.verifying.compare import (
     Noise,
     find_factor,
     find_rounding,
+    fit_sum,
     largest,
     looks_masked,
     measure_distance,
@@ -545,19 +546,6 @@ class _Judge(_Nothing):
         apart = total - matrix.sum(1)
         is_apart = torch.linalg.vector_norm(apart) > 1e-13 * torch.linalg.vector_norm(total)
         return fit_sum(matrix, total), fit_sum(matrix, apart) if bool(is_apart) else None
-
-
-def fit_sum(columns: Tensor, total: Tensor) -> list[float] | None:
-    """Return the factors f with columns @ f = total, or `None` if no factors fit to a thousandth."""
-    if not bool(total.isfinite().all()) or not len(total):
-        return None
-    factors = torch.linalg.lstsq(columns, total[:, None], driver="gelsd").solution[:, 0]
-    left = torch.linalg.vector_norm(columns @ factors - total)
-    norm = torch.linalg.vector_norm(total)
-    if not bool(left <= 1e-3 * norm):
-        return None
-    found: list[float] = factors.tolist()
-    return found
 
 
 def find_part(whole: Tensor, part: Tensor, num_parts: int, rank: int) -> Tensor | None:
