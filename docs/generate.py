@@ -210,7 +210,7 @@ def _seven_billion_table() -> Iterator[str]:
 
 
 def _legal_table() -> Iterator[str]:
-    """How many layouts of the shipped recipes are legal."""
+    """Return the number of legal layouts of the shipped recipes."""
     yield f"{'legal of all':<28}" + "".join(f"{n:>10}" for n in ("1 rank", "2 ranks", "4 ranks", "8 ranks"))
     for path in sorted((FOLDER.parent / "recipes").glob("*.toml")):
         counts = [enumerate_layouts(load_recipe(path), world_size) for world_size in (1, 2, 4, 8)]

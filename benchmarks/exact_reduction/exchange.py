@@ -2,7 +2,7 @@
 
     python benchmarks/exact_reduction/exchange.py          # a minute; writes results/exchange.txt
 
-The ways alternate in the same processes; what is told is rank 0's median.
+The ways alternate in the same processes; the report is the median of rank 0.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def is_faulty() -> bool:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted, and what verify must say of it.
+    """A planted fault, and the finding that verify must report.
 
     Attributes:
         what: the fault, in words.

@@ -127,7 +127,7 @@ def describe(results: list[dict[str, Any]]) -> str:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """What was measured before, by size and layout."""
+    """Return earlier measurements, by size and layout."""
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     order = list(SIZES)
     return sorted(

@@ -154,7 +154,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def find_versions() -> dict[str, str]:
-    """What was measured."""
+    """Return the versions of Python and of the packages that are compared."""
     found = {"python": platform.python_version()}
     for name in ("torch", "paceline", "accelerate", "lightning", "deepspeed"):
         try:

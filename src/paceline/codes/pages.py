@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Page:
-    """What one code means.
+    """The page behind one code.
 
     Attributes:
         title: the fact in a few words.

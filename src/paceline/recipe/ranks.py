@@ -36,15 +36,15 @@ class LayoutSection(_DegreesSection):
     """
 
     zero: Zero = Layout.zero
-    """What `dp_shard` shards: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    """The state that `dp_shard` divides: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     sequence: bool = Layout.sequence
     """Split the activations between the blocks along the sequence over `tp`."""
     recompute: Recompute = Layout.recompute
-    """Which activations backward computes again instead of keeping them: none, all of each block, or
+    """Activations that backward computes again instead of keeping them: none, all of each block, or
     (`"selective"`) all but matrix products and attention."""
     offload: Offload = Layout.offload
-    """Where `dp_shard` keeps parameters and optimizer state between uses: on the device (`"none"`), in the
-    CPU's memory, or in memory-mapped files (`shard.offload_folder`)."""
+    """Storage of `dp_shard` for parameters and optimizer state between uses: the device (`"none"`), the CPU's
+    memory, or memory-mapped files (`shard.offload_folder`)."""
 
     @model_validator(mode="after")
     def _check(self) -> LayoutSection:
@@ -109,7 +109,7 @@ class DdpSection(Section):
     backward and not after it. Steps may leave parameters out without it too."""
     broadcast_buffers: bool = False
     """Copy rank 0's buffers to all ranks before every forward. BatchNorm's running statistics are
-    merged over all microbatches in any case and don't need it."""
+    merged over all microbatches in any case and do not need it."""
     gradient_as_bucket_view: bool = True
     """Let gradients be views of the buckets, which saves a copy of them."""
 

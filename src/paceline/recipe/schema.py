@@ -144,7 +144,7 @@ class TokenFiles(Section):
     valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of the files' text, by size, held out for validation; whole files where there are several."""
     cache_dir: str = "~/.cache/paceline"
-    """Where token files are kept between runs."""
+    """Folder in which token files are kept between runs."""
 
     @model_validator(mode="after")
     def _check(self) -> TokenFiles:
@@ -229,7 +229,7 @@ class TrainSection(Section):
     """fp64 and fp32: everything in that type. bf16 and fp16: autocast over fp32 weights, fp16 with a
     gradient scaler."""
     reduction: Literal["fast", "exact"] = "exact"
-    """How gradients are summed over microbatches and ranks. `"exact"`: in an order that doesn't depend on the
+    """Sum of gradients over microbatches and ranks. `"exact"`: in an order that does not depend on the
     number of ranks, so that the weights have the same bits on any number of them (`docs/exact.md`).
     `"fast"`: by accumulation and the library's all-reduce; it keeps fewer gradients in memory where a rank
     has several microbatches, and takes communication hooks."""
@@ -240,7 +240,7 @@ class TrainSection(Section):
     max_skipped_in_a_row: PositiveInt = 10
     """Stop after this many steps in a row were skipped for a non-finite loss or gradient."""
     eval_every: NonNegativeInt = 0
-    """Evaluate on the validation data every so many steps and at the end; 0: at the end only."""
+    """Evaluate on the validation data each time so many steps have run and at the end; 0: only then."""
     eval_samples: PositiveInt | None = None
     """Validation samples to evaluate on, the first so many. Default: all."""
     deterministic: bool = True
@@ -303,7 +303,7 @@ class ScheduleFields(Section):
     """Rate at the last step, as a share of `lr`."""
     lr_scaling: Literal["none", "linear"] = "none"
     """`"linear"`: `lr` times global batch / `base_batch_size` (Goyal et al. 2017, section 2.1). The
-    global batch doesn't depend on the number of ranks, so neither does the rate."""
+    global batch does not depend on the number of ranks, so neither does the rate."""
     base_batch_size: PositiveInt | None = None
     """The global batch that `lr` was chosen for; needed with `lr_scaling = "linear"`."""
 
@@ -369,7 +369,7 @@ class CheckpointSection(Section):
     """State on disk."""
 
     every: NonNegativeInt = 50
-    """Save every so many steps, and at the end; 0: at the end only."""
+    """Save each time this many steps have run, and at the end; 0: at the end only."""
     keep: PositiveInt = 3
     """How many checkpoints stay on disk; the newest valid one always does."""
     mode: Literal["full", "sharded"] = "full"
