@@ -1,0 +1,206 @@
+"""`paceline plan schedule`: simulates and draws the schedules of a pipeline, without any ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.pipeline.check import check_schedule
+from paceline.pipeline.orders import NAMES, make_schedule
+from paceline.pipeline.picture import draw_svg, draw_text
+from paceline.pipeline.schedule import Schedule, read_schedule
+from paceline.pipeline.simulate import Costs, Simulation, simulate
+from paceline.reading import read_file
+
+# A simulated action takes about 10 microseconds; a step of more would keep the terminal waiting.
+_MOST_ACTIONS = 200_000
+_MOST_BYTES = 10_000_000
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser("plan", help="simulate the schedules of a pipeline")
+    kinds = parser.add_subparsers(dest="plan", required=True, metavar="WHAT")
+    schedule = kinds.add_parser(
+        "schedule",
+        help="when each rank of a pipeline computes which microbatch, and how long it waits",
+        description="Simulates one step of a pipeline and draws it. Without NAME, compares all known "
+        "schedules.",
+    )
+    schedule.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help=f"{', '.join(NAMES)}, or a file with a line of actions per rank, such as 0F0,0F1,0B0,0B1",
+    )
+    schedule.add_argument(
+        "--ranks", metavar="P", type=int, default=4, help="ranks of the pipeline (default 4)"
+    )
+    schedule.add_argument(
+        "--microbatches", metavar="M", type=int, default=8, help="microbatches of a step (default 8)"
+    )
+    schedule.add_argument("--chunks", metavar="V", type=int, help="stages per rank, for interleaved and bfs")
+    schedule.add_argument(
+        "--costs",
+        metavar="F,I,W",
+        default="1,1,1",
+        help="durations of a forward, of the gradient of a stage's input and of those of its weights, for "
+        "all stages of a rank together (default 1,1,1)",
+    )
+    schedule.add_argument("--svg", metavar="FILE", type=Path, help="also draw into an .svg file")
+    schedule.add_argument("--actions", action="store_true", help="print the actions, in the form of a file")
+    schedule.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    schedule.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and print; return 0.
+
+    Raises:
+        PacelineError: PL470 to PL475 for a schedule that does not work, PL476 for numbers out of range.
+    """
+    _check_numbers(args)
+    costs = _read_costs(args.costs)
+    if args.name is None:
+        return _compare(args, costs)
+    schedule = _find_schedule(args.name, args.ranks, args.microbatches, args.chunks)
+    result = simulate(schedule, _spread(costs, schedule))
+    if args.svg is not None:
+        _write(args.svg, draw_svg(schedule, result))
+    if args.json:
+        print(
+            json.dumps(
+                _as_table(schedule, result) | {"actions": [list(map(str, a)) for a in schedule.actions]}
+            )
+        )
+        return 0
+    if args.actions:
+        print(schedule, end="")
+        return 0
+    # The picture has a column per unit, so it shows the order with equal costs; the numbers are of the costs.
+    print(draw_text(schedule, simulate(schedule), shutil.get_terminal_size((120, 24)).columns))
+    print(_describe(schedule, result))
+    return 0
+
+
+def _find_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None) -> Schedule:
+    if name in NAMES or not Path(name).exists():
+        schedule = make_schedule(name, num_ranks, num_microbatches, chunks)
+    else:
+        schedule = read_schedule(_read(Path(name)), name)
+    check_schedule(schedule)
+    return schedule
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_file(path, _MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise PacelineError(
+            "PL470",
+            saw=f"{path} cannot be read: {reason}.",
+            rule="A list of actions is a text file with a line for each rank.",
+            fix=f"Choose another file, or one of {', '.join(NAMES)}.",
+        ) from None
+
+
+def _spread(costs: Costs, schedule: Schedule) -> Costs:
+    """Return the costs of a stage, from those of all stages of a rank."""
+    per_rank = max(len(schedule.list_stages(rank)) for rank in range(schedule.num_ranks))
+    forward, own, weight = (value / per_rank for value in (costs.forward, costs.input, costs.weight))  # type: ignore[operator]
+    return replace(costs, forward=forward, input=own, weight=weight, activations=1 / per_rank)
+
+
+def _compare(args: argparse.Namespace, costs: Costs) -> int:
+    rows: list[dict[str, object]] = []
+    for name in NAMES:
+        chunks = args.chunks if name in ("interleaved", "bfs") else None
+        try:
+            schedule = make_schedule(name, args.ranks, args.microbatches, chunks)
+        except PacelineError as error:
+            rows.append({"name": name, "refused": str(error)})
+            continue
+        rows.append(_as_table(schedule, simulate(schedule, _spread(costs, schedule))))
+    if args.json:
+        print(json.dumps({"schedules": rows}))
+        return 0
+    print(f"{args.ranks} ranks, {args.microbatches} microbatches\n")
+    print(f"{'schedule':<13}{'stages per rank':>16}{'idle':>8}{'kept at once':>14}")
+    for row in rows:
+        if "refused" in row:
+            print(f"{row['name']:<13}{row['refused']}")
+        else:
+            print(
+                f"{row['name']:<13}{row['stages_per_rank']:>16}{row['idle_share']:>8.1%}{row['most_kept']:>14.1f}"
+            )
+    print("\nkept at once: microbatches whose activations the fullest rank holds for all of its stages")
+    return 0
+
+
+def _as_table(schedule: Schedule, result: Simulation) -> dict[str, object]:
+    return {
+        "name": schedule.name,
+        "ranks": schedule.num_ranks,
+        "microbatches": schedule.num_microbatches,
+        "stages_per_rank": schedule.num_stages // schedule.num_ranks,
+        "time": result.total,
+        "idle_share": result.idle_share,
+        "most_kept": max(result.most_kept),
+        "kept_by_rank": list(result.most_kept),
+    }
+
+
+def _describe(schedule: Schedule, result: Simulation) -> str:
+    kept = ", ".join(f"{number:g}" for number in result.most_kept)
+    return (
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches\n"
+        f"idle: {result.idle_share:.1%} of the ranks' time ({result.idle_over_busy:.1%} of their work)\n"
+        f"microbatches whose activations a rank keeps at once: {kept}"
+    )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for word in ("ranks", "microbatches"):
+        if getattr(args, word) < 1:
+            raise _range_error(f"--{word} {getattr(args, word)}.", "A pipeline has at least one of each.")
+    num_actions = 3 * args.ranks * args.microbatches * (args.chunks or 2)
+    if num_actions > _MOST_ACTIONS:
+        raise _range_error(
+            f"{args.ranks} ranks with {args.microbatches} microbatches: up to {num_actions} actions.",
+            f"At most {_MOST_ACTIONS} are simulated.",
+        )
+
+
+def _read_costs(text: str) -> Costs:
+    try:
+        forward, own, weight = (float(word) for word in text.split(","))
+    except ValueError:
+        forward = own = weight = -1.0
+    if not all(0 <= cost < math.inf for cost in (forward, own, weight)) or not forward + own + weight:
+        raise _range_error(f"--costs {text}.", "It is three numbers of at least 0, not all of them 0.")
+    return Costs(forward, own, weight)
+
+
+def _range_error(saw: str, rule: str) -> PacelineError:
+    return PacelineError(
+        "PL476", saw=saw, rule=rule, fix="Try for example --ranks 4 --microbatches 8 --costs 1,1,1."
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PacelineError(
+            "PL477",
+            saw=f"{path} cannot be written: {error.strerror}.",
+            rule="--svg names a file in a folder that exists.",
+            fix="Choose another path, or make its folder.",
+        ) from None

@@ -1,0 +1,154 @@
+"""Simulates a schedule: when each rank does what, its idle share, and the activations that it keeps.
+
+A rank does its actions in order. Each begins when the rank is free and what the action needs has arrived. A
+microbatch's activations on a stage are kept from the end of its forward to the end of its backward, or of its
+gradients of weights if these are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.pipeline.schedule import Action, ActionKind, Schedule
+
+# Exact for whole numbers, so that shares can be compared with formulas.
+Time = float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations of actions, in any unit, and what a microbatch keeps.
+
+    Attributes:
+        forward, input, weight: by stage, or one number for all; a whole backward takes `input + weight`.
+        message: from one rank to another.
+        activations: of one microbatch by stage, in any unit.
+    """
+
+    forward: Time | Sequence[Time] = 1
+    input: Time | Sequence[Time] = 1
+    weight: Time | Sequence[Time] = 1
+    message: Time = 0
+    activations: float | Sequence[float] = 1
+
+    def duration(self, action: Action) -> Time:
+        """Return how long an action takes."""
+        if action.kind is ActionKind.FORWARD:
+            return _of(self.forward, action.stage)
+        if action.kind is ActionKind.INPUT:
+            return _of(self.input, action.stage)
+        if action.kind is ActionKind.WEIGHT:
+            return _of(self.weight, action.stage)
+        return _of(self.input, action.stage) + _of(self.weight, action.stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The time of one action."""
+
+    action: Action
+    start: Time
+    end: Time
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The result of a simulation.
+
+    Attributes:
+        spans: by rank, in order.
+        total: the time of the step.
+        most_kept: by rank, the most activations that it keeps at once.
+        stuck: the actions at which ranks wait for ever, by rank; empty if the schedule ends.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    total: Time
+    most_kept: tuple[float, ...]
+    stuck: dict[int, Action]
+
+    @property
+    def busy(self) -> Time:
+        """The time that all ranks together compute."""
+        return sum(span.end - span.start for own in self.spans for span in own)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the ranks' time in which they wait: the bubble."""
+        return 1 - self.busy / (self.total * len(self.spans)) if self.total else 0.0
+
+    @property
+    def idle_over_busy(self) -> float:
+        """The waiting time over the computing time."""
+        return (self.total * len(self.spans) - self.busy) / self.busy if self.busy else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Return when each action runs.
+
+    Args:
+        schedule: one that cannot end is simulated up to where its ranks wait for each other.
+        costs: of the actions; default: 1 for each forward, gradient of inputs and gradient of weights.
+    """
+    costs = costs or Costs()
+    done: dict[Action, Time] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.actions]
+    places = [0] * schedule.num_ranks
+    free: list[Time] = [0] * schedule.num_ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(schedule.actions):
+            while places[rank] < len(own):
+                action = own[places[rank]]
+                ready = [_arrival(needed, rank, schedule, costs, done) for needed in schedule.needs(action)]
+                if None in ready:
+                    break
+                start = max([free[rank], *(time for time in ready if time is not None)])
+                free[rank] = start + costs.duration(action)
+                spans[rank].append(Span(action, start, free[rank]))
+                done[_result(action)] = free[rank]
+                places[rank] += 1
+                moved = True
+    stuck = {
+        rank: own[place]
+        for rank, (own, place) in enumerate(zip(schedule.actions, places, strict=True))
+        if place < len(own)
+    }
+    kept = tuple(_count_kept(own, costs) for own in spans)
+    return Simulation(tuple(map(tuple, spans)), max(free), kept, stuck)
+
+
+def _result(action: Action) -> Action:
+    """Return the name under which others wait for an action: gradients of inputs come in two kinds."""
+    if action.kind is ActionKind.BACKWARD:
+        return Action(ActionKind.INPUT, action.stage, action.microbatch)
+    return action
+
+
+def _arrival(
+    needed: Action, rank: int, schedule: Schedule, costs: Costs, done: dict[Action, Time]
+) -> Time | None:
+    time = done.get(_result(needed))
+    if time is None or schedule.homes[needed.stage] == rank:
+        return time
+    return time + costs.message
+
+
+def _count_kept(spans: Sequence[Span], costs: Costs) -> float:
+    split = {(s.action.stage, s.action.microbatch) for s in spans if s.action.kind is ActionKind.WEIGHT}
+    now = most = 0.0
+    for span in spans:
+        action = span.action
+        size = _of(costs.activations, action.stage)
+        if action.kind is ActionKind.FORWARD:
+            now += size
+            most = max(most, now)
+        elif action.kind is not ActionKind.INPUT or (action.stage, action.microbatch) not in split:
+            now -= size
+    return most
+
+
+def _of(value: Time | Sequence[Time], stage: int) -> Time:
+    return value[stage] if isinstance(value, Sequence) else value

@@ -1,0 +1,154 @@
+"""Schedules: every order is a whole step that ends, and waits as long as its formula says."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from paceline.errors import PacelineError, RecipeErrors
+from paceline.pipeline.check import check_schedule
+from paceline.pipeline.orders import LOOPING, NAMES, make_schedule
+from paceline.pipeline.picture import draw_svg, draw_text
+from paceline.pipeline.schedule import Action, ActionKind, Schedule, read_schedule
+from paceline.pipeline.simulate import Costs, Simulation, simulate
+
+SIZES = [(ranks, count) for ranks in (2, 4, 8) for count in (4, 8, 16, 32)]
+
+
+def idle(result: Simulation) -> Fraction:
+    """Exactly the idle share; times are whole numbers."""
+    return 1 - Fraction(int(result.busy), int(result.total) * len(result.spans))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_order_is_a_step_that_ends(name: str) -> None:
+    for ranks in (1, 2, 3, 4, 6):
+        for count in (1, 2, 3, 5, 6, 12, 13):
+            if name == "dualpipev" and count < 2 * ranks:
+                continue
+            for chunks in (2, 3) if name in LOOPING else (None,):
+                check_schedule(make_schedule(name, ranks, count, chunks))
+
+
+@pytest.mark.parametrize(("ranks", "count"), SIZES)
+def test_bubbles_are_those_of_the_formulas(ranks: int, count: int) -> None:
+    for name in ("gpipe", "1f1b"):
+        result = simulate(make_schedule(name, ranks, count))
+        assert idle(result) == Fraction(ranks - 1, count + ranks - 1)
+        waiting = int(result.total) * ranks - int(result.busy)
+        assert Fraction(waiting, int(result.busy)) == Fraction(ranks - 1, count)
+        assert result.idle_over_busy == pytest.approx((ranks - 1) / count)
+    if count % ranks:
+        return  # the formula is that of whole groups of microbatches
+    for name in LOOPING:
+        for chunks in (2, 4):
+            result = simulate(make_schedule(name, ranks, count, chunks))
+            assert idle(result) == Fraction(ranks - 1, chunks * count + ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_one_microbatch_keeps_one_rank_busy_at_a_time(ranks: int) -> None:
+    for name in ("gpipe", "1f1b"):
+        assert idle(simulate(make_schedule(name, ranks, 1))) == Fraction(ranks - 1, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "count"), SIZES)
+def test_divided_backwards_wait_less_than_1f1b_and_keep_no_more(ranks: int, count: int) -> None:
+    plain = simulate(make_schedule("1f1b", ranks, count))
+    for name, stages in (("zero_bubble", 1), ("zbv", 2)):
+        result = simulate(make_schedule(name, ranks, count), Costs(activations=1 / stages))
+        assert idle(result) < idle(plain)
+        assert max(result.most_kept) <= min(ranks, count)
+
+
+def test_1f1b_keeps_as_many_microbatches_as_ranks() -> None:
+    for count in (8, 32):
+        assert simulate(make_schedule("1f1b", 4, count)).most_kept == (4, 3, 2, 1)
+    assert simulate(make_schedule("gpipe", 4, 32)).most_kept == (32, 32, 32, 32)
+
+
+def test_costs_differ_by_stage_and_messages_take_time() -> None:
+    schedule = make_schedule("gpipe", 2, 2)
+    # Rank 1 waits 1 + 5 for the first activation; its work is 2 x 3 + 2 x (4 + 4).
+    result = simulate(schedule, Costs((1, 3), (1, 4), (1, 4), message=5))
+    assert result.spans[1][0].start == 6
+    assert result.spans[1][-1].end == 6 + 6 + 16
+    assert result.total == 6 + 6 + 16 + 5 + 2
+
+
+def test_the_text_form_gives_the_schedule_back() -> None:
+    for name in NAMES:
+        schedule = make_schedule(name, 3, 6)
+        again = read_schedule(str(schedule), name)
+        assert again == schedule
+
+
+def test_a_file_of_torch_is_read() -> None:
+    schedule = read_schedule("0F0,0F1,,0I0, 0W0,0B1  # rank 0\n\n,1F0,1F1,1B0,1B1\n", "mine.csv")
+    check_schedule(schedule)
+    assert schedule.actions[0][2] == Action(ActionKind.INPUT, 0, 0)
+    assert schedule.homes == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "seen"),
+    [
+        ("0F0,0X0", "PL470", "line 1: '0X0'"),
+        ("# nothing\n", "PL470", "no actions"),
+        ("0F0,0B0\n0F1,0B1", "PL471", "stage 0 is on ranks 0 and 1"),
+        ("0F0,0B0\n2F0,2B0", "PL471", "no action of stage 1"),
+        ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1", "PL472", "0B1 missing"),
+        ("0F0,0F0,0B0\n1F0,1B0", "PL472", "0F0 (2 times)"),
+        ("0F0,0B0,0W0\n1F0,1B0", "PL472", "0B0 beside 0W0"),
+        ("0F0,0I0\n1F0,1B0", "PL472", "0W0 missing"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "PL473", "rank 0 at 0B0, rank 1 at 1F1"),
+        ("0F0,0W0,0I0\n1F0,1B0", "PL473", "rank 0 at 0W0"),
+    ],
+)
+def test_a_list_that_does_not_work_is_refused(text: str, code: str, seen: str) -> None:
+    with pytest.raises(PacelineError, match=r"PL47\d") as caught:
+        check_schedule(read_schedule(text, "mine.txt"))
+    assert caught.value.code == code
+    assert seen in str(caught.value)
+
+
+def test_all_problems_of_a_list_are_reported() -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        check_schedule(read_schedule("0F0,0F0,0B0\n1F0", "mine.txt"))
+    assert [problem.saw for problem in caught.value.problems] == [
+        "1B0 missing.",
+        "done twice: 0F0 (2 times).",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "chunks", "code", "seen"),
+    [
+        ("1f1", 4, None, "PL474", "schedule='1f1'"),
+        ("interleaved", 4, 1, "PL475", "chunks=1"),
+        ("1f1b", 4, 2, "PL475", "chunks=2"),
+        ("zbv", 4, 3, "PL475", "chunks=3"),
+        ("dualpipev", 7, None, "PL475", "7 microbatches on 4 ranks"),
+    ],
+)
+def test_numbers_that_an_order_does_not_take(
+    name: str, count: int, chunks: int | None, code: str, seen: str
+) -> None:
+    with pytest.raises(PacelineError, match=seen) as caught:
+        make_schedule(name, 4, count, chunks)
+    assert caught.value.code == code
+
+
+def test_pictures_show_every_action() -> None:
+    schedule: Schedule = make_schedule("zbv", 2, 4)
+    result = simulate(schedule)
+    lines = draw_text(schedule, result, 500).splitlines()
+    assert [line[:6] for line in lines[:2]] == ["rank 0", "rank 1"]
+    assert lines[0].split()[2] == "A0"
+    assert sum(line.count("'") for line in lines[:2]) == 4 * 4
+    assert lines[1][8:].startswith("...B0")
+    drawn = draw_svg(schedule, result)
+    assert drawn.count("<title>") == sum(map(len, schedule.actions))
+    assert all(f"<title>{action}</title>" in drawn for own in schedule.actions for action in own)
+    assert max(map(len, draw_text(schedule, result, 40).splitlines()[:2])) == 40
