@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
-from paceline.launching.local import RankFailed, launch
+from paceline.launching.ending.endings import RankFailed
+from paceline.launching.local import launch
 from paceline.world import start
 
 

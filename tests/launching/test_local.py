@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from paceline.errors import PacelineError
-from paceline.launching.local import RankFailed, launch
+from paceline.launching.ending.endings import RankFailed
+from paceline.launching.local import launch
 from tests.launching import jobs
 
 JOBS = Path(jobs.__file__)
@@ -318,7 +319,8 @@ def test_a_killed_keeper_is_told_from_a_failed_rank() -> None:
     """In a process of its own, whose next launch must start another."""
     program = (
         "import os\n"
-        "from paceline.launching.local import RankFailed, launch\n"
+        "from paceline.launching.ending.endings import RankFailed\n"
+        "from paceline.launching.local import launch\n"
         "from tests.launching import jobs\n"
         "try:\n"
         "    launch(jobs.kill_keeper, nproc=1)\n"

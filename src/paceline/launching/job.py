@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from paceline.errors import PacelineError
 from paceline.launching.ending.memory import OomCounts, count_oom_kills
 from paceline.launching.processes.messages import Start
-from paceline.launching.processes.ranks import Attempts, Ranks
+from paceline.launching.processes.ranks import Attempts, RankProcess, Ranks
 from paceline.launching.processes.streams import Pump, open_streams
 from paceline.launching.rank.cold import let_in
 from paceline.launching.rank.script import Script
+from paceline.launching.stop import Interrupted
 from paceline.launching.watcher import Watcher
 from paceline.torch_seams.starting import bind_to_numa
 
@@ -25,18 +28,44 @@ class Job:
     """One launch on this node, of a script or of a function.
 
     Attributes:
+        is_program: whether the launcher is a program of its own, as torchrun is: it then reports a rank that
+            exits with Ctrl-C's or SIGTERM's code as failed, and its own exit code is 1. A call inside of the
+            user's program exits with such a code itself.
         folder: the launcher's folder for the ranks' records.
+        logs: the folder of the ranks' logs, or None.
+        keeps_logs: whether that folder is kept.
         pump: copies the ranks' output; None if they write to this process's streams themselves.
         watcher: the watcher of the ranks, or None.
         rounds: the number of starts of the ranks, and whether they were asked to stop.
         ooms: the kernel's counts of processes killed for memory, before the launch.
     """
 
+    is_program: ClassVar[bool]
+
     folder: Path
+    logs: Path | None
+    keeps_logs: bool = True
     pump: Pump | None
     watcher: Watcher | None
     rounds: Attempts = field(default_factory=Attempts)
     ooms: OomCounts = field(default_factory=count_oom_kills)
+
+    @property
+    def attempt(self) -> Path:
+        """The folder for the records of the latest attempt's ranks."""
+        return self.folder
+
+    def stop_error(self, number: int, num_killed: int) -> BaseException:
+        """Return the error of a job that was asked to stop by this signal."""
+        return SystemExit(128 + number)
+
+    def start_error(self, error: BaseException) -> BaseException:
+        """Return the error of a job whose agent failed before any rank did."""
+        return error
+
+    def explain_early_end(self, process: RankProcess) -> str:
+        """Return why a rank exited before it reached the user's code, if known, else an empty string."""
+        return ""
 
 
 @dataclass(kw_only=True)
@@ -52,6 +81,8 @@ class ScriptJob(Job):
         is_warm: whether ranks are forked, rather than started as new Python processes.
     """
 
+    is_program = True
+
     flags: argparse.Namespace
     script: Script | None
     logs: Path
@@ -61,8 +92,27 @@ class ScriptJob(Job):
 
     @property
     def attempt(self) -> Path:
-        """The folder for the records of this round's ranks."""
+        """The folder for the records of the latest attempt's ranks."""
         return self.folder / f"attempt-{max(0, self.rounds.number)}"
+
+    def stop_error(self, number: int, num_killed: int) -> BaseException:
+        """Return the error of a job that was asked to stop by this signal."""
+        return Interrupted(number, num_killed)
+
+    def start_error(self, error: BaseException) -> BaseException:
+        """Return the error of a job whose agent failed before any rank did: PL344 with the reason."""
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return error  # not an error of the rendezvous; the command reports the limit
+        if not isinstance(error, RendezvousError | OSError | RuntimeError | ValueError):
+            return error
+        return PacelineError(
+            "PL344",
+            saw=f"The ranks could not be started: {type(error).__name__}: {str(error).strip()}",
+            rule="Before ranks start, the nodes meet at the rendezvous, and the program must be found.",
+            fix="Check --rdzv-endpoint (or --master-addr and --master-port) and --nnodes on every node.",
+        )
 
     def build_start(
         self, *, args: tuple[str, ...], env: dict[str, str], **wishes: Any

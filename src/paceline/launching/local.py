@@ -22,15 +22,6 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launching import watcher as watching_module
-from paceline.launching.ending.endings import (
-    ASKED_TO_STOP,
-    Ending,
-    RankFailed,
-    describe_death,
-    find_cause,
-    is_consequence,
-    read_endings,
-)
 from paceline.launching.job import Job, watching
 from paceline.launching.processes.folder import launch_folder
 from paceline.launching.processes.messages import Start
@@ -44,9 +35,9 @@ from paceline.launching.processes.ranks import (
 from paceline.launching.processes.streams import Pump, open_streams
 from paceline.launching.rank.call import RankCall, prepare_main
 from paceline.launching.stop import stop_by_signals
-from paceline.launching.verdict import explain_death, raise_if_ended
+from paceline.launching.verdict import judge
 from paceline.launching.warm.import_environment import READ_AT_IMPORT
-from paceline.launching.watcher import HANG_AFTER_S, JobStuck, Watcher
+from paceline.launching.watcher import HANG_AFTER_S, Watcher
 from paceline.place import is_launched
 
 # Memory of a fresh process after it has imported torch, before any model (220 MB measured with gloo).
@@ -265,11 +256,20 @@ class FunctionJob(Job):
 
     Attributes:
         call: the function for every rank.
-        logs: the folder of the ranks' logs, or None.
     """
 
+    is_program = False
+
     call: RankCall
-    logs: Path | None
+
+    def explain_early_end(self, process: RankProcess) -> str:
+        """Return why a rank exited before it reached the function, if known, else an empty string."""
+        if (self.folder / f"began-{process.start.rank}").exists():
+            return ""
+        return (
+            "It ended before it reached the function: a script must call launch() under if __name__ == "
+            '"__main__":'
+        )
 
     def may_be_stuck_s(self) -> float | None:
         """Return the seconds that a rank may take to end: few after a failure, `None` after a stop signal."""
@@ -326,58 +326,12 @@ def _run(job: FunctionJob, ranks: Ranks, nproc: int, stop_timeout_s: float) -> l
         watched = watching(job.watcher, job.folder, ranks, job.rounds)
         with stopping as stop, quiet_torchelastic(), watched:
             stop.supervise(start_thread(work), job.pump, job.watcher)
-        raise_if_ended(job, stop)
-        _judge(job, ranks, outcome[0] if outcome else None)
+        judge(job, ranks, outcome[0] if outcome else None, stop)
         return [pickle.loads((job.folder / f"result-{rank}").read_bytes()) for rank in range(nproc)]
     finally:
         if job.pump is not None:
             job.pump.drain()
         ranks.sweep(kills=True)
-
-
-def _judge(job: FunctionJob, ranks: Ranks, error: BaseException | None) -> None:
-    """Raise the error that ended a failed launch: that of the rank that failed first."""
-    endings = read_endings(job.folder)
-    cause = find_cause(endings)
-    stopped = [ending.code for ending in endings if ending.code in ASKED_TO_STOP]
-    if job.rounds.asked is not None and (cause is None or cause.follower):
-        raise SystemExit(128 + job.rounds.asked)
-    failed = [rank for rank in ranks.latest if rank.returncode not in (0, None) and not rank.asked]
-    died = min(failed, key=lambda rank: rank.ended_s or 0.0, default=None)
-    if died is not None and (cause is None or (cause.follower and (died.returncode or 0) < 0)):
-        _raise_if_explained(job, Ending(died.start.rank, "error", died.returncode or 1, 0.0))
-        raise RankFailed(died.start.rank, died.returncode or 1, hint=_explain(job, ranks, died)) from None
-    if cause is not None:
-        _raise_if_explained(job, cause)
-        ours = cause.error()
-        if ours is not None:
-            raise ours from None
-        raise RankFailed(cause.rank, cause.code, cause.trace) from None
-    if stopped:
-        raise SystemExit(stopped[0])
-    if error is not None:
-        raise error
-
-
-def _raise_if_explained(job: FunctionJob, cause: Ending) -> None:
-    """Raise JobStuck if a rank failed as a consequence that the watcher can explain."""
-    if job.watcher is not None and is_consequence(cause):
-        why = job.watcher.explain_failure(describe_death(cause, ""))
-        if why is not None:
-            raise JobStuck(why)
-
-
-def _explain(job: FunctionJob, ranks: Ranks, died: RankProcess) -> str:
-    if (
-        not ranks.keeper_died
-        and (died.returncode or 0) >= 0
-        and not (job.folder / f"began-{died.start.rank}").exists()
-    ):
-        return (
-            "It ended before it reached the function: a script must call launch() under if __name__ == "
-            '"__main__":'
-        )
-    return explain_death(job, ranks, died.pid, died.returncode or 0)
 
 
 def _make_log_dir(path: str | os.PathLike[str]) -> Path:

@@ -32,7 +32,7 @@ from paceline.launching.processes.ranks import RankHandler, Ranks, fork_keeper
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.script import Become, Script, check_script
 from paceline.launching.stop import raise_on_signals, stop_by_signals
-from paceline.launching.verdict import judge, tell_restart
+from paceline.launching.verdict import judge, log_restart, refuse_lost_output
 from paceline.launching.warm.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
 from paceline.launching.warm.warm import Warmth, why_not_fork
 from paceline.launching.watcher import Watcher, ignore_error
@@ -253,7 +253,7 @@ def _make_logs(flags: argparse.Namespace) -> tuple[Path, bool]:
 def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> None:
     flags = job.flags
     outcome: list[BaseException] = []
-    job.rounds.on_restart = partial(tell_restart, job, ranks)
+    job.rounds.on_restart = partial(log_restart, job, ranks)
 
     def work() -> None:
         try:
@@ -273,6 +273,7 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
             with watching(job.watcher, job.folder, ranks, job.rounds):
                 stop.supervise(start_thread(work), job.pump, job.watcher)
         judge(job, ranks, outcome[0] if outcome else None, stop)
+        refuse_lost_output(job)
         succeeded = True
     finally:
         job.pump.drain()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
@@ -24,8 +23,8 @@ from paceline.launching.ending.endings import (
 from paceline.launching.ending.memory import describe_kill
 from paceline.launching.ending.trace import find_last
 from paceline.launching.job import Job, ScriptJob
-from paceline.launching.processes.ranks import COLD, Ranks
-from paceline.launching.stop import Interrupted, Stop
+from paceline.launching.processes.ranks import COLD, RankProcess, Ranks
+from paceline.launching.stop import Stop
 from paceline.launching.watcher import JobStuck, Said
 
 log = logging.getLogger(__name__)
@@ -37,73 +36,52 @@ _LOST_ELSEWHERE = (
 )
 
 
-def judge(job: ScriptJob, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
+def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> None:
     """Raise the error that ended a failed job.
 
-    Raises:
-        JobStuck: if the watcher has found that the ranks cannot continue.
-        RankFailed: if a rank failed; for the first one that did not only lose its peer.
-        Interrupted: if the job was asked to stop.
-        PacelineError: PL344 if the ranks could not be started, PL603 if output could not be written.
-        OSError: if the limit of open files is too low.
-    """
-    try:
-        raise_if_ended(job, stop)
-    except JobStuck:
-        job.keeps_logs = True
-        raise
-    endings = _collect_endings(job, ranks)
-    cause = find_cause(endings)
-    if job.rounds.asked is not None:
-        if cause is not None and not cause.follower and cause.kind == "error":
-            raise _fail(job, ranks, cause)
-        raise Interrupted(job.rounds.asked, stop.num_killed)
-    _tell_late_settings(job)
-    if error is None:
-        _refuse_lost_output(job)
-        return
-    if cause is None:
-        # The job was not asked to stop: the script raised KeyboardInterrupt, or exited with such a code.
-        cause = next((ending for ending in endings if ending.code in ASKED_TO_STOP), None)
-    if cause is not None:
-        raise _fail(job, ranks, cause) from None
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        raise error  # not an error of the rendezvous; the command reports the limit
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-
-    if isinstance(error, RendezvousError | OSError | RuntimeError | ValueError):
-        raise PacelineError(
-            "PL344",
-            saw=f"The ranks could not be started: {type(error).__name__}: {str(error).strip()}",
-            rule="Before ranks start, the nodes meet at the rendezvous, and the program must be found.",
-            fix="Check --rdzv-endpoint (or --master-addr and --master-port) and --nnodes on every node.",
-        ) from error
-    raise error
-
-
-def raise_if_ended(job: Job, stop: Stop) -> None:
-    """Raise the reason why the launcher ended the ranks, after the pump has passed on their output.
+    Args:
+        job: the script or the function that ran.
+        ranks: its ranks; the newest process of each is judged.
+        error: the agent's error, if it failed.
+        stop: what ended the ranks before the agent did, if anything.
 
     Raises:
         PumpLost: if the pump has died, so that the ranks' output is lost.
         JobStuck: if the watcher has found that the ranks cannot continue.
+        RankFailed: if a rank failed; for the first one that did not only lose its peer.
+        PacelineError: the error that this rank raised; or PL344 if a script's ranks could not be started.
+        Interrupted: if a script was asked to stop.
+        SystemExit: if a function was asked to stop, or its ranks stopped as if they had been.
+        OSError: if the limit of open files is too low.
     """
     if stop.lost:
         raise PumpLost
     if job.pump is not None:
         job.pump.drain()
     if job.watcher is not None and job.watcher.told:
+        job.keeps_logs = True
         raise JobStuck(job.watcher.told)
+    endings = _collect_endings(job, ranks)
+    cause = find_cause(endings)
+    if job.rounds.asked is not None:
+        if cause is not None and not cause.follower and cause.kind == "error":
+            raise _fail(job, ranks, cause)
+        raise job.stop_error(job.rounds.asked, stop.num_killed)
+    _warn_late_settings(job)
+    if cause is None:
+        # The job was not asked to stop: a rank raised KeyboardInterrupt, or exited with such a code.
+        cause = next((ending for ending in endings if ending.code in ASKED_TO_STOP), None)
+        if cause is not None and not job.is_program:
+            raise SystemExit(cause.code)
+    if error is None:
+        return
+    if cause is not None:
+        raise _fail(job, ranks, cause) from None
+    raised = job.start_error(error)
+    raise raised from (None if raised is error else error)
 
 
-def explain_death(job: Job, ranks: Ranks, pid: int, status: int) -> str:
-    """Return a sentence on what killed a rank from outside, if known, else an empty string."""
-    if ranks.keeper_died:
-        return "The process that ranks are forked from was killed, and the ranks with it."
-    return describe_kill(pid, job.ooms) if status == -signal.SIGKILL else ""
-
-
-def tell_restart(job: ScriptJob, ranks: Ranks, remaining: int) -> None:
+def log_restart(job: ScriptJob, ranks: Ranks, remaining: int) -> None:
     """Log why all ranks of this node start again."""
     cause = find_cause(_collect_endings(job, ranks))
     if cause is None:
@@ -115,8 +93,8 @@ def tell_restart(job: ScriptJob, ranks: Ranks, remaining: int) -> None:
     log.warning("all ranks start again; %d restart%s left", remaining, "" if remaining == 1 else "s")
 
 
-def _refuse_lost_output(job: ScriptJob) -> None:
-    """Raise PL603 after a successful run if some of the ranks' output could not be written.
+def refuse_lost_output(job: ScriptJob) -> None:
+    """Raise PL603 after a successful script if some of the ranks' output could not be written.
 
     The ranks continued, because hours of training are worth more than lines of output. But a reader of the
     exit code alone must not assume that the output is complete.
@@ -134,29 +112,31 @@ def _refuse_lost_output(job: ScriptJob) -> None:
     )
 
 
-def _collect_endings(job: ScriptJob, ranks: Ranks) -> list[Ending]:
+def _collect_endings(job: Job, ranks: Ranks) -> list[Ending]:
     """Return how each failed rank of the last round ended: by its own record, else by its status and log."""
-    told = {ending.rank: ending for ending in read_endings(job.attempt)}
+    endings = {ending.rank: ending for ending in read_endings(job.attempt)}
     for process in ranks.latest:
         rank, status = process.start.rank, process.returncode
-        if rank in told or status in (0, None) or process.asked or process.refusal:
+        if rank in endings or status in (0, None) or process.asked or process.refusal:
             continue
         trace = find_last(_read_tail(process.start.log))
         ended_s = process.ended_s or time.time()
-        told[rank] = Ending(rank, "error", status or 1, ended_s, has_lost_peer(trace), trace=trace)
-    return sorted(told.values(), key=lambda ending: ending.time_s)
+        endings[rank] = Ending(rank, "error", status or 1, ended_s, has_lost_peer(trace), trace=trace)
+    return sorted(endings.values(), key=lambda ending: ending.time_s)
 
 
-def _fail(job: ScriptJob, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | PacelineError:
+def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | PacelineError:
     process = next((p for p in ranks.latest if p.start.rank == cause.rank), None)
-    logs = f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}" if process else ""
+    logs = ""
+    if process is not None and job.logs is not None:
+        logs = f"The ranks' output: {job.logs}/rank-*.log; of this one: {process.start.log}"
     why, is_cause = _explain(job, ranks, cause)
     if why is not None and is_cause:
         job.keeps_logs = True
         return JobStuck(why, logs)
     hints = [] if why is None else [f"The ranks' collectives do not match either: {why.text}"]
     if process is not None:
-        hints.append(explain_death(job, ranks, process.pid, cause.code))
+        hints.append(_explain_end(job, ranks, process, cause.code))
     if cause.follower and process is not None:
         is_one_node = process.start.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         hints.append(_LOST_HERE if is_one_node else _LOST_ELSEWHERE)
@@ -166,12 +146,13 @@ def _fail(job: ScriptJob, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck 
     job.keeps_logs = True
     ours = cause.error()
     if ours is not None:
-        ours.exit_code = 1  # as torchrun's if a rank fails
+        if job.is_program:
+            ours.exit_code = 1  # as torchrun's if a rank fails
         return ours
     return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
 
 
-def _explain(job: ScriptJob, ranks: Ranks, cause: Ending) -> tuple[Said | None, bool]:
+def _explain(job: Job, ranks: Ranks, cause: Ending) -> tuple[Said | None, bool]:
     """Return the watcher's explanation of why ranks failed, if any, and whether this rank failed of that."""
     if job.watcher is None:
         return None, False
@@ -181,6 +162,15 @@ def _explain(job: ScriptJob, ranks: Ranks, cause: Ending) -> tuple[Said | None, 
     return job.watcher.explain_failure(died), bool(ends)
 
 
+def _explain_end(job: Job, ranks: Ranks, process: RankProcess, status: int) -> str:
+    """Return what ended a rank besides its own code, if known, else an empty string."""
+    if ranks.keeper_died:
+        return "The process that ranks are forked from was killed, and the ranks with it."
+    if status == -signal.SIGKILL:
+        return describe_kill(process.pid, job.ooms)
+    return job.explain_early_end(process) if status >= 0 else ""
+
+
 def _read_tail(path: str) -> str:
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - _LOG_TAIL_BYTES))
@@ -188,7 +178,7 @@ def _read_tail(path: str) -> str:
     return ""
 
 
-def _tell_late_settings(job: ScriptJob) -> None:
+def _warn_late_settings(job: Job) -> None:
     names = {
         word for path in job.attempt.glob(f"{COLD}*") for word in path.read_text(encoding="utf-8").split()
     }
