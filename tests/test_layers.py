@@ -36,6 +36,13 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
     "launching": [("watcher",), ("ending",), ("rank",), ("warm",), ("processes",), ("elastic",)],
     "watch": [("protocol",), ("rank", "reasoning"), ("launcher",)],
 }
+# What a unit may use of a lower one, where that is less than all: the mechanisms know the words of a layout,
+# but not the sections of a recipe.
+PARTS: dict[tuple[str, str], set[str]] = {
+    ("mesh", "recipe"): {"axes", "layout"},
+    ("parallel", "recipe"): {"axes", "layout"},
+    ("checkpoint", "recipe"): set(),
+}
 ROW = {unit: number for number, row in enumerate(ROWS) for unit in row}
 WORDS = set(ROWS[0])
 # They answer at once, and on a machine without torch.
@@ -158,6 +165,7 @@ def _check_imports(source: Source) -> Iterator[str]:
             yield f"{at}: {source.unit} imports {name}; the words use the standard library only"
         if top == "paceline":
             yield from _check_row(source, at, rest.split(".")[0])
+            yield from _check_part(source, at, rest.split("."))
             yield from _check_room(source, at, rest.split("."))
 
 
@@ -176,6 +184,13 @@ def _check_row(source: Source, at: str, unit: str) -> Iterator[str]:
             yield f"{at}: {own} imports {unit}; neighbours in one layer don't know each other"
         elif ROW[own] < ROW[unit]:
             yield f"{at}: {own} imports {unit}, which stands above it"
+
+
+def _check_part(source: Source, at: str, name: list[str]) -> Iterator[str]:
+    allowed = PARTS.get((source.unit, name[0]))
+    part = name[1] if len(name) > 1 else "__init__"
+    if allowed is not None and part not in allowed:
+        yield f"{at}: {source.unit} imports {'.'.join(name)}; of {name[0]} it may know {sorted(allowed)}"
 
 
 def _check_room(source: Source, at: str, name: list[str]) -> Iterator[str]:
@@ -281,6 +296,7 @@ ALLOWED = {
     "the own unit": {"train/trainer.py": "from .update import Update", "train/update.py": ""},
     "a word uses a word": {"finding.py": "from paceline.errors import PacelineError"},
     "launch uses world": {"launching/local.py": "import paceline.world"},
+    "the words of a layout": {"parallel/order.py": "from paceline.recipe.layout import Layout"},
     "cli uses the front door": {"cli/main.py": "import paceline\nprint(paceline)"},
     "the front door uses units": {"__init__.py": "from paceline.train.trainer import Trainer"},
     "__main__ uses cli": {"__main__.py": "from paceline.cli.main import main"},
@@ -341,6 +357,10 @@ REFUSED = {
     "a room beside": (
         {"watch/rank/recorder.py": "import paceline.watch.reasoning.hang"},
         "watch/rank/recorder.py:1: watch/rank imports watch/reasoning, which is not below it",
+    ),
+    "a recipe's section": (
+        {"parallel/shard/setup.py": "from paceline.recipe.schema import ShardSection"},
+        "parallel/shard/setup.py:1: parallel imports recipe.schema; of recipe it may know ['axes', 'layout']",
     ),
     "neighbours": (
         {"launching/local.py": "import paceline.train.run"},

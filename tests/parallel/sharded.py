@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.mesh import Mesh, build_mesh
+from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.recipe.layout import Layout
-from paceline.recipe.schema import ShardSection
 from paceline.world import World
 
 VOCAB, WIDTH, INNER, LENGTH = 11, 12, 13, 5
@@ -83,8 +83,9 @@ def build_shards(
     parsed = Layout.parse(layout).resolve(world.world_size)
     mesh = build_mesh(parsed, world)
     group = mesh.borrow_group(mesh.dp) if exact else None
-    section = ShardSection(**settings)
-    shards = Shards(model, mesh, section, zero=parsed.zero, offload=offload, exact_group=group)
+    shards = Shards(
+        model, mesh, ShardSettings(**settings), zero=parsed.zero, offload=offload, exact_group=group
+    )
     return shards, mesh
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
-from paceline.parallel.replicate import Replica
+from paceline.parallel.replicate import Replica, ReplicaSettings
 from paceline.recipe.layout import Layout
-from paceline.recipe.schema import DdpSection, GptModel
+from paceline.recipe.schema import GptModel
 from paceline.torch_seams.fsdp import list_groups
 from tests.dist.pool import Pool
 from tests.dist.recorder import RECORD, count_recorded, recorded_collectives
@@ -76,7 +76,7 @@ def shard_traffic(world: Any, layout: str, num_microbatches: int, settings: dict
 def ddp_traffic(world: Any) -> Any:
     model = build_gpt()
     mesh = build_mesh(Layout.parse("").resolve(world.world_size), world)
-    replica = Replica(model, mesh.dp_replicate, DdpSection())
+    replica = Replica(model, mesh.dp_replicate, ReplicaSettings())
     since = count_recorded()
     with replica.synchronising(True):
         replica.backward(replica.forward(lambda ids: sum_losses(model, ids), microbatch(0))[0])

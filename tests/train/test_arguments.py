@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.parallel.replicate import ReplicaSettings
+from paceline.parallel.shard.setup import ShardSettings
 from paceline.recipe import Layout
+from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.train.arguments import Arguments
 from paceline.train.trainer import Trainer
 
@@ -48,3 +51,11 @@ def test_a_resumed_run_keeps_what_its_result_depends_on() -> None:
     assert kept["comm_hook"] == "print"
     assert kept["clip_norm"] == 0.5
     assert build().describe_for_resume(Layout(), {})["comm_hook"] is None
+
+
+def test_the_settings_of_replicas_and_shards_are_those_of_a_recipe() -> None:
+    assert asdict(ReplicaSettings()) == DdpSection().model_dump()
+    assert asdict(ShardSettings()) == ShardSection().model_dump()
+    settings = build(ddp={"bucket_cap_mb": 1.5}, shard={"prefetch": 3}).lay_out(Layout(), None)
+    assert settings.ddp == ReplicaSettings(bucket_cap_mb=1.5)
+    assert settings.shard == ShardSettings(prefetch=3)

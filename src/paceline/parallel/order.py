@@ -22,13 +22,13 @@ from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute
-from paceline.parallel.replicate import CommHook, Replica
+from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
+from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
-from paceline.recipe import Layout
-from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.recipe.layout import Layout
 from paceline.torch_seams.modules import find_call, set_compiled_call
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Settings:
     """
 
     layout: Layout
-    ddp: DdpSection = field(default_factory=DdpSection)
-    shard: ShardSection = field(default_factory=ShardSection)
+    ddp: ReplicaSettings = field(default_factory=ReplicaSettings)
+    shard: ShardSettings = field(default_factory=ShardSettings)
     exact: bool = False
     comm_hook: tuple[Any, CommHook] | None = None
     sync_batchnorm: bool = False

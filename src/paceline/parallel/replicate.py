@@ -24,6 +24,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from paceline.parallel.exact import ExactReduction
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Compute
 from paceline.phrases import name_some
-from paceline.recipe.schema import DdpSection
 from paceline.torch_seams.tensors import read_version
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -97,6 +97,20 @@ class LossModule(nn.Module):
         return compute(batch)
 
 
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """The settings of `DistributedDataParallel`; the recipe's `[ddp]` explains each.
+
+    They change speed, not the result.
+    """
+
+    bucket_cap_mb: float = 25.0
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = False
+    gradient_as_bucket_view: bool = True
+
+
 class Replica:
     """A model whose gradients are summed over the ranks of a mesh axis.
 
@@ -129,7 +143,7 @@ class Replica:
         self,
         model: nn.Module,
         axis: Axis,
-        settings: DdpSection,
+        settings: ReplicaSettings,
         exact: ExactReduction | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
     ) -> None:

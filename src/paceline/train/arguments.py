@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import nn
 
 from paceline.parallel.order import Settings
-from paceline.parallel.replicate import CommHook
+from paceline.parallel.replicate import CommHook, ReplicaSettings
+from paceline.parallel.shard.setup import ShardSettings
 from paceline.recipe import Layout
 from paceline.recipe.explain import validate_section
 from paceline.recipe.schema import DdpSection, ShardSection
@@ -126,12 +127,14 @@ class Arguments:
             example: calls the model on a batch of a few samples, or `None`.
         """
         ddp, shard = self.ddp, self.shard
+        if not isinstance(ddp, DdpSection):
+            ddp = validate_section("ddp", DdpSection, ddp or {})
+        if not isinstance(shard, ShardSection):
+            shard = validate_section("shard", ShardSection, shard or {})
         return Settings(
             layout,
-            ddp=ddp if isinstance(ddp, DdpSection) else validate_section("ddp", DdpSection, ddp or {}),
-            shard=shard
-            if isinstance(shard, ShardSection)
-            else validate_section("shard", ShardSection, shard or {}),
+            ddp=ReplicaSettings(**ddp.model_dump()),
+            shard=ShardSettings(**shard.model_dump()),
             exact=self.reduction == "exact",
             comm_hook=self.comm_hook,
             sync_batchnorm=self.sync_batchnorm,

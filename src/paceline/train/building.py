@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from paceline.parallel.order import LaidOut, Settings, align_with_main, parallel
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.legal import Rules
+from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.torch_seams.modules import BatchNormBase
 from paceline.train.factories import check_optimizer, check_schedule
@@ -200,8 +201,8 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
         device=precision.device.type,
         sync_batchnorm=settings.sync_batchnorm,
         has_comm_hook=settings.comm_hook is not None,
-        ddp=settings.ddp,
-        shard=settings.shard,
+        ddp=DdpSection(**asdict(settings.ddp)),
+        shard=ShardSection(**asdict(settings.shard)),
     )
     Rules(model, run).refuse(settings.layout, world_size)
 

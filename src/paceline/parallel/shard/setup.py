@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,12 +21,25 @@ from paceline.errors import PacelineError
 from paceline.parallel.blocks import separable_blocks
 from paceline.parallel.parameter_hooks import check_hooks, move_hooks
 from paceline.phrases import name_some
-from paceline.recipe.schema import ShardSection
 from paceline.torch_seams.fsdp import check_torch, list_records, unmark
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """The settings of `fully_shard`; the recipe's `[shard]` explains each.
+
+    They change speed and memory, not the result, except for `param_dtype` and `reduce_dtype`.
+    """
+
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    prefetch: int = 1
+    param_dtype: Literal["none", "bf16", "fp16"] = "none"
+    reduce_dtype: Literal["auto", "fp32"] = "auto"
+    offload_folder: str | None = None
 
 
 @dataclass
@@ -45,7 +58,7 @@ class Unit:
 
 
 def apply_sharding(
-    model: nn.Module, mesh: DeviceMesh, settings: ShardSection, *, zero: int, offload: str
+    model: nn.Module, mesh: DeviceMesh, settings: ShardSettings, *, zero: int, offload: str
 ) -> list[Unit]:
     """Shard a model in place; its parameters become DTensors, cut along their first dimension.
 
@@ -54,7 +67,7 @@ def apply_sharding(
     Args:
         model: on its device, or on the meta device.
         mesh: one-dimensional, over the ranks that share one copy.
-        settings: the recipe's.
+        settings: of the sharding.
         zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: "none", "cpu" or "disk".
 
@@ -118,7 +131,7 @@ def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Uni
     return units
 
 
-def _keeps_parameters(settings: ShardSection, zero: int) -> bool:
+def _keeps_parameters(settings: ShardSettings, zero: int) -> bool:
     """Return whether gathered parameters are kept after a forward."""
     if zero < 3 and settings.reshard_after_forward is True:
         raise PacelineError(
@@ -163,7 +176,7 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> 
             )
 
 
-def _precision_policy(settings: ShardSection, *, is_root: bool) -> MixedPrecisionPolicy:
+def _precision_policy(settings: ShardSettings, *, is_root: bool) -> MixedPrecisionPolicy:
     param_dtype = _DTYPES[settings.param_dtype]
     wants_fp32 = settings.reduce_dtype == "fp32" or param_dtype is not None
     return MixedPrecisionPolicy(

@@ -53,11 +53,10 @@ from paceline.parallel.shard.gradient_exchange import (
     SumChunks,
 )
 from paceline.parallel.shard.marks import Marks
-from paceline.parallel.shard.setup import Unit, apply_sharding
+from paceline.parallel.shard.setup import ShardSettings, Unit, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
 from paceline.parallel.shard.whole import WholeParameters, split_groups
 from paceline.phrases import name_some
-from paceline.recipe.schema import ShardSection
 from paceline.torch_seams.fsdp import clear_gradients, forget_iteration, gathered, list_records
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class Shards:
         model: on its device, in its final dtype, equal on all ranks; or on the meta device, to be filled
             before the first forward (each parameter's `to_local()` is this rank's shard).
         mesh: the ranks.
-        settings: the recipe's `[shard]`.
+        settings: of the sharding.
         zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: "none", "cpu" or "disk": where the shards and the optimizer's state are kept between uses.
         exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.
@@ -99,7 +98,7 @@ class Shards:
         self,
         model: nn.Module,
         mesh: Mesh,
-        settings: ShardSection,
+        settings: ShardSettings,
         *,
         zero: int,
         offload: str = "none",
