@@ -99,6 +99,14 @@ def exit_seven_on_one():
     time.sleep(0.2)
 
 
+def exit_seven_while_another_waits():
+    """Rank 1 leaves no record; rank 0 fails of it, and leaves one."""
+    world = start(device="cpu", timeout_s=60)
+    if world.rank == 1:
+        os._exit(7)
+    dist.all_reduce(torch.ones(1))
+
+
 def sys_exit_on_one():
     if os.environ["RANK"] == "1":
         sys.exit("no more road")

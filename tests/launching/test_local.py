@@ -197,6 +197,13 @@ def test_exit_codes_are_told() -> None:
     assert caught.value.status == 7
 
 
+def test_a_rank_without_a_record_is_the_cause_of_one_that_lost_it(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 exited with code 7") as caught:
+        launch(jobs.exit_seven_while_another_waits, nproc=2, log_dir=tmp_path)
+    assert caught.value.rank == 1
+    assert f"{tmp_path}/rank-0001.log" in str(caught.value), "as for a script"
+
+
 def test_the_word_of_sys_exit_is_told() -> None:
     with pytest.raises(RankFailed, match="rank 1 failed first: no more road"):
         launch(jobs.sys_exit_on_one, nproc=2)
