@@ -26,12 +26,13 @@ from paceline.checkpoint import (
     verify,
 )
 from paceline.checkpoint.content import find_content
-from paceline.checkpoint.content.protocol import list_model
+from paceline.checkpoint.content.protocol import list_model, write_files
 from paceline.checkpoint.content.sharded import NAME, PreparedShare
+from paceline.checkpoint.hashed import FileRecord, hash_file
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest, read_manifest
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.summary import summarize
-from paceline.checkpoint.tensors import FileRecord, hash_file, write_tensors
+from paceline.checkpoint.tensors import write_tensors
 from paceline.errors import PacelineError
 from tests.checkpoint.states import RECIPE, assert_same, make_state
 from tests.checkpoint.states import save as save_whole
@@ -80,7 +81,7 @@ def save(folder: Path, shares: list[PreparedShare], step: int = 1) -> Path:
     with CheckpointFolder(folder, keep=2).begin(step, num_bytes=999, identity={"run": "a"}) as save:
         records: dict[str, FileRecord] = {}
         for share in shares:
-            records |= share.write(save.folder)
+            records |= write_files(share.list_files(), save.folder)
         return save.commit(NAME, records)
 
 

@@ -1,14 +1,21 @@
 """State on disk: committed by one rename, verified by hashes, read back without running code.
 
 No function here calls a collective: `train/state/` coordinates which rank writes and reads what.
+Names load on first use, so that the writer's process (`writer.py`) works without torch.
 """
 
-from paceline.checkpoint.export import export_model
-from paceline.checkpoint.fingerprint import hash_stored, hash_tensors
-from paceline.checkpoint.folder import CheckpointFolder
-from paceline.checkpoint.identity import check_identity, describe_identity
-from paceline.checkpoint.load import Loaded, find_checkpoint, list_at, load_checkpoint, open_usable
-from paceline.checkpoint.verify import is_usable, verify
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.export import export_model
+    from paceline.checkpoint.fingerprint import hash_stored, hash_tensors
+    from paceline.checkpoint.folder import CheckpointFolder
+    from paceline.checkpoint.identity import check_identity, describe_identity
+    from paceline.checkpoint.load import Loaded, find_checkpoint, list_at, load_checkpoint, open_usable
+    from paceline.checkpoint.validity import is_usable, verify
 
 __all__ = [
     "CheckpointFolder",
@@ -25,3 +32,25 @@ __all__ = [
     "open_usable",
     "verify",
 ]
+
+_HOMES = {
+    "CheckpointFolder": "folder",
+    "Loaded": "load",
+    "check_identity": "identity",
+    "describe_identity": "identity",
+    "export_model": "export",
+    "find_checkpoint": "load",
+    "hash_stored": "fingerprint",
+    "hash_tensors": "fingerprint",
+    "is_usable": "validity",
+    "list_at": "load",
+    "load_checkpoint": "load",
+    "open_usable": "load",
+    "verify": "validity",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -12,7 +12,7 @@ from paceline.checkpoint.content import find_content
 from paceline.checkpoint.content.protocol import list_model, open_tree, read_all
 from paceline.checkpoint.manifest import FILE_NAME, read_manifest
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints, step_of
-from paceline.checkpoint.verify import NEWER_FORMAT, is_usable, verify
+from paceline.checkpoint.validity import is_usable, refuse_newer, verify
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 
@@ -183,12 +183,3 @@ def unreadable_error(path: Path | str, error: Exception) -> PacelineError:
         rule="The files of a checkpoint must match each other.",
         fix="Stop whatever writes there and try again, or use another checkpoint.",
     )
-
-
-def refuse_newer(findings: list[Finding]) -> None:
-    """Raise PL504 if it is among the findings."""
-    for finding in findings:
-        if finding.code == NEWER_FORMAT:
-            # Not skipped like a broken one: continuing from an older step would discard work.
-            saw = f"{finding.where}: {finding.saw}"
-            raise PacelineError(finding.code, saw=saw, rule=finding.rule, fix=finding.fix)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.tensors import FileRecord
+from paceline.checkpoint.hashed import FileRecord
 from paceline.reading import read_file
 
 FILE_NAME = "manifest.json"

@@ -11,7 +11,7 @@ from paceline.checkpoint.content.full import NAME as FULL
 from paceline.checkpoint.content.protocol import MODEL, Stored
 from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
 from paceline.checkpoint.tensors import TensorInfo
-from paceline.checkpoint.verify import verify
+from paceline.checkpoint.validity import verify
 from paceline.finding import Finding
 
 

@@ -11,7 +11,6 @@ tied tensors are stored once, with the other names in the header's
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import safetensors
 import torch
 
-from paceline.checkpoint import files
+from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.part import Part
 from paceline.errors import PacelineError
 
@@ -48,46 +47,6 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 assert sys.byteorder == "little", "safetensors is little-endian, and so is all that torch runs on"
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """The size and hash of one file, as a manifest lists them.
-
-    Attributes:
-        num_bytes: its size.
-        sha256: hash of its bytes, in hex.
-    """
-
-    num_bytes: int
-    sha256: str
-
-
-class HashedFile:
-    """A new durable file that hashes what is written to it; `record` is available after the block."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = files.DurableFile(path)
-        self._hash = hashlib.sha256()
-        self._num_bytes = 0
-
-    def __enter__(self) -> HashedFile:
-        self._file.__enter__()
-        return self
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Write and hash all of `data`."""
-        self._file.write(data)
-        self._hash.update(data)
-        self._num_bytes += len(data)
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.__exit__(*error)
-
-    @property
-    def record(self) -> FileRecord:
-        """Size and hash of what was written."""
-        return FileRecord(self._num_bytes, self._hash.hexdigest())
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -156,18 +115,45 @@ def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return aliases
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
-) -> FileRecord:
-    """Write a new safetensors file, durable on return. Tied tensors are stored once.
+@dataclass(frozen=True)
+class FilePlan:
+    """A file that has not been written: bytes and tensors that follow each other.
+
+    Attributes:
+        name: of the file.
+        pieces: its content; tensors are stored by their values in row-major order.
+    """
+
+    name: str
+    pieces: tuple[bytes | torch.Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return sum(piece_bytes(piece) for piece in self.pieces)
+
+    def write(self, folder: Path) -> FileRecord:
+        """Write the file into `folder`, durable on return; nothing of its name may be there yet."""
+        with HashedFile(folder / self.name) as file:
+            for piece in self.pieces:
+                file.write(piece if isinstance(piece, bytes) else tensor_bytes(piece))
+        return file.record
+
+
+def piece_bytes(piece: bytes | torch.Tensor) -> int:
+    """Return the number of bytes that a piece takes in a file."""
+    return len(piece) if isinstance(piece, bytes) else piece.numel() * piece.element_size()
+
+
+def plan_tensors(
+    name: str, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+) -> FilePlan:
+    """Plan a safetensors file. Tied tensors are stored once.
 
     Args:
-        path: where; nothing may be there yet.
+        name: of the file.
         tensors: each fit to be stored (`why_not_storable`), of any device.
         metadata: for the header, beside the names of tied tensors.
-
-    Returns:
-        Size and hash of the file.
     """
     aliases = find_aliases(tensors)
     infos = {
@@ -176,9 +162,20 @@ def write_tensors(
         if name not in aliases
     }
     described = {"aliases": json.dumps(aliases, sort_keys=True)} if aliases else {}
-    return stream_tensors(
-        path, infos, described | dict(metadata or {}), lambda name: [tensor_bytes(tensors[name])]
-    )
+    begin, order = _dump_header(infos, described | dict(metadata or {}))
+    return FilePlan(name, (begin, *(tensors[each] for each in order)))
+
+
+def plan_json(name: str, structure: Any) -> FilePlan:
+    """Plan a file of JSON."""
+    return FilePlan(name, ((json.dumps(structure, indent=1, allow_nan=False) + "\n").encode(),))
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str] | None = None
+) -> FileRecord:
+    """Write a new safetensors file, durable on return; the arguments are those of `plan_tensors`."""
+    return plan_tensors(path.name, tensors, metadata=metadata).write(path.parent)
 
 
 def stream_tensors(
@@ -195,6 +192,17 @@ def stream_tensors(
         metadata: for the header.
         read: from a name to the bytes of its tensor, in row-major order.
     """
+    begin, order = _dump_header(infos, metadata)
+    with HashedFile(path) as file:
+        file.write(begin)
+        for name in order:
+            for data in read(name):
+                file.write(data)
+    return file.record
+
+
+def _dump_header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+    """Return the bytes before the first tensor, and the names in the order of their values."""
     # Widest types first keeps every tensor aligned to its type, as the library orders them too.
     stored = sorted(infos, key=lambda name: (-infos[name].dtype_bytes, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
@@ -205,19 +213,7 @@ def stream_tensors(
         header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with HashedFile(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in stored:
-            for data in read(name):
-                file.write(data)
-    return file.record
-
-
-def write_text(path: Path, text: str) -> FileRecord:
-    """Write a new file of text, durable on return."""
-    with HashedFile(path) as file:
-        file.write(text.encode())
-    return file.record
+    return len(text).to_bytes(8, "little") + text, stored
 
 
 class UnreadableTensorsError(ValueError):
@@ -369,19 +365,3 @@ def _read_aliases(metadata: Mapping[str, str], stored: Iterable[str]) -> dict[st
     ):
         raise ValueError("its aliases do not fit its tensors")
     return aliases
-
-
-def hash_file(path: Path) -> FileRecord:
-    """Return the size and hash of a file, read in chunks."""
-    digest, num_bytes = hashlib.sha256(), 0
-    for chunk in _chunks(path):
-        digest.update(chunk)
-        num_bytes += len(chunk)
-    return FileRecord(num_bytes, digest.hexdigest())
-
-
-def _chunks(path: Path) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(files.CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as stream:
-        while num_bytes := stream.readinto(buffer):
-            yield buffer[:num_bytes]

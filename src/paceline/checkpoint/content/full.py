@@ -18,21 +18,22 @@ import torch
 
 from paceline.checkpoint import tree
 from paceline.checkpoint.content.protocol import MODEL, RECIPE, TREES, Problem
+from paceline.checkpoint.names import FULL
 from paceline.checkpoint.part import Part
 from paceline.checkpoint.tensors import (
-    FileRecord,
+    FilePlan,
     OpenFiles,
     TensorInfo,
     UnreadableTensorsError,
     find_aliases,
+    plan_json,
+    plan_tensors,
     read_infos,
     read_tensor,
     refuse_unstorable,
-    write_tensors,
-    write_text,
 )
 
-NAME = "full"
+NAME = FULL
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,14 @@ class PreparedFull:
             if name not in aliases
         )
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
-        """Write all files of the content into `folder`, each durable on return."""
-        records = {_tensors(MODEL): write_tensors(folder / _tensors(MODEL), self.model)}
+    def list_files(self) -> list[FilePlan]:
+        """Return all files of the content."""
+        plans = [plan_tensors(_tensors(MODEL), self.model)]
         for name, (structure, tensors) in self.trees.items():
-            records[_tensors(name)] = write_tensors(folder / _tensors(name), tensors)
-            text = json.dumps(structure, indent=1, allow_nan=False)
-            records[_structure(name)] = write_text(folder / _structure(name), text + "\n")
+            plans += [plan_tensors(_tensors(name), tensors), plan_json(_structure(name), structure)]
         if self.recipe_toml is not None:
-            records[RECIPE] = write_text(folder / RECIPE, self.recipe_toml)
-        return records
+            plans.append(FilePlan(RECIPE, (self.recipe_toml.encode(),)))
+        return plans
 
 
 def prepare(

@@ -7,7 +7,7 @@ names the content that wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from paceline.checkpoint import tree
+from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.part import Part
-from paceline.checkpoint.tensors import FileRecord, TensorInfo, tensor_bytes, torch_dtype
+from paceline.checkpoint.tensors import FilePlan, TensorInfo, tensor_bytes, torch_dtype
 from paceline.torch_seams.trees import tree_map_only
 
 # The tensors of the model have names only; the other two are trees.
@@ -39,8 +40,13 @@ class Prepared(Protocol):
     def num_bytes(self) -> int:
         """Approximate number of bytes of the files of all processes."""
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
-        """Write this process's files into `folder`, durable on return; return their records by name."""
+    def list_files(self) -> list[FilePlan]:
+        """Return the files that this process writes."""
+
+
+def write_files(plans: Iterable[FilePlan], folder: Path) -> dict[str, FileRecord]:
+    """Write files into `folder`, each durable on return; return their records by name."""
+    return {plan.name: plan.write(folder) for plan in plans}
 
 
 class Stored(Protocol):

@@ -23,20 +23,21 @@ import torch
 from paceline.checkpoint import tree
 from paceline.checkpoint.content.protocol import MODEL, RECIPE, TREES, Problem
 from paceline.checkpoint.manifest import FILE_NAME, BadManifestError, read_manifest
+from paceline.checkpoint.names import SHARDED
 from paceline.checkpoint.part import Part, count_covers
 from paceline.checkpoint.tensors import (
-    FileRecord,
+    FilePlan,
     OpenFiles,
     TensorInfo,
     UnreadableTensorsError,
+    plan_json,
+    plan_tensors,
     read_header,
     read_into,
     torch_dtype,
-    write_tensors,
-    write_text,
 )
 
-NAME = "sharded"
+NAME = SHARDED
 _PREFIX = "part-"
 
 
@@ -63,8 +64,8 @@ class PreparedShare:
     recipe_toml: str | None = None
     content: str = NAME
 
-    def write(self, folder: Path) -> dict[str, FileRecord]:
-        """Write this rank's files into `folder`, each durable on return."""
+    def list_files(self) -> list[FilePlan]:
+        """Return this rank's files."""
         metadata = {}
         if self.parts:
             described = {
@@ -73,14 +74,11 @@ class PreparedShare:
             metadata["parts"] = json.dumps(described)
         if self.tied:
             metadata["tied"] = json.dumps(self.tied, sort_keys=True)
-        name = f"{_PREFIX}{self.rank:05d}.safetensors"
-        records = {name: write_tensors(folder / name, self.tensors, metadata=metadata)}
-        for group, structure in self.structures.items():
-            text = json.dumps(structure, indent=1, allow_nan=False)
-            records[f"{group}.json"] = write_text(folder / f"{group}.json", text + "\n")
+        plans = [plan_tensors(f"{_PREFIX}{self.rank:05d}.safetensors", self.tensors, metadata=metadata)]
+        plans += [plan_json(f"{group}.json", structure) for group, structure in self.structures.items()]
         if self.recipe_toml is not None:
-            records[RECIPE] = write_text(folder / RECIPE, self.recipe_toml)
-        return records
+            plans.append(FilePlan(RECIPE, (self.recipe_toml.encode(),)))
+        return plans
 
 
 class Sharded:

@@ -24,13 +24,14 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint import CheckpointFolder, tree
+from paceline.checkpoint.commit import Save
 from paceline.checkpoint.content import full
-from paceline.checkpoint.content.protocol import MODEL
+from paceline.checkpoint.content.protocol import MODEL, write_files
 from paceline.checkpoint.content.sharded import NAME as SHARDED
 from paceline.checkpoint.content.sharded import PreparedShare
-from paceline.checkpoint.folder import Save
+from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
-from paceline.checkpoint.tensors import FileRecord, refuse_unstorable
+from paceline.checkpoint.tensors import refuse_unstorable
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.torch_seams.trees import tree_map, tree_map_only
@@ -105,7 +106,7 @@ def write_sharded(
         with _caught() as caught:
             _wait_for_folder(world, temporary)
             with folder.explained(step, prepared.num_bytes):
-                records = prepared.write(temporary)
+                records = write_files(prepared.list_files(), temporary)
         gathered = gather(world, (records, _with_rank(world, caught.error)))
 
         def commit() -> Path:

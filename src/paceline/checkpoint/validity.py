@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from paceline.checkpoint.content import find_content
+from paceline.checkpoint.hashed import hash_file
 from paceline.checkpoint.manifest import (
     FILE_NAME,
     FORMAT_VERSION,
@@ -14,8 +14,8 @@ from paceline.checkpoint.manifest import (
     NewerFormatError,
     read_manifest,
 )
-from paceline.checkpoint.names import step_of
-from paceline.checkpoint.tensors import hash_file
+from paceline.checkpoint.names import CONTENTS, step_of
+from paceline.errors import PacelineError
 from paceline.finding import Finding
 
 # A file that is not part of the checkpoint and does not harm it.
@@ -67,7 +67,7 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
     step = step_of(path)
     if step is not None and step != manifest.step:
         findings.append(_unfit(path, f"the folder's name says step {step}, its manifest {manifest.step}."))
-    if find_content(manifest.content) is None:
+    if manifest.content not in CONTENTS:
         findings.append(_unfit(path, f"its content is of kind {manifest.content!r}."))
     elif read_all and not findings:
         findings += check_fits(path, manifest)
@@ -77,6 +77,8 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
 
 def check_fits(path: Path, manifest: Manifest) -> list[Finding]:
     """Return PL506 for files that do not fit together, from structures and headers alone."""
+    from paceline.checkpoint.content import find_content  # needs torch, and the rest of this module does not
+
     content = find_content(manifest.content)
     assert content is not None
     return [_unfit(path / name, f"{name} {saw}.") for name, saw in content.check(path)]
@@ -85,6 +87,15 @@ def check_fits(path: Path, manifest: Manifest) -> list[Finding]:
 def is_usable(findings: list[Finding]) -> bool:
     """Return whether a checkpoint with these findings can be loaded."""
     return all(finding.code == EXTRA_FILE for finding in findings)
+
+
+def refuse_newer(findings: list[Finding]) -> None:
+    """Raise PL504 if it is among the findings."""
+    for finding in findings:
+        if finding.code == NEWER_FORMAT:
+            # Not skipped like a broken one: continuing from an older step would discard work.
+            saw = f"{finding.where}: {finding.saw}"
+            raise PacelineError(finding.code, saw=saw, rule=finding.rule, fix=finding.fix)
 
 
 def _newer(path: Path, version: int) -> Finding:

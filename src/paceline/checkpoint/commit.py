@@ -1,0 +1,299 @@
+"""Commits a run's checkpoints, and removes those that need not be kept.
+
+The steps of a save, each durable before the next begins:
+
+1. `.tmp-step-...` is made, every file written, hashed and fsynced, then the folder.
+2. A former checkpoint of the same step is moved aside: to `.replaced-step-...` if it is whole, else to
+`corrupt-step-...`. Every file is checked once more: one that was removed meanwhile fails the save.
+3. One rename gives the new folder its name; that instant is the commit. Then the parent is fsynced.
+4. What is no longer to be kept is renamed to `.trash-...`, then removed.
+
+If killed before 3, the run has its former checkpoints; if killed after it, the new one too. No name that
+counts as a checkpoint ever holds half of one. The next save removes what a killed process leaves behind; it
+holds the lock, so it knows that no other process is writing there.
+
+One process, rank 0, holds the lock and commits; a content (`content/`) decides who writes which files into
+the temporary folder. No function here calls a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import files
+from paceline.checkpoint.hashed import FileRecord, HashedFile
+from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest
+from paceline.checkpoint.names import (
+    CHECKPOINTS,
+    LOCK,
+    REPLACED,
+    TMP,
+    TRASH,
+    list_checkpoints,
+    step_name,
+)
+from paceline.checkpoint.validity import check_fits, is_usable, refuse_newer, verify
+from paceline.errors import PacelineError
+from paceline.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+# The lock file excludes other processes, this one other threads.
+_saving = threading.Lock()
+
+
+class Commits:
+    """The checkpoints of one run as seen by those who write them; works without torch.
+
+    Args:
+        run_folder: the run's folder; made at the first save.
+        keep: how many valid checkpoints stay, at least 1.
+    """
+
+    def __init__(self, run_folder: str | Path, keep: int) -> None:
+        assert keep >= 1
+        self.path = Path(run_folder) / CHECKPOINTS
+        self.keep = keep
+        # For each folder, its state when all of its hashes were right.
+        self._seen_valid: dict[Path, object] = {}
+
+    def steps(self) -> dict[int, Path]:
+        """Return the checkpoints by rising step, valid or not."""
+        return list_checkpoints(self.path)
+
+    def begin(self, step: int, *, num_bytes: int, identity: dict[str, Any]) -> Save:
+        """Lock the folder and make a temporary one, into which any number of processes may write.
+
+        Args:
+            step: optimizer steps taken.
+            num_bytes: about how many bytes will be written, for messages.
+            identity: as in `save`.
+
+        Returns:
+            The save, to be used in a `with` block: left without `commit`, nothing of it stays.
+
+        Raises:
+            PacelineError: PL508 or PL510, as `save`.
+        """
+        assert step >= 0
+        json.dumps(identity)  # A TypeError is the caller's mistake, and better raised before the save begins.
+        return Save(self, step, num_bytes, identity)
+
+    @contextlib.contextmanager
+    def explained(self, step: int, num_bytes: int) -> Iterator[None]:
+        """Convert the file system's errors during a save into ours.
+
+        Args:
+            step: that is saved.
+            num_bytes: about how many bytes it takes.
+
+        Raises:
+            PacelineError: PL508, PL510.
+        """
+        try:
+            yield
+        except files.BusyError:
+            raise PacelineError(
+                "PL510",
+                saw=f"Another process is saving a checkpoint in {self.path}.",
+                rule="Two runs cannot share a folder: each would delete the other's checkpoints.",
+                fix="Stop the other run, or give this one another --out.",
+            ) from None
+        except OSError as error:
+            raise _save_failed_error(step, self.path, num_bytes, error) from error
+
+    def _commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
+        """Give a temporary folder with all of its files its final name."""
+        final = self.path / step_name(step)
+        aside: Path | None = None
+        try:
+            with HashedFile(tmp / FILE_NAME) as file:
+                file.write(dump_manifest(manifest))
+            files.sync_folder(tmp)
+            aside = self._make_room(final)
+            findings = verify(tmp, read_all=False) or check_fits(tmp, manifest)
+            if findings:
+                raise OSError(errno.EIO, findings[0].saw)
+            files.rename(tmp, final)
+        except BaseException:
+            if aside is not None and not final.exists():
+                with contextlib.suppress(OSError):
+                    files.rename(aside, final)
+            raise
+        files.sync_folder(self.path)
+        if aside is not None and aside.name.startswith(REPLACED):
+            self._discard(aside)
+        self._seen_valid[final] = note_state(final)
+        return final
+
+    def _make_room(self, final: Path) -> Path | None:
+        """Move a former checkpoint of the same step aside, and return its new name."""
+        replaced = final.with_name(REPLACED + final.name)
+        if not final.exists():
+            return None
+        if replaced.exists():  # Only without locks, so nothing was cleared.
+            self._discard(replaced)
+        findings = verify(final)
+        refuse_newer(findings)
+        if is_usable(findings):
+            files.rename(final, replaced)
+            return replaced
+        corrupt, count = final.with_name(f"corrupt-{final.name}"), 1
+        while corrupt.exists():
+            count += 1
+            corrupt = final.with_name(f"corrupt-{final.name}-{count}")
+        files.rename(final, corrupt)
+        logger.warning("%s was not valid (%s) and is now %s", final, findings[0].saw, corrupt.name)
+        return corrupt
+
+    def _clear_leftovers(self) -> None:
+        """Remove what killed processes left; only under the lock, so that no live process writes here."""
+        for entry in sorted(self.path.iterdir()):
+            if entry.name.startswith((TMP, TRASH)):
+                self._remove(entry)
+            elif entry.name.startswith(REPLACED):
+                final = entry.with_name(entry.name.removeprefix(REPLACED))
+                if final.exists():
+                    self._discard(entry)
+                else:
+                    files.rename(entry, final)
+
+    def _let_go(self, saved: int) -> None:
+        """Remove checkpoints beyond the newest `keep` valid ones; never the one just saved.
+
+        Those of later steps (left from before a fall-back) count only if every hash is right, so that a
+        broken one cannot displace the newest valid one. For older ones the manifest and the sizes suffice,
+        because the one just saved is newer and known to be whole. A broken one never counts.
+        """
+        num_valid = 0
+        for step, path in reversed(self.steps().items()):
+            if num_valid >= self.keep and step != saved:
+                self._discard(path)
+            elif step == saved:
+                num_valid += 1
+            elif step < saved:
+                num_valid += is_usable(verify(path, read_all=False))
+            else:
+                num_valid += self._is_valid(path)
+
+    def _is_valid(self, path: Path) -> bool:
+        look = note_state(path)
+        if self._seen_valid.get(path) == look:
+            return True
+        valid = is_usable(verify(path))
+        if valid:
+            self._seen_valid[path] = look
+        return valid
+
+    def _discard(self, path: Path) -> None:
+        """Remove a checkpoint such that no half of it can ever be mistaken for one."""
+        self._seen_valid.pop(path, None)
+        trash = path.with_name(f"{TRASH}{path.name.removeprefix('.')}-{secrets.token_hex(4)}")
+        try:
+            files.rename(path, trash)
+            files.sync_folder(self.path)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", path, error)
+            return
+        self._remove(trash)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a hidden leftover; a failure is harmless, because the next save tries again."""
+        try:
+            files.remove(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", path, error)
+
+
+class Save:
+    """A save in progress: it holds the folder's lock and a temporary folder until its `with` block ends.
+
+    Args:
+        checkpoints: of the run.
+        step: optimizer steps taken.
+        num_bytes: about how many bytes will be written.
+        identity: of `describe_identity`.
+
+    Attributes:
+        folder: the temporary folder, once the block is entered.
+    """
+
+    def __init__(self, checkpoints: Commits, step: int, num_bytes: int, identity: dict[str, Any]) -> None:
+        self._checkpoints = checkpoints
+        self._step = step
+        self._num_bytes = num_bytes
+        self._identity = identity
+        self._held = contextlib.ExitStack()
+        self.folder = checkpoints.path / f"{TMP}{step_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
+
+    def __enter__(self) -> Save:
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._checkpoints.explained(self._step, self._num_bytes))
+            held.enter_context(_saving)
+            files.make_folder(self._checkpoints.path)
+            if held.enter_context(files.lock(self._checkpoints.path / LOCK)):
+                self._checkpoints._clear_leftovers()
+            held.callback(self._clear_up)
+            files.make_folder(self.folder)
+            self._held = held.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._held.__exit__(*error)
+
+    def commit(self, content: str, records: Mapping[str, FileRecord]) -> Path:
+        """Give the checkpoint its name; all of its files are durable by now. Then remove old checkpoints.
+
+        Args:
+            content: name of the content that wrote the files.
+            records: of all files, by name.
+
+        Returns:
+            The checkpoint's folder.
+        """
+        manifest = Manifest(self._step, dict(records), self._identity, content)
+        path = self._checkpoints._commit(self._step, self.folder, manifest)
+        try:
+            self._checkpoints._let_go(self._step)
+        except OSError as error:  # The save itself is done.
+            logger.warning("old checkpoints in %s cannot be removed: %s", self._checkpoints.path, error)
+        return path
+
+    def _clear_up(self) -> None:
+        if self.folder.exists():
+            self._checkpoints._remove(self.folder)
+
+
+def note_state(path: Path) -> object:
+    """Return a folder's state without reading its files: their names, sizes and times."""
+    stats = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
+    return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]
+
+
+def _save_failed_error(step: int, folder: Path, num_bytes: int, error: OSError) -> PacelineError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        try:
+            free = f", {format_bytes(files.free_bytes(folder))} free"
+        except OSError:
+            free = ""
+        saw = f"The disk is full: step {step} needs {format_bytes(num_bytes)} in {folder}{free}."
+        fix = "Free space, lower checkpoint.keep, or choose an --out on another disk."
+    else:
+        saw = f"Saving step {step} in {folder} failed: {error}."
+        fix = (
+            "Correct the cause (permissions, the disk, a program that removes files there), or choose "
+            "another --out."
+        )
+    rule = "A checkpoint is complete or absent; earlier checkpoints are unchanged."
+    return PacelineError("PL508", saw=saw, rule=rule, fix=fix)
