@@ -1,17 +1,17 @@
-"""Nodes without a shared disk: a run never loses its history without a word."""
+"""A run that has saved never starts again from step 1, and nodes without a shared disk are told apart."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from paceline.errors import PacelineError
-from paceline.train.history import History
+from paceline.train.state import disks as disks_of_ranks
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 
@@ -19,6 +19,7 @@ from tests.dist.pool import Pool
 def train(world, folders, num_steps, is_own_node):
     """Each rank with a folder of its own; gives the step that it went on from."""
     world.local_rank = 0 if is_own_node else world.rank
+    disks_of_ranks._APPEARS_S = 0.1
     trainer = Trainer(
         nn.Linear(2, 1),
         forward=lambda model, batch: model(batch[0]),
@@ -33,6 +34,7 @@ def train(world, folders, num_steps, is_own_node):
             break
         trainer.save()
     trainer.save()
+    trainer.close()
     return first
 
 
@@ -51,17 +53,17 @@ def disks(tmp_path: Path) -> list[str]:
 def test_the_survivor_does_not_start_anew(ranks: Pool, disks: list[str]) -> None:
     assert ranks.run(train_or_tell, nproc=2, args=(disks,)) == [0, 0]
     (told,) = ranks.run(train_or_tell, nproc=1, args=(disks[1:],))
-    assert "there is no checkpoint; but " in told
-    assert "recorded that step 2 was saved" in told
-    assert "[PL318]" in told
+    assert f"no checkpoint in {disks[1]}" in told
+    assert "noted that step 2 was saved" in told
+    assert "[PL550]" in told
 
 
 def test_a_swap_of_nodes_is_refused_on_every_rank(ranks: Pool, disks: list[str]) -> None:
     assert ranks.run(train_or_tell, nproc=2, args=(disks,)) == [0, 0]
     told = ranks.run(train_or_tell, nproc=2, args=(disks[::-1],))
     for text in told:
-        assert "(rank 1) the folder holds step 2" in text
-        assert text.endswith("[PL318] True")
+        assert "(rank 1) has a checkpoint of step 2" in text
+        assert text.endswith("[PL550] True")
 
 
 def test_the_same_nodes_go_on(ranks: Pool, disks: list[str]) -> None:
@@ -69,11 +71,45 @@ def test_the_same_nodes_go_on(ranks: Pool, disks: list[str]) -> None:
     assert ranks.run(train_or_tell, nproc=2, args=(disks, 1)) == [2, 2]
 
 
-def test_a_shared_disk_is_not_noted(ranks: Pool, disks: list[str]) -> None:
+def test_checkpoints_that_were_removed_are_missed(ranks: Pool, disks: list[str]) -> None:
     shared = [disks[0], disks[0]]
     assert ranks.run(train_or_tell, nproc=2, args=(shared,)) == [0, 0]
-    assert not (Path(disks[0]) / ".committed-elsewhere").exists()
     assert ranks.run(train_or_tell, nproc=2, args=(shared, 1)) == [2, 2]
+    shutil.rmtree(Path(disks[0]) / "checkpoints")
+    told = ranks.run(train_or_tell, nproc=2, args=(shared,))
+    for text in told:
+        assert "noted that step 3 was saved" in text
+        assert text.endswith("[PL550] True")
+
+
+def train_and_lose(world, folder, launcher):
+    """Ranks of one launcher save, lose the whole folder, and are started again."""
+    attempt = f"{launcher}/attempt_0/{world.rank}"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{attempt}/error.json"
+    found = [train_or_tell(world, [folder] * 2, is_own_node=False)]
+    world.barrier()
+    if world.is_main:
+        shutil.rmtree(folder)
+    world.barrier()
+    found.append(
+        train_or_tell(world, [folder] * 2, is_own_node=False)
+    )  # the same process starts over on purpose
+    world.barrier()
+    if world.is_main:
+        shutil.rmtree(folder)
+        for note in Path(launcher).glob("saved-*"):  # as another process of the launcher left it
+            note.write_text(note.read_text().replace(str(os.getpid()), "1"))
+    world.barrier()
+    found.append(train_or_tell(world, [folder] * 2, is_own_node=False))
+    return found
+
+
+def test_a_restart_remembers_that_a_save_was_made(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "launcher").mkdir()
+    for found in ranks.run(train_and_lose, nproc=2, args=(str(tmp_path / "run"), str(tmp_path / "launcher"))):
+        assert found[:2] == [0, 0]
+        assert "has restarted its ranks, and they had saved step 2" in found[2]
+        assert found[2].endswith("[PL550] True")
 
 
 def test_two_histories_are_told(ranks: Pool, disks: list[str]) -> None:
@@ -85,17 +121,3 @@ def test_two_histories_are_told(ranks: Pool, disks: list[str]) -> None:
     for text in told:
         assert "different checkpoints of step 2" in text
         assert text.endswith("[PL319] True")
-
-
-def test_disks_that_are_not_shared_are_told_at_the_second_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    world: Any = SimpleNamespace(is_main=False, local_rank=0, rank=1, world_size=2)
-    history = History(world, tmp_path)
-    history.note_commit(1)
-    assert not caplog.messages
-    history.note_commit(2)
-    history.note_commit(3)
-    assert len(caplog.messages) == 1
-    assert "does not hold the checkpoints that rank 0 writes" in caplog.messages[0]
-    assert (tmp_path / ".committed-elsewhere").read_text() == "3\n"

@@ -37,6 +37,7 @@ from paceline.train.settings import (
     tell_fresh_objects,
     tell_unknown_settings,
 )
+from paceline.train.state.disks import find_disks
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.parts import Parts, model_tensors
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
@@ -148,14 +149,14 @@ class Saver:
         """
         self.folder, self._last = folder, None
         self._run_id, self._generation = secrets.token_hex(8), 1
-        self._history = History(self._world, folder)
+        disks = find_disks(self._world, folder, lambda: _make_folder(folder))
+        self._history = History(self._world, disks, folder)
         self._history.check()
         self._accept = tuple(accept)
         hooks: Saved = {}
         parts = self._parts(models, updates)
 
         def read() -> Any:
-            _make_folder(folder)
             self._open_folder = OpenFolder(folder)
             checkpoints = CheckpointFolder(folder, keep=self._keep)
             loaded = checkpoints.open_newest(on_skip=_warn_of_skip)
