@@ -152,12 +152,10 @@ def set_input_hook(module: FSDPModule, act: Callable[..., tuple[Any, Any]]) -> N
 
     Args:
         module: sharded.
-        act: gets torch's function, a function that ends the block's backward, and the call's arguments and
-            keyword arguments; returns the latter two.
+        act: gets torch's function, and the call's arguments and keyword arguments; returns the latter two.
     """
     for group in list_groups(module):
-        register = group._register_post_backward_hook
-        group._register_post_backward_hook = partial(act, register, partial(_end, group))
+        group._register_post_backward_hook = partial(act, group._register_post_backward_hook)
 
 
 def set_output_hook(module: FSDPModule, act: Callable[..., Any]) -> None:
@@ -184,14 +182,20 @@ def begin_backward(module: FSDPModule) -> None:
     state._pre_backward(None)
 
 
-def end_backward(module: FSDPModule) -> None:
-    """Run torch's hook after a block's backward: free its parameters and sum its gradients."""
+def end_backward(module: FSDPModule, *, sums: bool = True) -> None:
+    """Run torch's hook after a block's backward: free its parameters and sum its gradients.
+
+    Args:
+        module: sharded.
+        sums: whether to sum; if not, the gradients are kept for the next call of this function.
+    """
     for group in list_groups(module):
-        _end(group)
-
-
-def _end(group: Any) -> None:
-    group.post_backward()
+        before = group.reduce_grads
+        group.reduce_grads = before and sums
+        try:
+            group.post_backward()
+        finally:
+            group.reduce_grads = before
 
 
 def find_trained(value: Any) -> list[Tensor]:

@@ -15,10 +15,15 @@ A tie sums gradients too. But it is the newest consumer of its tensors, so it su
 one process as well. Two ties are needed. Without the one to the output, a loss on another device would start
 the marks before the model's backward. Without the one to the loss, a loss that does not depend on the output
 would not start them.
+
+A loss may call the model several times. Autograd then computes a parameter's gradient from all calls at once,
+so a block's gradients are summed over ranks when the last of its calls ends. A call whose inputs have no
+gradient has no mark for its end. The round's first mark, which runs after all other nodes, ends such blocks.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.torch_seams.fsdp import (
     begin_backward,
+    end_backward,
     find_trained,
     replace_trained,
     set_input_hook,
@@ -54,6 +60,8 @@ class Marks:
         self._num_tied = 0  # tokens that are tied to an output
         self._is_needed = False
         self._starts: dict[int, int] = {}  # by id of a block that is being called, its mark's number
+        self._num_calls: Counter[FSDPModule] = Counter()  # of this round
+        self._num_ended: Counter[FSDPModule] = Counter()  # of these, in its backward
         self._call = _Call()
         self._is_open = False
         for module in (*blocks, model):
@@ -72,10 +80,23 @@ class Marks:
                 backward reaches nothing of this call of the model, it is not called.
             is_needed: whether backward must reach the mark even if nothing else has a gradient.
         """
-        token: Tensor = _Mark.apply(act, self._call, self._anchor)  # type: ignore[no-untyped-call]
-        self._tokens.append(token)
-        self._is_needed |= is_needed
-        return _number(token)
+        return self._add(lambda is_reached: act() if is_reached else None, is_needed=is_needed)
+
+    def add_end(self, module: FSDPModule, *, is_needed: bool = False) -> int:
+        """Set a mark here for the end of a call of a block in backward, and return its number.
+
+        Args:
+            module: the block, or the model.
+            is_needed: as for `add`.
+        """
+
+        def end(is_reached: bool) -> None:
+            self._num_ended[module] += 1
+            num_open = self._num_calls[module] - self._num_ended[module]
+            if is_reached or (not num_open and self._num_calls[module] > 1):
+                end_backward(module, sums=not num_open)
+
+        return self._add(end, is_needed=is_needed)
 
     def tie_loss(self, loss: Tensor) -> Tensor:
         """Return a loss whose backward knows the marks of all forwards since the last one."""
@@ -94,17 +115,38 @@ class Marks:
         self._starts.clear()
         self._is_open = False
 
+    def begin_round(self) -> None:
+        """Start a forward and backward."""
+        self.clear()
+        self._num_calls.clear()
+        self._num_ended.clear()
+
+    def _add(self, act: Callable[[bool], object], *, is_needed: bool) -> int:
+        token: Tensor = _Mark.apply(act, self._call, self._anchor)  # type: ignore[no-untyped-call]
+        self._tokens.append(token)
+        self._is_needed |= is_needed
+        return _number(token)
+
     def _open(self, _module: nn.Module, _args: Any) -> None:
         self._is_open = torch.is_grad_enabled()
         self._call = _Call()
+        if self._is_open and not self._num_calls:
+            self._add(self._end_rest, is_needed=False)
 
-    def _entry(self, module: FSDPModule) -> Callable[[Register, Callable[[], None], Any, Any], Any]:
-        def enter(register: Register, finish: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    def _end_rest(self, _is_reached: bool) -> None:
+        """End the blocks that were called several times, at least once with inputs that have no gradient."""
+        for module, num_calls in self._num_calls.items():
+            if num_calls > 1 and self._num_ended[module] < num_calls:
+                end_backward(module)
+
+    def _entry(self, module: FSDPModule) -> Callable[[Register, Any, Any], Any]:
+        def enter(register: Register, args: Any, kwargs: Any) -> Any:
             if not self._is_open:
                 # There is no backward; or one is running, and recomputes the block.
                 return register(args, kwargs)
+            self._num_calls[module] += 1
             if find_trained((args, kwargs)):
-                self._starts[id(module)] = self.add(finish)
+                self._starts[id(module)] = self.add_end(module)
             return args, kwargs
 
         return enter
@@ -147,18 +189,17 @@ class _Call:
 
 
 class _Mark(torch.autograd.Function):
-    """A node that returns a token in forward, and acts in backward."""
+    """A node that returns a token in forward; in backward, it acts on whether its call was reached."""
 
     @staticmethod
-    def forward(ctx: Any, act: Callable[[], object], call: _Call, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, act: Callable[[bool], object], call: _Call, anchor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.act, ctx.call = act, call
         return torch.empty_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:
-        if ctx.call.is_reached:
-            ctx.act()
+        ctx.act(ctx.call.is_reached)
         return None, None, None
 
 

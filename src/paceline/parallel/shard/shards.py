@@ -188,7 +188,7 @@ class Shards:
         """
         self._rounds.index, self._rounds.is_last = index, sync
         self._skipped.begin_round()
-        self._marks.clear()
+        self._marks.begin_round()
         module = self.units[-1].module
         if self._sums_once:
             module.set_requires_gradient_sync(sync)

@@ -31,7 +31,6 @@ from paceline.parallel.shard.setup import Unit, prefetch_last
 from paceline.torch_seams.fsdp import (
     act_before_sums,
     begin_backward,
-    end_backward,
     gathered,
     pass_block,
 )
@@ -69,7 +68,8 @@ class Skipped:
         self._seen: set[tuple[int, ...]] = set()  # calls of whole forwards, until the order is settled
         self._is_ordered = True
         self._is_settled = False
-        self._visited: set[int] = set()
+        self._has_ended = False  # whether the backward of some block has ended in this round
+        self._summed: set[int] = set()  # the units whose gradients were summed in this round
         self._notes = _Notes()
         for number, unit in enumerate(units):
             act_before_sums(unit.module, self._completion(number))
@@ -89,8 +89,9 @@ class Skipped:
 
     def begin_round(self) -> None:
         """Start a forward and backward."""
-        if self._visited:
-            self._visited.clear()
+        self._summed.clear()
+        if self._has_ended:
+            self._has_ended = False
             prefetch_last(self._units, self._ahead)
 
     def _begin_forward(self, _module: nn.Module, _args: Any) -> None:
@@ -151,7 +152,7 @@ class Skipped:
         self._compare(number)
         pass_block(module)
         # Backward reaches the second one first.
-        self._marks.add(lambda: end_backward(module), is_needed=True)
+        self._marks.add_end(module, is_needed=True)
         self._marks.add(lambda: begin_backward(module), is_needed=True)
 
     def _completion(self, number: int) -> Any:
@@ -161,14 +162,14 @@ class Skipped:
             reached = [record for record, whole in trained if whole is not None and whole.grad is not None]
             if self._rounds.index is not None:
                 self.used |= {id(record.sharded_param) for record in reached}
-            if not self._visited:
+            if not self._has_ended:
                 # torch repeats the prefetch for every output of the model that gets its gradient later, which
                 # may happen on some ranks only.
+                self._has_ended = True
                 prefetch_last(self._units, 0)
-            is_again = number in self._visited
-            self._visited.add(number)
-            if not is_summed or (is_again and not reached):
+            if not is_summed or (number in self._summed and not reached):
                 return
+            self._summed.add(number)
             for record, whole in trained:
                 if whole is not None and whole.grad is None and record.unsharded_accumulated_grad is None:
                     whole.grad = torch.full_like(whole, -0.0)
