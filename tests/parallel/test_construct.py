@@ -355,20 +355,11 @@ def test_order_and_other_fills_change_nothing() -> None:
 def test_another_process_gets_the_same_bits() -> None:
     code = """if True:
         import tests.parallel.test_construct as t
-        print(t.hash_tensors(1), t.construct(t.Views, 1).fingerprint())
+        print(t.hash_tensors(1))
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [hash_tensors(1), construct(Views, 1).fingerprint()]
-
-
-def test_fingerprints_tell_seeds_and_data_apart() -> None:
-    def build(value: float) -> Factory:
-        return lambda: nn.ParameterDict({"a": torch.tensor([value]), "b": torch.randn(3)})
-
-    prints = {construct(build(value), seed).fingerprint() for value in (1.0, 2.0) for seed in (1, 2)}
-    assert len(prints) == 4
-    assert construct(build(1.0), 1).fingerprint() in prints
+    assert done.stdout.split() == [hash_tensors(1)]
 
 
 def test_copies_stay_equal_and_ties_are_one() -> None:

@@ -66,14 +66,6 @@ class Placement:
             found.append(self._axis(self.splits[name].axis))
         return tuple(found)
 
-    def sum_axis(self, name: str) -> Axis | None:
-        """Return the ranks over which the gradient of a parameter is summed; `None` for this rank alone.
-
-        They are those that train this parameter on different microbatches, so all of dp. For an axis whose
-        ranks exchange samples instead of gradients, the answer would depend on the parameter.
-        """
-        return None if self._mesh is None else self._mesh.dp
-
     def counts(self, name: str, tensor: Tensor) -> bool:
         """Return whether this rank counts a tensor in a sum that counts each part of one copy once.
 

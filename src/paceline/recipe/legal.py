@@ -22,6 +22,7 @@ from paceline.recipe.schema import Recipe
 
 # The cost of changing a word other than a degree; see `AxisKind.change_cost`.
 WORD_DISTANCE = 0.5
+_MOST_OFFERED = 3
 
 
 class LayoutErrors(RecipeErrors):
@@ -92,8 +93,8 @@ class Rules:
             ranks = f"{world_size} rank{'s' * (world_size != 1)}"
             raise LayoutErrors(f'layout "{layout}" on {ranks}', problems, self.nearest(layout, world_size))
 
-    def nearest(self, layout: Layout, world_size: int, num: int = 3) -> list[Layout]:
-        """Return up to `num` legal layouts, the most similar first; the layout itself if it is legal.
+    def nearest(self, layout: Layout, world_size: int) -> list[Layout]:
+        """Return a few legal layouts, the most similar first; the layout itself if it is legal.
 
         Words other than degrees are as requested, or left out.
         """
@@ -106,7 +107,7 @@ class Rules:
             )
             if _has_no_other_words(layout, candidate) and not any(self._break(candidate))
         ]
-        return near[:num]
+        return near[:_MOST_OFFERED]
 
     def enumerate(
         self, world_size: int, recompute: Sequence[str] = ("none",), offload: Sequence[str] = ("none",)

@@ -21,7 +21,6 @@ Not collective: every rank runs the same factory with the same seed.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ from paceline.parallel.construct.replay import (
     ChangedError,
     LostError,
     UninitialisedError,
-    read_bytes,
     replay,
     seeded_generators,
 )
@@ -127,20 +125,6 @@ class Construction:
                 fix=BUILT,
             ) from error
         return tensor.to(device)
-
-    def fingerprint(self) -> str:
-        """Return a digest of names, shapes, seeds, operations, data; equal if all ranks get equal tensors."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, window in self.windows.items():
-            digest.update(f"{name} {window}\n".encode())
-        for op in self._record.ops:
-            seed = self._record.seeds.get(op.number)
-            digest.update(f"{op.kind} {op.func} {op.args} {op.kwargs} {op.writes} {seed}\n".encode())
-            held = [op.data.tensor] if op.data is not None else []
-            held += [op.draw.state] if op.draw is not None and op.draw.state is not None else []
-            for tensor in held:
-                digest.update(bytes(read_bytes(tensor).numpy().data))
-        return digest.hexdigest()
 
 
 def construct(

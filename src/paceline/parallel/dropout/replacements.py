@@ -177,15 +177,6 @@ def apply_dropout(model: nn.Module) -> Masks:
     return masks
 
 
-def remove_dropout(model: nn.Module) -> None:
-    """Remove the hooks of `apply_dropout`."""
-    for module in model.modules():
-        before, after, always = list_forward_hooks(module)
-        before.pop(_ENTER, None)
-        after.pop(_LEAVE, None)
-        always.pop(_LEAVE, None)
-
-
 def _find_above(name: str, hooked: set[str]) -> str | None:
     """Return the nearest hooked module above `name`; all modules above were visited before it."""
     while name:
