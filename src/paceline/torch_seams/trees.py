@@ -6,27 +6,32 @@ from paceline.torch_seams.check import checked
 
 with checked("trees"):
     from torch.utils._pytree import (
-        TreeSpec,
-        keystr,
-        tree_flatten,
-        tree_flatten_with_path,
-        tree_iter,
-        tree_leaves,
-        tree_map,
-        tree_map_only,
-        tree_map_with_path,
-        tree_unflatten,
+        TreeSpec as TreeSpec,
     )
-
-__all__ = [
-    "TreeSpec",
-    "keystr",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_iter",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_map_with_path",
-    "tree_unflatten",
-]
+    from torch.utils._pytree import (
+        keystr as keystr,
+    )
+    from torch.utils._pytree import (
+        tree_flatten as tree_flatten,
+    )
+    from torch.utils._pytree import (
+        tree_flatten_with_path as tree_flatten_with_path,
+    )
+    from torch.utils._pytree import (
+        tree_iter as tree_iter,
+    )
+    from torch.utils._pytree import (
+        tree_leaves as tree_leaves,
+    )
+    from torch.utils._pytree import (
+        tree_map as tree_map,
+    )
+    from torch.utils._pytree import (
+        tree_map_only as tree_map_only,
+    )
+    from torch.utils._pytree import (
+        tree_map_with_path as tree_map_with_path,
+    )
+    from torch.utils._pytree import (
+        tree_unflatten as tree_unflatten,
+    )
