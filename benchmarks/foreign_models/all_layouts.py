@@ -36,6 +36,7 @@ from paceline.verifying.check import (  # noqa: E402
 from paceline.verifying.subject import UserSubject  # noqa: E402
 from tests.dist.pool import Pool  # noqa: E402
 from tests.verifying.runs import PoolRunner  # noqa: E402
+from tests.verifying.two_steps import TWO_STEPS  # noqa: E402
 
 LAYOUTS = ("dp_replicate=2", "dp_shard=2", "tp=2", "tp=2 sequence=true", "dp_shard=2 tp=2")
 
@@ -45,13 +46,7 @@ def verify_model(name: str, pool: Pool, layouts: tuple[str, ...] = LAYOUTS) -> V
     subject = UserSubject(
         **ZOO[name].verify_arguments(SIZE),
         optimizer=build_default_optimizer,
-        num_steps=2,
-        dtype="fp64",
-        reduction="fast",
-        clip_norm=1.0,
-        microbatch_size=2,
-        global_batch_size=None,
-        seed=0,
+        **TWO_STEPS,
     )
     resolved = [resolve_layout(layout) for layout in layouts]
     return verify_subject(subject, resolved, run=PoolRunner(pool, timeout_s=TIMEOUT_S), may_narrow=True)

@@ -1,11 +1,11 @@
-"""Plants the faults of planted.py one by one, and prints what verify says of each.
+"""Plants the faults of planted/ one by one, and prints what verify says of each.
 
     python benchmarks/foreign_models/faults.py                   # writes faults.json and faults.txt
     python benchmarks/foreign_models/faults.py --missing         # goes on where it was ended
     python benchmarks/foreign_models/faults.py --only "eps"      # prints only
 
-A cause counts as right where the finding has the code, the place and the words that planted.py wrote down.
-Exit code 1 where a fault isn't found, or fewer than nine tenths of the causes are right.
+A cause counts as right if the finding has the code, the place and the words that its row in planted/ states.
+Exit code 1 if a fault is not found, or if fewer than nine tenths of the causes are right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
 from benchmarks.foreign_models.cases import TIMEOUT_S, run_cases  # noqa: E402
-from benchmarks.foreign_models.planted import FAULTS, Fault, run_patched, verify_arguments  # noqa: E402
+from benchmarks.foreign_models.planted.fault import Fault  # noqa: E402
+from benchmarks.foreign_models.planted.table import FAULTS, run_patched, verify_arguments  # noqa: E402
 from benchmarks.foreign_models.run import show_table  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
 from paceline.finding import Finding  # noqa: E402
@@ -29,6 +30,7 @@ from paceline.verifying.check import resolve_layout, verify_subject  # noqa: E40
 from paceline.verifying.subject import UserSubject  # noqa: E402
 from tests.dist.pool import Pool  # noqa: E402
 from tests.verifying.runs import PoolRunner  # noqa: E402
+from tests.verifying.two_steps import TWO_STEPS  # noqa: E402
 
 
 class PatchedRunner:
@@ -49,13 +51,7 @@ def find(name: str, pool: Pool) -> Finding | None:
     fault = FAULTS[name]
     subject = UserSubject(
         **verify_arguments(name),
-        num_steps=2,
-        dtype="fp64",
-        reduction="fast",
-        clip_norm=1.0,
-        microbatch_size=2,
-        global_batch_size=None,
-        seed=0,
+        **TWO_STEPS,
     )
     layouts = [resolve_layout(fault.layout)]
     findings = verify_subject(subject, layouts, run=PatchedRunner(pool, name)).findings

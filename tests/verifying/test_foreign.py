@@ -13,6 +13,7 @@ from paceline.verifying.check import build_default_optimizer, resolve_layout, ve
 from paceline.verifying.subject import UserSubject
 from tests.dist.pool import Pool
 from tests.verifying.runs import PoolRunner
+from tests.verifying.two_steps import TWO_STEPS
 
 
 def need(name: str) -> None:
@@ -26,13 +27,7 @@ def test_a_foreign_model_is_the_same_as_in_one_process(ranks: Pool, name: str) -
     subject = UserSubject(
         **MODELS[name].verify_arguments(SMALL),
         optimizer=build_default_optimizer,
-        num_steps=2,
-        dtype="fp64",
-        reduction="fast",
-        clip_norm=1.0,
-        microbatch_size=2,
-        global_batch_size=None,
-        seed=0,
+        **TWO_STEPS,
     )
     verified = verify_subject(subject, [resolve_layout(x) for x in LAYOUTS], run=PoolRunner(ranks))
     assert verified.ok, list(map(str, verified.findings))

@@ -20,6 +20,7 @@ from paceline.verifying.subject import UserSubject
 from tests.dist.pool import Pool
 from tests.verifying.runs import PoolRunner
 from tests.verifying.test_faults import recipe_table
+from tests.verifying.two_steps import TWO_STEPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,13 +121,7 @@ def subject(model_fn: Any, **changes: Any) -> UserSubject:
         "loss": mean_loss,
         "forward": call,
         "optimizer": build_default_optimizer,
-        "num_steps": 2,
-        "dtype": "fp64",
-        "reduction": "fast",
-        "clip_norm": 1.0,
-        "microbatch_size": 2,
-        "global_batch_size": None,
-        "seed": 0,
+        **TWO_STEPS,
     }
     return UserSubject(**(settings | changes))
 

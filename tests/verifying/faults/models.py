@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline.verifying.check import build_default_optimizer
 from paceline.verifying.subject import UserSubject
+from tests.verifying.two_steps import TWO_STEPS
 
 
 class Tied(nn.Module):
@@ -53,11 +54,5 @@ def tied_subject() -> UserSubject:
         loss=loss,
         forward=call,
         optimizer=build_default_optimizer,
-        num_steps=2,
-        dtype="fp64",
-        reduction="fast",
-        clip_norm=1.0,
-        microbatch_size=2,
-        global_batch_size=None,
-        seed=0,
+        **TWO_STEPS,
     )

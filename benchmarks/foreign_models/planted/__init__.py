@@ -1,0 +1,1 @@
+"""Faults planted into foreign models, by kind; `table.py` lists all of them."""
