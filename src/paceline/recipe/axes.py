@@ -21,8 +21,7 @@ class AxisKind:
         shares_data: its ranks train on different microbatches; along any other axis they see the same
             ones.
         divides_model: its ranks hold different parts of the parameters, gradients or optimizer state.
-        divides_sample: its ranks each do a part of the work on one sample; along any other axis a rank
-            does
+        divides_sample: its ranks each do a part of the work on one sample; along any other axis a rank does
             all of it.
         keeps_bits: with the exact reduction, weights have the same bits under any of its degrees.
         change_cost: how far a layout moves from the requested one, per factor of 2 in this degree.

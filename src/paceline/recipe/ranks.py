@@ -30,21 +30,21 @@ else:
 
 
 class LayoutSection(_DegreesSection):
-    """The division of ranks among the axes of parallelism; the degrees multiply to their number.
+    """How ranks are divided among the axes of parallelism; the product of the degrees is the number of ranks.
 
-    Changes speed and memory, not the result; `docs/layouts.md` says how to choose.
+    Affects speed and memory, not the result. `docs/layouts.md` explains how to choose.
     """
 
     zero: Zero = Layout.zero
-    """The state that `dp_shard` divides: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    """State that `dp_shard` divides: 1 optimizer state, 2 also gradients, 3 also parameters."""
     sequence: bool = Layout.sequence
-    """Split the activations between the blocks along the sequence over `tp`."""
+    """Under `tp`, divide the activations between blocks along the sequence."""
     recompute: Recompute = Layout.recompute
-    """Activations that backward computes again instead of keeping them: none, all of each block, or
-    (`"selective"`) all but matrix products and attention."""
+    """Activations that backward recomputes instead of keeping them: `"none"`, `"block"` (all of each block),
+    or `"selective"` (all except matrix products and attention)."""
     offload: Offload = Layout.offload
-    """Storage of `dp_shard` for parameters and optimizer state between uses: the device (`"none"`), the CPU's
-    memory, or memory-mapped files (`shard.offload_folder`)."""
+    """Where `dp_shard` keeps parameters and optimizer state between uses: `"none"` (on the device), `"cpu"`
+    (in the CPU's memory), or `"disk"` (in memory-mapped files, see `shard.offload_folder`)."""
 
     @model_validator(mode="after")
     def _check(self) -> LayoutSection:
@@ -57,8 +57,7 @@ class LayoutSection(_DegreesSection):
         return self
 
     def to_layout(self) -> Layout:
-        """Return the same as a `Layout`; `"auto"` copies are `None` there until the number of ranks is known.
-        known."""
+        """Return the `Layout`; `"auto"` copies become `None` until the number of ranks is known."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Layout)}
         if values[OPEN] == "auto":
             values[OPEN] = None
@@ -76,37 +75,37 @@ class LayoutSection(_DegreesSection):
 class ShardSection(Section):
     """The settings of `dp_shard` (torch's `fully_shard`); refused if `layout.dp_shard` is 1.
 
-    Changes speed and memory, not the result, but for `param_dtype` and `reduce_dtype`.
+    They affect speed and memory. Only `param_dtype` and `reduce_dtype` affect the result.
     """
 
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Free a block's gathered parameters after its forward and gather them again for its backward. `"auto"`:
-    with `layout.zero = 3`; with 1 and 2 they stay from a step's first forward to its last backward, and
-    `true` is refused."""
+    only with `layout.zero = 3`. With 1 and 2 they stay gathered from a step's first forward to its last
+    backward, and `true` is refused."""
     prefetch: NonNegativeInt = 1
-    """How many blocks ahead parameters are gathered, in forward and in backward; each costs the memory of one
-    gathered block."""
+    """Number of blocks whose parameters are gathered ahead, in forward and in backward. Each costs the memory
+    of one gathered block."""
     param_dtype: Literal["none", "bf16", "fp16"] = "none"
-    """Gather parameters and compute in this type, for half the bytes; must be `train.dtype`. The optimizer
-    updates them in the type that they are stored in. `"none"`: gather them in that type."""
+    """Type in which parameters are gathered and used, which halves the bytes; must be `train.dtype`. The
+    optimizer still updates them in the type in which they are stored. `"none"`: the stored type."""
     reduce_dtype: Literal["auto", "fp32"] = "auto"
-    """Type in which gradients are summed over ranks. `"auto"`: fp32 where `param_dtype` is narrower, else
-    that of the stored parameters."""
+    """Type in which gradients are summed over ranks. `"auto"`: fp32 if `param_dtype` is narrower, otherwise
+    the type of the stored parameters."""
     offload_folder: str | None = None
-    """Where `layout.offload = "disk"` keeps its files, on a disk and not in memory. Default: a folder of its
-    own under the system's temporary folder. Removed at the end of the run."""
+    """Folder for the files of `layout.offload = "disk"`; it must be on a disk, not in memory. Default: a new
+    folder under the system's temporary folder. The files are removed at the end of the run."""
 
 
 class DdpSection(Section):
-    """Settings of `torch.nn.parallel.DistributedDataParallel`; change speed, not the result."""
+    """The settings of `torch.nn.parallel.DistributedDataParallel`; they affect speed, not the result."""
 
     bucket_cap_mb: PositiveFloat = 25.0
-    """Gradients are reduced in buckets of about so many MiB."""
+    """Size in MiB of the buckets in which gradients are reduced."""
     static_graph: bool = False
-    """Promise that every step uses the same parameters in the same way; lets DDP skip searches."""
+    """Promise that every step uses the same parameters in the same way, so that DDP can skip searches."""
     find_unused_parameters: bool = False
     """Search the graph of every step for parameters without a gradient, so that their sums start during
-    backward and not after it. Steps may leave parameters out without it too."""
+    backward and not after it. Steps may leave parameters unused without this setting too."""
     broadcast_buffers: bool = False
     """Copy rank 0's buffers to all ranks before every forward. BatchNorm's running statistics are
     merged over all microbatches in any case and do not need it."""

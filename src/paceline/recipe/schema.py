@@ -1,7 +1,7 @@
 """Defines every key of a recipe, with its type, range and meaning.
 
 The docstring under a field is its documentation; `docs/recipe.md` is generated from them.
-Defaults are the values that a run gets when the recipe is silent; nothing else supplies defaults.
+A run gets the default of every key that its recipe leaves out; defaults are set nowhere else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.recipe.ranks import ShardSection as ShardSection
 from paceline.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, broken_rule
 from paceline.recipe.section import Section as Section
 
-# Ten times what anybody has trained: beyond it a typing mistake would compute for minutes without a word.
+# Ten times the largest trained models. Beyond it, a typing mistake would compute for minutes in silence.
 Layers = Annotated[int, Field(gt=0, le=10_000)]
 Width = Annotated[int, Field(gt=0, le=1 << 20)]
 
@@ -106,7 +106,7 @@ class EncoderModel(Section):
     dropout: Probability = 0.1
     """Dropout inside every layer."""
     norm_first: bool = True
-    """Whether the norms stand before attention and feed-forward."""
+    """Whether norms come before attention and feed-forward (pre-norm) or after them."""
 
     @model_validator(mode="after")
     def _check(self) -> EncoderModel:
@@ -142,7 +142,7 @@ class TokenFiles(Section):
     vocab_size: PositiveInt | None = None
     """Size of the vocabulary that `tokenizer = "bpe"` trains; refused with the other tokenizers."""
     valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of the files' text, by size, held out for validation; whole files where there are several."""
+    """Share of the files' text, by size, held out for validation; if there are several files, whole files."""
     cache_dir: str = "~/.cache/paceline"
     """Folder in which token files are kept between runs."""
 
@@ -178,8 +178,8 @@ class MaskedTextData(TokenFiles):
     kind: Literal["masked_text"]
     """`"masked_text"`."""
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the tokens to predict. Of these 80% are replaced by the mask token, 10% by a random
-    one, 10% stay; which ones depends on (seed, epoch, sample) alone."""
+    """Share of the tokens to predict. Of these, 80% are replaced by the mask token, 10% by a random token,
+    and 10% are kept. The choice depends only on (seed, epoch, sample)."""
 
 
 class DigitsData(Section):
@@ -192,7 +192,7 @@ class DigitsData(Section):
 
 
 class Cifar10Data(Section):
-    """CIFAR-10 in its binary version, from a folder of yours."""
+    """CIFAR-10 in its binary version, from a local folder."""
 
     kind: Literal["cifar10"]
     """`"cifar10"`."""
@@ -218,44 +218,44 @@ class TrainSection(Section):
     """The training run."""
 
     steps: PositiveInt | None = None
-    """Optimizer steps in all; either this or `epochs`."""
+    """Total number of optimizer steps; set either this or `epochs`."""
     epochs: PositiveInt | None = None
-    """Passes over the training data; either this or `steps`."""
+    """Number of passes over the training data; set either this or `steps`."""
     global_batch_size: PositiveInt = 16
     """Samples per optimizer step over all ranks."""
     microbatch_size: PositiveInt = 4
-    """Samples per forward on a rank. The unit that ranks share out, hence part of the result."""
+    """Samples per forward on a rank. Ranks share out whole microbatches, so this size affects the result."""
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
-    """fp64 and fp32: everything in that type. bf16 and fp16: autocast over fp32 weights, fp16 with a
-    gradient scaler."""
+    """Type to compute in. `"fp64"`, `"fp32"`: for everything. `"bf16"`, `"fp16"`: autocast over fp32 weights;
+    fp16 also scales gradients."""
     reduction: Literal["fast", "exact"] = "exact"
-    """Sum of gradients over microbatches and ranks. `"exact"`: in an order that does not depend on the
-    number of ranks, so that the weights have the same bits on any number of them (`docs/exact.md`).
-    `"fast"`: by accumulation and the library's all-reduce; it keeps fewer gradients in memory where a rank
-    has several microbatches, and takes communication hooks."""
+    """How gradients are summed over microbatches and ranks. `"exact"`: in an order that does not depend on
+    the number of ranks, so the weights have the same bits on any number of ranks (`docs/exact.md`).
+    `"fast"`: by accumulation and the library's all-reduce, which keeps fewer gradients in memory if a rank
+    has several microbatches, and supports communication hooks."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the weights, the order of samples and dropout."""
+    """Seed of the initial weights, the order of samples, and dropout."""
     clip_norm: NonNegativeFloat = 1.0
-    """Global gradient norm above which gradients are scaled down to it; 0 turns clipping off."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
     max_skipped_in_a_row: PositiveInt = 10
-    """Stop after this many steps in a row were skipped for a non-finite loss or gradient."""
+    """Stop after this many consecutive steps with a non-finite loss or gradient, each of which is skipped."""
     eval_every: NonNegativeInt = 0
-    """Evaluate on the validation data each time so many steps have run and at the end; 0: only then."""
+    """Evaluate on the validation data every this many steps, and at the end; 0: at the end only."""
     eval_samples: PositiveInt | None = None
-    """Validation samples to evaluate on, the first so many. Default: all."""
+    """Number of validation samples to evaluate on, from the first one on. Default: all."""
     deterministic: bool = True
-    """Only deterministic kernels; an operation that has none is an error."""
+    """Use deterministic kernels only; an operation without one is an error."""
     compile: bool = False
-    """`torch.compile` the model."""
+    """Compile the model with `torch.compile`."""
     threads_per_rank: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of a rank. `"auto"`: cores / ranks on the machine with the fast reduction, 1 with the exact
-    one. Another number gives other last bits, so it is recorded in checkpoints."""
+    """CPU threads per rank. `"auto"`: 1 with the exact reduction, otherwise the machine's cores divided by
+    its ranks. The number affects the last bits of results, so checkpoints record it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`"auto"`: CUDA where there is a device for every local rank."""
+    """Device of the ranks. `"auto"`: CUDA if there is a device for every local rank, otherwise the CPU."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds after which a collective that some rank did not join is an error."""
+    """Seconds after which a collective that not all ranks have joined is an error."""
     sync_batchnorm: bool = False
-    """BatchNorm statistics over all ranks' samples. Only on CUDA and with one microbatch per rank."""
+    """Compute BatchNorm statistics over all ranks' samples. Needs CUDA and one microbatch per rank."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainSection:
@@ -296,16 +296,16 @@ class ScheduleFields(Section):
     """The learning rate over time."""
 
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """What follows the warm-up: constant, or falling to `min_lr_ratio` at the last step."""
+    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` at the last step."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises linearly from 0 (excluded) to `lr`."""
+    """Steps over which the learning rate rises linearly from 0 (excluded) to `lr`."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Rate at the last step, as a share of `lr`."""
+    """Learning rate at the last step, as a share of `lr`."""
     lr_scaling: Literal["none", "linear"] = "none"
     """`"linear"`: `lr` times global batch / `base_batch_size` (Goyal et al. 2017, section 2.1). The
     global batch does not depend on the number of ranks, so neither does the rate."""
     base_batch_size: PositiveInt | None = None
-    """The global batch that `lr` was chosen for; needed with `lr_scaling = "linear"`."""
+    """Global batch size for which `lr` was chosen; needed with `lr_scaling = "linear"`."""
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleFields:
@@ -322,7 +322,7 @@ class ScheduleFields(Section):
 
 
 class AdamW(ScheduleFields):
-    """AdamW (Loshchilov and Hutter 2019). Weight decay is on matrices only, not on norms and biases."""
+    """AdamW (Loshchilov and Hutter 2019). Weight decay applies to matrices only, not to norms and biases."""
 
     kind: Literal["adamw"]
     """`"adamw"`."""
@@ -337,7 +337,7 @@ class AdamW(ScheduleFields):
 
 
 class Sgd(ScheduleFields):
-    """Stochastic gradient descent with momentum. Weight decay is on matrices only."""
+    """Stochastic gradient descent with momentum. Weight decay applies to matrices only."""
 
     kind: Literal["sgd"]
     """`"sgd"`."""
@@ -366,12 +366,12 @@ OptimizerSection = Annotated[AdamW | Sgd, Field(discriminator="kind")]
 
 
 class CheckpointSection(Section):
-    """State on disk."""
+    """The settings of checkpoints."""
 
     every: NonNegativeInt = 50
-    """Save each time this many steps have run, and at the end; 0: at the end only."""
+    """Save every this many steps, and at the end; 0: at the end only."""
     keep: PositiveInt = 3
-    """How many checkpoints stay on disk; the newest valid one always does."""
+    """Number of checkpoints to keep on disk; the newest valid one is always kept."""
     mode: Literal["full", "sharded"] = "full"
     """Who writes. `"full"`: rank 0 gathers and writes whole tensors. `"sharded"`: every rank writes its share
     into a folder that all ranks must see. Checkpoints of either kind load under any layout."""
@@ -383,8 +383,8 @@ class MetricsSection(Section):
     tensorboard: bool = True
     """Write TensorBoard event files beside `metrics.jsonl`."""
     peak_flops: PositiveFloat | None = None
-    """Peak FLOP/s of one rank's device for the training dtype, for MFU. Default: known for common
-    GPUs, unknown for CPUs."""
+    """Peak FLOP/s of one rank's device in the training dtype; MFU is a share of it. Default: the known value
+    for common GPUs; none for CPUs."""
 
 
 class Recipe(Section):
