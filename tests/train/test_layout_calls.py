@@ -95,6 +95,22 @@ def teacher(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return ((one - target) ** 2).sum() + (one * other).sum(), len(one)
 
 
+def penalty(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """The norm of the gradient for the inputs is part of the loss (WGAN-GP)."""
+    x = batch["one"].detach().requires_grad_()
+    y = model(x, extra=True).sum(-1)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return F.softplus(y).sum() + ((gradient.norm(dim=-1) - 1) ** 2).sum(), len(x)
+
+
+def penalty_of_parameters(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """The norm of the gradient for the parameters is part of the loss."""
+    loss = model(batch["one"], extra=True).sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum((gradient**2).sum() for gradient in gradients), len(batch["one"])
+
+
+PENALTIES = {"penalty": penalty, "penalty of parameters": penalty_of_parameters}
 LOSSES = {
     "siamese": siamese,
     "triplet": triplet,
@@ -111,7 +127,7 @@ def train_all(world: Any, layouts: list[str], kinds: list[str]) -> dict[tuple[st
 def train(layout: str, kind: str) -> Any:
     trainer = paceline.Trainer(
         Encoder,
-        forward=LOSSES[kind],
+        forward={**LOSSES, **PENALTIES}[kind],
         loss=lambda output, batch: (output[0], torch.tensor(float(output[1]))),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
         layout=layout,
@@ -146,3 +162,60 @@ def test_a_model_called_several_times_has_the_bits_of_one_process(ranks: Pool, n
             steps, weights = one["", kind]
             assert many[0][layout, kind] == (steps, weights), (layout, kind)
             assert all(other[layout, kind][0] == steps for other in many), (layout, kind)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_gradient_penalty_has_the_bits_of_one_process(ranks: Pool, num_ranks: int) -> None:
+    kinds = list(PENALTIES)
+    (one,) = ranks.run(train_all, nproc=1, args=([""], kinds))
+    layout = f"dp_replicate={num_ranks}"
+    many = ranks.run(train_all, nproc=num_ranks, args=([layout], kinds))
+    for kind in kinds:
+        assert len({steps[1] for steps in one["", kind][0]}) == STEPS
+        assert many[0][layout, kind] == one["", kind], kind
+        assert all(other[layout, kind][0] == one["", kind][0] for other in many), kind
+
+
+def refusals(world: Any, layout: str) -> dict[str, str]:
+    codes = {}
+    for kind in PENALTIES:
+        with pytest.raises(paceline.PacelineError) as raised:
+            train(layout, kind)
+        codes[kind] = raised.value.code
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("layout", "code"),
+    [("dp_shard=2", "PL436"), ("dp_shard=2 zero=1", "PL436"), ("tp=2", "PL437")],
+)
+def test_a_gradient_penalty_is_refused_where_parameters_are_divided(
+    ranks: Pool, layout: str, code: str
+) -> None:
+    assert ranks.run(refusals, args=(layout,)) == [dict.fromkeys(PENALTIES, code)] * 2
+
+
+def penalize_in_loss(world: Any) -> str:
+    """The model's forward can be traced; only the loss asks for a gradient."""
+    trainer = paceline.Trainer(
+        Encoder,
+        forward=lambda model, batch: model(batch["one"].requires_grad_(), extra=True),
+        loss=_penalty_of_output,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
+        layout="tp=2",
+        example={name: torch.zeros(2, WIDTH) for name in ("one", "other")},
+        microbatch_size=2,
+    )
+    with pytest.raises(paceline.PacelineError) as raised:
+        trainer.step(next(iter(trainer.loader(Pairs(), global_batch_size=4))))
+    trainer.close()
+    return raised.value.code
+
+
+def _penalty_of_output(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    (gradient,) = torch.autograd.grad(output.sum(), batch["one"], create_graph=True)
+    return output.mean() + (gradient**2).sum()
+
+
+def test_a_gradient_penalty_in_the_loss_is_refused_under_tp(ranks: Pool) -> None:
+    assert ranks.run(penalize_in_loss) == ["PL437"] * 2

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from paceline.errors import PacelineError
 from paceline.torch_seams.fsdp import (
     begin_backward,
     end_backward,
@@ -63,7 +64,7 @@ class Marks:
         self._num_calls: Counter[FSDPModule] = Counter()  # of this round
         self._num_ended: Counter[FSDPModule] = Counter()  # of these, in its backward
         self._call = _Call()
-        self._is_open = False
+        self._is_open = self._is_backward = False
         for module in (*blocks, model):
             set_input_hook(module, self._entry(module))
             set_output_hook(module, self._exit(module, is_root=module is model))
@@ -100,6 +101,7 @@ class Marks:
 
     def tie_loss(self, loss: Tensor) -> Tensor:
         """Return a loss whose backward knows the marks of all forwards since the last one."""
+        self._is_backward = True
         tokens = list(self._tokens) if loss.requires_grad or self._is_needed else []
         self.clear()
         if not tokens:
@@ -118,6 +120,7 @@ class Marks:
     def begin_round(self) -> None:
         """Start a forward and backward."""
         self.clear()
+        self._is_backward = False
         self._num_calls.clear()
         self._num_ended.clear()
 
@@ -132,6 +135,14 @@ class Marks:
         self._call = _Call()
         if self._is_open and not self._num_calls:
             self._add(self._end_rest, is_needed=False)
+
+    def _reaching(self, call: _Call) -> Callable[[Tensor], None]:
+        def reach(_gradient: Tensor) -> None:
+            if not self._is_backward:
+                raise gradient_error("backward runs through a block inside of forward or loss.")
+            call.is_reached = True
+
+        return reach
 
     def _end_rest(self, _is_reached: bool) -> None:
         """End the blocks that were called several times, at least once with inputs that have no gradient."""
@@ -168,7 +179,7 @@ class Marks:
             trained = find_trained(output)
             made = trained if is_root else [tensor for tensor in trained if _is_made(tensor, start)]
             for tensor in made:
-                tensor.register_hook(self._call.reach)  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._reaching(self._call))  # type: ignore[no-untyped-call]
             # An input that is passed on gets its gradient long after the block's own backward is over.
             register(made)
             if trained and not made:
@@ -183,9 +194,6 @@ class _Call:
 
     def __init__(self) -> None:
         self.is_reached = False
-
-    def reach(self, _gradient: Tensor) -> None:
-        self.is_reached = True
 
 
 class _Mark(torch.autograd.Function):
@@ -216,6 +224,17 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, *gradients, *(None,) * ctx.num_tokens
+
+
+def gradient_error(saw: str) -> PacelineError:
+    """Return the error for a gradient that a forward or a loss computes."""
+    return PacelineError(
+        "PL436",
+        saw=saw,
+        rule="Under dp_shard a block's parameters are gathered for one backward of the loss, and the ranks "
+        "sum gradients in it. A gradient inside of forward or loss (a gradient penalty) would need another.",
+        fix="Use dp_replicate, which gives the bits of one process.",
+    )
 
 
 def _tie(value: Any, tokens: list[Tensor]) -> Any:

@@ -52,17 +52,19 @@ from paceline.parallel.shard.gradient_exchange import (
     StepProgress,
     SumChunks,
 )
-from paceline.parallel.shard.marks import Marks
+from paceline.parallel.shard.marks import Marks, gradient_error
 from paceline.parallel.shard.setup import ShardSettings, Unit, apply_sharding
 from paceline.parallel.shard.skipped import Skipped
 from paceline.parallel.shard.whole import WholeParameters, split_groups
-from paceline.phrases import name_some
+from paceline.phrases import first_line, name_some
 from paceline.torch_seams.fsdp import clear_gradients, forget_iteration, gathered, list_records
 
 log = logging.getLogger(__name__)
 
 # Part of torch's message for an operation between a shard and a plain tensor.
 _MIXED = "mixed torch.Tensor and DTensor"
+# Of the message of `torch.autograd.grad` for the shards, in place of which forward uses whole parameters.
+_UNUSED = "appears to not have been used in the graph"
 
 
 class Shards:
@@ -216,11 +218,14 @@ class Shards:
         """Run `compute(batch)`, which must call the model itself and not modules inside it.
 
         Raises:
-            PacelineError: PL435 if a block's parameters are used and the block is not called.
+            PacelineError: PL435 if a block's parameters are used and the block is not called, PL436 for a
+                gradient that is computed inside of `compute`.
         """
         try:
             return compute(batch)
         except RuntimeError as error:
+            if _UNUSED in str(error):
+                raise gradient_error(f"{type(error).__name__}: {first_line(error)}") from error
             unit = self._find_uncalled() if _MIXED in str(error) else None
             if unit is None:
                 raise

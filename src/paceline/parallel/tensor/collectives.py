@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.errors import PacelineError
 from paceline.mesh import Axis
 
 
@@ -98,6 +99,29 @@ def own_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     return tensor.chunk(axis.size, dim)[axis.rank].clone(memory_format=torch.contiguous_format)
 
 
+def refuse_graph() -> None:
+    """Raise in a backward that is itself recorded for another backward.
+
+    The collectives of a backward have no gradient, so the other one would silently get a wrong number.
+
+    Raises:
+        PacelineError: PL437.
+    """
+    if torch.is_grad_enabled():
+        raise second_gradient_error("backward runs with create_graph=True.")
+
+
+def second_gradient_error(saw: str) -> PacelineError:
+    """Return the error for a gradient of a gradient."""
+    return PacelineError(
+        "PL437",
+        saw=saw,
+        rule="Under tp, backward has collectives between the ranks, which have no gradient of their own. So "
+        "a gradient penalty cannot be differentiated.",
+        fix="Use dp_replicate, which gives the bits of one process.",
+    )
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
@@ -106,6 +130,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_graph()
         return all_reduce(grad, ctx.axis), None
 
 
@@ -116,6 +141,7 @@ class _AddUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_graph()
         return grad, None
 
 
@@ -127,6 +153,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_graph()
         return own_part(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -138,6 +165,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_graph()
         return reduce_scatter(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -149,6 +177,7 @@ class _AddUpRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_graph()
         return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -160,6 +189,7 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_graph()
         return all_gather(grad, ctx.axis, ctx.dim), None, None
 
 

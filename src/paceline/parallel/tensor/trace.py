@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import PacelineError
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.tensor.calls import SUMMED, CallSite, Site, find_site, run_inside
+from paceline.parallel.tensor.collectives import second_gradient_error
 from paceline.parallel.tensor.hooks import change_input, change_output
 from paceline.parallel.tensor.sizes import SIZED
 from paceline.phrases import first_line
@@ -184,7 +185,7 @@ def trace_forward(
         detours: stand in for the hooks of a plan.
 
     Raises:
-        PacelineError: PL460 if the forward cannot run without numbers.
+        PacelineError: PL460 if the forward cannot run without numbers, PL437 if it computes gradients.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[str, Tensor] = {}
@@ -253,6 +254,8 @@ def _forward_error(model: nn.Module, recorder: _ForwardRecorder, error: Exceptio
         "(.item(), if x.any()), use dp_replicate or dp_shard, or move that out of the forward."
     )
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    if any(code.co_filename == torch.autograd.__file__ for code in frames):
+        return second_gradient_error(saw)
     if frames and any(code.co_filename.endswith(_META_KERNELS) for code in frames):
         saw += " (in torch's stand-in for this operation on tensors without values)"
         rule += " For this operation torch's stand-in refuses the types that its kernel may take."

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.mesh import Axis
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.collectives import all_gather, all_reduce
+from paceline.parallel.tensor.collectives import all_gather, all_reduce, refuse_graph
 from paceline.parallel.tensor.trace import words
 from paceline.torch_seams.tensors import find_base
 
@@ -221,6 +221,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_graph()
         return ctx.split.take(grad, ctx.axis.rank), None, None
 
 
@@ -275,6 +276,7 @@ class _CutCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_graph()
         probabilities, own, elsewhere, ignored = ctx.saved_tensors
         result = probabilities.clone()
         # The gradient is softmax - 1 at the target: -1 on the rank that has it, 0 on the others.

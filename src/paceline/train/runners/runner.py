@@ -21,7 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -355,7 +355,9 @@ class Runner(ABC):
 
         Under tp, each rank is assumed to run an equal part of all operations.
         """
-        with FlopCounterMode(display=False) as counter, torch.compiler.set_stance("force_eager"):
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        with counter, torch.compiler.set_stance("force_eager"):
             yield
         num_samples = math.ceil(share.num_samples / share.num_microbatches)
         num_parts = 1 if self._mesh is None else self._mesh.layout.num_sample_parts
@@ -365,6 +367,22 @@ class Runner(ABC):
         for finding in self._masks.unsafe[self._num_unsafe_told :]:
             log.warning("%s", finding)
         self._num_unsafe_told = len(self._masks.unsafe)
+
+
+class _NoModules:
+    """A replacement for the `ModuleTracker` of a counter that is read for the total only.
+
+    torch's tracker registers hooks on the modules' inputs that raise in `torch.autograd.grad`, as a gradient
+    penalty calls it.
+    """
+
+    parents: ClassVar = {"Global"}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: object) -> None:
+        pass
 
 
 def _constant_loss_error(name: str, index: int) -> PacelineError:
