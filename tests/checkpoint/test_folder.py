@@ -266,7 +266,7 @@ def test_a_newer_format_is_not_passed_over(folder: CheckpointFolder) -> None:
     make_newer(path)
     assert [finding.code for finding in verify(path)] == ["PL504"]
     for load in (folder.load_newest, lambda: load_checkpoint(path)):
-        with pytest.raises(PacelineError, match=r"format version 3.*reads versions up to 2") as caught:
+        with pytest.raises(PacelineError, match=r"format version 4.*reads versions up to 3") as caught:
             load()
         assert caught.value.code == "PL504"
     with pytest.raises(PacelineError) as caught:

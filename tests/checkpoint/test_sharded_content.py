@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,14 @@ def seal(checkpoint: Path, **changes: Any) -> None:
     (checkpoint / FILE_NAME).write_bytes(dump_manifest(Manifest(**fields)))
 
 
+def reseal(checkpoint: Path, old: bytes, new: bytes) -> None:
+    """Changes the text of the manifest, and makes its own hash right again."""
+    text = (checkpoint / FILE_NAME).read_bytes().replace(old, new)
+    blank = re.sub(rb'"manifest_sha256": "[0-9a-f]{64}"', b'"manifest_sha256": "' + b"0" * 64 + b'"', text)
+    digits = hashlib.sha256(blank).hexdigest().encode()
+    (checkpoint / FILE_NAME).write_bytes(blank.replace(b"0" * 64, digits))
+
+
 def rewrite(checkpoint: Path, parts: dict[str, Any], tensors: dict[str, torch.Tensor], **more: Any) -> None:
     """Puts another share in place of rank 2's."""
     path = checkpoint / "part-00002.safetensors"
@@ -225,6 +235,57 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "an absolute path": (
         lambda path: seal(path, files={"/etc/passwd": FileRecord(1, "0" * 64)}),
         "cannot be a file of it",
+    ),
+    "the folder above": (
+        lambda path: seal(path, files={"..": FileRecord(1, "0" * 64)}),
+        "cannot be a file of it",
+    ),
+    "a hidden file": (
+        lambda path: seal(path, files={".lock": FileRecord(1, "0" * 64)}),
+        "cannot be a file of it",
+    ),
+    "a name with a line break": (
+        lambda path: seal(path, files={"a\n": FileRecord(1, "0" * 64)}),
+        "cannot be a file of it",
+    ),
+    "a huge size": (
+        lambda path: seal(path, files={"state.json": FileRecord(10**30, "0" * 64)}),
+        "the size of state.json is 1000",
+    ),
+    "a negative size": (
+        lambda path: seal(path, files={"state.json": FileRecord(-1, "0" * 64)}),
+        "the size of state.json is -1",
+    ),
+    "a size that is a truth": (
+        lambda path: seal(path, files={"state.json": FileRecord(True, "0" * 64)}),
+        "the size of state.json is True",
+    ),
+    "a hash that is none": (
+        lambda path: seal(path, files={"state.json": FileRecord(1, "../x")}),
+        "is not the hash of state.json",
+    ),
+    "a name twice": (
+        lambda path: reseal(path, b'"recipe.toml"', b'"state.json"'),
+        "names 'state.json' twice",
+    ),
+    "a step that is no number": (
+        lambda path: reseal(path, b'"step": 1', b'"step": 1e400'),
+        "the step is inf",
+    ),
+    "deep brackets": (
+        lambda path: reseal(path, b'"step": 1', b'"step": ' + b"[" * 100_000),
+        "RecursionError",
+    ),
+    "holders of nothing": (
+        lambda path: seal(path, holders={"absent": ["node1"]}),
+        "holders of files that it does not list",
+    ),
+    "a manifest elsewhere": (
+        lambda path: (
+            (path / FILE_NAME).rename(path.parent / "m"),
+            (path / FILE_NAME).symlink_to(path.parent / "m"),
+        ),
+        "manifest.json is a symbolic link",
     ),
     "a symbolic link": (
         lambda path: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -94,7 +95,9 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
                 refuse(tmp_path, recipe())
             assert time.monotonic() - begin_s < 1, "a run that goes on is refused at once"
             assert caught.value.code == "PL533"
-            assert f"in use by another run (process {os.getpid()})" in caught.value.saw
+            assert (
+                f"in use by another run (process {os.getpid()} on {socket.gethostname()})" in caught.value.saw
+            )
         assert contents(tmp_path) == before
     claim(tmp_path)
 

@@ -12,6 +12,9 @@ If killed before 3, the run has its former checkpoints; if killed after it, the 
 counts as a checkpoint ever holds half of one. The next save removes what a killed process leaves behind; it
 holds the lock, so it knows that no other process is writing there.
 
+Where nodes have disks of their own, each has such a folder, with a part of the files and the whole manifest,
+and counts that part as a checkpoint (`validity.is_share`).
+
 One process, rank 0, holds the lock and commits; a content (`content/`) decides who writes which files into
 the temporary folder. No function here calls a collective.
 """
@@ -41,7 +44,7 @@ from paceline.checkpoint.names import (
     list_checkpoints,
     step_name,
 )
-from paceline.checkpoint.validity import check_fits, is_usable, refuse_newer, verify
+from paceline.checkpoint.validity import check_fits, is_share, refuse_newer, verify
 from paceline.errors import PacelineError
 from paceline.units import format_bytes
 
@@ -113,15 +116,23 @@ class Commits:
 
     def _commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
         """Give a temporary folder with all of its files its final name."""
+        self.seal(tmp, manifest)
+        return self.publish(step, tmp, manifest)
+
+    def seal(self, tmp: Path, manifest: Manifest) -> None:
+        """Write the manifest into a temporary folder, and make the folder durable."""
+        with HashedFile(tmp / FILE_NAME) as file:
+            file.write(dump_manifest(manifest))
+        files.sync_folder(tmp)
+
+    def publish(self, step: int, tmp: Path, manifest: Manifest) -> Path:
+        """Check a sealed folder once more, and give it its final name."""
         final = self.path / step_name(step)
         aside: Path | None = None
         try:
-            with HashedFile(tmp / FILE_NAME) as file:
-                file.write(dump_manifest(manifest))
-            files.sync_folder(tmp)
             aside = self._make_room(final)
             findings = verify(tmp, read_all=False) or check_fits(tmp, manifest)
-            if findings:
+            if not is_share(findings):
                 raise OSError(errno.EIO, findings[0].saw)
             files.rename(tmp, final)
         except BaseException:
@@ -144,7 +155,7 @@ class Commits:
             self._discard(replaced)
         findings = verify(final)
         refuse_newer(findings)
-        if is_usable(findings):
+        if is_share(findings):
             files.rename(final, replaced)
             return replaced
         corrupt, count = final.with_name(f"corrupt-{final.name}"), 1
@@ -167,13 +178,19 @@ class Commits:
                 else:
                     files.rename(entry, final)
 
-    def _let_go(self, saved: int) -> None:
+    def let_go(self, saved: int) -> None:
         """Remove checkpoints beyond the newest `keep` valid ones; never the one just saved.
 
         Those of later steps (left from before a fall-back) count only if every hash is right, so that a
         broken one cannot displace the newest valid one. For older ones the manifest and the sizes suffice,
         because the one just saved is newer and known to be whole. A broken one never counts.
         """
+        try:
+            self._let_go(saved)
+        except OSError as error:  # The save itself is done.
+            logger.warning("old checkpoints in %s cannot be removed: %s", self.path, error)
+
+    def _let_go(self, saved: int) -> None:
         num_valid = 0
         for step, path in reversed(self.steps().items()):
             if num_valid >= self.keep and step != saved:
@@ -181,7 +198,7 @@ class Commits:
             elif step == saved:
                 num_valid += 1
             elif step < saved:
-                num_valid += is_usable(verify(path, read_all=False))
+                num_valid += is_share(verify(path, read_all=False))
             else:
                 num_valid += self._is_valid(path)
 
@@ -189,7 +206,7 @@ class Commits:
         look = note_state(path)
         if self._seen_valid.get(path) == look:
             return True
-        valid = is_usable(verify(path))
+        valid = is_share(verify(path))
         if valid:
             self._seen_valid[path] = look
         return valid
@@ -264,10 +281,7 @@ class Save:
         """
         manifest = Manifest(self._step, dict(records), self._identity, content)
         path = self._checkpoints._commit(self._step, self.folder, manifest)
-        try:
-            self._checkpoints._let_go(self._step)
-        except OSError as error:  # The save itself is done.
-            logger.warning("old checkpoints in %s cannot be removed: %s", self._checkpoints.path, error)
+        self._checkpoints.let_go(self._step)
         return path
 
     def _clear_up(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,15 @@ from paceline.checkpoint.hashed import FileRecord
 from paceline.reading import read_file
 
 FILE_NAME = "manifest.json"
-# Version 2 added the content "sharded". What version 1 can hold is still written as version 1.
-FORMAT_VERSION = 2
-_FULL_SINCE = 1
+# Version 2 added the content "sharded", version 3 the holders. What an older version can hold is written as
+# that version.
+FORMAT_VERSION = 3
+_FULL_SINCE, _SHARDED_SINCE = 1, 2
+# The names of files that Paceline makes. Nothing else is ever opened, whatever a manifest names.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# 100,000 ranks need about 20 MB.
+_MOST_BYTES = 256 << 20
 _ZEROS = "0" * 64
 _SEAL = re.compile(rb'"manifest_sha256": "([0-9a-f]{64})"')
 
@@ -35,12 +41,19 @@ class Manifest:
         files: name to size and hash, of every other file.
         identity: what could change the run's last bits: versions, device, threads (`identity.py`).
         content: how the tensors are stored (`content/`): `"full"` or `"sharded"`.
+        holders: where nodes have disks of their own: names of files to names of the disks that were given
+            them; empty where all files are in one folder.
     """
 
     step: int
     files: dict[str, FileRecord]
     identity: dict[str, Any]
     content: str = "full"
+    holders: dict[str, list[str]] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """Return a digest by which to compare checkpoints on different disks."""
+        return hashlib.sha256(dump_manifest(self)).hexdigest()
 
 
 class BadManifestError(Exception):
@@ -67,13 +80,16 @@ def dump_manifest(manifest: Manifest, *, format_version: int | None = None) -> b
         format_version: default the oldest that has the content.
     """
     if format_version is None:
-        format_version = _FULL_SINCE if manifest.content == "full" else FORMAT_VERSION
+        format_version = _FULL_SINCE if manifest.content == "full" else _SHARDED_SINCE
+        if manifest.holders:
+            format_version = FORMAT_VERSION
     table = {
         "format_version": format_version,
         "step": manifest.step,
         "content": manifest.content,
         "identity": manifest.identity,
         "files": {name: asdict(record) for name, record in sorted(manifest.files.items())},
+        **({"holders": dict(sorted(manifest.holders.items()))} if manifest.holders else {}),
         "manifest_sha256": _ZEROS,
     }
     text = json.dumps(table, indent=2, allow_nan=False).encode() + b"\n"
@@ -92,12 +108,24 @@ def read_manifest(folder: Path) -> Manifest:
         NewerFormatError: for a whole manifest of a newer version.
     """
     try:
-        text = read_file(folder / FILE_NAME)
+        if (folder / FILE_NAME).is_symlink():
+            raise BadManifestError("is a symbolic link")
+        text = read_file(folder / FILE_NAME, _MOST_BYTES)
     except FileNotFoundError:
         raise BadManifestError("is missing") from None
     except OSError as error:
         raise BadManifestError(f"cannot be read ({error.strerror})") from None
-    version = re.search(rb'"format_version": (\d+)', text)
+    return parse_manifest(text)
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Check the bytes of a manifest, wherever they come from.
+
+    Raises:
+        BadManifestError: with what is wrong, as the end of a sentence.
+        NewerFormatError: for a whole manifest of a newer version.
+    """
+    version = re.search(rb'"format_version": (\d{1,9})\b', text)
     seals = _SEAL.findall(text)
     if len(seals) != 1 or hashlib.sha256(_seal(text, _ZEROS)).hexdigest().encode() != seals[0]:
         newer = version is not None and int(version[1]) > FORMAT_VERSION
@@ -106,17 +134,43 @@ def read_manifest(folder: Path) -> Manifest:
             + (f" (and it states format version {int(version[1])})" if newer and version else "")
         )
     try:
-        table = json.loads(text)
+        table = json.loads(text, object_pairs_hook=_refuse_duplicates)
         if table["format_version"] > FORMAT_VERSION:
             raise NewerFormatError(table["format_version"])
-        for name in table["files"]:
-            if Path(name).name != name or name == FILE_NAME:
-                raise ValueError(f"{name!r} cannot be a file of it")
+        holders = {name: [str(disk) for disk in disks] for name, disks in table.get("holders", {}).items()}
+        files = {name: _parse_record(name, record) for name, record in table["files"].items()}
+        if not holders.keys() <= files.keys():
+            raise ValueError("it has holders of files that it does not list")
         return Manifest(
-            step=int(table["step"]),
-            files={name: FileRecord(**record) for name, record in table["files"].items()},
+            step=_parse_number(table["step"], "the step"),
+            files=files,
             identity=dict(table["identity"]),
             content=str(table["content"]),
+            holders=holders,
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadManifestError(f"is not a manifest ({type(error).__name__}: {error})") from None
+
+
+def _parse_record(name: str, record: Any) -> FileRecord:
+    if not _NAME.fullmatch(name) or name == FILE_NAME:
+        raise ValueError(f"{name!r} cannot be a file of it")
+    parsed = FileRecord(**record)
+    _parse_number(parsed.num_bytes, f"the size of {name}")
+    if not isinstance(parsed.sha256, str) or not _SHA256.fullmatch(parsed.sha256):
+        raise ValueError(f"{parsed.sha256!r} is not the hash of {name}")
+    return parsed
+
+
+def _parse_number(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{what} is {value!r}")
+    return value
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it names {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found

@@ -373,8 +373,11 @@ class CheckpointSection(Section):
     keep: PositiveInt = 3
     """Number of checkpoints to keep on disk; the newest valid one is always kept."""
     mode: Literal["full", "sharded"] = "full"
-    """Who writes. `"full"`: rank 0 gathers and writes whole tensors. `"sharded"`: every rank writes its share
-    into a folder that all ranks must see. Checkpoints of either kind load under any layout."""
+    """Who writes. `"full"`: rank 0 gathers and writes whole tensors. `"sharded"`: every rank writes its
+    share. Checkpoints of either kind load under any layout."""
+    copies: PositiveInt | Literal["auto"] = "auto"
+    """Where nodes have disks of their own: the number of disks that get each file of a checkpoint. More than
+    there are disks is refused. `"auto"`: two, or one if there is one disk or a folder that all nodes see."""
 
 
 class MetricsSection(Section):

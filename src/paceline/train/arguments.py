@@ -73,6 +73,7 @@ class Arguments:
     max_skipped_in_a_row: int
     keep: int
     checkpoint_mode: Literal["full", "sharded"]
+    checkpoint_copies: int | Literal["auto"]
     tensorboard: bool
     tokens_per_sample: int | None
     peak_flops: float | None
@@ -95,6 +96,7 @@ class Arguments:
             seed=(self.seed, 0),
             max_skipped_in_a_row=(self.max_skipped_in_a_row, 1),
             keep=(self.keep, 1),
+            checkpoint_copies=(None if self.checkpoint_copies == "auto" else self.checkpoint_copies, 1),
             microbatch_size=(self.microbatch_size, 1),
             tokens_per_sample=(self.tokens_per_sample, 1),
             peak_flops=(self.peak_flops, 1),
@@ -178,6 +180,7 @@ class Arguments:
             RunSetting("compile", self.compile),
             RunSetting("max_skipped_in_a_row", self.max_skipped_in_a_row),
             RunSetting("checkpoint_mode", self.checkpoint_mode),
+            RunSetting("checkpoint_copies", self.checkpoint_copies),
             RunSetting("ddp", self.ddp),
             RunSetting("shard", self.shard),
             RunSetting("tp_plan", self.tp_plan),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import socket
 from contextlib import suppress
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint import CheckpointFolder
-from paceline.checkpoint.manifest import FILE_NAME
 from paceline.errors import PacelineError
-from paceline.phrases import join
+from paceline.phrases import join, name_some
 from paceline.train.state.disks import Disks, name_rank, raise_any
 from paceline.train.state.transfer import gather
 from paceline.world import World
+
+log = logging.getLogger(__name__)
 
 NOTE = ".saved"
 
@@ -34,7 +36,6 @@ class _Known:
         name: of the disk.
         host: of the rank.
         step: of the newest checkpoint there, 0 for none.
-        digest: of that checkpoint's manifest.
         noted: the newest step that was saved, as noted in the folder; 0 for none.
         launched: the newest step that earlier ranks of this launcher have saved; 0 for none.
     """
@@ -42,7 +43,6 @@ class _Known:
     name: str
     host: str
     step: int
-    digest: str
     noted: int
     launched: int
 
@@ -74,28 +74,30 @@ class History:
         self._disks = disks
         self._folder = folder
 
-    def check(self) -> None:
-        """Compare what all disks hold and know; collective, once per resume. Sends about 100 bytes per rank.
+    def check(self, found: int | None = None) -> None:
+        """Compare what all nodes know; collective, once per resume. Sends about 100 bytes per rank.
+
+        Args:
+            found: the step that the run goes on from, 0 for none; by default the newest in the folder of
+                rank 0.
 
         Raises:
-            PacelineError: PL550 if rank 0 has no checkpoint although the run has saved one, PL318 if another
-                disk knows of a newer checkpoint than rank 0 has, PL319 if two disks hold different
-                checkpoints of one step.
+            PacelineError: PL550 if there is no checkpoint although the run has saved one.
         """
         gathered = gather(self._world, self._look())
         raise_any(each for each in gathered if isinstance(each, PacelineError))
         known = [each for each in gathered if isinstance(each, _Known)]
-        main = known[0]
         newest = max(known, key=lambda each: each.newest)
-        if not main.step and newest.newest:
+        found = known[0].step if found is None else found
+        if not found and newest.newest:
             raise_any([self._lost_error(known)])
-        others = [each for each in known[1:] if max(each.step, each.noted) > main.step]
-        if others:
-            raise_any([self._older_error(main, max(others, key=lambda each: each.newest))])
-        for other in known[1:]:
-            can_compare = other.step == main.step and other.digest and main.digest
-            if can_compare and other.digest != main.digest:
-                raise_any([self._two_error(main, other)])
+        if newest.newest > found and self._world.is_main:
+            log.warning(
+                "%s, and the newest checkpoint with all of its files is of step %d: the run takes the steps "
+                "since then again",
+                newest.describe(),
+                found,
+            )
 
     def note_commit(self, step: int) -> None:
         """Note that a step is saved, if this rank is the first of its disk or of its launcher."""
@@ -105,17 +107,14 @@ class History:
             _write_note(path, step)
 
     def _look(self) -> _Known | PacelineError:
-        step, digest, noted = 0, "", 0
+        step, noted = 0, 0
         if self._disks.leads:
             noted = _read_note(self._folder / NOTE)[0]
             try:
                 steps = CheckpointFolder(self._folder, keep=1).steps()
             except PacelineError as error:  # the other ranks wait for an answer
                 return name_rank(self._world, error)
-            if steps:
-                step = max(steps)
-                with suppress(OSError):
-                    digest = hashlib.sha256((steps[step] / FILE_NAME).read_bytes()).hexdigest()
+            step = max(steps, default=0)
         path = _launcher_note(self._folder) if self._world.local_rank == 0 else None
         launched, pid = (0, 0) if path is None else _read_note(path)
         host = socket.gethostname()
@@ -123,7 +122,6 @@ class History:
             self._disks.disks[self._disks.own].name,
             host,
             step,
-            digest,
             noted,
             launched * (pid != os.getpid()),
         )
@@ -133,31 +131,11 @@ class History:
         shown = join([*knowing[:3], f"{len(knowing) - 3} more know of it"] if len(knowing) > 3 else knowing)
         return PacelineError(
             "PL550",
-            saw=f"There is no checkpoint in {self._folder} on {known[0].name}, where rank 0 runs, but the "
-            f"run has saved before: {shown}.",
+            saw=f"There is no checkpoint in {self._folder} on "
+            f"{name_some([disk.name for disk in self._disks.disks])}, but the run has saved before: {shown}.",
             rule="A run that has saved never starts again from step 1 by itself.",
             fix=f"Bring back the disk or the node with its checkpoints. To start over, remove "
             f"{self._folder} on every node, and start the job anew.",
-        )
-
-    def _older_error(self, main: _Known, newest: _Known) -> PacelineError:
-        return PacelineError(
-            "PL318",
-            saw=f"Rank 0, on {main.name}, would resume from {self._folder}, and its newest checkpoint "
-            f"there is of step {main.step}; but {newest.describe()}.",
-            rule="Rank 0 reads the checkpoints. Without the newest one, it would repeat steps that are "
-            "already done.",
-            fix="Copy the checkpoints to the node of rank 0, start with their node as node 0, or use a "
-            f"folder on a shared disk. To start over, remove {self._folder} on every node.",
-        )
-
-    def _two_error(self, main: _Known, other: _Known) -> PacelineError:
-        return PacelineError(
-            "PL319",
-            saw=f"{self._folder} holds different checkpoints of step {main.step} on {main.name} and on "
-            f"{other.name}.",
-            rule="The nodes have trained two separate runs, and only one of them can continue.",
-            fix="Decide which one is right, and remove the folder on the other node.",
         )
 
 

@@ -75,7 +75,7 @@ class MetricsWriter:
         with self._writing():
             self._folder = OpenFolder(folder)
             for name in (METRICS, EVALUATIONS):
-                _drop_rows_after(folder / name, last_step)
+                drop_rows_after(folder / name, last_step)
             self._steps = (folder / METRICS).open("a", encoding="utf-8")
             self._evaluations = (folder / EVALUATIONS).open("a", encoding="utf-8")
             self._tensorboard = (
@@ -214,7 +214,8 @@ def _parse_row(line: str) -> dict[str, Any] | None:
     return row if is_row else None
 
 
-def _drop_rows_after(path: Path, last_step: int) -> None:
+def drop_rows_after(path: Path, last_step: int) -> None:
+    """Remove the rows of later steps from a `.jsonl` file; lines that are no rows go to a file beside it."""
     if not path.exists():
         return
     *lines, torn = _read_lines(path)

@@ -153,7 +153,7 @@ def _write_owner(lock: TextIO, folder: Path, owner: Owner) -> None:
 
 
 def _in_use(folder: Path, owner: Owner | None, leaving: bool) -> PacelineError:
-    who = "an unknown process" if owner is None else f"process {owner.pid}"
+    who = "an unknown process" if owner is None else f"process {owner.pid} on {owner.host}"
     fix = "Wait for it to end, or choose another folder with --out."
     if leaving:
         assert owner is not None

@@ -119,8 +119,10 @@ class Trainer(TrainedModels):
         compile: `torch.compile` the models.
         max_skipped_in_a_row: steps in a row with a non-finite loss or gradient before giving up.
         keep: checkpoints to keep.
-        checkpoint_mode: `"full"`: rank 0 writes whole tensors; `"sharded"`: every rank writes its share, into
-            a folder that all ranks must see. Either loads under any layout.
+        checkpoint_mode: `"full"`: rank 0 writes whole tensors; `"sharded"`: every rank writes its share.
+            Either loads under any layout.
+        checkpoint_copies: where nodes have disks of their own, the number of disks that get each file of a
+            checkpoint; more than there are is refused. `"auto"`: two, or one if there is one disk.
         tensorboard: write event files into the run's folder.
         tokens_per_sample: for tokens/s in the metrics.
         peak_flops: of one rank's device, for MFU. Default: known for common GPUs.
@@ -156,6 +158,7 @@ class Trainer(TrainedModels):
         max_skipped_in_a_row: int = 10,
         keep: int = 3,
         checkpoint_mode: Literal["full", "sharded"] = "full",
+        checkpoint_copies: int | Literal["auto"] = "auto",
         tensorboard: bool = False,
         tokens_per_sample: int | None = None,
         peak_flops: float | None = None,
@@ -185,6 +188,7 @@ class Trainer(TrainedModels):
             max_skipped_in_a_row=max_skipped_in_a_row,
             keep=keep,
             checkpoint_mode=checkpoint_mode,
+            checkpoint_copies=checkpoint_copies,
             tensorboard=tensorboard,
             tokens_per_sample=tokens_per_sample,
             peak_flops=peak_flops,
@@ -236,6 +240,7 @@ class Trainer(TrainedModels):
             self.world,
             keep=given.keep,
             mode=given.checkpoint_mode,
+            copies=given.checkpoint_copies,
             layout=self.layout,
             reduction=given.reduction,
             recipe_toml=given.recipe_toml,
@@ -357,8 +362,9 @@ class Trainer(TrainedModels):
 
         Raises:
             PacelineError: PL500 to PL531 if there are checkpoints and none can be used; PL515 if settings
-                differ, raised here, when a loader is made later, or in the first step; PL318 and PL319
-                if nodes without a shared disk hold different checkpoints.
+                differ, raised here, when a loader is made later, or in the first step; PL550 if the run has
+                saved and no checkpoint is found; PL319, PL552, PL553 and PL555 where nodes have disks of
+                their own.
         """
         accept = [accept] if isinstance(accept, str) else accept
         self._records.close()

@@ -57,7 +57,9 @@ def build_odd_gpt() -> nn.Module:
     return Gpt(section, 66, 8)
 
 
-def build_trainer(layout: str, model: Callable[[], nn.Module], optimizer: Any, mode: str) -> paceline.Trainer:
+def build_trainer(
+    layout: str, model: Callable[[], nn.Module], optimizer: Any, mode: str, **more: Any
+) -> paceline.Trainer:
     return paceline.Trainer(
         model,
         forward=run,
@@ -69,6 +71,7 @@ def build_trainer(layout: str, model: Callable[[], nn.Module], optimizer: Any, m
         dtype="fp32",
         reduction="exact",
         checkpoint_mode=mode,
+        **more,
     )
 
 
@@ -243,12 +246,32 @@ def work_apart(world: Any, folder: str, mode: str, num_steps: int) -> tuple[str 
         os.chdir(folder)
 
 
-def test_a_folder_that_a_rank_does_not_see_is_refused(ranks: Pool, tmp_path: Path) -> None:
-    messages = [message for _, message in ranks.run(work_apart, 2, (str(tmp_path), "sharded", 1))]
+def lose_the_folder(world: Any, folder: str) -> str:
+    """Rank 1 sees the folder at the start, and another one when it saves."""
+    os.chdir(folder)
+    trainer = build_trainer("dp_shard=2", *CASES["odd"], "sharded")
+    trainer.resume("run")
+    if world.rank == 1:
+        os.makedirs("elsewhere")
+        os.chdir("elsewhere")
+    write._APPEARS_S = 0.2
+    try:
+        trainer.save()
+    except PacelineError as error:
+        return str(error)
+    finally:
+        write._APPEARS_S = 10.0
+        os.chdir(folder)
+        trainer.close()
+    return ""
+
+
+def test_a_folder_that_a_rank_no_longer_sees_is_refused(ranks: Pool, tmp_path: Path) -> None:
+    messages = ranks.run(lose_the_folder, 2, (str(tmp_path),))
     assert messages[0] == messages[1]
-    assert "PL524" in str(messages[0])
-    assert "rank 1" in str(messages[0])
-    assert list((tmp_path / "0" / "run" / "checkpoints").glob("*step*")) == []
+    assert "PL524" in messages[0]
+    assert "rank 1" in messages[0]
+    assert list((tmp_path / "run" / "checkpoints").glob("*step*")) == []
 
 
 def test_a_rank_that_does_not_see_the_files_is_sent_its_parts(ranks: Pool, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity
+from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity, open_usable
 from paceline.checkpoint.content.protocol import read_all
 from paceline.checkpoint.content.sharded import NAME as SHARDED
+from paceline.checkpoint.manifest import Manifest
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -26,6 +27,7 @@ from paceline.generators import read_generators, write_generators
 from paceline.parallel.placement import local
 from paceline.recipe.layout import Layout
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
+from paceline.train.follow import SharedRows
 from paceline.train.history import History
 from paceline.train.settings import (
     Settings,
@@ -37,7 +39,8 @@ from paceline.train.settings import (
     tell_fresh_objects,
     tell_unknown_settings,
 )
-from paceline.train.state.disks import find_disks
+from paceline.train.state.apart import count_copies, find_apart, write_apart
+from paceline.train.state.disks import Disks, find_disks
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.parts import Parts, model_tensors
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
@@ -57,6 +60,7 @@ class Saver:
         world: the ranks.
         keep: checkpoints to keep.
         mode: the content of checkpoints, `"full"` or `"sharded"`.
+        copies: on how many disks each file lies where nodes have disks of their own, or `"auto"`.
         layout: resolved.
         reduction: for the checkpoint's identity.
         recipe_toml: the recipe to put beside the state.
@@ -76,6 +80,7 @@ class Saver:
         *,
         keep: int,
         mode: str,
+        copies: int | str,
         layout: Layout,
         reduction: str,
         recipe_toml: str | None,
@@ -87,6 +92,7 @@ class Saver:
         self._world = world
         self._keep = keep
         self._mode = mode
+        self._copies_wanted, self._copies = copies, 1
         self._layout = layout
         self._reduction = reduction
         self._recipe_toml = recipe_toml
@@ -101,6 +107,9 @@ class Saver:
         # Rank 0's: which run this is, from its first start on, and the number of this start.
         self._run_id, self._generation = secrets.token_hex(8), 1
         self._history: History | None = None
+        self._disks: Disks | None = None
+        # Where nodes have disks of their own, else `None`.
+        self._rows: SharedRows | None = None
 
     def save(
         self,
@@ -127,8 +136,22 @@ class Saver:
         reads = self._world.is_main or parts.is_divided  # elsewhere it would only cost memory
         tracked = self.tracked.read(parts) if reads else {}
         state = RunState(parts, optimizers, tracked, describe, self._recipe_toml)
-        write = write_sharded if self._mode == SHARDED else write_full
-        path = write(self._world, folder, step, state, self._describe())
+        assert self._disks is not None
+        if self._rows is not None:
+            path = write_apart(
+                self._world,
+                self._disks,
+                folder,
+                step,
+                state,
+                self._describe(),
+                mode=self._mode,
+                copies=self._copies,
+                carry=self._rows.carry,
+            )
+        else:
+            write = write_sharded if self._mode == SHARDED else write_full
+            path = write(self._world, folder, step, state, self._describe())
         self._last = (step, path)
         assert self._history is not None
         self._history.note_commit(step)
@@ -149,20 +172,30 @@ class Saver:
         """
         self.folder, self._last = folder, None
         self._run_id, self._generation = secrets.token_hex(8), 1
-        disks = find_disks(self._world, folder, lambda: _make_folder(folder))
+        self._disks = disks = find_disks(self._world, folder, lambda: _make_folder(folder))
+        self._copies = count_copies(self._copies_wanted, disks)
+        checkpoints = CheckpointFolder(folder, keep=self._keep)
+        self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
+        newest: tuple[Path, Manifest] | None = None
+        if not disks.is_common:
+            newest = find_apart(self._world, disks, checkpoints, copies=self._copies)
         self._history = History(self._world, disks, folder)
-        self._history.check()
+        found = 0 if newest is None else newest[1].step
+        self._history.check(None if disks.is_common else found)
         self._accept = tuple(accept)
         hooks: Saved = {}
         parts = self._parts(models, updates)
 
         def read() -> Any:
             self._open_folder = OpenFolder(folder)
-            checkpoints = CheckpointFolder(folder, keep=self._keep)
-            loaded = checkpoints.open_newest(on_skip=_warn_of_skip)
+            if disks.is_common:
+                loaded = checkpoints.open_newest(on_skip=_warn_of_skip)
+            else:
+                loaded = None if newest is None else open_usable(newest[0])
             if loaded is None:
                 return None
-            check_one_run(checkpoints.list_runs(), folder)
+            if disks.is_common:
+                check_one_run(checkpoints.list_runs(), folder)
             self._run_id = loaded.identity.get("run", self._run_id)
             self._generation = loaded.identity.get("generation", 0) + 1
             for finding in check_identity(loaded.identity, self._describe()):
@@ -184,7 +217,9 @@ class Saver:
                 "hooks": list(hooks),
             }
 
-        tree = load_on_main(self._world, read, parts.cut, parts.find_part)
+        tree = load_on_main(self._world, read, parts.cut, parts.find_part, checkpoints.path)
+        if self._rows is not None:
+            self._rows.resume(found)
         if tree is None:
             return None
         _load_models(models, tree["model"])

@@ -57,7 +57,11 @@ def gather(world: World, value: T) -> list[T]:
 
 
 def load_on_main(
-    world: World, load: Callable[[], Any], cut: Cut | None = None, find_part: FindPart | None = None
+    world: World,
+    load: Callable[[], Any],
+    cut: Cut | None = None,
+    find_part: FindPart | None = None,
+    folder: Path | None = None,
 ) -> Any:
     """Run `load` on rank 0 and return its tree of tensors on every rank.
 
@@ -70,6 +74,7 @@ def load_on_main(
         load: gives the tree: dicts by name, lists, tensors (read or not) and values that can be pickled.
         cut: from the names that lead to a tensor, and the tensor, to what this rank keeps of it.
         find_part: from the names that lead to a tensor, and its shape, to the part that this rank keeps.
+        folder: of the checkpoints, as this rank names it; by default as rank 0 does.
     """
     tree: Any = None
 
@@ -81,8 +86,9 @@ def load_on_main(
     skeleton, shared = run_on_main(world, describe)
     stored: Stored | None = None
     if find_part is not None and shared is not None:
-        sees = _digest(shared[0]) == shared[1]
-        stored = _open(shared[0]) if all(gather(world, sees)) else None
+        path = shared[0] if folder is None else folder / shared[0].name
+        sees = _digest(path) == shared[1]
+        stored = _open(path) if all(gather(world, sees)) else None
     sent = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor if stored else _TENSORS)]
     own = _Source(sent)
 

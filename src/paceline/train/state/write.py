@@ -14,7 +14,6 @@ An error on any rank ends the save on all of them with that rank's message.
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from paceline.checkpoint.tensors import refuse_unstorable
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.torch_seams.trees import tree_map, tree_map_only
+from paceline.train.state.disks import name_rank
 from paceline.train.state.parts import Parts
 from paceline.train.state.pieces import OwnPart, join_pieces
 from paceline.train.state.transfer import gather, run_on_main
@@ -67,47 +67,54 @@ def write_full(
     world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
 ) -> Path:
     """Write a checkpoint of whole tensors by rank 0; collective."""
+    content = gather_full(world, state)
+
+    def write() -> Path:
+        assert content is not None
+        return folder.save(step, content, identity=identity)
+
+    return run_on_main(world, write)
+
+
+def gather_full(world: World, state: RunState) -> full.PreparedFull | None:
+    """Return the files of a checkpoint of whole tensors on rank 0, `None` elsewhere; collective."""
     keep = world.is_main
     placement = state.parts.placement
     model = join_pieces(state.parts.list_model(), placement, keep=keep)
     optimizers = join_pieces(state.optimizers, placement, keep=keep)
     tracked = join_pieces(state.tracked, placement, keep=keep)
+    content: full.PreparedFull | None = None
 
-    def write() -> Path:
+    def prepare() -> None:
+        nonlocal content
         described = state.describe()
         described["tracked"] = tracked | described["tracked"]
         content = full.prepare(model, optimizers, described, state.recipe_toml)
-        return folder.save(step, content, identity=identity)
 
-    return run_on_main(world, write)
+    run_on_main(world, prepare)
+    return content
 
 
 def write_sharded(
     world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
 ) -> Path:
     """Write a sharded checkpoint, of which every rank writes its share; collective."""
-    prepared: PreparedShare | None = None
-    digest = ""
-    with _caught() as caught:
-        prepared, digest = prepare_share(world, state)
-    _agree(world, caught.error, digest)
-    assert prepared is not None
+    prepared = agree_on_share(world, state)
     with contextlib.ExitStack() as held:
         save: Save | None = None
 
         def begin() -> Path:
             nonlocal save
-            assert prepared is not None
             save = folder.begin(step, num_bytes=prepared.num_bytes, identity=identity)
             return held.enter_context(save).folder
 
         temporary = run_on_main(world, begin)
         records: dict[str, FileRecord] = {}
-        with _caught() as caught:
+        with caught() as found:
             _wait_for_folder(world, temporary)
             with folder.explained(step, prepared.num_bytes):
                 records = write_files(prepared.list_files(), temporary)
-        gathered = gather(world, (records, _with_rank(world, caught.error)))
+        gathered = gather(world, (records, found.error and name_rank(world, found.error)))
 
         def commit() -> Path:
             assert save is not None
@@ -120,6 +127,17 @@ def write_sharded(
                 )
 
         return run_on_main(world, commit)
+
+
+def agree_on_share(world: World, state: RunState) -> PreparedShare:
+    """Return this rank's share, after checking that all ranks plan from the same state; collective."""
+    prepared: PreparedShare | None = None
+    digest = ""
+    with caught() as found:
+        prepared, digest = prepare_share(world, state)
+    _agree(world, found.error, digest)
+    assert prepared is not None
+    return prepared
 
 
 def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
@@ -196,12 +214,13 @@ class _Caught:
 
 
 @contextlib.contextmanager
-def _caught() -> Iterator[_Caught]:
-    caught = _Caught()
+def caught() -> Iterator[_Caught]:
+    """Keep a `PacelineError` for the other ranks, which wait, instead of raising it at once."""
+    held = _Caught()
     try:
-        yield caught
+        yield held
     except PacelineError as error:
-        caught.error = error
+        held.error = error
 
 
 def _agree(world: World, error: PacelineError | None, digest: str) -> None:
@@ -223,13 +242,6 @@ def _agree(world: World, error: PacelineError | None, digest: str) -> None:
         )
         found.on_every_rank = True
         raise found
-
-
-def _with_rank(world: World, error: PacelineError | None) -> PacelineError | None:
-    if error is None or world.world_size == 1:
-        return error
-    saw = f"{error.saw} (rank {world.rank} on {socket.gethostname()})"
-    return PacelineError(error.code, saw=saw, rule=error.rule, fix=error.fix)
 
 
 def _wait_for_folder(world: World, folder: Path) -> None:
