@@ -116,7 +116,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken_links(document) == ["nowhere.md", "#two"]
 
 
-def test_paths_are_told_from_other_words() -> None:
+def test_paths_are_distinguished_from_other_words() -> None:
     text = (
         "`src/paceline/x.py` `recipes/` `a/b` `float` `make env` `Makefile.py` `runs/demo` `--set x=y.toml`"
     )

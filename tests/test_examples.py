@@ -25,7 +25,7 @@ def run_example(path: Path, folder: Path, nproc: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_tells_the_same_on_one_rank_and_on_three(
+def test_example_reports_the_same_on_one_rank_and_on_three(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = run_example(path, tmp_path / "one", 1, monkeypatch)

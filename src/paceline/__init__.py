@@ -59,7 +59,7 @@ def _build_watcher(hang_after_s: float) -> _watching.Watcher:
     from paceline.watch.launcher.watcher import RankWatcher
 
     log = logging.getLogger("paceline.watch")
-    return RankWatcher(hang_after_s, keep_alive=False, tell=lambda said: log.warning("%s", said.text))
+    return RankWatcher(hang_after_s, keep_alive=False, report=lambda message: log.warning("%s", message.text))
 
 
 _watching.build_default = _build_watcher

@@ -7,7 +7,7 @@ import pytest
 from paceline.bench.spread import Spread
 
 
-def test_few_values_give_the_whole_range_and_say_what_it_is_worth() -> None:
+def test_few_values_give_the_whole_range_and_state_what_it_is_worth() -> None:
     assert Spread.of([5.0]) == Spread(5.0, 5.0, 5.0, 0.0, 1)
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 0.75, 3)
     five = Spread.of(range(5))
@@ -24,7 +24,7 @@ def test_ends_are_those_of_the_tables() -> None:
     assert twenty.confidence == pytest.approx(0.9586, abs=1e-4)
 
 
-def test_interval_covers_the_true_median_as_often_as_it_says() -> None:
+def test_interval_covers_the_true_median_as_often_as_it_states() -> None:
     generator = random.Random(0)
     spreads = [Spread.of(generator.lognormvariate(0, 1) for _ in range(25)) for _ in range(2000)]
     covered = sum(spread.low <= 1.0 <= spread.high for spread in spreads) / len(spreads)

@@ -342,7 +342,7 @@ def test_what_was_made_on_purpose_is_refused(checkpoint: Path, case: str) -> Non
         load_checkpoint(checkpoint)
 
 
-def test_older_versions_are_told_that_they_cannot_read_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_older_versions_are_reported_that_they_cannot_read_it(checkpoint: Path, tmp_path: Path) -> None:
     assert json.loads((checkpoint / FILE_NAME).read_bytes())["format_version"] == 2
     whole = save_whole(CheckpointFolder(tmp_path / "whole", keep=1), 1)
     assert json.loads((whole / FILE_NAME).read_bytes())["format_version"] == 1

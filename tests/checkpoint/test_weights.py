@@ -35,7 +35,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return save(CheckpointFolder(tmp_path / "run", keep=3), 7)
 
 
-def test_the_hash_is_what_its_docstring_says() -> None:
+def test_the_hash_is_what_its_docstring_states() -> None:
     model = {"b": torch.tensor([1.0, 2.0]), "a": torch.tensor(3)}
     text = (
         b'["a", "int64", []]\n' + struct.pack("<q", 3) + b'["b", "float32", [2]]\n' + struct.pack("<2f", 1, 2)
@@ -43,7 +43,7 @@ def test_the_hash_is_what_its_docstring_says() -> None:
     assert hash_tensors(model) == hashlib.sha256(text).hexdigest()
 
 
-def test_the_hash_tells_every_difference() -> None:
+def test_the_hash_reports_every_difference() -> None:
     weight = torch.arange(6.0)
     models = [
         {"a": weight},
@@ -139,7 +139,7 @@ def test_our_files_read_with_the_library(tmp_path: Path) -> None:
     assert_same(dict(sorted(load_file(tmp_path / "t.safetensors").items())), dict(sorted(tensors.items())))
 
 
-def test_headers_tell_types_shapes_and_ties(tmp_path: Path) -> None:
+def test_headers_report_types_shapes_and_ties(tmp_path: Path) -> None:
     weight = torch.ones(2, 3)
     write_tensors(tmp_path / "t", {"z": weight, "a": weight, "n": torch.tensor(1)})
     infos = read_infos(tmp_path / "t")
@@ -191,7 +191,7 @@ def test_identity_of_this_process() -> None:
 @pytest.mark.parametrize(
     "key", ["paceline", "torch", "python", "device", "processor", "threads_per_rank", "deterministic"]
 )
-def test_a_changed_identity_is_told(key: str) -> None:
+def test_a_changed_identity_is_reported(key: str) -> None:
     here = describe_identity("cpu")
     (finding,) = check_identity(here | {key: "other"}, here)
     assert (finding.code, finding.where) == ("PL512", key)

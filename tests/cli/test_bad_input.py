@@ -196,7 +196,7 @@ def check_told(done: subprocess.CompletedProcess[str], says: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mistake_is_told_and_nothing_is_written(name: str, folder: Path) -> None:
+def test_mistake_is_reported_and_nothing_is_written(name: str, folder: Path) -> None:
     case = CASES[name]
     case.before(folder)
     before = snapshot(folder)

@@ -34,7 +34,7 @@ def shell(folder: Path, script: str, **environ: str) -> subprocess.CompletedProc
     )
 
 
-def test_full_output_is_told_before_anything_is_trained(folder: Path) -> None:
+def test_full_output_is_reported_before_anything_is_trained(folder: Path) -> None:
     before = snapshot(folder)
     done = shell(folder, f"$paceline {' '.join(TRAIN)} >/dev/full")
     check_told(done, ["standard output", "No space left", "PL603"])

@@ -72,7 +72,7 @@ def test_scaling_refuses(recipe: Path, words: tuple[str, ...], code: str, seen: 
     assert seen in str(caught.value)
 
 
-def test_reduction_tells_ratio_and_bytes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reduction_reports_ratio_and_bytes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--nproc", 2, "--steps", 1, "--repeats", 2, "--set", "train.global_batch_size=12")
     assert run("reduction", recipe, *words) == 0
     out = capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_overhead_refuses_one_rank(recipe: Path) -> None:
         run("overhead", recipe, "--nproc", 1)
 
 
-def test_picture_without_matplotlib_is_told_before_measuring(
+def test_picture_without_matplotlib_is_reported_before_measuring(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed

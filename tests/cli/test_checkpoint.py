@@ -98,7 +98,7 @@ def test_verify(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[1]["findings"][0]["where"] == str(path)
 
 
-def test_verify_tells_of_a_file_beside_it(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_of_a_file_beside_it(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "checkpoints" / "step-00000100" / "notes.txt").write_text("mine")
     assert call("verify", run_folder) == 1
     assert "step-00000100: valid, with other files beside it" in capsys.readouterr().out

@@ -96,7 +96,7 @@ def test_what_was_meant(words: list[str], meant: str, capsys: pytest.CaptureFixt
     assert message.count("\n") == 1
 
 
-def test_a_mistake_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "nowhere.toml"]) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -104,7 +104,7 @@ def test_a_mistake_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert output.err.endswith("[PL120]\n")
 
 
-def test_a_mistake_is_told_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "nowhere.toml", "--json"]) == 2
     output = capsys.readouterr()
     assert output.err == ""
@@ -114,7 +114,7 @@ def test_a_mistake_is_told_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(error) == {"code", "saw", "rule", "fix"}
 
 
-def test_all_problems_of_a_recipe_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_of_a_recipe_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "bad.toml"
     recipe.write_text(
         '[model]\nkind = "gpt"\nlayers = 0\n[data]\nkind = "text"\nsize = 1\n[train]\nsteps = 1\n'

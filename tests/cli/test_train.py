@@ -55,7 +55,7 @@ def test_a_run_goes_on_longer_on_another_number_of_ranks_looking_elsewhere(folde
     assert len(rows) == 6
 
 
-def test_a_complete_run_is_told_again(folder: Path) -> None:
+def test_a_complete_run_is_reported_again(folder: Path) -> None:
     first = paceline(folder, "train", "recipe.toml", "--json")
     assert first.returncode == 0, first.stderr
     again = paceline(folder, "train", "recipe.toml", "--json")

@@ -487,7 +487,7 @@ def test_odd_samples_are_named() -> None:
         list(make([*range(6), object(), 7], shuffle=False, name="the rows"))
 
 
-def test_errors_of_the_users_code_keep_their_kind_and_tell_the_sample() -> None:
+def test_errors_of_the_users_code_keep_their_kind_and_report_the_sample() -> None:
     class Broken(Numbers):
         def __getitem__(self, index: int) -> int:
             return {4: 1}[index]

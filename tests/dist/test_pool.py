@@ -140,7 +140,7 @@ def test_warnings_are_errors_in_ranks(ranks: Pool) -> None:
         ranks.run(warn)
 
 
-def test_a_result_that_cannot_travel_is_told(ranks: Pool) -> None:
+def test_a_result_that_cannot_travel_is_reported(ranks: Pool) -> None:
     with pytest.raises(RankError, match="can't be sent back"):
         ranks.run(return_a_lambda)
 

@@ -217,7 +217,7 @@ def test_a_variable_that_is_no_number_is_refused(
     assert "invalid" in capsys.readouterr().err
 
 
-def test_variables_come_from_where_the_caller_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_come_from_where_the_caller_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NNODES", "2")
     parser = argparse.ArgumentParser()
     add_torchrun_flags(parser, {"PET_ROLE": "worker"})

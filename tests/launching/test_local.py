@@ -176,7 +176,7 @@ def test_an_error_of_ours_arrives_as_it_is() -> None:
     assert str(caught.value) == "The wheel is flat. It must be round. Pump. [PL999]"
 
 
-def test_an_error_of_ours_is_told_once() -> None:
+def test_an_error_of_ours_is_reported_once() -> None:
     done = run_job("raise_ours_on_one", "2")
     assert done.returncode == 2
     assert (done.stdout + done.stderr).count("The wheel is flat") == 1
@@ -191,7 +191,7 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     assert (caught.value.rank, caught.value.signal_name, caught.value.status) == (1, "SIGKILL", -9)
 
 
-def test_exit_codes_are_told() -> None:
+def test_exit_codes_are_reported() -> None:
     with pytest.raises(RankFailed, match="rank 1 exited with code 7") as caught:
         launch(jobs.exit_seven_on_one, nproc=2)
     assert caught.value.status == 7
@@ -204,7 +204,7 @@ def test_a_rank_without_a_record_is_the_cause_of_one_that_lost_it(tmp_path: Path
     assert f"{tmp_path}/rank-0001.log" in str(caught.value), "as for a script"
 
 
-def test_the_word_of_sys_exit_is_told() -> None:
+def test_the_word_of_sys_exit_is_reported() -> None:
     with pytest.raises(RankFailed, match="rank 1 failed first: no more road"):
         launch(jobs.sys_exit_on_one, nproc=2)
 
@@ -322,7 +322,7 @@ def test_ranks_die_with_the_launcher(running: Running) -> None:
     assert running.wait_for_ranks(20) == []
 
 
-def test_a_killed_keeper_is_told_from_a_failed_rank() -> None:
+def test_a_killed_keeper_is_distinguished_from_a_failed_rank() -> None:
     """In a process of its own, whose next launch must start another."""
     program = (
         "import os\n"

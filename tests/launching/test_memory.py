@@ -104,7 +104,7 @@ def test_a_group_whose_path_has_a_colon(kernel: Kernel) -> None:
     assert count_oom_kills() == OomCounts(in_group=1, on_machine=None)
 
 
-def test_nothing_is_counted_where_nothing_is_told(kernel: Kernel) -> None:
+def test_nothing_is_counted_where_nothing_is_reported(kernel: Kernel) -> None:
     assert count_oom_kills() == OomCounts(None, None)
     kernel.write("/proc/self/cgroup", "0::/job\n")
     kernel.write("/proc/vmstat", "nr_free_pages 5\n")
@@ -145,7 +145,7 @@ def test_counts_that_have_grown_explain(
 # ---- the kernel's log
 
 
-def test_the_log_tells_of_the_process_itself(kernel: Kernel) -> None:
+def test_the_log_reports_of_the_process_itself(kernel: Kernel) -> None:
     kernel.records = ["6,1,1,-;usb 1-1: new device\n", KMSG_GROUP, KMSG_MACHINE]
     none = OomCounts(None, None)
     assert explain_kill(4711, none) == (

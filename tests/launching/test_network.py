@@ -151,7 +151,7 @@ def test_nodes_meet_by_the_address_that_leads_to_the_host(machine: Machine) -> N
         assert flags.standalone is False
 
 
-def test_what_the_user_says_of_the_host_stays(machine: Machine) -> None:
+def test_what_the_user_states_of_the_host_stays(machine: Machine) -> None:
     words = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500")
     flags = read_flags(*words, "--rdzv-conf=is_host=1,timeout=20")
     machine.choose(flags)
@@ -234,7 +234,7 @@ def test_an_own_name_for_the_loopback_with_one_interface(machine: Machine) -> No
     assert (flags.rdzv_conf, flags.local_addr) == ("", "10.77.0.11")
 
 
-def test_with_several_interfaces_the_user_must_say(machine: Machine) -> None:
+def test_with_several_interfaces_the_user_must_state(machine: Machine) -> None:
     machine.names["node1"] = ["127.0.1.1"]
     machine.interfaces["ib0"] = ["10.99.0.11"]
     with pytest.raises(PacelineError, match="several interfaces are suitable") as caught:
@@ -311,7 +311,7 @@ def test_several_servers_of_etcd_are_left_to_torch(machine: Machine) -> None:
     assert machine.asked == []
 
 
-def test_one_server_of_etcd_tells_the_route(machine: Machine) -> None:
+def test_one_server_of_etcd_reports_the_route(machine: Machine) -> None:
     flags = read_flags("--nnodes=2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=node0:2379")
     assert machine.choose(flags) == {"GLOO_SOCKET_IFNAME": "eth0"}
     assert (flags.rdzv_conf, flags.local_addr) == ("", "10.77.0.11")

@@ -145,6 +145,6 @@ def test_a_reader_that_goes_is_noticed_by_a_script_and_not_by_a_training(
     assert (log.read_text() == "first\n" + "more\n" * 100) is persists
 
 
-def test_a_file_that_cannot_be_opened_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         open_streams(None, str(tmp_path / "no" / "file"), "", "", shows=True, persists=False)

@@ -23,12 +23,12 @@ def test_own_name_that_stands_for_the_loopback(tmp_path: Path) -> None:
     check_sums(tmp_path, meeting="c10d by name", own_name="loopback")
 
 
-def test_an_endpoint_that_does_not_resolve_is_told_at_once(tmp_path: Path) -> None:
+def test_an_endpoint_that_does_not_resolve_is_reported_at_once(tmp_path: Path) -> None:
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "nowhere.invalid:29501"]
     check_unknown_name(tmp_path, words=words)
 
 
-def test_the_node_of_the_cause_tells_it(tmp_path: Path) -> None:
+def test_the_node_of_the_cause_reports_it(tmp_path: Path) -> None:
     check_cause_is_elsewhere(tmp_path, meeting="c10d by address")
 
 

@@ -409,7 +409,7 @@ def test_a_hook_of_the_scripts_own_is_called(runner: Runner) -> None:
     assert done.log.endswith("ValueError: boo\n")
 
 
-def test_a_syntax_error_is_told(runner: Runner) -> None:
+def test_a_syntax_error_is_reported(runner: Runner) -> None:
     path = runner.write("x = = 2\n")
     done = runner.run("train.py")
     assert (done.code, done.err) == (1, "")
@@ -419,7 +419,7 @@ def test_a_syntax_error_is_told(runner: Runner) -> None:
     assert done.log.endswith("SyntaxError: invalid syntax\n")
 
 
-def test_an_error_that_can_not_be_put_in_words_is_told(runner: Runner) -> None:
+def test_an_error_that_can_not_be_put_in_words_is_reported(runner: Runner) -> None:
     runner.write(SCRIPTS["unprintable error"])
     done = runner.run("train.py")
     assert (done.code, done.err) == (1, "")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.launching.ending.trace import find_last, find_own_frame, fold, tell_last_line
+from paceline.launching.ending.trace import find_error_line, find_last, find_own_frame, fold
 
 HERE = Path(__file__).name
 
@@ -86,7 +86,7 @@ def test_a_plain_error() -> None:
     assert Path(frame.path).name == HERE
     assert (frame.name, frame.line) == ("fail", fail.__code__.co_firstlineno + 1)
     assert frame.where.endswith(f"{HERE}:{frame.line} in fail")
-    assert tell_last_line(trace) == "ValueError: boo"
+    assert find_error_line(trace) == "ValueError: boo"
     assert find_last(surround(trace)) == trace.rstrip()
     assert fold(trace) == trace.rstrip()
 
@@ -125,7 +125,7 @@ def test_the_innermost_frame_of_ones_own_before_libraries() -> None:
     frame = find_own_frame(trace)
     assert frame is not None
     assert frame.name == "<lambda>"
-    assert tell_last_line(trace).startswith("json.decoder.JSONDecodeError: Expecting property name")
+    assert find_error_line(trace).startswith("json.decoder.JSONDecodeError: Expecting property name")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_chained_errors(fn: Callable[[], None], words: list[str], last: str) -> 
     assert found == trace.rstrip()
     places = [found.index(word) for word in words]
     assert places == sorted(places)
-    assert tell_last_line(trace) == last
+    assert find_error_line(trace) == last
     frame = find_own_frame(trace)
     assert frame is not None
     assert frame.name == fn.__name__
@@ -163,7 +163,7 @@ def test_a_log_without_one() -> None:
     for log in ("", "\n", "step 1\nstep 2\n", "Traceback of things\n"):
         assert find_last(log) == ""
     assert find_own_frame("") is None
-    assert tell_last_line("") == ""
+    assert find_error_line("") == ""
     assert fold("") == ""
 
 
@@ -181,31 +181,31 @@ def test_a_log_that_is_cut_short() -> None:
 def test_a_message_of_several_lines() -> None:
     trace = format_error(lambda: fail("two\n  lines\n\tand more"))
     assert find_last(surround(trace)) == trace.rstrip()
-    assert tell_last_line(trace) == "ValueError: two"
+    assert find_error_line(trace) == "ValueError: two"
     assert fold(trace) == trace.rstrip()
 
 
 def test_a_message_without_words() -> None:
     trace = format_error(lambda: fail(""))
-    assert tell_last_line(trace) == "ValueError"
-    assert tell_last_line("no more road") == "no more road"
+    assert find_error_line(trace) == "ValueError"
+    assert find_error_line("no more road") == "no more road"
 
 
 def test_names_of_errors_with_dots() -> None:
     error = subprocess.CalledProcessError(3, "x")
     trace = "".join(traceback.format_exception(error))
-    assert tell_last_line(trace).startswith("subprocess.CalledProcessError: Command 'x'")
+    assert find_error_line(trace).startswith("subprocess.CalledProcessError: Command 'x'")
 
     def expire() -> None:
         raise subprocess.TimeoutExpired("x", 3)
 
     trace = format_error(expire)
-    assert tell_last_line(trace) == "subprocess.TimeoutExpired: Command 'x' timed out after 3 seconds"
+    assert find_error_line(trace) == "subprocess.TimeoutExpired: Command 'x' timed out after 3 seconds"
 
 
 def test_an_error_named_in_a_message_is_not_the_error() -> None:
     text = "no luck. It was:\nKeyErrors happen\nfoo.ErrorLog says more"
-    assert tell_last_line(format_error(lambda: fail(text))) == "ValueError: no luck. It was:"
+    assert find_error_line(format_error(lambda: fail(text))) == "ValueError: no luck. It was:"
 
 
 def test_deep_recursion() -> None:
@@ -214,7 +214,7 @@ def test_deep_recursion() -> None:
 
     trace = format_error(lambda: dig(0))
     assert "[Previous line repeated" in fold(trace)
-    assert tell_last_line(trace).startswith("RecursionError: maximum recursion depth exceeded")
+    assert find_error_line(trace).startswith("RecursionError: maximum recursion depth exceeded")
     assert find_last(surround(trace)) == trace.rstrip()
 
 
@@ -239,7 +239,7 @@ def test_an_error_in_a_loader_worker_is_where_the_dataset_raised(worker_error: s
     frame = find_own_frame(worker_error)
     assert frame is not None
     assert frame.name == "__getitem__"
-    assert tell_last_line(worker_error) == "ValueError: no sample 0"
+    assert find_error_line(worker_error) == "ValueError: no sample 0"
     folded = fold(worker_error)
     assert "frames of libraries: torch/utils/data/" in folded
     assert "Original Traceback" in folded
@@ -275,7 +275,7 @@ def test_torchs_prefix_is_taken_away(tmp_path: Path) -> None:
     frame = find_own_frame(trace)
     assert frame is not None
     assert (Path(frame.path).name, frame.line, frame.name) == ("train.py", 8, "load")
-    assert tell_last_line(trace) == "ValueError: boo"
+    assert find_error_line(trace) == "ValueError: boo"
 
 
 # ---- crashes, syntax errors, groups
@@ -291,7 +291,7 @@ def test_a_crash_in_compiled_code(tmp_path: Path) -> None:
     frame = find_own_frame(trace)
     assert frame is not None
     assert (Path(frame.path).name, frame.line, frame.name) == ("train.py", 3, "read")
-    assert tell_last_line(trace) == "Fatal Python error: Segmentation fault"
+    assert find_error_line(trace) == "Fatal Python error: Segmentation fault"
     assert "in string_at" in fold(trace)
 
 
@@ -301,7 +301,7 @@ def test_a_crash_in_code_of_the_command_line() -> None:
     trace = find_last(done.stderr)
     assert "in string_at" in trace
     assert find_own_frame(trace) is None
-    assert tell_last_line(trace) == "Fatal Python error: Segmentation fault"
+    assert find_error_line(trace) == "Fatal Python error: Segmentation fault"
 
 
 def test_the_later_one_counts(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_syntax_error_of_the_script(tmp_path: Path) -> None:
     err = run_python("def f():\n    x = = 2\n", tmp_path)
     trace = find_last(surround(err))
     assert trace == err.rstrip()
-    assert tell_last_line(trace) == "SyntaxError: invalid syntax"
+    assert find_error_line(trace) == "SyntaxError: invalid syntax"
     frame = find_own_frame(trace)
     assert frame is not None
     assert (Path(frame.path).name, frame.line) == ("train.py", 2)
@@ -325,7 +325,7 @@ def test_a_syntax_error_of_the_script(tmp_path: Path) -> None:
 def test_a_syntax_error_of_an_imported_module(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text("x = = 2\n")
     trace = find_last(surround(run_python("import nets\n", tmp_path)))
-    assert tell_last_line(trace) == "SyntaxError: invalid syntax"
+    assert find_error_line(trace) == "SyntaxError: invalid syntax"
     frame = find_own_frame(trace)
     assert frame is not None
     assert Path(frame.path).name == "nets.py"
@@ -337,7 +337,7 @@ def test_a_group_of_errors() -> None:
 
     trace = format_error(gather)
     assert find_last(surround(trace)) == trace.rstrip()
-    assert tell_last_line(trace) == "ExceptionGroup: both (2 sub-exceptions)"
+    assert find_error_line(trace) == "ExceptionGroup: both (2 sub-exceptions)"
     frame = find_own_frame(trace)
     assert frame is not None
     assert frame.name == "gather"

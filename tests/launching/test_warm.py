@@ -240,7 +240,7 @@ def test_looking_for_a_package_does_not_import_it(see: See) -> None:
     assert see("find_spec of a part") == "torch.nn"
 
 
-def test_afterwards_nothing_tells_of_it(see: See) -> None:
+def test_afterwards_nothing_reports_of_it(see: See) -> None:
     names = ["torch", "torch.nn", "numpy"]
     assert see("specs") == [[name, "SourceFileLoader", True] for name in names]
     assert see("finder goes") == [True, 0]
@@ -286,7 +286,7 @@ def test_what_changes_nothing_does_not(case: str, see: See) -> None:
 # ---- threads and random numbers
 
 
-def test_openblas_has_the_threads_that_the_environment_says(see: See) -> None:
+def test_openblas_has_the_threads_that_the_environment_states(see: See) -> None:
     cores = len(os.sched_getaffinity(0))
     assert see("openblas") is None, "what was set for the import is taken away"
     assert see("blas") == (2 if cores > 1 else 1)

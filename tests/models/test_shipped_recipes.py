@@ -40,7 +40,7 @@ def test_recipe_builds_and_learns(name: str, kind: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_dropout_is_set_as_the_names_say() -> None:
+def test_dropout_is_set_as_the_names_state() -> None:
     encoder = load_recipe(FOLDER / "encoder-dropout.toml").model
     assert encoder.kind == "encoder"
     assert encoder.dropout > 0

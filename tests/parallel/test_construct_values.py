@@ -89,7 +89,7 @@ def test_a_cut_keeps_only_its_part() -> None:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def test_a_window_tells_bytes_apart() -> None:
+def test_a_window_reports_bytes_apart() -> None:
     construction = construct(Constants, 1)
     window = construction.windows["steps"]
     assert isinstance(window, StorageWindow)

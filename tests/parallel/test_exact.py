@@ -174,7 +174,7 @@ def die_in_a_bucket(world: Any) -> None:
         ExactReduction.reduce_bucket = reduce_bucket  # type: ignore[method-assign]
 
 
-def test_a_rank_that_dies_in_a_bucket_is_told_on_the_others(ranks: Pool) -> None:
+def test_a_rank_that_dies_in_a_bucket_is_reported_on_the_others(ranks: Pool) -> None:
     started_s = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks.run(die_in_a_bucket)

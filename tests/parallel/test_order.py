@@ -50,7 +50,7 @@ def lay_out(world: Any) -> tuple[list[str], bool]:
     return records, laid_out.replica is None
 
 
-def test_the_order_is_told(ranks: Pool) -> None:
+def test_the_order_is_reported(ranks: Pool) -> None:
     compiled = "compile: torch.compile over the whole model"
     replicated = "replicate: DistributedDataParallel over dp_replicate=2, fast reduction"
     assert ranks.run(lay_out) == [([compiled, replicated], False)] * 2
@@ -80,7 +80,7 @@ def lay_out_all(world: Any) -> list[str]:
     return records
 
 
-def test_every_transformation_is_told_in_its_order(ranks: Pool) -> None:
+def test_every_transformation_is_reported_in_its_order(ranks: Pool) -> None:
     assert ranks.run(lay_out_all, nproc=4) == [["tp", "recompute", "shard"]] * 4
 
 
@@ -98,7 +98,7 @@ def test_synchronised_batchnorm_replaces_layers_on_cuda() -> None:
     assert isinstance(model[1][0], nn.SyncBatchNorm)
 
 
-def test_a_hook_without_anybody_to_talk_to_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_without_anybody_to_talk_to_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     hook: Any = (None, lambda state, bucket: torch.futures.Future())
     assert lay(nn.Linear(2, 2), None, comm_hook=hook).replica is None
     assert "comm_hook is not used" in caplog.text

@@ -75,7 +75,7 @@ def offload_to_cpu(world: Any) -> list[str]:
     return lines
 
 
-def test_offload_to_cpu_says_that_it_does_nothing_there(ranks: Pool) -> None:
+def test_offload_to_cpu_states_that_it_does_nothing_there(ranks: Pool) -> None:
     assert (
         ranks.run(offload_to_cpu, 2)
         == [["shard: offload=cpu changes nothing for a model that is on the CPU"]] * 2

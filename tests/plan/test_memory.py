@@ -135,7 +135,7 @@ def test_offloading_leaves_what_is_in_use() -> None:
     assert plan["after_step"].offloaded == P
 
 
-def test_recipes_say_types_and_microbatches() -> None:
+def test_recipes_state_types_and_microbatches() -> None:
     gpt = load_recipe(RECIPES / "gpt-stdlib.toml")
     whole = 4 * count_parameters(list_parameters(gpt))
     plan = plan_recipe_memory(gpt, Layout(2))  # exact: 4 microbatches, 2 per rank, 1 set aside

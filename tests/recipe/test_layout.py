@@ -94,7 +94,7 @@ def test_text_round_trip(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
 
 
-def test_text_says_what_is_not_the_default() -> None:
+def test_text_states_what_is_not_the_default() -> None:
     assert str(Layout()) == "dp_replicate=auto"
     text = "dp_replicate=2 dp_shard=2 tp=4 zero=2 sequence=true recompute=block offload=cpu"
     assert str(Layout.parse(text)) == text
@@ -102,7 +102,7 @@ def test_text_says_what_is_not_the_default() -> None:
 
 
 @given(layouts)
-def test_a_recipe_says_the_same_as_the_text(layout: Layout) -> None:
+def test_a_recipe_states_the_same_as_the_text(layout: Layout) -> None:
     table = {field.name: getattr(layout, field.name) for field in fields(Layout)}
     table["dp_replicate"] = "auto" if layout.dp_replicate is None else layout.dp_replicate
     assert LayoutSection.model_validate(table).to_layout() == layout

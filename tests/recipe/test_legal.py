@@ -287,7 +287,7 @@ def test_all_reasons_at_once() -> None:
     assert all(f"[{code}]" in text for code in codes)
 
 
-def test_the_guide_shows_what_is_said() -> None:
+def test_the_guide_shows_what_is_stated() -> None:
     asked = load_recipe(RECIPES / "gpt-stdlib.toml", ["model.heads=32", "model.ffn_hidden=1536"])
     with pytest.raises(LayoutErrors) as caught:
         refuse_layout(asked, Layout.parse("tp=6 zero=2"), 8)

@@ -339,7 +339,7 @@ def test_all_problems_in_one_go_and_in_the_order_of_the_file() -> None:
     ]
 
 
-def test_a_typing_error_is_not_also_told_as_a_missing_key() -> None:
+def test_a_typing_error_is_not_also_reported_as_a_missing_key() -> None:
     assert [problem.code for problem in problems_of(small(train={"stpes": 3}))] == ["PL100"]
     assert [problem.code for problem in problems_of(small(train={"steps": -3}))] == ["PL101"]
 

@@ -14,7 +14,7 @@ from paceline.torch_seams.elastic import SteppedAgent
     [
         ("_rendezvous", "meet"),
         ("_start_workers", "start_ranks"),
-        ("_monitor_workers", "look_at_ranks"),
+        ("_monitor_workers", "poll_ranks"),
         ("_restart_workers", "restart_ranks"),
     ],
 )

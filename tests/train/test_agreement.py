@@ -81,7 +81,7 @@ def agree_at(world: Any, positions: list[int]) -> None:
 
 
 @pytest.mark.parametrize("positions", [[5, 6], [1, 3, 2], [4, 4, 5]])
-def test_another_position_of_any_rank_is_told_on_all(ranks: Pool, positions: list[int]) -> None:
+def test_another_position_of_any_rank_is_reported_on_all(ranks: Pool, positions: list[int]) -> None:
     """Also where the mean is right."""
     with pytest.raises(RankError) as caught:
         ranks.run(agree_at, nproc=len(positions), args=(positions,))

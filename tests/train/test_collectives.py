@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.comm import board
 from paceline.parallel.replicate import Replica
-from paceline.train.agreement import NUM_TOLD, Agreement
+from paceline.train.agreement import NUM_SENT, Agreement
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool
 from tests.dist.recorder import RECORD, count_recorded, recorded_collectives
@@ -37,7 +37,7 @@ def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
 
 def agreement_of(nproc: int, per_rank: int) -> Any:
     """A small vector is exchanged by all-to-all and summed by each rank."""
-    return "all_to_all", (nproc * (nproc * NUM_TOLD + per_rank),)
+    return "all_to_all", (nproc * (nproc * NUM_SENT + per_rank),)
 
 
 def without_board(world: Any, function: Any, *args: Any) -> Any:

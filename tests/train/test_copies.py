@@ -242,7 +242,7 @@ def doubled(world: Any, kind: str) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize("kind", ["in order", "shuffled"])
-def test_the_same_loader_on_two_ranks_is_told(ranks: Pool, kind: str) -> None:
+def test_the_same_loader_on_two_ranks_is_reported(ranks: Pool, kind: str) -> None:
     for code, text, num_taken in ranks.run(doubled, args=(kind,)):
         assert (code, num_taken) == ("PL419", 2)
         assert "DistributedSampler" in text

@@ -144,7 +144,7 @@ def test_losses_gradients_and_weights_are_the_full_batch_loops(ranks: Pool, kind
         assert tensors_apart(final, trained.tensors) <= 1e-10
 
 
-def test_the_data_is_as_uneven_as_it_says() -> None:
+def test_the_data_is_as_uneven_as_it_states() -> None:
     counts = (Masked().targets != IGNORED).sum(1)
     for size in (1, 4):
         sums = [int(part.sum()) for part in counts[:GLOBAL_BATCH].split(size)]

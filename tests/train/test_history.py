@@ -117,7 +117,7 @@ def test_a_restart_remembers_that_a_save_was_made(ranks: Pool, tmp_path: Path) -
         assert found[2].endswith("[PL550] True")
 
 
-def test_two_histories_are_told(ranks: Pool, disks: list[str]) -> None:
+def test_two_histories_are_reported(ranks: Pool, disks: list[str]) -> None:
     assert ranks.run(train_or_tell, nproc=2, args=(disks,)) == [0, 0]
     path = Path(disks[1]) / "checkpoints" / "step-00000002"
     manifest = read_manifest(path)

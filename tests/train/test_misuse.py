@@ -261,7 +261,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_wrong_use_is_told(case: str) -> None:
+def test_wrong_use_is_reported(case: str) -> None:
     code, use, saw = CASES[case]
     with start(device="cpu", threads_per_rank=1), pytest.raises(PacelineError) as caught:
         use()
@@ -288,7 +288,7 @@ def test_other_errors_pass_as_they_are() -> None:
             )
 
 
-def test_parameters_that_the_optimizer_leaves_out_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_that_the_optimizer_leaves_out_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     with start(device="cpu", threads_per_rank=1):
         trainer = build(
             optimizer=lambda named: torch.optim.SGD([p for n, p in named if n == "weight"], lr=0.1)
@@ -301,7 +301,7 @@ def test_parameters_that_the_optimizer_leaves_out_are_told(caplog: pytest.LogCap
         assert torch.equal(trainer.model.bias, before)
 
 
-def test_a_batch_larger_than_the_data_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_larger_than_the_data_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with start(device="cpu", threads_per_rank=1):
         trainer = build(forward=lambda model, batch: model(batch[0]))
         trainer.loader(data(6), global_batch_size=6)
@@ -335,7 +335,7 @@ def out_of_step(world: Any) -> None:
         trainer.step(share)
 
 
-def test_ranks_at_different_steps_are_told(ranks: Pool) -> None:
+def test_ranks_at_different_steps_are_reported(ranks: Pool) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(out_of_step)
     texts = {rank: str(error) for rank, error in caught.value.causes.items()}
@@ -389,7 +389,7 @@ def save_run(world: Any, folder: str, kind: str) -> int:
         ("adam", "PL511", "it is of the optimizer SGD, and this one is Adam"),
     ],
 )
-def test_another_model_in_the_folder_is_told_on_all_ranks(
+def test_another_model_in_the_folder_is_reported_on_all_ranks(
     ranks: Pool, tmp_path: Path, kind: str, code: str, saw: str
 ) -> None:
     assert ranks.run(save_run, args=(str(tmp_path), "first")) == [2, 2]
@@ -402,7 +402,7 @@ def test_another_model_in_the_folder_is_told_on_all_ranks(
     assert ranks.run(save_run, args=(str(tmp_path), "first")) == [4, 4]
 
 
-def test_another_set_of_optimizers_in_the_folder_is_told(ranks: Pool, tmp_path: Path) -> None:
+def test_another_set_of_optimizers_in_the_folder_is_reported(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(save_run, nproc=1, args=(str(tmp_path / "one"), "student")) == [2]
     with pytest.raises(RankError, match=r"teacher(?s:.)*PL511"):
         ranks.run(save_run, nproc=1, args=(str(tmp_path / "one"), "both"))

@@ -164,7 +164,7 @@ def test_nothing_is_disturbed() -> None:
     assert hash_tensors(one) == hash_tensors(other)
 
 
-def test_batchnorm_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_batchnorm_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     take_steps({"model": lambda: net(nn.BatchNorm1d(8))})
     assert caplog.text.count("PL413") == 1
     assert "1: BatchNorm normalizes each microbatch of 2 samples separately" in caplog.text
@@ -180,7 +180,7 @@ def test_batchnorm_with_one_sample() -> None:
         take_steps({"model": lambda: net(nn.BatchNorm1d(8))}, size=8)
 
 
-def test_a_mean_over_no_targets_is_told_as_that() -> None:
+def test_a_mean_over_no_targets_is_reported_as_that() -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(output, batch["y"], ignore_index=IGNORED)
 
@@ -270,7 +270,7 @@ def test_a_buffer_that_changes_alike_changes_once_per_step() -> None:
     assert int(trainer.model.count) == 2  # type: ignore[arg-type]
 
 
-def test_a_buffer_that_depends_on_the_samples_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_buffer_that_depends_on_the_samples_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     trainer = take_steps({"model": Average, "microbatch_size": 4})
     assert caplog.text.count("PL416") == 1
     assert "average: forward changes this buffer depending on the samples" in caplog.text

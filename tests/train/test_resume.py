@@ -377,7 +377,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(ranks: Pool, whole: A
     assert [row["step"] for row in rows] == list(range(1, LAST + 1))
 
 
-def test_with_no_valid_checkpoint_all_ranks_are_told(ranks: Pool, tmp_path: Path) -> None:
+def test_with_no_valid_checkpoint_all_ranks_are_reported(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(run, args=(str(tmp_path), {"last": 2}))
     damage(tmp_path / "checkpoints" / "step-00000002" / "optimizer.safetensors")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}

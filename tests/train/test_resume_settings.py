@@ -292,7 +292,7 @@ def test_a_stream_is_not_read_for_it() -> None:
     assert build().loader(Stream(), global_batch_size=4).content_hash is None
 
 
-def test_a_new_tracked_object_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_tracked_object_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     go(tmp_path, last=2, track=("ema",))
     assert "PL518" not in caplog.text
     go(tmp_path, last=3, track=("ema", "best"))

@@ -114,7 +114,7 @@ def check_summary(summary: dict[str, Any], kind: str, nproc: int) -> None:
     assert ("accuracy" in summary["valid"]) == (kind == "resnet")
 
 
-def test_a_complete_run_is_told_again_and_may_be_made_longer(ranks: Pool, tmp_path: Path) -> None:
+def test_a_complete_run_is_reported_again_and_may_be_made_longer(ranks: Pool, tmp_path: Path) -> None:
     folder, table = str(tmp_path / "run"), digits_recipe()
     (first, _), _ = ranks.run(run, args=(table, folder, ["train.steps=3"]))
     before = model_hash(tmp_path / "run")

@@ -172,7 +172,7 @@ def test_ranks_without_a_launcher_are_waited_for(tmp_path: Path, caplog: pytest.
     claim_run_folder(tmp_path, recipe()).close()
 
 
-def test_ranks_that_never_leave_are_told_with_what_to_do(
+def test_ranks_that_never_leave_are_reported_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder, "_LEAVING_S", 0.3)
@@ -183,7 +183,7 @@ def test_ranks_that_never_leave_are_told_with_what_to_do(
 
 
 @pytest.mark.parametrize("text", ["", "1234\n", "[]", "\x00" * 40, '{"pid": 1}'])
-def test_a_lock_that_tells_nothing_is_given_a_second(text: str, tmp_path: Path) -> None:
+def test_a_lock_that_reports_nothing_is_given_a_second(text: str, tmp_path: Path) -> None:
     """It may just be being written, or held by someone who only looks."""
     with claim_run_folder(tmp_path, recipe()) as held:
         (tmp_path / ".lock").write_text(text)
@@ -225,7 +225,9 @@ def test_a_folder_that_may_not_be_written_to_is_refused(
         claim_run_folder(tmp_path / "demo", recipe())
 
 
-def test_a_full_disk_is_told_and_the_lock_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_the_lock_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Path, *args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -196,7 +196,7 @@ def test_code_between_two_modules_is_put_to_their_parent() -> None:
         ({"only_padding": True}, "PL713"),
     ],
 )
-def test_how_an_output_differs_tells_the_cause(seen: dict[str, bool], code: str) -> None:
+def test_how_an_output_differs_reports_the_cause(seen: dict[str, bool], code: str) -> None:
     assert explain(differ("loss"), observe({0: [event("block.up|0|out|0", **seen)]}))[0] == code
 
 
@@ -242,13 +242,13 @@ def test_backward_starts_at_the_end() -> None:
         ([1.0, 1.5, 0.5, 1.2], "PL703", "1, 1.5, 0.5, 1.2"),
     ],
 )
-def test_factors_of_microbatches_tell_the_cause(factors: list[float], code: str, words: str) -> None:
+def test_factors_of_microbatches_report_the_cause(factors: list[float], code: str, words: str) -> None:
     found = explain(differ("gradient", "block.up.weight"), observe(factors=factors))
     assert found[0] == code
     assert words in found[2]
 
 
-def test_a_rank_that_keeps_its_own_is_told_from_one_that_is_missing() -> None:
+def test_a_rank_that_keeps_its_own_is_distinguished_from_one_that_is_missing() -> None:
     observed = observe()
     for rank, each in enumerate(observed):
         each.factors = [1.0, 1.0, 0.0, 0.0] if rank < 2 else [0.0, 0.0, 1.0, 1.0]
@@ -257,7 +257,7 @@ def test_a_rank_that_keeps_its_own_is_told_from_one_that_is_missing() -> None:
     assert "own microbatches and no other rank's" in saw
 
 
-def test_factors_that_are_nearly_one_tell_the_cause_too() -> None:
+def test_factors_that_are_nearly_one_report_the_cause_too() -> None:
     for moved, code, words in (
         ([1e-9] * 4, "PL703", "1+1e-09 times"),
         ([0.0, 0.0, 1e-9, 1e-9], "PL706", "factor of its own: 1+0, 1+1e-09"),
@@ -267,7 +267,7 @@ def test_factors_that_are_nearly_one_tell_the_cause_too() -> None:
         assert words in found[2]
 
 
-def test_a_mean_of_means_is_told_from_clipping() -> None:
+def test_a_mean_of_means_is_distinguished_from_clipping() -> None:
     losses = {0: (8.0, 4.0), 1: (8.0, 2.0), 2: (8.0, 8.0), 3: (8.0, 4.0)}
     watched = replace(WATCHED, losses=losses)
     observed = [
@@ -300,7 +300,7 @@ def test_what_differs_when_all_outputs_agree(differences: list[Difference], code
     assert explain(differences, observe())[:2] == (code, where)
 
 
-def test_the_loss_function_is_told_from_the_sum_of_losses() -> None:
+def test_the_loss_function_is_distinguished_from_the_sum_of_losses() -> None:
     right = explain(differ("loss"), observe())[2]
     assert "Every microbatch's loss agrees" in right
     wrong = observe()

@@ -121,7 +121,7 @@ def find_twice(_world: World) -> bool:
     return all(map(torch.equal, train(looks=False), train(looks=True)))
 
 
-def test_training_tells_once_of_draws_that_depend_on_the_layout(ranks: Pool) -> None:
+def test_training_reports_once_of_draws_that_depend_on_the_layout(ranks: Pool) -> None:
     (told,) = ranks.run(train_recurrent, 1, ())
     assert len(told) == 1
     assert "[PL452]" in told[0]

@@ -32,7 +32,7 @@ def test_right_layouts_are_within_tolerance(ranks: Pool, tmp_path: Path, kind: s
     layouts = [resolve_layout("dp_replicate=2"), resolve_layout("dp_replicate=4")]
     told: list[str] = []
     verified = verify_recipe(
-        recipe, layouts, run=PoolRunner(ranks), tell=lambda result: told.append(result.layout)
+        recipe, layouts, run=PoolRunner(ranks), on_result=lambda result: told.append(result.layout)
     )
     assert verified.ok
     assert told == ["dp_replicate=2", "dp_replicate=4"]
@@ -188,7 +188,7 @@ class FailsOnRank1(nn.Module):
         return output
 
 
-def test_a_layout_that_fails_is_told_and_the_others_go_on(ranks: Pool) -> None:
+def test_a_layout_that_fails_is_reported_and_the_others_go_on(ranks: Pool) -> None:
     layouts = [resolve_layout("dp_replicate=4"), resolve_layout("dp_replicate=2")]
     verified = verify_subject(subject(FailsOnRank1), layouts, run=PoolRunner(ranks))
     assert [result.status for result in verified.results] == ["failed", "ok"]

@@ -300,14 +300,14 @@ def launch_both(folder: Path, text: str) -> list[tuple[int, list[str]]]:
     return told
 
 
-def test_an_error_is_told_as_it_is_without_a_watch(tmp_path: Path) -> None:
+def test_an_error_is_reported_as_it_is_without_a_watch(tmp_path: Path) -> None:
     watched, unwatched = launch_both(tmp_path, FAILING)
     assert watched == unwatched
     assert watched[0] == 1
     assert watched[1].count("RuntimeError: no data") == 2  # by the rank, and by the launcher
 
 
-def test_an_exit_is_told_with_its_line(tmp_path: Path) -> None:
+def test_an_exit_is_reported_with_its_line(tmp_path: Path) -> None:
     (code, watched), (plain_code, unwatched) = launch_both(tmp_path, "raise SystemExit(3)")
     assert code == plain_code == 1
     assert [line for line in watched if line in unwatched] == unwatched

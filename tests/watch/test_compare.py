@@ -142,7 +142,7 @@ def prints_of(rank: int, *told: list[Call]) -> Prints:
     return travel(NodeState("node-b", (rank,), still, prints=comparison.read_prints())).prints
 
 
-def test_nodes_compare_what_they_tell_each_other() -> None:
+def test_nodes_compare_what_they_report_each_other() -> None:
     comparison = Comparison()
     comparison.note_calls(0, series(range(1, 300), op="sum"))
     comparison.note_node(1, prints_of(8, series(range(200, 400), op="sum")))
@@ -151,7 +151,7 @@ def test_nodes_compare_what_they_tell_each_other() -> None:
     assert comparison.is_suspicious(0.0)
 
 
-def test_a_node_tells_its_own_ranks_calls_alone() -> None:
+def test_a_node_reports_its_own_ranks_calls_alone() -> None:
     comparison = Comparison()
     comparison.note_node(1, prints_of(8, series([1, 2], op="sum")))
     assert comparison.read_prints() == {}
@@ -159,7 +159,7 @@ def test_a_node_tells_its_own_ranks_calls_alone() -> None:
     assert [told[0] for told in comparison.read_prints()["0"]] == [3, 2]
 
 
-def test_a_node_tells_little() -> None:
+def test_a_node_reports_little() -> None:
     busy = [series(range(first, first + 200), op="sum") for first in range(1, 2000, 200)]
     many = [series(range(1, 100), group=f"g{n}", op="sum") for n in range(40)]
     for told in (busy, many, [*busy, *many]):
@@ -204,7 +204,7 @@ def test_reports_confirm(code: str, here: Change, there: Change) -> None:
     assert "they continued" in told
 
 
-def test_reports_that_fit_tell_nothing() -> None:
+def test_reports_that_fit_report_nothing() -> None:
     assert told_of(series(range(1, 9)), series(range(4, 12))) == ""
 
 
@@ -224,7 +224,7 @@ def test_sizes_that_some_backend_lets_through_are_left_out() -> None:
     assert told_of(here, there) == ""
 
 
-def test_a_print_says_nothing_of_what_is_not_known() -> None:
+def test_a_print_states_nothing_of_what_is_not_known() -> None:
     made = print_call(call(operation="gather", sizes=(), peer=None))
     assert made is not None
     assert made[1:] == (0, 0, 0, 0)

@@ -87,7 +87,7 @@ def test_a_rank_that_took_fewer_bytes_and_went_on():
     assert "[2, 2]" in verdict.headline
 
 
-def test_where_the_other_ranks_were_is_told_too():
+def test_where_the_other_ranks_were_is_reported_too():
     job = Job(4)
     falls(job, 0, ABORT, COLLECTIVE, call(7, at=40, sizes=[[1]]), code=-6)
     for rank in (1, 2):
@@ -97,7 +97,7 @@ def test_where_the_other_ranks_were_is_told_too():
     assert places[2] == ((3,), "waited in all_reduce number 6 of world (float32 [128])", [22])
 
 
-def test_a_mismatch_is_told_though_a_rank_failed_by_itself():
+def test_a_mismatch_is_reported_though_a_rank_failed_by_itself():
     job = Job(2)
     falls(
         job,
@@ -239,7 +239,7 @@ def test_a_lost_peer_where_nobody_is_seen_to_have_gone():
     assert explain(job).verdict is None
 
 
-def test_an_error_on_another_node_is_told_in_words():
+def test_an_error_on_another_node_is_reported_in_words():
     job = Job(3)
     falls(job, 1, Ending(1, "error", 1, NOW_S, words="failed with ValueError: 3"), [user(21, "load")], code=1)
     loses_peer(job, 0, call(4))
@@ -270,7 +270,7 @@ def test_a_timeout_is_a_hang_that_torch_has_ended():
     ]
 
 
-def test_a_timeout_where_a_rank_is_on_a_node_that_told_nothing_is_no_verdict():
+def test_a_timeout_where_a_rank_is_on_a_node_that_reported_nothing_is_no_verdict():
     job = Job(2)
     wait = call(4, age_s=3.0)
     falls(job, 0, TIMEOUT, wait.frames, replace(wait, done=True), code=1)
@@ -324,7 +324,7 @@ def test_only_a_member_of_the_group_is_missing():
 # ---- where no verdict is
 
 
-def test_ranks_that_are_on_their_way_out_are_not_told():
+def test_ranks_that_are_on_their_way_out_are_not_reported():
     job = Job(4)
     job.ends(0, -9)
     job.waits(1, call(4))
@@ -337,7 +337,7 @@ def test_ranks_that_are_on_their_way_out_are_not_told():
     ]
 
 
-def test_an_exit_in_compiled_code_or_by_a_library_is_told_with_its_line():
+def test_an_exit_in_compiled_code_or_by_a_library_is_reported_with_its_line():
     job = Job(2)
     falls(job, 1, Ending(1, "exit", 7, NOW_S, words="called os._exit(7)"), [user(21, "check")], code=7)
     loses_peer(job, 0, call(4))
@@ -347,7 +347,7 @@ def test_an_exit_in_compiled_code_or_by_a_library_is_told_with_its_line():
     assert [p.ranks for p in failure.others] == [(0,)]
 
 
-def test_an_error_with_a_traceback_is_not_told_again():
+def test_an_error_with_a_traceback_is_not_reported_again():
     job = Job(2)
     falls(job, 1, Ending(1, "error", 1, NOW_S, words="failed with ValueError: 3"), [user(21, "load")], code=1)
     loses_peer(job, 0, call(4))

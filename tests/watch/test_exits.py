@@ -77,7 +77,7 @@ def test_an_error_raised_from_a_lost_peer_has_lost_it():
     assert describe_ending(0, error).follower
 
 
-def test_an_error_that_can_not_be_told_is_told_by_name():
+def test_an_error_that_can_not_be_reported_is_reported_by_name():
     class BrokenError(Exception):
         def __str__(self) -> str:
             raise ValueError
@@ -88,7 +88,7 @@ def test_an_error_that_can_not_be_told_is_told_by_name():
 # ---- the processes
 
 
-def test_an_error_is_told_with_the_line_that_raised_it(listener):
+def test_an_error_is_reported_with_the_line_that_raised_it(listener):
     code, _ = run(
         listener,
         """
@@ -108,7 +108,7 @@ def test_an_error_is_told_with_the_line_that_raised_it(listener):
     assert stack.frames[0].function == "load"
 
 
-def test_os_exit_is_told_with_its_line(listener):
+def test_os_exit_is_reported_with_its_line(listener):
     code, _ = run(
         listener,
         """
@@ -123,7 +123,7 @@ def test_os_exit_is_told_with_its_line(listener):
 
 
 @pytest.mark.parametrize("holds_lock", [False, True])
-def test_std_terminate_is_told_and_ends_the_process_as_before(listener, holds_lock):
+def test_std_terminate_is_reported_and_ends_the_process_as_before(listener, holds_lock):
     kind = "PyDLL" if holds_lock else "CDLL"
     code, output = run(
         listener,
@@ -144,7 +144,7 @@ def test_std_terminate_is_told_and_ends_the_process_as_before(listener, holds_lo
     assert "WAITS" in own_frames(listener.reports[0].stacks[0].frames)[0].text
 
 
-def test_forks_say_nothing_and_have_what_was_there_before(listener):
+def test_forks_state_nothing_and_have_what_was_there_before(listener):
     code, output = run(
         listener,
         f"""

@@ -69,7 +69,7 @@ def test_a_peer_that_ended_well_is_named_on_one_node(tmp_path: Path, how: str) -
         assert "another node" not in job.text
 
 
-def test_an_error_stays_the_last_message_and_the_peers_calls_are_told(tmp_path: Path) -> None:
+def test_an_error_stays_the_last_message_and_the_peers_calls_are_reported(tmp_path: Path) -> None:
     with run(tmp_path, "error") as job:
         assert job.wait(_END_S) == 1
         verdict = job.text[job.text.index("paceline: rank 1 failed first") :]
@@ -81,7 +81,7 @@ def test_an_error_stays_the_last_message_and_the_peers_calls_are_told(tmp_path: 
         assert "[PL8" not in job.text
 
 
-def test_a_timeout_of_torch_is_told_as_the_hang_that_it_was(tmp_path: Path) -> None:
+def test_a_timeout_of_torch_is_reported_as_the_hang_that_it_was(tmp_path: Path) -> None:
     with run(tmp_path, "sleep") as job:
         assert job.wait(_END_S) == 1
         verdict = job.text[job.text.index("paceline: rank 1 never came to all_reduce number 4") :]
@@ -102,7 +102,7 @@ def test_an_error_that_a_mismatch_may_have_led_to(tmp_path: Path) -> None:
         assert at("BROADCASTS") in after
 
 
-def test_a_restart_tells_the_verdict_in_one_line_and_forgets_it(tmp_path: Path) -> None:
+def test_a_restart_reports_the_verdict_in_one_line_and_forgets_it(tmp_path: Path) -> None:
     with run(tmp_path, "once", "--max-restarts", "1") as job:
         assert job.wait(_END_S) == 0
         assert job.text.count("different sizes in all_reduce number 4 of world") == 1
@@ -110,7 +110,7 @@ def test_a_restart_tells_the_verdict_in_one_line_and_forgets_it(tmp_path: Path) 
         assert "0 restarts left" in job.text
 
 
-def test_a_job_that_leaves_by_exit_says_nothing(tmp_path: Path) -> None:
+def test_a_job_that_leaves_by_exit_states_nothing(tmp_path: Path) -> None:
     with run(tmp_path, "nothing") as job:
         assert job.wait(_END_S) == 0
         assert "paceline:" not in job.text
@@ -134,7 +134,7 @@ def run_on_both(stack: ExitStack, nodes: Nodes, folder: Path, how: str) -> list[
     return jobs
 
 
-def test_every_node_tells_a_mismatch_that_gloo_aborted_a_rank_for(tmp_path: Path, nodes: Nodes) -> None:
+def test_every_node_reports_a_mismatch_that_gloo_aborted_a_rank_for(tmp_path: Path, nodes: Nodes) -> None:
     with nodes, ExitStack() as stack:
         for job in run_on_both(stack, nodes, tmp_path, "sizes"):
             assert job.wait(_END_S) == 1
@@ -151,7 +151,7 @@ def test_a_peer_that_ended_on_another_node_is_named(tmp_path: Path, nodes: Nodes
         assert at("EXITS") in jobs[0].text
 
 
-def test_an_error_on_another_node_is_told_here_too(tmp_path: Path, nodes: Nodes) -> None:
+def test_an_error_on_another_node_is_reported_here_too(tmp_path: Path, nodes: Nodes) -> None:
     with nodes, ExitStack() as stack:
         jobs = run_on_both(stack, nodes, tmp_path, "error")
         for job in jobs:
@@ -176,8 +176,8 @@ def reduce_two_sizes(sizes: tuple[int, ...]) -> None:
 
 
 def test_ranks_of_a_function() -> None:
-    watcher = RankWatcher(20.0, keep_alive=False, tell=print)
+    watcher = RankWatcher(20.0, keep_alive=False, report=print)
     with pytest.raises(JobStuck, match=r"different sizes in all_reduce .*\[PL803\]") as raised:
         local.launch(reduce_two_sizes, nproc=2, args=((3, 40),), watcher=watcher)
-    assert "rank 0 gives [3] at " in raised.value.said.text
-    assert "Rank 0 was killed by SIGABRT" in raised.value.said.text
+    assert "rank 0 gives [3] at " in raised.value.message.text
+    assert "Rank 0 was killed by SIGABRT" in raised.value.message.text

@@ -417,7 +417,7 @@ def test_late_sums_name_the_pass(late):
     assert (late.found.number, late.found.effect, late.found.parameter) == (5, "applied", "")
 
 
-def test_late_sums_name_the_module_where_weights_tell_it(late):
+def test_late_sums_name_the_module_where_weights_report_it(late):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
@@ -466,12 +466,12 @@ def train_on_ranks(world: World, spoilt: tuple[int, int, int], micro: int, view:
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize(("micro", "number"), [(1, 3), (3, 8)])
-def test_only_the_rank_that_had_it_says_so(ranks, micro, number, view):
+def test_only_the_rank_that_had_it_states_so(ranks, micro, number, view):
     args = ((1, 2, 1 if micro > 1 else 0), micro, view)
     other, own = ranks.run(train_on_ranks, nproc=2, args=args, timeout_s=TIMEOUT_S)
     assert (own.effect, own.number, own.parameter) == ("applied", number, "body.scale.factor")
     assert (other.effect, other.number) == ("inherited", 3 * micro + 1)
 
 
-def test_ranks_that_are_well_say_nothing(ranks):
+def test_ranks_that_are_well_state_nothing(ranks):
     assert ranks.run(train_on_ranks, args=((-1, 0, 0), 2, False), timeout_s=TIMEOUT_S) == [None, None]

@@ -41,7 +41,7 @@ def build(world_size: int, *waiting: int, number: int = 57) -> Job:
 BEFORE = call(56, done=True, age_s=70)
 
 
-def test_the_first_line_says_it_all() -> None:
+def test_the_first_line_states_it_all() -> None:
     job = build(4, 0, 1, 3)
     job.is_in(2, user(88, "fetch", "time.sleep(wait)"), user(20), calls=[BEFORE])
     verdict = explain(job)
@@ -151,7 +151,7 @@ def test_an_unreachable_node() -> None:
     assert "they are on node-b, which does not answer" in verdict.headline
 
 
-def test_a_rank_that_does_not_answer_is_told_by_its_native_stack() -> None:
+def test_a_rank_that_does_not_answer_is_reported_by_its_native_stack() -> None:
     job = build(2, 0)
     job.process(1, native=(library("torch/utils/data/dataloader.py", "_get_data"), user(20)), cpu_share=0.0)
     assert "it waits for the data loader at /job/train.py:20" in explain(job).headline

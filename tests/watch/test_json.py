@@ -74,7 +74,7 @@ def test_a_mistake(tmp_path: Path) -> None:
     assert [each["error"]["code"] for each in said] == ["PL349"]
 
 
-def test_what_is_said_on_the_way(tmp_path: Path) -> None:
+def test_what_is_stated_on_the_way(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nprint(6 * 7)\n")
     with Launched(tmp_path, paceline_run("--json", str(script)), env={"OMP_NUM_THREADS": None}) as job:
@@ -84,7 +84,7 @@ def test_what_is_said_on_the_way(tmp_path: Path) -> None:
     assert second == "42"
 
 
-def test_a_training_tells_it_too(tmp_path: Path) -> None:
+def test_a_training_reports_it_too(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     command = [str(Path(sys.executable).with_name("paceline")), "train", "missing.toml", "--json"]
     with Launched(tmp_path, command) as job:
@@ -92,7 +92,7 @@ def test_a_training_tells_it_too(tmp_path: Path) -> None:
     assert set(json.loads(job.text)["error"]) == {"code", "saw", "rule", "fix"}
 
 
-def test_text_and_table_say_the_same() -> None:
+def test_text_and_table_state_the_same() -> None:
     frames = (Frame("/a/train.py", 31, "step", "dist.all_reduce(x)"),)
     verdict = Verdict(
         "PL800", "it hangs", (SharedPlace((0, 1), "waits", frames),), "a rule", "a fix", ("a cause",)

@@ -59,7 +59,7 @@ def test_a_false_alarm_is_found() -> None:
     assert find_faults(HEALTHY_CASE, "done\n", 1) == ["the exit code is 1"]
 
 
-def test_a_slow_rank_may_be_told_of_some_healthy_ones() -> None:
+def test_a_slow_rank_may_be_reported_of_some_healthy_ones() -> None:
     text = "paceline: rank 1 makes the others wait [PL820]\n"
     assert find_faults(HEALTHY_CASE, text, 0)
     allowed: Case = next(case for case in HEALTHY if case.may_say)

@@ -66,13 +66,13 @@ def test_root() -> None:
     assert "needs one root" in verdict.rule
 
 
-def test_the_first_of_several_is_told() -> None:
+def test_the_first_of_several_is_reported() -> None:
     swapped = [call(7, "broadcast", at=40, age_s=50), call(8, age_s=40)]
     verdict = must(judge([call(7, age_s=50), call(8, "broadcast", at=40, age_s=40)], swapped))
     assert "number 7 of world" in verdict.headline
 
 
-def test_the_earliest_group_is_told() -> None:
+def test_the_earliest_group_is_reported() -> None:
     groups = {**WORLD, "1": Group("1", "tp", (0, 1))}
     calls = {
         0: [call(9, age_s=10), call(3, group="1", age_s=50)],

@@ -40,7 +40,7 @@ def test_the_rank_the_pass_the_module_and_the_line_are_named():
     assert "loss itself" not in text
 
 
-def test_ranks_of_the_same_pass_are_told_together():
+def test_ranks_of_the_same_pass_are_reported_together():
     other = replace(FOUND, parameter="head.bias", kind="Head", is_at_end=True)
     verdict = explain_not_finite({3: FOUND, 1: other, 2: FOUND, 0: replace(INHERITED, number=41)})
     assert verdict.headline.startswith("ranks 1-3 had the first gradient")
@@ -93,7 +93,7 @@ def test_steps_that_an_exception_has_ended():
 # ---- when
 
 
-def test_it_is_told_once_when_all_have_had_time_to_tell():
+def test_it_is_reported_once_when_all_have_had_time_to_report():
     first = FirstNotFinite()
     assert first.read(100.0) is None
     first.note(0, INHERITED, 100.0)
@@ -127,7 +127,7 @@ def run(folder: Path, how: str, num_steps: int, *flags: str) -> Launched:
 
 
 @pytest.mark.timeout(100)
-def test_a_gradient_of_the_last_step_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_gradient_of_the_last_step_is_reported_with_its_line(tmp_path: Path) -> None:
     with run(tmp_path, "accumulate", 6) as job:
         assert job.wait(_END_S) == 0
         assert "rank 0 weights not finite" in job.text
@@ -139,7 +139,7 @@ def test_a_gradient_of_the_last_step_is_told_with_its_line(tmp_path: Path) -> No
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("how", ["fail", "clip"])
-def test_it_is_told_before_what_ends_the_job(tmp_path: Path, how: str) -> None:
+def test_it_is_reported_before_what_ends_the_job(tmp_path: Path, how: str) -> None:
     with run(tmp_path, how, 6) as job:
         assert job.wait(_END_S) == 1
         assert job.text.index("rank 1 had the first gradient") < job.text.index("[PL330]")
@@ -147,7 +147,7 @@ def test_it_is_told_before_what_ends_the_job(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(("how", "flags"), [("scaled", ()), ("accumulate", ("--no-watch",))])
-def test_nothing_is_told(tmp_path: Path, how: str, flags: tuple[str, ...]) -> None:
+def test_nothing_is_reported(tmp_path: Path, how: str, flags: tuple[str, ...]) -> None:
     with run(tmp_path, how, 40, *flags) as job:
         assert job.wait(_END_S) == 0
         assert f"rank 0 weights {'not finite' if flags else 'finite'}" in job.text

@@ -129,7 +129,7 @@ def test_only_ranks_that_share_a_group_wait_for_each_other() -> None:
         assert not book.find_slow(float(second))
 
 
-def test_a_rank_that_tells_nothing_is_not_judged() -> None:
+def test_a_rank_that_reports_nothing_is_not_judged() -> None:
     book = PaceBook()
     for second in range(1, 40):
         book.note_beat(make_beat(0, second, 0.9), float(second))
@@ -154,7 +154,7 @@ def test_seldom_samples_stand_for_all_of_their_time() -> None:
     assert found[0].share == pytest.approx(0.1, abs=0.05)
 
 
-def test_nodes_tell_each_other_and_name_their_own() -> None:
+def test_nodes_report_each_other_and_name_their_own() -> None:
     books = PaceBook(), PaceBook()
     found: list[Slow] = []
     for second in range(1, 40):
@@ -166,7 +166,7 @@ def test_nodes_tell_each_other_and_name_their_own() -> None:
                 state = NodeState("n", (), Stillness(0.0, 0.0, has_waiting=False))
                 text = json.dumps(state_to_json(state)).replace('"paces": []', '"paces": %s')
                 told = state_to_json(
-                    NodeState("n", (), state.stillness, paces=books[there].tell(float(second)))
+                    NodeState("n", (), state.stillness, paces=books[there].list_paces(float(second)))
                 )
                 heard = state_from_json(json.loads(text % json.dumps(told["paces"])))
                 books[here].note_others(heard.paces, second + 0.5, 0.5)
@@ -175,10 +175,10 @@ def test_nodes_tell_each_other_and_name_their_own() -> None:
     assert [(slow.rank, slow.waiting) for slow in found] == [(3, (0, 1, 2))]
 
 
-def test_what_nodes_tell_stays_small() -> None:
+def test_what_nodes_report_stays_small() -> None:
     book = PaceBook()
     for second in range(1, 200):
         for rank in range(8):
             book.note_beat(make_beat(rank, second, 0.3, groups=("0", "1", "12")), float(second))
-    state = NodeState("n", (), Stillness(0.0, 0.0, has_waiting=False), paces=book.tell(199.0))
+    state = NodeState("n", (), Stillness(0.0, 0.0, has_waiting=False), paces=book.list_paces(199.0))
     assert len(json.dumps(state_to_json(state), separators=(",", ":"))) < 6000

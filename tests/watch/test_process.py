@@ -35,56 +35,56 @@ def start() -> Iterator[Start]:
         process.wait()
 
 
-def test_who_computes_is_told_from_who_waits(start: Start) -> None:
+def test_who_computes_is_distinguished_from_who_waits(start: Start) -> None:
     busy = start("while True: pass")
     idle = start("import time; time.sleep(60)")
     parent = start(
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=20)"
     )
-    eyes = ProcessSampler("here")
+    sampler = ProcessSampler("here")
     shares = {watched.pid: 0.0 for watched in (busy, idle, parent)}
     ends_s = time.monotonic() + 15
     while min(shares[busy.pid], shares[parent.pid]) < BUSY_SHARE and time.monotonic() < ends_s:
         for watched in (busy, idle, parent):
-            shares[watched.pid] = max(shares[watched.pid], eyes.look([watched])[0].cpu_share)
+            shares[watched.pid] = max(shares[watched.pid], sampler.sample([watched])[0].cpu_share)
         time.sleep(1.0)
     assert shares[busy.pid] > BUSY_SHARE
     assert shares[parent.pid] > BUSY_SHARE, "what a rank has started works for it"
-    assert eyes.look([idle])[0].cpu_share < BUSY_SHARE
-    once, again = (eyes.look([busy])[0].cpu_share for _ in range(2))
+    assert sampler.sample([idle])[0].cpu_share < BUSY_SHARE
+    once, again = (sampler.sample([busy])[0].cpu_share for _ in range(2))
     assert once == again, "a moment is too short to tell"
     time.sleep(0.6)
-    shares = [eyes.peek([busy])[0].cpu_share for _ in range(3)]
+    shares = [sampler.peek([busy])[0].cpu_share for _ in range(3)]
     assert min(shares) < max(shares), "each peek tells what came since the last look"
 
 
-def test_a_stopped_process_is_told(start: Start) -> None:
+def test_a_stopped_process_is_reported(start: Start) -> None:
     watched = start("import time; time.sleep(60)")
-    eyes = ProcessSampler("here")
+    sampler = ProcessSampler("here")
     time.sleep(0.2)
-    assert eyes.look([watched])[0].state in ("sleeping", "running")
+    assert sampler.sample([watched])[0].state in ("sleeping", "running")
     os.kill(watched.pid, signal.SIGSTOP)
     time.sleep(0.2)
-    assert eyes.look([watched])[0].state == "stopped"
+    assert sampler.sample([watched])[0].state == "stopped"
 
 
 def test_an_end_has_its_exit_code(start: Start) -> None:
     watched = start("raise SystemExit(3)")
-    assert ProcessSampler("here").look([WatchedRank(0, 1, Path(), watched.pid, 3)])[0].exit_code == 3
-    assert ProcessSampler("here").look([WatchedRank(0, 1, Path(), 2**22 + 1, None)])[0].state == "ended"
+    assert ProcessSampler("here").sample([WatchedRank(0, 1, Path(), watched.pid, 3)])[0].exit_code == 3
+    assert ProcessSampler("here").sample([WatchedRank(0, 1, Path(), 2**22 + 1, None)])[0].state == "ended"
 
 
-def test_who_writes_is_told_from_who_waits(start: Start, tmp_path: Path) -> None:
+def test_who_writes_is_distinguished_from_who_waits(start: Start, tmp_path: Path) -> None:
     writes = (
         "import time\nwith open(%r, 'wb', 0) as f:\n    while True: f.write(bytes(9000)); time.sleep(0.2)"
     )
     writer = start(writes % str(tmp_path / "file"))
     idle = start("import time; time.sleep(60)")
-    eyes = ProcessSampler("here")
+    sampler = ProcessSampler("here")
     ends_s, rates = time.monotonic() + 15, [0.0, 0.0]
     while rates[0] < BUSY_BYTES_PER_S and time.monotonic() < ends_s:
-        rates = [eyes.look([watched])[0].io_rate for watched in (writer, idle)]
+        rates = [sampler.sample([watched])[0].io_rate for watched in (writer, idle)]
         time.sleep(1.0)
     assert rates[0] > BUSY_BYTES_PER_S
     time.sleep(1.0)
-    assert eyes.look([idle])[0].io_rate < BUSY_BYTES_PER_S
+    assert sampler.sample([idle])[0].io_rate < BUSY_BYTES_PER_S

@@ -51,7 +51,7 @@ def test_no_port_is_opened(tmp_path: Path) -> None:
     assert found[0] == found[1] > 0
 
 
-def test_no_variable_is_told(tmp_path: Path) -> None:
+def test_no_variable_is_reported(tmp_path: Path) -> None:
     secret = "hunter2-of-the-environment"
     command = paceline_run("--nproc-per-node", "2", "--hang-after", "3", STEPS, "sleep", "3", "1")
     with Launched(tmp_path, command, env={"API_TOKEN": secret}) as job:

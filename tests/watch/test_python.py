@@ -31,7 +31,7 @@ def test_a_hang_ends_in_a_verdict() -> None:
     with pytest.raises(paceline.JobStuck, match=r"rank 1 never came to all_reduce") as raised:
         paceline.launch(stay_away, nproc=2, hang_after_s=3)
     assert "test_python.py" in str(raised.value)
-    assert raised.value.said.table["code"] == "PL800"
+    assert raised.value.message.table["code"] == "PL800"
 
 
 def test_calls_that_do_not_match_end_in_a_verdict() -> None:
@@ -82,7 +82,7 @@ def mean(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return output.mean()
 
 
-def test_verify_tells_a_hang() -> None:
+def test_verify_reports_a_hang() -> None:
     verified = paceline.verify(
         Stuck,
         make_batch,

@@ -351,12 +351,12 @@ def enter(numbers, group: int = 0, record: int = 0) -> list[FlightEntry]:
     return [entry("broadcast", collective_seq_id=n, record_id=record + n, pg_id=group) for n in numbers]
 
 
-def test_few_calls_are_all_told():
+def test_few_calls_are_all_reported():
     assert [e.number for e in recorder._sample(enter(range(1, 257)))] == list(range(1, 257))
 
 
 @pytest.mark.parametrize(("first", "second"), [(600, 1000), (1000, 990), (300, 3000)])
-def test_ranks_that_read_at_different_times_tell_the_same_calls(first, second):
+def test_ranks_that_read_at_different_times_report_the_same_calls(first, second):
     here = {e.number for e in recorder._sample(enter(range(1000, 1000 + first)))}
     there = {e.number for e in recorder._sample(enter(range(1200, 1200 + second)))}
     common = range(1200, 1000 + min(first, second))

@@ -78,7 +78,7 @@ def test_a_function_that_is_called_there_is_named_if_it_has_most_of_the_time() -
     assert spot.frames == outer
 
 
-def test_a_rank_that_is_slower_in_everything_is_told_so() -> None:
+def test_a_rank_that_is_slower_in_everything_is_reported_so() -> None:
     backward = (library("torch/_tensor.py", "backward"), user(47, "main", "loss.backward()"), MAIN)
     own = [at(4, *FORWARD), at(6, *backward)]
     others = [[at(2, *FORWARD), at(3, *backward), at(5, *BACK, waits=True)]]
@@ -115,7 +115,7 @@ def tell(slow: SlowRanks, seconds: range, own: PlaceTime, ranks: tuple[int, ...]
     return told
 
 
-def test_it_is_said_once_for_a_place() -> None:
+def test_it_is_stated_once_for_a_place() -> None:
     slow = SlowRanks(reader(""))
     (told,) = tell(slow, range(1, 700), at(1, *LOADS))
     lines = told.splitlines()
@@ -131,7 +131,7 @@ def test_it_is_said_once_for_a_place() -> None:
     assert "num_workers" in told
 
 
-def test_another_place_is_told_later_and_not_too_often() -> None:
+def test_another_place_is_reported_later_and_not_too_often() -> None:
     slow = SlowRanks(reader(""))
     told = tell(slow, range(1, 100), at(1, *LOADS))
     places = [user(100 + n, "work", f"work {n}") for n in range(10)]
@@ -141,7 +141,7 @@ def test_another_place_is_told_later_and_not_too_often() -> None:
     assert "train.py:100 in work" in told[1]
 
 
-def test_ranks_that_are_slow_at_one_place_are_told_together() -> None:
+def test_ranks_that_are_slow_at_one_place_are_reported_together() -> None:
     slow = SlowRanks(reader(""))
     for second in range(1, 40):
         for rank in range(8):

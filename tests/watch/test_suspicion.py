@@ -49,7 +49,7 @@ class Node:
 
     @property
     def state(self) -> NodeState:
-        state = NodeState("node", (self.rank,), _WORKS, None, None, *self.suspicion.told)
+        state = NodeState("node", (self.rank,), _WORKS, None, None, *self.suspicion.state)
         return state_from_json(json.loads(json.dumps(state_to_json(state))))
 
 

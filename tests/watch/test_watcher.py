@@ -60,7 +60,7 @@ def test_a_rank_that_computes_is_waited_for(tmp_path: Path) -> None:
         assert "[PL8" not in job.text
 
 
-def test_keep_alive_tells_and_ends_nothing(tmp_path: Path) -> None:
+def test_keep_alive_reports_and_ends_nothing(tmp_path: Path) -> None:
     command = paceline_run(
         "--nproc-per-node", "2", "--hang-after", "3", "--keep-alive", STEPS, "sleep", "3", "1"
     )
@@ -86,7 +86,7 @@ def test_no_watch_does_not_watch(tmp_path: Path) -> None:
         assert job.wait(_END_S) == 1
 
 
-def test_where_a_rank_dies_the_others_places_are_told(tmp_path: Path) -> None:
+def test_where_a_rank_dies_the_others_places_are_reported(tmp_path: Path) -> None:
     with run(tmp_path, "die", "3", "0") as job:
         assert job.wait(_END_S) == 1
         assert "rank 0 was killed by SIGKILL" in job.text
@@ -123,7 +123,7 @@ def start_on_both(stack: ExitStack, nodes: Nodes, folder: Path, *words: str) -> 
     return jobs
 
 
-def test_every_node_tells_the_verdict(tmp_path: Path, nodes: Nodes) -> None:
+def test_every_node_reports_the_verdict(tmp_path: Path, nodes: Nodes) -> None:
     with nodes, ExitStack() as stack:
         for job in start_on_both(stack, nodes, tmp_path, "sleep", "3", "0"):
             assert job.wait(_END_S) == 1

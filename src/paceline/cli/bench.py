@@ -118,12 +118,14 @@ def _scaling(recipe: Recipe, args: argparse.Namespace) -> int:
         ranks = list_ranks(_default_ranks(recipe) if args.nproc is None else args.nproc)
     else:
         ranks = _parse_ranks(args.ranks, args.nproc)
-    _tell(f"measuring on {', '.join(map(str, ranks))} ranks, {args.repeats} x {args.steps} steps each ...")
+    _print_note(
+        f"measuring on {', '.join(map(str, ranks))} ranks, {args.repeats} x {args.steps} steps each ..."
+    )
     scaling = measure_scaling(recipe, ranks, steps=args.steps, repeats=args.repeats, weak=args.weak)
     print(json.dumps(asdict(scaling)) if args.json else describe_scaling(scaling))
     if args.plot is not None:
         draw_scaling(scaling, args.plot)
-        _tell(f"drawn into {args.plot}")
+        _print_note(f"drawn into {args.plot}")
     return 0
 
 
@@ -145,7 +147,7 @@ def _measure_pairs(
     recipe: Recipe, args: argparse.Namespace, measure: Callable[..., Any], describe: Callable[[Any], str]
 ) -> int:
     num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
-    _tell(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
+    _print_note(f"measuring on {num_ranks} ranks, {args.repeats} pairs of blocks of {args.steps} steps ...")
     found = measure(recipe, num_ranks, steps=args.steps, repeats=args.repeats)
     print(json.dumps(asdict(found)) if args.json else describe(found))
     return 0
@@ -173,5 +175,5 @@ def _default_ranks(recipe: Recipe) -> int:
     return max(2, min(_MAX_DEFAULT_RANKS, gpus if gpus > 1 else usable_cores()))
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     print(text, file=sys.stderr)

@@ -161,7 +161,7 @@ def _verdict(findings: list[Finding], usable: bool) -> str:
 def _hash(args: argparse.Namespace) -> int:
     from paceline.checkpoint import find_checkpoint, hash_stored, open_usable
 
-    path = find_checkpoint(args.path, _tell_skipped)
+    path = find_checkpoint(args.path, _warn_skipped)
     found = open_usable(path)
     digest = hash_stored(found.model)
     if args.json:
@@ -176,7 +176,7 @@ def _export(args: argparse.Namespace) -> int:
 
     from paceline.checkpoint import export_model, find_checkpoint
 
-    path = find_checkpoint(args.path, _tell_skipped)
+    path = find_checkpoint(args.path, _warn_skipped)
     dtype = getattr(torch, DTYPES[args.dtype]) if args.dtype is not None else None
     num_bytes = export_model(path, args.out, dtype)
     if args.json:
@@ -186,7 +186,7 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell_skipped(path: Path, findings: list[Finding]) -> None:
+def _warn_skipped(path: Path, findings: list[Finding]) -> None:
     for finding in findings:
         print(f"skipped {path}: {finding}", file=sys.stderr)
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import paceline
 from paceline.cli.output import forget_output, standard_streams
-from paceline.cli.watching import as_table, tell
+from paceline.cli.watching import as_table, print_error
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.launching.ending.endings import PumpLost, RankFailed
 from paceline.launching.rank.script import Become, run_as_main
@@ -82,12 +82,12 @@ def _run_command(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code
     except PacelineError as error:
-        return _tell(error, as_json=getattr(args, "json", False))
+        return _print_problem(error, as_json=getattr(args, "json", False))
     except (RankFailed, JobStuck, PumpLost) as failure:
         if getattr(args, "json", False):
             print(json.dumps({"error": as_table(failure)}))
         else:
-            tell(str(failure))
+            print_error(str(failure))
         return failure.exit_code
     except BrokenPipeError:
         if not _is_stdout_broken():
@@ -98,7 +98,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        return _tell(_too_many_files(), as_json=False)  # a JSON object may be there in part
+        return _print_problem(_too_many_files(), as_json=False)  # a JSON object may be there in part
 
 
 def _check_place() -> None:
@@ -144,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tell(error: PacelineError, *, as_json: bool) -> int:
+def _print_problem(error: PacelineError, *, as_json: bool) -> int:
     """Report a mistake, and return its exit code."""
     if error.code == "PL603":
         forget_output()
@@ -154,5 +154,5 @@ def _tell(error: PacelineError, *, as_json: bool) -> int:
         print(json.dumps({"error": found[0], "errors": found}))
         return error.exit_code
     with contextlib.suppress(OSError):  # If this cannot be written either, only the exit code is left.
-        tell(str(error))
+        print_error(str(error))
     return error.exit_code

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.cli.watching import add_watching_flags, as_table, build_watcher, tell
+from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error
 from paceline.errors import PacelineError
 
 _DESCRIPTION = """
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
         logger.warning("%s", end)
         code = end.exit_code
     except (RankFailed, JobStuck, PumpLost) as end:
-        _tell_end(args, as_table(end), str(end))
+        _print_end(args, as_table(end), str(end))
         code = end.exit_code
     except PacelineError as error:
-        _tell_end(args, as_table(error), str(error))
+        _print_end(args, as_table(error), str(error))
         code = error.exit_code
     # Everything of ours is closed. Python's normal exit, with torch loaded, would delay the shell's prompt,
     # and the agent's thread may be waiting in torch for a lost node.
@@ -94,9 +94,9 @@ def _run(args: argparse.Namespace) -> None:
     run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=build_watcher(args))
 
 
-def _tell_end(args: argparse.Namespace, table: Mapping[str, Any], text: str) -> None:
+def _print_end(args: argparse.Namespace, table: Mapping[str, Any], text: str) -> None:
     """Report the end of a job on standard error, because standard output is the script's."""
     if args.json:
         print(json.dumps({"error": table}), file=sys.stderr, flush=True)
     else:
-        tell(text)
+        print_error(text)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         hang_after_s=None,
         watcher=watcher,
     )
-    return _tell(recipe, results[0], nproc, args)
+    return _report(recipe, results[0], nproc, args)
 
 
 def train_on_rank(
@@ -146,7 +146,7 @@ def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Names
         if error.on_every_rank and place.rank != 0:
             return error.exit_code  # Rank 0 reports it.
         raise
-    return 0 if summary is None else _tell(recipe, summary, place.world_size, args)
+    return 0 if summary is None else _report(recipe, summary, place.world_size, args)
 
 
 def _check_layout(recipe: Recipe, world_size: int) -> None:
@@ -161,7 +161,7 @@ def _check_layout(recipe: Recipe, world_size: int) -> None:
         raise
 
 
-def _tell(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Namespace) -> int:
+def _report(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Namespace) -> int:
     scaling = None
     if args.scaling:
         from paceline.bench.scaling import measure_scaling

@@ -114,11 +114,11 @@ def run(args: argparse.Namespace) -> int:
     if not quiet:
         print(verify_report.describe_begin(args.recipe, recipe, asked, args.steps), flush=True)
 
-    def tell(result: LayoutResult) -> None:
+    def show(result: LayoutResult) -> None:
         print(verify_report.describe_layout(result), file=sys.stderr if quiet else sys.stdout, flush=True)
 
     may_narrow = args.dtype == "auto"
-    verified = verify_recipe(recipe, asked.layouts, steps=args.steps, tell=tell, may_narrow=may_narrow)
+    verified = verify_recipe(recipe, asked.layouts, steps=args.steps, on_result=show, may_narrow=may_narrow)
     if args.json:
         print(json.dumps(verify_report.as_table(verified, asked)))
     elif args.markdown:

@@ -45,9 +45,9 @@ def describe_layout(result: LayoutResult) -> str:
 def describe_end(verified: Verified, asked: Asked) -> str:
     """Return the verdict, tolerances by kind, findings, remarks, and random draws to consider."""
     counts = Counter(result.status for result in verified.results)
-    told = ", ".join(f"{number} {_VERDICTS[status]}" for status, number in counts.items())
+    counted = ", ".join(f"{number} {_VERDICTS[status]}" for status, number in counts.items())
     count = f"{len(verified.results)} layout{'s' * (len(verified.results) != 1)}"
-    parts = [f"{count}: {told}.", _describe_kinds(verified)]
+    parts = [f"{count}: {counted}.", _describe_kinds(verified)]
     if asked.num_candidates:
         parts.append(_describe_refused(asked))
     parts += [str(finding) for finding in [*verified.findings, *verified.remarks, *verified.draws]]

@@ -14,7 +14,7 @@ from paceline.launching.ending.endings import PumpLost, RankFailed
 from paceline.launching.watcher import HANG_AFTER_S, JobStuck
 
 if TYPE_CHECKING:
-    from paceline.launching.watcher import Said, Watcher
+    from paceline.launching.watcher import Watcher, WatchMessage
 
 
 def add_watching_flags(parser: argparse._ActionsContainer) -> None:
@@ -50,11 +50,11 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
         return None
     from paceline.watch.launcher.watcher import RankWatcher
 
-    tell_on = partial(_tell_on, as_json=args.json)
-    return RankWatcher(args.hang_after, keep_alive=args.keep_alive, tell=tell_on)
+    report = partial(_print_message, as_json=args.json)
+    return RankWatcher(args.hang_after, keep_alive=args.keep_alive, report=report)
 
 
-def tell(text: str) -> None:
+def print_error(text: str) -> None:
     """Report something that ends a job, or would."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
@@ -64,12 +64,12 @@ def print_remark(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _tell_on(said: Said, *, as_json: bool) -> None:
+def _print_message(message: WatchMessage, *, as_json: bool) -> None:
     """Report something about a job that continues."""
     if as_json:
-        print(json.dumps({"finding": said.table}), file=sys.stderr, flush=True)
+        print(json.dumps({"finding": message.table}), file=sys.stderr, flush=True)
     else:
-        tell(said.text)
+        print_error(message.text)
 
 
 def as_table(end: PacelineError | RankFailed | JobStuck | PumpLost) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def as_table(end: PacelineError | RankFailed | JobStuck | PumpLost) -> dict[str,
     if isinstance(end, PacelineError):
         return {"code": end.code, "saw": end.saw, "rule": end.rule, "fix": end.fix}
     if isinstance(end, JobStuck):
-        return {**end.said.table, "hint": end.hint}
+        return {**end.message.table, "hint": end.hint}
     page = read_pages()[end.code]
     table: dict[str, Any] = {"code": end.code, "where": "", "saw": "", "rule": page.why, "fix": page.fix}
     if isinstance(end, PumpLost):

@@ -94,7 +94,7 @@ class Fetcher(Dataset[Any]):
         self.world_size = world_size
         self.seed = seed
         self.collate = collate
-        self.told_epoch: int | None = None
+        self.known_epoch: int | None = None
 
     def __getitem__(self, key: Key) -> Item | PacelineError:
         # Errors are returned as values, because DataLoader rebuilds an exception from its text alone and
@@ -109,13 +109,13 @@ class Fetcher(Dataset[Any]):
         """Read this rank's microbatches of one global batch."""
         raise NotImplementedError
 
-    def tell_epoch(self, epoch: int) -> None:
+    def pass_epoch(self, epoch: int) -> None:
         """Call the data set's `set_epoch`, if it has one, when the epoch has changed."""
-        if self.told_epoch != epoch:
+        if self.known_epoch != epoch:
             set_epoch = getattr(self.dataset, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-            self.told_epoch = epoch
+            self.known_epoch = epoch
 
     def own_blocks(self, num_samples: int) -> tuple[int, list[tuple[int, int, int]]]:
         """Return the number of microbatches, and this rank's as (number, start, stop) within the global
@@ -159,7 +159,7 @@ class SetFetcher(Fetcher):
         self.shuffle = shuffle
 
     def fetch(self, key: Key) -> Item:
-        self.tell_epoch(key.epoch)
+        self.pass_epoch(key.epoch)
         num_samples = key.stop - key.start
         num_microbatches, blocks = self.own_blocks(num_samples)
         first = blocks[0][1] if blocks else 0
@@ -256,7 +256,7 @@ class StreamFetcher(Fetcher):
 
     def _open(self, epoch: int) -> None:
         forget_worker()
-        self.tell_epoch(epoch)
+        self.pass_epoch(epoch)
         seed_generators(self.seed, epoch, "stream", 0)
         self._epoch, self._place = epoch, 0
         self._ahead.clear()

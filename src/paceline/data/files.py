@@ -74,7 +74,7 @@ def find_text_files(patterns: Sequence[str]) -> list[TextFile]:
             matched = True
             place = path.resolve()
             if place not in found:
-                found[place] = _look_at(path, name)
+                found[place] = _read_file_state(path, name)
         if not matched:
             raise _no_match(pattern, num_before)
     files = [file for file in found.values() if file.size_bytes > 0]
@@ -211,7 +211,7 @@ def _no_file(pattern: str, path: Path, kind: int | None) -> PacelineError:
     )
 
 
-def _look_at(path: Path, name: str) -> TextFile:
+def _read_file_state(path: Path, name: str) -> TextFile:
     try:
         status = path.stat()
     except OSError as error:

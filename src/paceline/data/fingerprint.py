@@ -58,7 +58,7 @@ def fingerprint_data(loader: Loader) -> str | None:
     except Exception:
         return None
     finally:
-        fetcher.told_epoch = None
+        fetcher.known_epoch = None
 
 
 class _Digest(Dataset[str]):
@@ -74,7 +74,7 @@ class _Digest(Dataset[str]):
         num_samples = self.fetcher.num_samples
         count = min(NUM_SAMPLES, num_samples)
         places = [place * (num_samples - 1) // max(1, count - 1) for place in range(count)]
-        self.fetcher.tell_epoch(0)
+        self.fetcher.pass_epoch(0)
         found = hashlib.sha256(f"{num_samples} {places}".encode())
         for sample in self.fetcher.read(places, epoch=0, place=0):
             _add(found, sample)

@@ -180,7 +180,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Share]:
         self._turn += 1
-        self._fetcher.told_epoch = None  # Another loader over the same data set may have set another epoch.
+        self._fetcher.known_epoch = None  # Another loader over the same data set may have set another epoch.
         return self._give_out(self._turn)
 
     def mark_consumed(self, share: Share) -> None:
@@ -197,7 +197,7 @@ class Loader:
         """Return the whole of epoch 0, without moving the position: each pass has the same samples with the
         same random numbers, as evaluation wants them. Ends another iteration under way."""
         self._turn += 1
-        self._fetcher.told_epoch = None
+        self._fetcher.known_epoch = None
         return self._give_out_epoch(Position(), self._turn, source=None)
 
     def state_dict(self) -> dict[str, Any]:

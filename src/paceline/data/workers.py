@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from paceline.torch_seams.loader import end_iteration, list_workers
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 def prepare_worker(worker_id: int) -> None:
@@ -44,7 +44,7 @@ def _end_with_rank() -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         rank = psutil.Process(maker.pid)
         while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -165,7 +165,7 @@ class Stop:
         """Wait until the agent ends, or until the ranks end after a signal or a watcher's verdict."""
         while agent.is_alive():
             agent.join(0.1)
-            if watcher is not None and watcher.told and self._rounds.asked is None:
+            if watcher is not None and watcher.final_message and self._rounds.asked is None:
                 self._patience_s = min(self._patience_s, _STUCK_S)
                 self.take(signal.SIGTERM, None)
             if pump is not None and pump.has_died():

@@ -25,7 +25,7 @@ from paceline.launching.ending.trace import find_last
 from paceline.launching.job import Job, ScriptJob
 from paceline.launching.processes.ranks import COLD, RankProcess, Ranks
 from paceline.launching.stop import Stop
-from paceline.launching.watcher import JobStuck, Said
+from paceline.launching.watcher import JobStuck, WatchMessage
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         raise PumpLost
     if job.pump is not None:
         job.pump.drain()
-    if job.watcher is not None and job.watcher.told:
+    if job.watcher is not None and job.watcher.final_message:
         job.keeps_logs = True
-        raise JobStuck(job.watcher.told)
+        raise JobStuck(job.watcher.final_message)
     endings = _collect_endings(job, ranks)
     cause = find_cause(endings)
     if job.rounds.asked is not None:
@@ -141,7 +141,7 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
         is_one_node = process.start.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         hints.append(_LOST_HERE if is_one_node else _LOST_ELSEWHERE)
     if job.watcher is not None and why is None:
-        hints.append(job.watcher.told_of_others)
+        hints.append(job.watcher.other_places)
     hints.append(logs)
     job.keeps_logs = True
     ours = cause.error()
@@ -152,7 +152,7 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
     return RankFailed(cause.rank, cause.code, cause.trace, hint="\n".join(hint for hint in hints if hint))
 
 
-def _explain(job: Job, ranks: Ranks, cause: Ending) -> tuple[Said | None, bool]:
+def _explain(job: Job, ranks: Ranks, cause: Ending) -> tuple[WatchMessage | None, bool]:
     """Return the watcher's explanation of why ranks failed, if any, and whether this rank failed of that."""
     if job.watcher is None:
         return None, False

@@ -74,7 +74,7 @@ class WatchedRank:
 
 
 @dataclass(frozen=True)
-class Said:
+class WatchMessage:
     """A watcher's message.
 
     Attributes:
@@ -86,23 +86,23 @@ class Said:
     table: Mapping[str, Any]
 
 
-class JobStuck(Exception):  # noqa: N818 (an event, told as one)
+class JobStuck(Exception):  # noqa: N818 (named after the event)
     """The error of a job that cannot continue, by the watcher's verdict; its ranks were ended.
 
     Attributes:
-        said: the verdict.
+        message: the verdict.
         hint: where to read more; may be empty.
     """
 
     exit_code = 1
 
-    def __init__(self, said: Said, hint: str = "") -> None:
-        super().__init__(said, hint)
-        self.said = said
+    def __init__(self, message: WatchMessage, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
         self.hint = hint
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, [self.said.text, self.hint]))
+        return "\n".join(filter(None, [self.message.text, self.hint]))
 
 
 class Watcher(Protocol):
@@ -112,23 +112,23 @@ class Watcher(Protocol):
         entry: `module:function` that each rank calls before the script's first line, with its global rank,
             the path of the watcher's socket, and that of a file for its stacks. Its result has a method
             `note_error`, a `NoteError`.
-        told: the verdict that ends the job, or `None`.
-        told_of_others: the places of the other ranks when the first one failed.
+        final_message: the verdict that ends the job, or `None`.
+        other_places: the places of the other ranks when the first one failed.
     """
 
     @property
     def entry(self) -> str: ...
     @property
-    def told(self) -> Said | None: ...
+    def final_message(self) -> WatchMessage | None: ...
     @property
-    def told_of_others(self) -> str: ...
+    def other_places(self) -> str: ...
 
-    def begin(self, folder: Path, look: Callable[[], Sequence[WatchedRank]]) -> None:
+    def begin(self, folder: Path, list_ranks: Callable[[], Sequence[WatchedRank]]) -> None:
         """Start to watch.
 
         Args:
             folder: of the launch; it contains the watcher's socket.
-            look: returns the newest process of each of this node's ranks.
+            list_ranks: returns the newest process of each of this node's ranks.
         """
 
     def meet(self, node: int, num_nodes: int, host: str, port: int, attempt: int) -> None:
@@ -142,7 +142,7 @@ class Watcher(Protocol):
     def note_failure(self, rank: int, status: int) -> None:
         """Record that a rank has failed, with this exit code or signal; the others run until this returns."""
 
-    def explain_failure(self, died: str = "") -> Said | None:
+    def explain_failure(self, died: str = "") -> WatchMessage | None:
         """Return why ranks failed of an error elsewhere; `None` if no such cause is known.
 
         Args:

@@ -39,10 +39,10 @@ class LayoutErrors(RecipeErrors):
         self.nearest = nearest
 
     def __str__(self) -> str:
-        told = super().__str__()
+        text = super().__str__()
         if not self.nearest:
-            return told
-        return f"{told}\nNearest that work: {'; '.join(str(layout) for layout in self.nearest)}"
+            return text
+        return f"{text}\nNearest that work: {'; '.join(str(layout) for layout in self.nearest)}"
 
     def __reduce__(self) -> tuple[object, ...]:
         return (LayoutErrors, (self.where, self.problems, self.nearest))

@@ -53,17 +53,17 @@ class OwnClockState(_BackendRendezvousStateHolder):
     def _sanitize(self) -> None:
         state = self._state
         now, now_s = datetime.now(UTC), time.monotonic()
-        told = dict(state.last_heartbeats)
+        beats = dict(state.last_heartbeats)
         self._seen = {
             node: self._seen[node] if self._seen.get(node, (None, 0.0))[0] == beat else (beat, now_s)
-            for node, beat in told.items()
+            for node, beat in beats.items()
         }
         state.last_heartbeats = {
             node: now - timedelta(seconds=now_s - seen_s) for node, (_, seen_s) in self._seen.items()
         }
         super()._sanitize()
         # Only this node's comparison uses converted times; the state goes back with the times as received.
-        state.last_heartbeats = {node: told[node] for node in state.last_heartbeats}
+        state.last_heartbeats = {node: beats[node] for node in state.last_heartbeats}
         if state.deadline is None:
             self._last_call = None
             return
@@ -85,7 +85,7 @@ class SteppedAgent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(group)
         return started
 
-    def look_at_ranks(self, group: WorkerGroup) -> RunResult:
+    def poll_ranks(self, group: WorkerGroup) -> RunResult:
         """Return the state of this node's ranks."""
         result: RunResult = super()._monitor_workers(group)
         return result
@@ -110,7 +110,7 @@ class SteppedAgent(LocalElasticAgent):
         return self.start_ranks(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        return self.look_at_ranks(worker_group)
+        return self.poll_ranks(worker_group)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.restart_ranks(worker_group)

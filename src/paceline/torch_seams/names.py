@@ -86,9 +86,9 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
     "dispatch": (
         TorchName("torch.utils._python_dispatch.TorchDispatchMode", "sees every operation"),
         TorchName("torch.utils._python_dispatch._disable_current_modes", "hides operations from modes"),
-        TorchName("torch._C._len_torch_dispatch_stack", "tells whether a mode is active"),
+        TorchName("torch._C._len_torch_dispatch_stack", "finds whether a mode is active"),
         TorchName("torch._C.DisableTorchFunction", "hides operations from function modes"),
-        TorchName("torch._ops.OpOverload._schema", "tells what an operation draws and writes"),
+        TorchName("torch._ops.OpOverload._schema", "finds what an operation draws and writes"),
     ),
     "elastic": (
         TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._bootstrap_store_info", _ALL_ROUNDS),
@@ -198,7 +198,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "named_parameters leaves out None, and setattr calls a module's own __setattr__",
         ),
         TorchName("torch.nn.Module._buffers", "as _parameters"),
-        TorchName("torch.nn.Module._modules", "tells what a module keeps from a user's attributes"),
+        TorchName("torch.nn.Module._modules", "distinguishes what a module keeps from a user's attributes"),
         TorchName(
             "torch.nn.Module._forward_pre_hooks",
             "dropout's hooks carry names, so that they are found again on copies of a model",
@@ -262,7 +262,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
     "tensors": (
         TorchName(
             "torch.Tensor._reduce_ex_internal",
-            "pickling is told by its frame, so that a recorded tensor is refused and not read",
+            "pickling is recognised by its frame, so that a recorded tensor is refused and not read",
         ),
         TorchName("torch.Tensor._version", "finds writes in place"),
         TorchName("torch.Tensor._base", "finds views"),

@@ -36,7 +36,7 @@ from paceline.errors import PacelineError
 # Digests of what a rank holds. Each takes two numbers, one per half, which are exact in float64.
 NUM_COPIES = 3
 _STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _SETTINGS, _COPIES = 0, 1, 2, 3, 4, 6
-NUM_TOLD = _COPIES + 2 * NUM_COPIES
+NUM_SENT = _COPIES + 2 * NUM_COPIES
 _HALF = 1 << 32
 _LOSS, _WEIGHT, _NUM_FIXED = 0, 1, 2
 # In an all-to-all every rank sends its whole vector to every other, so it is limited to small ones.
@@ -121,7 +121,7 @@ class Agreement:
         self._width = _NUM_FIXED + num_statistics
         self._num_ranks = 1 if group is None else group.size()
         self._rank = 0 if group is None else group.rank()
-        self._first = self._num_ranks * NUM_TOLD
+        self._first = self._num_ranks * NUM_SENT
         length = self._first + num_microbatches * self._width + num_parameters
         self._vector = torch.zeros(length, dtype=torch.float64, device=device)
         # On the CPU numpy fills and reads it in a tenth of the time that tensors take.
@@ -131,7 +131,7 @@ class Agreement:
         self._board = board if board is not None and board.reserve(length) else None
         self._received: Tensor | None = None
         self._work: dist.Work | None = None
-        self._told = RankMessage(0, 0)
+        self._sent = RankMessage(0, 0)
 
     def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor, statistics: Tensor | None) -> None:
         """Fill the slot of microbatch `index` without waiting for the device."""
@@ -151,24 +151,24 @@ class Agreement:
         if used:
             self._vector[-len(used) :] = torch.tensor(used, dtype=torch.float64)
 
-    def launch(self, told: RankMessage) -> None:
+    def launch(self, message: RankMessage) -> None:
         """Start the collective, or write this rank's vector to the board."""
-        self._told = told
-        plain = (told.stop_signum, told.position, told.signature % _HALF, told.leaves_out)
+        self._sent = message
+        plain = (message.stop_signum, message.position, message.signature % _HALF, message.leaves_out)
         row = [float(number) for number in plain]
-        digests = [told.settings]
-        if not isinstance(told.copies, Tensor):
-            digests += told.copies
+        digests = [message.settings]
+        if not isinstance(message.copies, Tensor):
+            digests += message.copies
         for digest in digests:
             row += (float(digest % _HALF), float(digest // _HALF % _HALF))
-        start = self._rank * NUM_TOLD
+        start = self._rank * NUM_SENT
         if self._array is not None:
             self._array[start : start + len(row)] = row
         else:
             self._vector[start : start + len(row)] = torch.tensor(row, dtype=torch.float64)
-        if isinstance(told.copies, Tensor):
-            halves = torch.stack([told.copies & (_HALF - 1), (told.copies >> 32) & (_HALF - 1)], dim=1)
-            self._vector[start + _COPIES : start + NUM_TOLD] = halves.reshape(-1)
+        if isinstance(message.copies, Tensor):
+            halves = torch.stack([message.copies & (_HALF - 1), (message.copies >> 32) & (_HALF - 1)], dim=1)
+            self._vector[start + _COPIES : start + NUM_SENT] = halves.reshape(-1)
         if self._group is None:
             return
         length = len(self._vector)
@@ -212,8 +212,8 @@ class Agreement:
             numbers = vector.cpu().numpy()
             if extra is not None:
                 brought, numbers = float(numbers[-1]), numbers[:-1]
-        told = numbers[: self._first].reshape(self._num_ranks, NUM_TOLD)
-        plain: list[list[float]] = told[:, :_SETTINGS].tolist()
+        rows = numbers[: self._first].reshape(self._num_ranks, NUM_SENT)
+        plain: list[list[float]] = rows[:, :_SETTINGS].tolist()
         self._check_positions([int(row[_POSITION]) for row in plain])
         self._check_signatures([int(row[_SIGNATURE]) for row in plain])
         signums = [int(row[_STOP]) for row in plain]
@@ -226,8 +226,8 @@ class Agreement:
             stop_signum=max(signums, key=(0, signal.SIGINT, signal.SIGTERM).index),
             used=(numbers[end:] > 0).tolist() if self._num_parameters else None,
             all_leave_out=all(row[_LEAVES_OUT] for row in plain),
-            settings=told[:, _SETTINGS:_COPIES],
-            copies=told[:, _COPIES:],
+            settings=rows[:, _SETTINGS:_COPIES],
+            copies=rows[:, _COPIES:],
         )
         return agreed, brought
 

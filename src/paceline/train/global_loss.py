@@ -97,8 +97,8 @@ class GlobalLoss:
                 for gradient, is_per_sample in zip(gradients, whole.per_sample, strict=True)
             ]
             # One microbatch reports the loss, so that the sum over microbatches counts it once.
-            told = (total, weight) if number == 0 else (torch.zeros_like(total), torch.zeros_like(weight))
-            microbatches.append((number, {"batch": own, "gradients": slices, "loss": told}))
+            own_loss = (total, weight) if number == 0 else (torch.zeros_like(total), torch.zeros_like(weight))
+            microbatches.append((number, {"batch": own, "gradients": slices, "loss": own_loss}))
         second_pass = Objective(lambda item: self.run(item["batch"]), _begin)
         return second_pass, dataclasses.replace(share, microbatches=microbatches)
 

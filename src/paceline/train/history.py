@@ -84,7 +84,7 @@ class History:
         Raises:
             PacelineError: PL550 if there is no checkpoint although the run has saved one.
         """
-        gathered = gather(self._world, self._look())
+        gathered = gather(self._world, self._find_known())
         raise_any(each for each in gathered if isinstance(each, PacelineError))
         known = [each for each in gathered if isinstance(each, _Known)]
         newest = max(known, key=lambda each: each.newest)
@@ -106,7 +106,7 @@ class History:
         if self._world.local_rank == 0 and (path := _launcher_note(self._folder)) is not None:
             _write_note(path, step)
 
-    def _look(self) -> _Known | PacelineError:
+    def _find_known(self) -> _Known | PacelineError:
         step, noted = 0, 0
         if self._disks.leads:
             noted = _read_note(self._folder / NOTE)[0]

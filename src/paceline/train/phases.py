@@ -152,6 +152,6 @@ class Phases:
         self._statistics.keep(probe.find_buffers(run, share), None if mesh is None else mesh.dp)
         if self._microbatch_size is not None or share.source is None or share.num_microbatches == 1:
             return  # chosen by the user, or nothing is cut
-        probe.tell_batchnorm(share)
+        probe.warn_batchnorm(share)
         if self._global_loss is None:
             probe.check_cut(objective, share)

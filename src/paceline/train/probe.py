@@ -84,10 +84,10 @@ class Probe:
             None,
         )
 
-    def tell_batchnorm(self, share: Share) -> None:
+    def warn_batchnorm(self, share: Share) -> None:
         """Log PL413 for BatchNorm, whose statistics are those of a microbatch by design."""
         if self._norm is not None and self._is_main:
-            log.warning("%s", _tell_batchnorm(self._norm, share))
+            log.warning("%s", _describe_batchnorm(self._norm, share))
 
     def check_cut(self, objective: Loss, share: Share) -> None:
         """Raise PL413 if the loss of a microbatch is not the sum over its samples.
@@ -130,7 +130,7 @@ class Probe:
             dist.broadcast_object_list(box, group=self._mesh.dp.group, group_src=owner)
             changed, dependent = box[0]
         if dependent and self._is_main:
-            log.warning("%s", _tell_dependent([buffers[number].name for number in dependent]))
+            log.warning("%s", _describe_dependent([buffers[number].name for number in dependent]))
         return [buffers[number] for number in changed if number not in dependent]
 
     def _watch_buffers(
@@ -297,7 +297,7 @@ def _cut_error(whole: float, cut: float, num_samples: int, share: Share) -> Pace
     )
 
 
-def _tell_batchnorm(name: str, share: Share) -> Finding:
+def _describe_batchnorm(name: str, share: Share) -> Finding:
     return Finding(
         "PL413",
         name,
@@ -309,7 +309,7 @@ def _tell_batchnorm(name: str, share: Share) -> Finding:
     )
 
 
-def _tell_dependent(names: list[str]) -> Finding:
+def _describe_dependent(names: list[str]) -> Finding:
     shown = name_some(names, 5)
     return Finding(
         "PL416",

@@ -102,15 +102,15 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
 def _take_lock(lock: TextIO, folder: Path) -> None:
     """Lock the file, waiting for an owner that is about to leave; raise at once if another run uses it."""
     begin_s = time.monotonic()
-    has_told = False
+    has_logged = False
     while not _try_lock(lock):
         owner = read_owner(folder / LOCK)
         leaving = owner is not None and owner.has_lost_launcher()
         patience_s = _LEAVING_S if leaving else _LOOKING_S if owner is None else 0.0
         if time.monotonic() - begin_s >= patience_s:
             raise _in_use(folder, owner, leaving)
-        if leaving and not has_told:
-            has_told = True
+        if leaving and not has_logged:
+            has_logged = True
             assert owner is not None
             log.warning(
                 "waiting for rank 0 of an earlier start in %s (process %d), whose launcher has ended, to "

@@ -202,7 +202,7 @@ def refuse_changes(
     return list(changes)
 
 
-def tell_unknown_settings() -> None:
+def warn_unknown_settings() -> None:
     """Log PL519 for a checkpoint that has no settings to compare."""
     finding = Finding(
         "PL519",
@@ -215,7 +215,7 @@ def tell_unknown_settings() -> None:
     log.warning("%s", finding)
 
 
-def tell_fresh_objects(names: list[str]) -> None:
+def warn_fresh_objects(names: list[str]) -> None:
     """Log PL518 for tracked objects that a resumed run's checkpoint does not have."""
     finding = Finding(
         "PL518",

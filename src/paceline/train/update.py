@@ -185,9 +185,9 @@ class Update:
             self._unit = _power_of_two(share.num_samples)
         # The signature is that of the previous step: this step's is complete only after its last backward.
         copies = self._copies.digest(step) if is_talking else (0,) * NUM_COPIES
-        told = RankMessage(stop_signum, step, runner.signature, settings.digest, copies)
+        message = RankMessage(stop_signum, step, runner.signature, settings.digest, copies)
         hook_memory = None if self.hook_state is None else self.hook_state.read()
-        launch = Launch(agreement, told, runner.used)
+        launch = Launch(agreement, message, runner.used)
         work = Work(objective, share, step, phase, self._unit, launch)
         comm_s = runner.run(work, count_flops=count_flops)
         updated = self._finish(agreement, settings, comm_s)

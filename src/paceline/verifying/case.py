@@ -140,13 +140,13 @@ def near(value: float, wanted: float, slack: float = 5e-3) -> bool:
     return abs(value - wanted) <= slack * max(abs(wanted), 1e-3)
 
 
-def tell_settings(case: Case, differences: Sequence[SettingDifference]) -> str:
+def describe_settings(case: Case, differences: Sequence[SettingDifference]) -> str:
     """Describe up to three settings, for example `eps is 0.001 on rank 1 only, and 1e-05 in one process`."""
-    told: dict[str, list[SettingDifference]] = {}
+    by_name: dict[str, list[SettingDifference]] = {}
     for difference in differences:
-        told.setdefault(difference.name, []).append(difference)
+        by_name.setdefault(difference.name, []).append(difference)
     parts = []
-    for name, found in list(told.items())[:3]:
+    for name, found in list(by_name.items())[:3]:
         first = found[0]
         here, there = (text or "not there" for text in (first.found, first.expected))
         parts.append(f"{name} is {here} {case.name_ranks(d.rank for d in found)}, and {there} in one process")

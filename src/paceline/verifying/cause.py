@@ -13,7 +13,7 @@ from paceline.finding import Finding
 from paceline.phrases import name_some
 from paceline.recipe.axes import list_axes
 from paceline.verifying import gradient_cause
-from paceline.verifying.case import Case, Explained, near, show_size, tell_settings
+from paceline.verifying.case import Case, Explained, describe_settings, near, show_size
 from paceline.verifying.compare import Difference
 from paceline.verifying.forward_cause import explain_forward, find_parent, find_place
 from paceline.verifying.precision import LOSS
@@ -52,7 +52,7 @@ def _note_settings(case: Case, found: Explained) -> str:
     """Return what else is known of ranks whose functions, process or optimizer settings differ."""
     others = [d for d in case.settings if d.owner in (FUNCTIONS, PROCESS, OPTIMIZER)]
     others = [d for d in others if d.name not in found.saw]
-    return f" Besides, {tell_settings(case, others)}." if others else ""
+    return f" Besides, {describe_settings(case, others)}." if others else ""
 
 
 def _explain(case: Case) -> Explained:
@@ -254,7 +254,7 @@ def _explain_update(case: Case) -> Explained | None:
     what = "weights" if first.kind == "weight" else "state of the optimizer"
     settings = [d for d in case.settings if d.owner == OPTIMIZER and d.name in names]
     if settings:
-        factor += f" The optimizer's settings differ: {tell_settings(case, settings)}."
+        factor += f" The optimizer's settings differ: {describe_settings(case, settings)}."
     return Explained(
         "PL709",
         first.name.split(" ")[0],

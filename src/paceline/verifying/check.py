@@ -184,7 +184,7 @@ def verify_recipe(
     *,
     steps: int = 3,
     run: Run | None = None,
-    tell: Callable[[LayoutResult], None] | None = None,
+    on_result: Callable[[LayoutResult], None] | None = None,
     may_narrow: bool = False,
 ) -> Verified:
     """Verify layouts of a recipe as `verify` does for a model.
@@ -194,12 +194,12 @@ def verify_recipe(
         layouts: with all degrees known.
         steps: optimizer steps to compare.
         run: a function that starts ranks; by default `paceline.launch`.
-        tell: called with the result of every layout when it is done.
+        on_result: called with the result of every layout when it is done.
         may_narrow: whether a recipe in fp64 may be trained in fp32 if its model does not compute in fp64.
     """
     subject = RecipeSubject(recipe, steps)
     runner = run or RankLauncher(recipe.train.device)
-    return verify_subject(subject, layouts, run=runner, tell=tell, may_narrow=may_narrow)
+    return verify_subject(subject, layouts, run=runner, on_result=on_result, may_narrow=may_narrow)
 
 
 def build_default_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -230,7 +230,7 @@ def verify_subject(
     layouts: Sequence[Layout],
     *,
     run: Run,
-    tell: Callable[[LayoutResult], None] | None = None,
+    on_result: Callable[[LayoutResult], None] | None = None,
     may_narrow: bool = False,
 ) -> Verified:
     """Compare layouts of a subject with one process; see `verify_recipe`.
@@ -243,7 +243,7 @@ def verify_subject(
         began_s = time.perf_counter()
         subject, facts, remarks = _make_reference(subject, folder, run, may_narrow)
         reference_s = time.perf_counter() - began_s
-        session = _Session(subject, folder, facts, run, tell)
+        session = _Session(subject, folder, facts, run, on_result)
         results = session.verify(list(layouts))
     return Verified(
         results=results,
@@ -295,10 +295,10 @@ class _Session:
         folder: str,
         facts: Facts,
         run: Run,
-        tell: Callable[[LayoutResult], None] | None,
+        on_result: Callable[[LayoutResult], None] | None,
     ) -> None:
         self._subject, self._folder, self._facts, self._run = subject, folder, facts, run
-        self._tell = tell
+        self._on_result = on_result
         self._watched: set[int] = set()
         self._narrow_noise: dict[str, Noise] | None = None
         self.remarks: list[Finding] = []
@@ -310,8 +310,8 @@ class _Session:
             group = list(dict.fromkeys(layout for layout in layouts if layout.num_ranks == size))
             for result, layout in zip(self._verify_group(group, size), group, strict=True):
                 done[layout] = result
-                if self._tell is not None:
-                    self._tell(result)
+                if self._on_result is not None:
+                    self._on_result(result)
         return [done[layout] for layout in layouts]
 
     def _verify_group(self, layouts: list[Layout], size: int) -> list[LayoutResult]:
@@ -319,7 +319,7 @@ class _Session:
             found = self._run(compare_layouts, size, (self._subject, self._folder, layouts))
         except (RankFailed, PacelineError, JobStuck) as error:
             if len(layouts) == 1:
-                return [_tell_failure(layouts[0], error)]
+                return [_describe_failure(layouts[0], error)]
             # One of the layouts ended the ranks; run alone, each shows whether it was the one.
             return [result for layout in layouts for result in self._verify_group([layout], size)]
         by_layout: list[list[Compared]] = [list(ranks) for ranks in zip(*found, strict=True)]
@@ -335,7 +335,7 @@ class _Session:
             try:
                 case = self._watch(case, size)
             except (RankFailed, PacelineError, JobStuck) as error:
-                return _summarise(layout, ranks, _tell_unexplained(case, error))
+                return _summarise(layout, ranks, _describe_unexplained(case, error))
             if self._is_narrow_rounding(case, ranks):
                 noise = self._narrow_noise or {}
                 self._remark_narrow(layout)
@@ -391,7 +391,7 @@ def _measure_again(compared: Compared, noise: dict[str, Noise]) -> Compared:
     )
 
 
-def _tell_unexplained(case: Case, error: Exception) -> Finding:
+def _describe_unexplained(case: Case, error: Exception) -> Finding:
     """Return the finding for a layout that differs and whose watched run failed."""
     first = max(case.first, key=lambda d: d.ratio)
     return Finding(
@@ -425,7 +425,7 @@ def _summarise(layout: Layout, ranks: list[Compared], finding: Finding | None) -
     )
 
 
-def _tell_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) -> LayoutResult:
+def _describe_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) -> LayoutResult:
     """Return the result for ranks that ended early: refused if Paceline raised the error, else failed."""
     if isinstance(error, PacelineError):
         found = Finding(error.code, str(layout), error.saw, error.rule, error.fix)

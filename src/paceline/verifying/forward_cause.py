@@ -7,7 +7,7 @@ reported, and that the cause is not known.
 
 from __future__ import annotations
 
-from paceline.verifying.case import Case, Explained, near, show_size, tell_settings
+from paceline.verifying.case import Case, Explained, describe_settings, near, show_size
 from paceline.verifying.locate import EventDifference
 from paceline.verifying.settings import FUNCTIONS, PROCESS
 
@@ -86,14 +86,14 @@ def explain_settings(
         return None
     kind = "" if case.watched is None else case.watched.modules[module].kind
     if found:
-        told = f"Of {module or 'the model'} ({kind}), {tell_settings(case, found)}."
+        settings = f"Of {module or 'the model'} ({kind}), {describe_settings(case, found)}."
     else:
         others = [*case.settings_of(FUNCTIONS, ranks), *case.settings_of(PROCESS, ranks)]
-        told = f"There, {tell_settings(case, others)}."
+        settings = f"There, {describe_settings(case, others)}."
     return Explained(
         "PL719",
         module,
-        f"{saw} {told}",
+        f"{saw} {settings}",
         "All ranks run the same code with the same settings.",
         "Look for code that sets this by rank or by world size: a configuration that only one rank reads, a "
         "patched function, a hook.",

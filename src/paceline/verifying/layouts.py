@@ -37,7 +37,7 @@ from paceline.world import start
 
 _NO_NOISE = Noise(0.0, 0.0, 0.0, 0.0)
 # Maximum number of differences that a rank reports; a wrong layout differs nearly everywhere after step 1.
-_MAX_TOLD = 2000
+_MAX_LISTED = 2000
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Comparer:
         found.worst = max(found.worst, (divide(size, tolerance), key_of(step, kind, name)))
         if size > tolerance:
             found.sizes[key_of(step, kind, name)] = size
-        if size > tolerance and len(found.differences) < _MAX_TOLD:
+        if size > tolerance and len(found.differences) < _MAX_LISTED:
             found.differences.append(
                 Difference(
                     step, kind, name, self._rank, size, tolerance, noise.tolerance, noise.scale, **seen

@@ -60,7 +60,7 @@ from paceline.world import start
 # Maximum elements of gradients kept per microbatch, and maximum elements used in a least-squares fit.
 _MAX_KEPT = 16_000_000
 _MAX_FITTED = 100_000
-_MAX_TOLD = 400
+_MAX_LISTED = 400
 
 
 @dataclass(frozen=True)
@@ -403,7 +403,7 @@ class _Judge(_Nothing):
         self.found.num_events += 1
         noise = self.facts.noise.get(key, Noise(0.0, 0.0, 0.0, 0.0))
         size = measure_distance(expected, tensor)
-        if size <= noise.tolerance or len(self.found.differences) >= _MAX_TOLD:
+        if size <= noise.tolerance or len(self.found.differences) >= _MAX_LISTED:
             return
         apart = (expected - tensor).abs() > noise.tolerance
         self.found.differences.append(

@@ -55,7 +55,7 @@ def test_requests_that_cannot_be_met() -> None:
     assert "'sideways'" in refuse("PL462", {"layers.*.mlp": "sideways"})
 
 
-def test_heads_that_cannot_be_divided_stay_whole_and_are_told() -> None:
+def test_heads_that_cannot_be_divided_stay_whole_and_are_reported() -> None:
     found = plan(num_ranks=4, heads=2)
     assert 0.5 < found.share < 1
     assert "2 places cannot be divided by 4" in found.whole["layers.0.self_attn.q_proj.weight"]

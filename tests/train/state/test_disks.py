@@ -69,7 +69,7 @@ def test_a_folder_that_is_seen_in_one_direction_is_refused(ranks: Pool, tmp_path
         assert "[PL553]" in text
 
 
-def test_a_folder_that_can_not_be_made_on_one_node_is_told_on_all(ranks: Pool, tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_made_on_one_node_is_reported_on_all(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     told = ranks.run(find, 2, ([str(tmp_path / "run"), str(tmp_path / "file" / "run")],))
     assert told[0] == told[1]

@@ -148,10 +148,10 @@ class _Agent(SteppedAgent):
         self._rounds.on_start(*place, self._rounds.number)
         return super().start_ranks(group)
 
-    def look_at_ranks(self, group: WorkerGroup) -> RunResult:
+    def poll_ranks(self, group: WorkerGroup) -> RunResult:
         if self._rounds.asked is not None:
             raise SignalException("asked to stop", sigval=signal.Signals(self._rounds.asked))
-        return super().look_at_ranks(group)
+        return super().poll_ranks(group)
 
     def restart_ranks(self, group: WorkerGroup) -> None:
         self.stop_ranks(group)

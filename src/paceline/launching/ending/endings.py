@@ -23,7 +23,7 @@ from textwrap import shorten
 from typing import Literal
 
 from paceline.errors import PacelineError
-from paceline.launching.ending.trace import find_own_frame, fold, tell_last_line
+from paceline.launching.ending.trace import find_error_line, find_own_frame, fold
 
 # How gloo, NCCL and the store word it when a peer has gone.
 _PEER_GONE = (
@@ -49,7 +49,7 @@ _LONG_LINE = 500
 _MANY_CAUSES = 10
 
 
-class RankFailed(Exception):  # noqa: N818 (an event, told as one)
+class RankFailed(Exception):  # noqa: N818 (named after the event)
     """The error of a rank that failed with an exception that Paceline does not explain.
 
     Attributes:
@@ -80,7 +80,7 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
         if self.signal_name is not None:
             return f"rank {self.rank} was killed by {self.signal_name}{where}."
         if self.trace:
-            return f"rank {self.rank} failed first{where}: {tell_last_line(self.trace)}"
+            return f"rank {self.rank} failed first{where}: {find_error_line(self.trace)}"
         return f"rank {self.rank} exited with code {self.status} and left no traceback."
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class RankFailed(Exception):  # noqa: N818 (an event, told as one)
         return "\n".join(parts).rstrip()
 
 
-class PumpLost(Exception):  # noqa: N818 (an event, told as one)
+class PumpLost(Exception):  # noqa: N818 (named after the event)
     """The error of a launch whose pump was killed; its ranks were ended."""
 
     exit_code = 1
@@ -254,7 +254,7 @@ def describe_death(cause: Ending, log: str) -> str:
     who = f"Rank {cause.rank}"
     name = _signal_name(cause.code)
     if name is None:
-        words = _IN_TORCH.sub("", tell_last_line(cause.trace)).partition(". This is typically")[0]
+        words = _IN_TORCH.sub("", find_error_line(cause.trace)).partition(". This is typically")[0]
         return f"{who} failed then" + (f": {shorten(words, _MANY_LETTERS)}." if words else ".")
     if met := _BYTES.search(log):
         return f"{who} was killed by {name}, as {met[1]} bytes came where gloo expected {met[2]} or fewer."

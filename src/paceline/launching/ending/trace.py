@@ -180,7 +180,7 @@ def _find_syntax_error(lines: list[str]) -> str:
     return ""
 
 
-def tell_last_line(trace: str) -> str:
+def find_error_line(trace: str) -> str:
     """Return the line that names the exception."""
     text = trace.strip("\n")
     if text.startswith(_FATAL):
@@ -188,7 +188,7 @@ def tell_last_line(trace: str) -> str:
     # After the last frame, whose lines are indented deeper than the exception's.
     parts = _parse(text)
     after = max((n for n, part in enumerate(parts) if isinstance(part, TracebackFrame)), default=-1)
-    told = [part.strip(" |+-") for part in parts[after + 1 :] if isinstance(part, str)]
-    told = [line for line in told if line and not line.startswith("Traceback")]
-    named = [line for line in told if _EXCEPTION.match(line)]
-    return (named or told or text.strip().splitlines() or [""])[0].strip()
+    lines = [part.strip(" |+-") for part in parts[after + 1 :] if isinstance(part, str)]
+    lines = [line for line in lines if line and not line.startswith("Traceback")]
+    named = [line for line in lines if _EXCEPTION.match(line)]
+    return (named or lines or text.strip().splitlines() or [""])[0].strip()

@@ -89,7 +89,7 @@ class _Pump:
                     self._read(int(key.fd), key.data)
             self._pass_on_old()
             if not self._streams or time.monotonic() - self._last_s > _DRY_AFTER_S:
-                self._tell_dry()
+                self._report_dry()
 
     def _listen(self) -> None:
         words, ancillary, _, _ = self._channel.recvmsg(4096, socket.CMSG_SPACE(4))
@@ -107,7 +107,7 @@ class _Pump:
             self._streams[fds[0]] = _Stream(log, wish["to"], wish["persists"])
             self._inputs.register(fds[0], selectors.EVENT_READ, self._streams[fds[0]])
 
-    def _tell_dry(self) -> None:
+    def _report_dry(self) -> None:
         if self._is_draining:
             self._is_draining = False
             with contextlib.suppress(OSError):

@@ -271,7 +271,7 @@ class Ranks:
         """End a rank and all processes that it has started, now."""
         if rank.returncode is None:
             rank.asked.add(signal.SIGKILL)
-            self._tell(Kill(rank.pid))
+            self._send(Kill(rank.pid))
 
     def sweep(self, *, kills: bool) -> None:
         """End the job; with `kills`, also everything that ranks have left behind."""
@@ -297,11 +297,11 @@ class Ranks:
             self._reader.start()
         self._has_answered = False
         self._swept.clear()
-        self._tell(sweep)
+        self._send(sweep)
         if not self.keeper_died and not self._swept.wait(_SWEEP_S):
             os.kill(self.keeper_pid, signal.SIGKILL)
 
-    def _tell(self, message: Kill | Sweep) -> None:
+    def _send(self, message: Kill | Sweep) -> None:
         with self._lock, suppress(OSError):  # the reader notices that the keeper has gone
             self._connection.send(message)
 

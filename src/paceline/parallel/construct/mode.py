@@ -37,7 +37,7 @@ _OVERWRITING = {
     *("normal_", "random_", "uniform_", "zero_"),
 }
 # They write running statistics, which their schemas do not declare.
-_UNTOLD = dict.fromkeys(
+_UNDECLARED = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
 )
 _EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -467,8 +467,8 @@ def _written(
     overwritten: set[int] = set()
     overload = f"{name}.{read_schema(func).overload_name}"
     for position, argument in enumerate(read_schema(func).arguments):
-        told = argument.alias_info is not None and argument.alias_info.is_write
-        if not told and argument.name not in _UNTOLD.get(name, ()):
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if not is_declared and argument.name not in _UNDECLARED.get(name, ()):
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for leaf in tree_iter(value):

@@ -95,7 +95,7 @@ class Runner(ABC):
         self._model = model
         self._masks = laid_out.masks
         self._lent = laid_out.lent
-        self._num_unsafe_told = 0
+        self._num_unsafe_logged = 0
         self._mesh = mesh
         self._statistics = statistics
         self._precision = precision
@@ -196,7 +196,7 @@ class Runner(ABC):
         """
         self._statistics.begin(work.share.num_owned)
         comm_s = self._run_rounds(work, count_flops=count_flops)
-        self._tell_unsafe_draws()
+        self._warn_unsafe_draws()
         return comm_s
 
     def forget_used(self) -> None:
@@ -363,10 +363,10 @@ class Runner(ABC):
         num_parts = 1 if self._mesh is None else self._mesh.layout.num_sample_parts
         self.flops_per_sample = counter.get_total_flops() * num_parts / num_samples
 
-    def _tell_unsafe_draws(self) -> None:
-        for finding in self._masks.unsafe[self._num_unsafe_told :]:
+    def _warn_unsafe_draws(self) -> None:
+        for finding in self._masks.unsafe[self._num_unsafe_logged :]:
             log.warning("%s", finding)
-        self._num_unsafe_told = len(self._masks.unsafe)
+        self._num_unsafe_logged = len(self._masks.unsafe)
 
 
 class _NoModules:

@@ -14,14 +14,14 @@ class Launch:
     """The start of the agreement, which a runner calls in the last microbatch."""
 
     agreement: Agreement
-    told: RankMessage
+    message: RankMessage
     used: list[bool] | None
     is_done: bool = False
 
     def now(self, *, leaves_out: bool = False) -> None:
         if self.used is not None:
             self.agreement.put_used(self.used)
-        self.agreement.launch(replace(self.told, leaves_out=leaves_out))
+        self.agreement.launch(replace(self.message, leaves_out=leaves_out))
         self.is_done = True
 
 

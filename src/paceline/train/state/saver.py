@@ -36,8 +36,8 @@ from paceline.train.settings import (
     list_changes,
     name_settings,
     refuse_changes,
-    tell_fresh_objects,
-    tell_unknown_settings,
+    warn_fresh_objects,
+    warn_unknown_settings,
 )
 from paceline.train.state.apart import count_copies, find_apart, write_apart
 from paceline.train.state.disks import Disks, find_disks
@@ -264,13 +264,13 @@ class Saver:
         if self._saved_settings is not None and self._world.is_main:
             fresh = [name for name in self.tracked.own_names if name not in self._saved_settings["tracked"]]
             if fresh:
-                tell_fresh_objects(fresh)
+                warn_fresh_objects(fresh)
 
     def _check_settings(self, state: dict[str, Any], loaders: Mapping[str, Loader]) -> list[str]:
         """Return names of settings that differ from the checkpoint; raise PL515 unless all are accepted."""
         saved = state.get("settings")
         if saved is None:
-            tell_unknown_settings()
+            warn_unknown_settings()
             return []
         self.has_raw_batches = "microbatch_size" in saved["run"]
         moved = {name: loaders[name] for name in saved["loaders"] if name in loaders}

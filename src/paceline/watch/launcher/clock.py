@@ -65,7 +65,7 @@ class Clock:
     """
 
     def __init__(self, now_s: float) -> None:
-        self._worked_s = self._collected_s = self._looked_s = now_s
+        self._worked_s = self._collected_s = self._polled_s = now_s
         self._latest: dict[int, Beat] = {}
 
     def note_beat(self, beat: Beat, now_s: float) -> None:
@@ -92,7 +92,7 @@ class Clock:
         """
         if since_s < self._collected_s:  # They may have used it before the last collective.
             return
-        self._looked_s = now_s
+        self._polled_s = now_s
         for rank, process in processes.items():
             works = process.cpu_share > BUSY_SHARE or process.io_rate > BUSY_BYTES_PER_S
             if (works or process.state == "uninterruptible") and not _waits(self._latest.get(rank)):
@@ -105,7 +105,7 @@ class Clock:
     def read(self, now_s: float) -> Stillness:
         """Return what both clocks show."""
         has_waiting = any(_waits(beat) for beat in self._latest.values())
-        still_s = max(0.0, self._looked_s - self._worked_s)
+        still_s = max(0.0, self._polled_s - self._worked_s)
         return Stillness(still_s, now_s - self._collected_s, has_waiting)
 
 

@@ -53,7 +53,7 @@ class Listener:
         """The ranks that are connected and have sent a beat."""
         return set(self._lines)
 
-    def hear(self, seconds: float) -> Iterator[Message]:
+    def receive(self, seconds: float) -> Iterator[Message]:
         """Yield the messages that arrive within this time; stop after the first batch."""
         for key, _ in self._selector.select(seconds):
             if key.data is not None:

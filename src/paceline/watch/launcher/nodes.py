@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-from paceline.launching.watcher import Said
+from paceline.launching.watcher import WatchMessage
 from paceline.watch.launcher.clock import Stillness
 from paceline.watch.protocol.report import Frame, Process, Report, Seen
 from paceline.watch.protocol.wire import Unpacker, pack
@@ -40,7 +40,7 @@ class NodeState:
         ranks: the node's ranks.
         stillness: for how long they have stood still.
         seen: what they do, once the job stands still; `None` while it works.
-        told: its verdict, once it has one.
+        message: its verdict, once it has one.
         prints: of its ranks' latest calls, for comparison.
         asks_at_s: when all nodes ask their ranks for their calls because these seem not to match, in
             seconds
@@ -53,7 +53,7 @@ class NodeState:
     ranks: tuple[int, ...]
     stillness: Stillness
     seen: Seen | None = None
-    told: Said | None = None
+    message: WatchMessage | None = None
     prints: Prints = field(default_factory=dict)
     asks_at_s: float = 0.0
     suspected: Seen | None = None
@@ -78,7 +78,7 @@ class NodeBoard:
         self._paces: tuple[RankPace, ...] = ()
         self._lock = threading.Lock()
         now_s = time.monotonic()
-        self._heard: dict[int, tuple[str, NodeState | None, float]] = {
+        self._latest: dict[int, tuple[str, NodeState | None, float]] = {
             other: ("", None, now_s) for other in range(num_nodes) if other != node
         }
         self._ends = threading.Event()
@@ -99,7 +99,7 @@ class NodeBoard:
         """Return the latest state of each other node, and its age in seconds."""
         now_s = time.monotonic()
         with self._lock:
-            return {node: (state, now_s - heard_s) for node, (_, state, heard_s) in self._heard.items()}
+            return {node: (state, now_s - read_s) for node, (_, state, read_s) in self._latest.items()}
 
     def close(self) -> None:
         """End the thread as soon as the store has answered it."""
@@ -123,14 +123,14 @@ class NodeBoard:
                 self._read(store)
 
     def _read(self, store: Any) -> None:
-        for node in list(self._heard):
+        for node in list(self._latest):
             if not store.check([str(node)]):
                 continue
             text = store.get(str(node)).decode()
             with self._lock:
-                if text != self._heard[node][0]:
+                if text != self._latest[node][0]:
                     _, state = json.loads(text)
-                    self._heard[node] = text, state_from_json(state), time.monotonic()
+                    self._latest[node] = text, state_from_json(state), time.monotonic()
 
 
 Others = Mapping[int, tuple[NodeState | None, float]]
@@ -171,7 +171,7 @@ def state_to_json(state: NodeState) -> dict[str, Any]:
         "ranks": state.ranks,
         "stillness": asdict(state.stillness),
         "seen": _seen_to_json(state.seen),
-        "told": None if state.told is None else asdict(state.told),
+        "message": None if state.message is None else asdict(state.message),
         "prints": state.prints,
         "asks_at_s": state.asks_at_s,
         "suspected": _seen_to_json(state.suspected),
@@ -204,7 +204,7 @@ def state_from_json(value: dict[str, Any]) -> NodeState:
         tuple(value["ranks"]),
         Stillness(**value["stillness"]),
         _seen_from_json(value["seen"]),
-        None if value["told"] is None else Said(**value["told"]),
+        None if value["message"] is None else WatchMessage(**value["message"]),
         value["prints"],
         value["asks_at_s"],
         _seen_from_json(value["suspected"]),
@@ -213,8 +213,10 @@ def state_from_json(value: dict[str, Any]) -> NodeState:
 
 
 def _pace_from_json(rank: int, groups: list[str], stretches: list[list[Any]]) -> RankPace:
-    told = [BeatInterval(*stretch) for stretch in stretches]
-    return RankPace(rank, tuple(groups), tuple(replace(each, groups=tuple(each.groups)) for each in told))
+    intervals = [BeatInterval(*stretch) for stretch in stretches]
+    return RankPace(
+        rank, tuple(groups), tuple(replace(each, groups=tuple(each.groups)) for each in intervals)
+    )
 
 
 def _seen_from_json(value: dict[str, Any] | None) -> Seen | None:

@@ -27,7 +27,7 @@ _LEAST_S = 0.5
 
 
 @dataclass
-class _Look:
+class _Sample:
     """The resources that a rank and its descendants had used at an instant, and their rates since the last
     one.
 
@@ -55,22 +55,22 @@ class ProcessSampler:
 
     def __init__(self, node: str) -> None:
         self._node = node
-        self._before: dict[int, _Look] = {}
+        self._before: dict[int, _Sample] = {}
 
-    def look(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
+    def sample(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
         """Return the state of each rank's process, by rank."""
-        return {watched.rank: self._look_at(watched, is_kept=True) for watched in ranks}
+        return {watched.rank: self._sample_one(watched, is_kept=True) for watched in ranks}
 
     def peek(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
-        """Return a sample out of turn: the next call of `look` still covers all the time since the last
+        """Return a sample out of turn: the next call of `sample` still covers all the time since the last
         one."""
-        return {watched.rank: self._look_at(watched, is_kept=False) for watched in ranks}
+        return {watched.rank: self._sample_one(watched, is_kept=False) for watched in ranks}
 
-    def _look_at(self, watched: WatchedRank, *, is_kept: bool) -> Process:
+    def _sample_one(self, watched: WatchedRank, *, is_kept: bool) -> Process:
         if watched.exit_code is not None or watched.pid == 0:
             state: ProcessState = "ended" if watched.exit_code is not None else "sleeping"
             return Process(watched.rank, self._node, watched.pid, state, exit_code=watched.exit_code)
-        before, now = self._before.get(watched.pid), _Look(time.monotonic())
+        before, now = self._before.get(watched.pid), _Sample(time.monotonic())
         state = "ended"
         try:
             process = psutil.Process(watched.pid)

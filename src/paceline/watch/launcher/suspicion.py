@@ -16,7 +16,7 @@ from paceline.watch.protocol.report import Call, Seen, Verdict
 from paceline.watch.reasoning.compare import Comparison, Prints, confirm, strip
 
 # How long it takes until all nodes have read what one has written, and until it has read their answers.
-_HEARD_S = 2.5 * EVERY_S
+_READ_S = 2.5 * EVERY_S
 _ANSWERED_S = 4 * EVERY_S
 # Nodes choose the next multiple of this, so that they choose the same instant without communicating.
 _ROUND_S = 8.0
@@ -49,7 +49,7 @@ class Suspicion:
         self._comparison.note_calls(rank, calls)
 
     @property
-    def told(self) -> NodeSuspicion:
+    def state(self) -> NodeSuspicion:
         """What the other nodes need."""
         seen = None if self._seen is None else strip(self._seen)
         return NodeSuspicion(self._comparison.read_prints(), self._asks_at_s, seen)
@@ -69,16 +69,18 @@ class Suspicion:
             collect: asks this node's ranks for all calls that are still recorded.
             read_source: as in `explain_hang`.
         """
-        heard = {node: state for node, (state, _) in others.items() if state is not None}
-        for node, state in heard.items():
+        states = {node: state for node, (state, _) in others.items() if state is not None}
+        for node, state in states.items():
             self._comparison.note_node(node, state.prints)
         if self._seen is None:
-            self._asks_at_s = self._choose([state.asks_at_s for state in heard.values()], bool(others), now_s)
+            self._asks_at_s = self._choose(
+                [state.asks_at_s for state in states.values()], bool(others), now_s
+            )
             if not self._asks_at_s or now_s < self._asks_at_s:
                 return None
             self._seen = collect()
         reports = dict(self._seen.reports)
-        for state in heard.values():
+        for state in states.values():
             if state.suspected is not None and state.asks_at_s == self._asks_at_s:
                 reports |= state.suspected.reports
         verdict = confirm(reports, read_source)
@@ -95,5 +97,5 @@ class Suspicion:
         if self._asks_at_s:
             chosen.append(self._asks_at_s)
         elif self._comparison.is_suspicious(now_s):
-            chosen.append(math.ceil((now_s + _HEARD_S) / _ROUND_S) * _ROUND_S if has_others else now_s)
+            chosen.append(math.ceil((now_s + _READ_S) / _ROUND_S) * _ROUND_S if has_others else now_s)
         return min(chosen, default=0.0)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from paceline.launching.watcher import SOCKET, Said, WatchedRank, name_stacks
+from paceline.launching.watcher import SOCKET, WatchedRank, WatchMessage, name_stacks
 from paceline.watch.launcher.clock import STALL_S, Clock, Stillness
 from paceline.watch.launcher.ends import RankEnds, is_felt
 from paceline.watch.launcher.listener import Listener
@@ -30,13 +30,13 @@ from paceline.watch.reasoning.death import Failure, explain_failure
 from paceline.watch.reasoning.hang import explain_hang
 from paceline.watch.reasoning.mismatch import find_mismatch
 from paceline.watch.reasoning.not_finite import FirstNotFinite
-from paceline.watch.reasoning.render import render_place, say
+from paceline.watch.reasoning.render import build_message, render_place
 from paceline.watch.reasoning.slow import SlowRanks
 
 # How often the ranks' processes are polled. While collectives arrive, ranks evidently work and are polled
 # less often, unless a verdict could then be due before two polls after the last collective.
-_LOOK_S = 1.0
-_LOOK_CALM_S = 5.0
+_POLL_S = 1.0
+_POLL_CALM_S = 5.0
 _LEAST_FOR_CALM_S = 10.0
 # How long a rank may take to answer; its thread may wait for Python's lock.
 _ANSWER_S = 2.0
@@ -49,27 +49,29 @@ _CLOSING_S = 1.0
 
 
 class RankWatcher:
-    """The watcher of this node's ranks; see `launch.watching.Watcher`.
+    """The watcher of this node's ranks; see `launching.watcher.Watcher`.
 
     Args:
         hang_after_s: how long all ranks must stand still until they are considered stuck.
-        keep_alive: whether a stuck job is left running, for a debugger; `tell` then reports the verdict.
-        tell: prints a verdict that does not end the job.
+        keep_alive: whether a stuck job is left running, for a debugger; `report` then prints the verdict.
+        report: prints a verdict that does not end the job.
     """
 
     entry = "paceline.watch.rank.reporter:begin"
 
-    def __init__(self, hang_after_s: float, *, keep_alive: bool, tell: Callable[[Said], None]) -> None:
-        self.told: Said | None = None
-        self.told_of_others = ""
+    def __init__(
+        self, hang_after_s: float, *, keep_alive: bool, report: Callable[[WatchMessage], None]
+    ) -> None:
+        self.final_message: WatchMessage | None = None
+        self.other_places = ""
         self._met_s = time.time()
         self._rank_ends, self._failure = RankEnds(), Failure(None)
         self._hang_after_s = hang_after_s
         self._keep_alive = keep_alive
-        self._tell = tell
-        self._look: Callable[[], Sequence[WatchedRank]] = tuple
+        self._report = report
+        self._list_ranks: Callable[[], Sequence[WatchedRank]] = tuple
         self._node_name = socket.gethostname()
-        self._eyes = ProcessSampler(self._node_name)
+        self._sampler = ProcessSampler(self._node_name)
         self._clock = Clock(time.monotonic())
         self._processes: dict[int, Process] = {}
         self._reports: dict[int, Report] = {}
@@ -79,16 +81,16 @@ class RankWatcher:
         self._not_finite = FirstNotFinite()
         self._slow = SlowRanks(_read_source)
         self._board: NodeBoard | None = None
-        self._has_spoken = False
+        self._has_announced = False
         self._ends = threading.Event()
         self._failed = threading.Event()
-        self._looked_back = threading.Event()
+        self._has_explained = threading.Event()
         self._listener: Listener
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
 
-    def begin(self, folder: Path, look: Callable[[], Sequence[WatchedRank]]) -> None:
+    def begin(self, folder: Path, list_ranks: Callable[[], Sequence[WatchedRank]]) -> None:
         """Start the thread; ranks that start from now on find the socket."""
-        self._look = look
+        self._list_ranks = list_ranks
         self._listener = Listener(folder / SOCKET)  # Here, so that no rank inherits it.
         self._thread.start()
 
@@ -97,11 +99,11 @@ class RankWatcher:
         self._clock = Clock(time.monotonic())
         self._suspicion = Suspicion()
         self._failed.clear()
-        self._looked_back.clear()
+        self._has_explained.clear()
         self._not_finite = FirstNotFinite()
         self._slow = SlowRanks(_read_source)
         self._met_s = time.time()
-        self._rank_ends, self._failure, self.told_of_others = RankEnds(), Failure(None), ""
+        self._rank_ends, self._failure, self.other_places = RankEnds(), Failure(None), ""
         if self._board is not None:
             self._board.close()
         self._board = NodeBoard(node, num_nodes, host, port, str(attempt)) if num_nodes > 1 else None
@@ -112,13 +114,15 @@ class RankWatcher:
         self._rank_ends.note_status(rank, status)
         if not self._failed.is_set() and self._thread.is_alive():
             self._failed.set()
-            self._looked_back.wait(_ANSWER_S + _SETTLE_S + 1.0 + (_NODES_S if self._board is not None else 0))
+            self._has_explained.wait(
+                _ANSWER_S + _SETTLE_S + 1.0 + (_NODES_S if self._board is not None else 0)
+            )
 
-    def explain_failure(self, died: str = "") -> Said | None:
+    def explain_failure(self, died: str = "") -> WatchMessage | None:
         """Return why ranks failed, if mismatched collectives or an ended peer are known to be the cause."""
         verdict = self._failure.verdict
-        told = [died] if died else []
-        return None if verdict is None else say(replace(verdict, more=(*verdict.more, *told)))
+        lines = [died] if died else []
+        return None if verdict is None else build_message(replace(verdict, more=(*verdict.more, *lines)))
 
     def end(self) -> None:
         """Stop the thread and close the sockets."""
@@ -129,30 +133,30 @@ class RankWatcher:
             self._thread.join()
         self._listener.close()
 
-    # ---- hearing
+    # ---- receiving
 
     def _run(self) -> None:
-        looked_s = 0.0  # Poll at once: other nodes want to know which ranks are here.
-        calm_s = _LOOK_CALM_S if self._hang_after_s >= _LEAST_FOR_CALM_S else _LOOK_S
+        polled_s = 0.0  # Poll at once: other nodes want to know which ranks are here.
+        calm_s = _POLL_CALM_S if self._hang_after_s >= _LEAST_FOR_CALM_S else _POLL_S
         while not self._ends.is_set():
-            self._hear(0.25)
+            self._receive(0.25)
             now_s = time.monotonic()
-            if self._failed.is_set() and not self._looked_back.is_set():
-                self._look_back()
+            if self._failed.is_set() and not self._has_explained.is_set():
+                self._explain_first_failure()
             is_calm = self._clock.read(now_s).uncollected_s < STALL_S
-            if now_s - looked_s >= (calm_s if is_calm else _LOOK_S):
-                self._look_around(looked_s, now_s)
-                looked_s = now_s
-            self._tell_not_finite()
-            if not self._has_spoken and not self._failed.is_set():
+            if now_s - polled_s >= (calm_s if is_calm else _POLL_S):
+                self._poll_processes(polled_s, now_s)
+                polled_s = now_s
+            self._report_not_finite()
+            if not self._has_announced and not self._failed.is_set():
                 self._judge(now_s)
-        self._hear(0.0)  # the last beats
-        if not self._has_spoken and not self._failed.is_set():
+        self._receive(0.0)  # the last beats
+        if not self._has_announced and not self._failed.is_set():
             self._compare_closing()
-        self._tell_not_finite(is_last=True)
+        self._report_not_finite(is_last=True)
 
-    def _hear(self, seconds: float) -> None:
-        for message in self._listener.hear(seconds):
+    def _receive(self, seconds: float) -> None:
+        for message in self._listener.receive(seconds):
             if isinstance(message, Beat):
                 self._note_beat(message, time.monotonic())
             elif isinstance(message, Report):
@@ -171,24 +175,24 @@ class RankWatcher:
         if beat.not_finite is not None and beat.not_finite.time_s >= self._met_s:
             self._not_finite.note(beat.rank, beat.not_finite, now_s)
 
-    def _look_around(self, since_s: float, now_s: float) -> None:
+    def _poll_processes(self, since_s: float, now_s: float) -> None:
         before = self._processes
-        self._processes = self._eyes.look(self._look())
+        self._processes = self._sampler.sample(self._list_ranks())
         if _describe(before) != _describe(self._processes):
             self._clock.note_change(now_s)
         self._clock.note_processes(self._processes, since_s, now_s)
 
-    def _look_back(self) -> None:
+    def _explain_first_failure(self) -> None:
         try:
             seen = self._collect_failure()
             self._failure = explain_failure(self._ask_nodes(seen), seen.processes, _read_source)
-            told = [render_place(place) for place in self._failure.failed]
+            lines = [render_place(place) for place in self._failure.failed]
             if self._failure.others:
-                told += ["Meanwhile:", *map(render_place, self._failure.others)]
-            self.told_of_others = "\n".join(told)
-            self._tell_not_finite(is_last=True)
+                lines += ["Meanwhile:", *map(render_place, self._failure.others)]
+            self.other_places = "\n".join(lines)
+            self._report_not_finite(is_last=True)
         finally:
-            self._looked_back.set()
+            self._has_explained.set()
 
     # ---- judging
 
@@ -200,10 +204,10 @@ class RankWatcher:
             return
         own = self._clock.read(now_s)
         for state, _ in others.values():
-            if state is not None and state.told is not None:
-                self._speak(state.told, is_heard=True)
+            if state is not None and state.message is not None:
+                self._announce(state.message, is_from_other=True)
                 return
-        self._tell_slow(others, now_s)
+        self._report_slow(others, now_s)
         stillness = join_stillness(own, others)
         is_stuck = stillness.is_stuck(self._hang_after_s)
         if not is_stuck and not stillness.is_stalled:
@@ -211,7 +215,7 @@ class RankWatcher:
             ask = partial(self._collect, is_full=True)
             mismatch = self._suspicion.judge(others, time.time(), ask, _read_source)
             if mismatch is not None:
-                self._speak(say(mismatch))
+                self._announce(build_message(mismatch))
             else:
                 self._publish(own, None)
             return
@@ -226,39 +230,41 @@ class RankWatcher:
         if verdict is None and is_stuck and is_complete:
             verdict = explain_hang(seen, _read_source)
         if verdict is not None:
-            self._speak(say(verdict))
+            self._announce(build_message(verdict))
 
     def _compare_closing(self) -> None:
         """Compare all recorded calls of this node's ranks once all of them have ended successfully."""
-        ranks = {watched.rank for watched in self._look() if watched.exit_code == 0}
-        if len(ranks) < 2 or len(ranks) < len(self._look()):
+        ranks = {watched.rank for watched in self._list_ranks() if watched.exit_code == 0}
+        if len(ranks) < 2 or len(ranks) < len(self._list_ranks()):
             return
         ends_s = time.monotonic() + _CLOSING_S
         while ranks & self._listener.ranks and time.monotonic() < ends_s:
-            self._hear(0.05)
+            self._receive(0.05)
         verdict = confirm(self._rank_ends.closing, _read_source, has_ended=True)
         if verdict is not None:
-            self.told = say(verdict)
+            self.final_message = build_message(verdict)
 
-    def _tell_not_finite(self, *, is_last: bool = False) -> None:
+    def _report_not_finite(self, *, is_last: bool = False) -> None:
         verdict = self._not_finite.read(time.monotonic(), is_last=is_last)
         if verdict is not None:
-            self._tell(say(verdict))
+            self._report(build_message(verdict))
 
-    def _tell_slow(self, others: Others, now_s: float) -> None:
+    def _report_slow(self, others: Others, now_s: float) -> None:
         if self._board is not None:
-            self._board.publish_paces(self._slow.book.tell(now_s))
+            self._board.publish_paces(self._slow.book.list_paces(now_s))
         for state, age_s in others.values():
             if state is not None:
                 self._slow.book.note_others(state.paces, now_s, age_s)
         # What other nodes write and read periodically arrives late.
         verdict = self._slow.read(now_s, 2 * EVERY_S if others else 0.0)
         if verdict is not None:
-            self._tell(say(verdict))
+            self._report(build_message(verdict))
 
-    def _publish(self, own: Stillness, seen: Seen | None, told: Said | None = None) -> None:
+    def _publish(self, own: Stillness, seen: Seen | None, message: WatchMessage | None = None) -> None:
         if self._board is not None:
-            state = NodeState(self._node_name, tuple(self._processes), own, seen, told, *self._suspicion.told)
+            state = NodeState(
+                self._node_name, tuple(self._processes), own, seen, message, *self._suspicion.state
+            )
             self._board.publish(state)
 
     def _find_mismatch(self, seen: Seen) -> Verdict | None:
@@ -266,38 +272,38 @@ class RankWatcher:
         calls = {rank: report.calls for rank, report in seen.reports.items()}
         return find_mismatch(calls, groups, _read_source)
 
-    def _speak(self, said: Said, *, is_heard: bool = False) -> None:
+    def _announce(self, message: WatchMessage, *, is_from_other: bool = False) -> None:
         """Report a verdict of this node, or one received from another node.
 
         The other nodes get time to read it before this node's ranks end and theirs lose their peers.
         """
-        self._has_spoken = True
-        if self._board is not None and not is_heard:
-            self._publish(self._clock.read(time.monotonic()), None, said)
+        self._has_announced = True
+        if self._board is not None and not is_from_other:
+            self._publish(self._clock.read(time.monotonic()), None, message)
             if any(age_s <= LOST_S for _, age_s in self._board.read().values()):
                 self._ends.wait(3 * EVERY_S)
         if self._keep_alive:
-            self._tell(said)
+            self._report(message)
         else:
-            self.told = said
+            self.final_message = message
 
     def _collect(self, *, is_full: bool = False) -> Seen:
         """Ask all ranks for reports, and return what came."""
         self._reports = {}
         self._listener.ask(is_full=is_full)
         ends_s = time.monotonic() + _ANSWER_S
-        self._processes = self._eyes.peek(self._look())
+        self._processes = self._sampler.peek(self._list_ranks())
         living = {r for r, process in self._processes.items() if process.state not in ("stopped", "ended")}
         expected = living & self._listener.ranks
-        while self._lacks_word(expected) and time.monotonic() < ends_s:
-            self._hear(0.05)
-        self._processes = self._eyes.peek(self._look())
+        while self._lacks_answer(expected) and time.monotonic() < ends_s:
+            self._receive(0.05)
+        self._processes = self._sampler.peek(self._list_ranks())
         silent = [p for r, p in self._processes.items() if r in expected and r not in self._reports]
         processes = self._processes | {p.rank: replace(p, native=self._read_stack(p)) for p in silent}
-        world_size = max((watched.world_size for watched in self._look()), default=0)
+        world_size = max((watched.world_size for watched in self._list_ranks()), default=0)
         return Seen(world_size, processes, self._reports | self._rank_ends.last)
 
-    def _lacks_word(self, ranks: set[int]) -> bool:
+    def _lacks_answer(self, ranks: set[int]) -> bool:
         """Return whether any of these ranks is still connected and has sent neither an answer nor a last
         report."""
         return bool((ranks & self._listener.ranks) - self._reports.keys() - self._rank_ends.last.keys())
@@ -312,8 +318,8 @@ class RankWatcher:
             for rank, report in seen.reports.items()
             if rank in self._listener.ranks
         ):
-            self._hear(0.05)
-        self._processes = self._eyes.peek(self._look())
+            self._receive(0.05)
+        self._processes = self._sampler.peek(self._list_ranks())
         return self._rank_ends.add_to(seen, self._processes)
 
     def _ask_nodes(self, seen: Seen) -> Seen:
@@ -325,7 +331,7 @@ class RankWatcher:
         ends_s = time.monotonic() + _NODES_S - EVERY_S
         joined, is_complete = seen, not is_felt(seen)
         while not is_complete and time.monotonic() < ends_s:
-            self._hear(0.25)
+            self._receive(0.25)
             joined, is_complete = merge(seen, self._board.read())
         # The store may end with this node or with theirs, so the others get time to read.
         self._ends.wait(EVERY_S)
@@ -343,7 +349,7 @@ class RankWatcher:
         return True
 
     def _read_stack(self, process: Process) -> tuple[Frame, ...]:
-        watched = next(w for w in self._look() if w.rank == process.rank)
+        watched = next(w for w in self._list_ranks() if w.rank == process.rank)
         return read_main_stack(process.pid, name_stacks(watched.folder, process.rank))
 
 

@@ -23,7 +23,7 @@ from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Frame
 from paceline.watch.rank.threads import mark_main_thread, mark_stack, resolve
 
-Say = Callable[[Ending, tuple[Frame, ...]], None]
+ReportEnd = Callable[[Ending, tuple[Frame, ...]], None]
 """Takes what ends the process, and where its main thread is or where the exception was raised."""
 
 _LIBRARY = "libstdc++.so.6"
@@ -35,12 +35,12 @@ class Exits:
 
     Args:
         rank: of this process.
-        say: called before the process ends, in whichever thread ends it.
+        report: called before the process ends, in whichever thread ends it.
     """
 
-    def __init__(self, rank: int, say: Say) -> None:
+    def __init__(self, rank: int, report: ReportEnd) -> None:
         self._rank = rank
-        self._say = say
+        self._report = report
         self._exits: tuple[Any, Any] | None = None
         self._set_terminate: Any = None
         self._terminate: int | None = None
@@ -59,7 +59,7 @@ class Exits:
                         *(self._rank, "exit", as_status(status), time.time()),
                         words=f"called os._exit({status})",
                     )
-                    self._say(ending, frames)
+                    self._report(ending, frames)
             original(status)
 
         self._exits = original, _exit
@@ -87,7 +87,7 @@ class Exits:
     def _on_terminate(self) -> None:
         with suppress(Exception):
             ending = Ending(self._rank, "abort", -signal.SIGABRT, time.time(), words="called std::terminate")
-            self._say(ending, resolve(mark_main_thread()))
+            self._report(ending, resolve(mark_main_thread()))
         if self._terminate:
             ctypes.CFUNCTYPE(None)(self._terminate)()
         os.abort()

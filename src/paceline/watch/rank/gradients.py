@@ -63,7 +63,7 @@ class Gradients:
         self._is_over = False
         self._sentinels: list[_Sentinel] = []
         self._task = -1
-        self._looks_in = -1
+        self._checked_task = -1
         self._fired: _Sentinel | None = None
         # The finding that has not reached the weights yet, its sentinel, and the weights' version at that
         # time.
@@ -73,7 +73,7 @@ class Gradients:
 
     def install(self, torch: Any) -> None:
         """Make each optimizer that is created from now on choose its parameters; call it once."""
-        hide_from_compiler(torch, _Sentinel.__call__, Gradients._look, Gradients._note_step)
+        hide_from_compiler(torch, _Sentinel.__call__, Gradients._check, Gradients._note_step)
         kind = torch.optim.Optimizer
         original = self._original = kind.add_param_group
         self._torch = torch
@@ -160,22 +160,22 @@ class Gradients:
             self._task = task
             self.passes += 1
 
-    def look_after(self, task: int, sentinel: _Sentinel) -> None:
+    def check_after(self, task: int, sentinel: _Sentinel) -> None:
         """Have the model checked at the end of this backward pass."""
-        if task != self._looks_in:
-            self._looks_in, self._fired = task, sentinel
-            call_after_backward(self._torch, self._look)
+        if task != self._checked_task:
+            self._checked_task, self._fired = task, sentinel
+            call_after_backward(self._torch, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         try:
             assert self._fired is not None
-            self._look_from(self._fired)
+            self._check_from(self._fired)
             if self.found is not None:
                 self.remove()
         except Exception:  # the script's backward goes on, without us
             self.remove()
 
-    def _look_from(self, sentinel: _Sentinel) -> None:
+    def _check_from(self, sentinel: _Sentinel) -> None:
         self.settle()
         parameter = sentinel.find()
         if self.found is not None or parameter is None:
@@ -269,7 +269,7 @@ class _Sentinel:
             if not _is_here(gradient):
                 self._note_late(gradient, task)
             elif not math.isfinite(gradient.sum().item()) and not is_finite(gradient):
-                self._gradients.look_after(task, self)
+                self._gradients.check_after(task, self)
         except Exception:  # a gradient of another kind
             self.remove()
 
@@ -277,7 +277,7 @@ class _Sentinel:
         if self._torch.cuda.is_current_stream_capturing():
             return
         if self.late:
-            self._gradients.look_after(task, self)
+            self._gradients.check_after(task, self)
         if self._sums is None:
             self._sums = _make_sums(self._torch)
         total = gradient.sum(dtype=self._torch.float32)

@@ -102,8 +102,8 @@ class CollectiveRecorder:
         self._destroyed = Groups({}, {})
         self._levels: dict[Key, _Level] = {}
         self._status: dict[Key, Status] = {}
-        self._told: dict[int, int] = {}
-        self._told_transfers = 0
+        self._reported: dict[int, int] = {}
+        self._reported_transfers = 0
         self._read_s = self._read_at_s = 0.0
         self._cost_s = 0.0
 
@@ -114,9 +114,9 @@ class CollectiveRecorder:
             is_eager: whether reading entries may take a larger share of the time.
         """
         status = read_status()
-        transfers = self._operations.transfers(self._told_transfers)
+        transfers = self._operations.transfers(self._reported_transfers)
         if transfers:
-            self._told_transfers = transfers[-1].record + 1
+            self._reported_transfers = transfers[-1].record + 1
         calls: list[Call] = []
         if self._is_due(status, _SHARE_EAGER if is_eager else _SHARE):
             calls = self._read_new(status)
@@ -201,9 +201,9 @@ class CollectiveRecorder:
         groups, windows = read_groups(), self._operations.windows()
         entries = read_entries(has_frames=False)
         self._note_levels(status, entries, groups)
-        fresh = [entry for entry in entries if entry.record > self._told.get(entry.key[0], -1)]
+        fresh = [entry for entry in entries if entry.record > self._reported.get(entry.key[0], -1)]
         # From all entries: torch counts from 0 again if a group was aborted.
-        self._told.update({entry.key[0]: entry.record for entry in entries})
+        self._reported.update({entry.key[0]: entry.record for entry in entries})
         fresh = _sample(self._keep_current(fresh))
         calls = [build_call(entry, groups, windows) for entry in fresh]
         self._cost_s = time.thread_time() - began_s

@@ -87,10 +87,10 @@ class WatchedProcess:
         self._work = threading.Lock()
         # Held while a message is sent: by the watching thread, or by another thread as the last report.
         self._sending = threading.Lock()
-        self._has_said_last = False
+        self._has_reported_end = False
         self._had_groups = False
         self._pid = os.getpid()
-        self._exits = Exits(rank, self.say_last)
+        self._exits = Exits(rank, self.report_end)
         self._resting = threading.local()
         self._socket: socket.socket | None = None
         self._inode = 0
@@ -146,13 +146,13 @@ class WatchedProcess:
                 self._send(pack(self._make_beat()))
         with suppress(Exception):  # What ends the script is reported elsewhere too.
             ending = replace(describe_ending(self._rank, error), trace="", pickled="")
-            self.say_last(ending, resolve(mark_traceback(error.__traceback__)))
+            self.report_end(ending, resolve(mark_traceback(error.__traceback__)))
 
-    def say_last(self, last: Ending, frames: tuple[Frame, ...]) -> None:
+    def report_end(self, last: Ending, frames: tuple[Frame, ...]) -> None:
         """Send a last report, from whichever thread ends this process; only the first call does."""
-        if self._is_over or self._has_said_last or self._socket is None or self._pid != os.getpid():
+        if self._is_over or self._has_reported_end or self._socket is None or self._pid != os.getpid():
             return
-        self._has_said_last = True
+        self._has_reported_end = True
         with suppress(OSError):
             # A launcher that does not read must not delay the process.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIME)

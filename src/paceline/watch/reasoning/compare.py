@@ -109,7 +109,7 @@ class Comparison:
 
     def __init__(self) -> None:
         self._sequences: dict[str, _Sequence] = {}
-        self._heard: dict[int, Prints] = {}
+        self._noted: dict[int, Prints] = {}
         self._prints: Prints | None = None
         self._is_suspicious = False
         self._pause_s = _PAUSE_S
@@ -129,9 +129,9 @@ class Comparison:
 
     def note_node(self, node: int, prints: Prints) -> None:
         """Compare calls that another node has published."""
-        if prints is self._heard.get(node):  # Nothing new since.
+        if prints is self._noted.get(node):  # Nothing new since.
             return
-        self._heard[node] = prints
+        self._noted[node] = prints
         for group, numbered in prints.items():
             self._note(-1 - node, group, [(number, Print(*fields)) for number, *fields in numbered])
 
@@ -156,15 +156,15 @@ class Comparison:
 
     def _collect_prints(self) -> Prints:
         each = max(1, _MANY_PRINTS // max(1, len(self._sequences)))
-        told: dict[str, list[list[int]]] = {}
+        found: dict[str, list[list[int]]] = {}
         for group, sequence in list(self._sequences.items())[-_MANY_PRINTS:]:
             for number in sorted(sequence.calls, reverse=True):
                 own = next((made for rank, made in sequence.calls[number].items() if rank >= 0), None)
                 if own is not None:
-                    told.setdefault(group, []).append([number, *own])
-                if len(told.get(group, ())) >= each:
+                    found.setdefault(group, []).append([number, *own])
+                if len(found.get(group, ())) >= each:
                     break
-        return told
+        return found
 
     def is_suspicious(self, now_s: float) -> bool:
         """Return whether calls differed and it is time to ask the ranks."""

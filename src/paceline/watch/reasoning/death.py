@@ -59,12 +59,12 @@ def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | Non
     groups = {name: group for report in scene.reports.values() for name, group in report.groups.items()}
     verdict = find_mismatch(calls, groups, read_source)
     if verdict is not None:
-        told = {rank for place in verdict.places for rank in place.ranks}
-        rest = list_places(s for rank, s in states.items() if rank not in told and _tells_something(s))
+        shown = {rank for place in verdict.places for rank in place.ranks}
+        rest = list_places(s for rank, s in states.items() if rank not in shown and _has_information(s))
         verdict = replace(verdict, places=(*verdict.places, *rest))
     elif not any(_has_failed(rank, scene) for rank in states):
         verdict = _explain_loss(states, scene, source) or _explain_timeout(scene, read_source)
-    others = [s for s in states.values() if not _has_failed(s.rank, scene) and _tells_something(s)]
+    others = [s for s in states.values() if not _has_failed(s.rank, scene) and _has_information(s)]
     failed = [s for s in states.values() if _has_failed(s.rank, scene) and _left_no_trace(s, scene, here)]
     return Failure(verdict, tuple(list_places(failed)), tuple(list_places(others)))
 
@@ -137,7 +137,7 @@ def _word(state: State, report: Report | None) -> State:
     return replace(state, words=state.words.replace("waits in ", "waited in ", 1))
 
 
-def _tells_something(state: State) -> bool:
+def _has_information(state: State) -> bool:
     """Return whether a rank's place helps the reader.
 
     It does not for a rank that is failing just now, or for one on a node that has reported nothing.
@@ -160,7 +160,7 @@ def _explain_loss(states: Mapping[int, State], scene: Seen, source: Source) -> V
             if rank in states and states[rank].kind == "ended" and _lacks(rank, call, scene)
         ]
         if gone:
-            return _tell_loss(gone, _list_same(first, states), states, scene, source)
+            return _describe_loss(gone, _list_same(first, states), states, scene, source)
     return None
 
 
@@ -190,8 +190,8 @@ def _lacks(rank: int, call: Call, scene: Seen) -> bool:
         return False
     if sequence_of(call):  # Beats count all of these together, and its calls were checked already.
         return bool(report.calls)
-    told = [other.number for other in report.calls if other.group == call.group]
-    return max([*told, report.issued.get(call.group, 0)]) < call.number
+    numbers = [other.number for other in report.calls if other.group == call.group]
+    return max([*numbers, report.issued.get(call.group, 0)]) < call.number
 
 
 def _list_same(state: State, states: Mapping[int, State]) -> list[State]:
@@ -206,7 +206,7 @@ def _list_same(state: State, states: Mapping[int, State]) -> list[State]:
     ]
 
 
-def _tell_loss(
+def _describe_loss(
     gone: list[State], waiters: list[State], states: Mapping[int, State], scene: Seen, source: Source
 ) -> Verdict:
     alike = [s for s in gone if (s.words, s.frames[:1]) == (gone[0].words, gone[0].frames[:1])]

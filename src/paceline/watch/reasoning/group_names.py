@@ -26,10 +26,10 @@ def explain_groups(states: Mapping[int, State], seen: Seen) -> Verdict | None:
     """
     shared = find_shared_names({rank: report.groups for rank, report in seen.reports.items()})
     if shared is not None:
-        return _tell_shared_name(*shared, states, seen)
+        return _explain_shared_name(*shared, states, seen)
     building = [state.rank for state in states.values() if state.kind == "building"]
     skipped = find_skipped_group(seen.reports, building)
-    return None if skipped is None else _tell_skipped_group(*skipped, states, seen)
+    return None if skipped is None else _explain_skipped_group(*skipped, states, seen)
 
 
 def explain_building(
@@ -57,23 +57,23 @@ def explain_building(
             f"{name_ranks(ranks)} {pick(ranks, 'waits', 'wait')} in {what}{name_at(other)}"
             for other, ranks in others
         ]
-        told = (
+        headline = (
             f"{name_ranks(rest)} never came to {what}{name_at(line)}, where {name_ranks(few)} "
             f"{pick(few, 'has', 'have')} waited {since}: {join(where)}"
         )
-        return build_verdict("PL807", told, places)
+        return build_verdict("PL807", headline, places)
     partial = find_partial_group({rank: report.groups for rank, report in seen.reports.items()})
     if partial is None:
         return None
     name, members = partial
-    told = (
+    headline = (
         f"{headline}: the ranks seem to have called it in different ways before, as {name_ranks(members)} "
         f"{pick(members, 'has', 'have')} made group {name}, which the others may not have counted"
     )
-    return build_verdict("PL807", told, places)
+    return build_verdict("PL807", headline, places)
 
 
-def _tell_shared_name(
+def _explain_shared_name(
     name: str, groups: dict[int, Group], states: Mapping[int, State], seen: Seen
 ) -> Verdict:
     """Return the verdict on ranks that have made different groups under one name."""
@@ -101,7 +101,7 @@ def _tell_shared_name(
     return build_verdict("PL807", headline, list_places(states.values()), more=more)
 
 
-def _tell_skipped_group(
+def _explain_skipped_group(
     group: Group, makers: Sequence[int], behind: Sequence[int], states: Mapping[int, State], seen: Seen
 ) -> Verdict:
     """Return the verdict on ranks making a group under a name that others gave to a group these skipped."""

@@ -72,19 +72,19 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
     merged = {name: group for known in groups.values() for name, group in known.items()}
     mismatch = find_mismatch(calls, merged, read_source) or find_stuck_mismatch(calls, merged, read_source)
     if mismatch is not None:
-        told = {rank for place in mismatch.places for rank in place.ranks}
-        rest = list_places(state for rank, state in states.items() if rank not in told)
+        shown = {rank for place in mismatch.places for rank in place.ranks}
+        rest = list_places(state for rank, state in states.items() if rank not in shown)
         return replace(mismatch, places=(*mismatch.places, *rest))
     waiting = [state for state in states.values() if state.waits]
     if not waiting:
-        return _tell_still(states, seen)
+        return _explain_still(states, seen)
     roots = find_roots(states)
     if roots:
-        return _tell_roots(roots, states, seen, source)
+        return _explain_roots(roots, states, seen, source)
     stuck = [state for state in waiting if not state.waits_for]
     if stuck:
-        return _tell_stuck(stuck, states, seen, source)
-    return _tell_cycle(find_cycle(states), states, seen, source)
+        return _explain_stuck(stuck, states, seen, source)
+    return _explain_cycle(find_cycle(states), states, seen, source)
 
 
 def find_roots(states: Mapping[int, State]) -> list[State]:
@@ -137,7 +137,7 @@ def find_cycle(states: Mapping[int, State]) -> list[State]:
 # ---- the verdicts
 
 
-def _tell_roots(roots: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
+def _explain_roots(roots: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
     """Return the verdict on ranks that wait, in the end, for `roots`, which wait for no other."""
     ranks = {state.rank for state in roots}
     direct = _pick_waiters([s for s in states.values() if s.waits_for & ranks])
@@ -147,7 +147,7 @@ def _tell_roots(roots: list[State], states: Mapping[int, State], seen: Seen, sou
     who, waiting = name_ranks(s.rank for s in missing), _name_waiting(direct, seen)
     headline = f"{who} {_name_absence(first, root, seen)}, where {waiting}: {name_state(missing)}"
     more = [*count_transfers(direct[:1], seen), *_list_clues(direct, missing, source)]
-    more += _tell_others(ranks, direct, states)
+    more += _describe_others(ranks, direct, states)
     return build_verdict(
         code, headline, list_places(states.values()), fix=_name_fix(code, root, seen), more=more
     )
@@ -236,11 +236,11 @@ def _to_side(states: Sequence[State]) -> Side:
     return Side(ranks, first.frames, first.is_in_backward, has_ended=first.kind == "ended")
 
 
-def _tell_others(roots: set[int], direct: Sequence[State], states: Mapping[int, State]) -> list[str]:
+def _describe_others(roots: set[int], direct: Sequence[State], states: Mapping[int, State]) -> list[str]:
     """Return sentences on the ranks that wait indirectly, and on further ranks that are waited for."""
-    told = {state.rank for state in direct}
+    shown = {state.rank for state in direct}
     behind = [
-        s.rank for s in states.values() if s.waits and s.rank not in told and _reach(s.rank, states) & roots
+        s.rank for s in states.values() if s.waits and s.rank not in shown and _reach(s.rank, states) & roots
     ]
     out = []
     if behind:
@@ -255,17 +255,17 @@ def _tell_others(roots: set[int], direct: Sequence[State], states: Mapping[int, 
     return out
 
 
-def _tell_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
+def _explain_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
     """Return the verdict on ranks each of which waits for the next one, in a cycle."""
     kinds = {state.kind for state in cycle}
     if "building" in kinds:
         builders = _pick_waiters([s for s in states.values() if s.kind == "building"])
         others = [s for s in states.values() if s.rank in builders[0].waits_for]
-        return _tell_absent(builders, others, "PL807", states, seen, source)
+        return _explain_absent(builders, others, "PL807", states, seen, source)
     if "joining" in kinds:
         joining = [s for s in states.values() if s.kind == "joining"]
         others = [s for s in states.values() if s.rank in joining[0].waits_for]
-        return _tell_absent(joining, others, "PL810", states, seen, source)
+        return _explain_absent(joining, others, "PL810", states, seen, source)
     is_pairs = any(s.call is not None and is_pairwise(s.call) for s in cycle)
     code = "PL808" if is_pairs else "PL802" if "unrecorded" in kinds else "PL806"
     steps = [
@@ -278,7 +278,7 @@ def _tell_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, sou
     return build_verdict(code, headline + ", and ".join(steps), list_places(states.values()), more=clues)
 
 
-def _tell_absent(
+def _explain_absent(
     waiters: list[State],
     others: list[State],
     code: str,
@@ -294,7 +294,7 @@ def _tell_absent(
     return build_verdict(code, headline, list_places(states.values()), more=clues)
 
 
-def _tell_apart(
+def _explain_apart(
     joining: list[State], states: Mapping[int, State], seen: Seen, source: Source
 ) -> Verdict | None:
     """Return the verdict on ranks that expect different addresses, ports or numbers of ranks."""
@@ -310,23 +310,23 @@ def _tell_apart(
         places.items(), key=lambda item: (-len(item[1]), min(s.rank for s in item[1]))
     )
     strays = [state for _, stray in others for state in stray]
-    told = "; ".join(f"{name_ranks(s.rank for s in stray)} at {place}" for place, stray in others)
+    where = "; ".join(f"{name_ranks(s.rank for s in stray)} at {place}" for place, stray in others)
     headline = (
-        f"ranks look for each other at different places: {told}; {name_ranks(s.rank for s in waiters)} at "
+        f"ranks look for each other at different places: {where}; {name_ranks(s.rank for s in waiters)} at "
         f"{most}: {_name_waiting(waiters, seen)} in init_process_group"
     )
     clues = _list_clues(waiters, strays, source)
     return build_verdict("PL810", headline, list_places(states.values()), more=clues)
 
 
-def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
+def _explain_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
     """Return the verdict on ranks that wait although every rank they wait for has arrived."""
     first = _pick_waiters(stuck)[0]
     same = [s for s in stuck if s.operation == first.operation]
     since = _name_since(same, seen)
     who = name_ranks(s.rank for s in same)
     if first.kind == "joining":
-        apart = _tell_apart(same, states, seen, source)
+        apart = _explain_apart(same, states, seen, source)
         if apart is not None:
             return apart
         headline = (
@@ -356,7 +356,7 @@ def _tell_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, sou
     )
 
 
-def _tell_still(states: Mapping[int, State], seen: Seen) -> Verdict:
+def _explain_still(states: Mapping[int, State], seen: Seen) -> Verdict:
     """Return the verdict on a job in which no rank waits in a collective and none moves."""
     living = [s for s in states.values() if s.kind not in ("ended", "killed")]
     grave = min(living, key=lambda s: (_GRAVITY.index(s.kind), s.rank))

@@ -104,7 +104,7 @@ def find_mismatch(
     _, code, by_rank = min(found, key=lambda item: item[0])
     name = next(iter(by_rank.values())).group
     group = groups.get(name)
-    return _tell(code, by_rank, name_group(group, name, len(calls)), Source(read_source))
+    return _explain(code, by_rank, name_group(group, name, len(calls)), Source(read_source))
 
 
 def _sort_collectives(calls: Mapping[int, Sequence[Call]]) -> dict[str, dict[int, dict[int, Call]]]:
@@ -186,7 +186,7 @@ def _line(call: Call) -> tuple[str, int] | None:
     return (own[0].file, own[0].line) if own else None
 
 
-def _tell(code: str, by_rank: Mapping[int, Call], group: str, source: Source) -> Verdict:
+def _explain(code: str, by_rank: Mapping[int, Call], group: str, source: Source) -> Verdict:
     parts: dict[tuple[object, ...], list[int]] = {}
     for rank, call in by_rank.items():
         key = (call.operation, call.sizes, call.dtypes, call.reduce_op, call.peer, _line(call))
@@ -204,12 +204,12 @@ def _tell(code: str, by_rank: Mapping[int, Call], group: str, source: Source) ->
         is_root = len({_line(c) for c in firsts}) == 1
         what = "different roots" if is_root else "different calls"
     number = firsts[0].number
-    told = [_name_part(ranks, by_rank[ranks[0]], code) for ranks in ordered[:3]]
+    named = [_name_part(ranks, by_rank[ranks[0]], code) for ranks in ordered[:3]]
     if len(ordered) > 3:
         rest = [rank for ranks in ordered[3:] for rank in ranks]
-        told.append(f"{name_ranks(rest)} {pick(rest, 'calls', 'call')} something else again")
+        named.append(f"{name_ranks(rest)} {pick(rest, 'calls', 'call')} something else again")
     operation = "" if code == "PL802" else f"{firsts[0].operation} "
-    headline = f"{what} in {operation}number {number} of {group}: {join(told)}"
+    headline = f"{what} in {operation}number {number} of {group}: {join(named)}"
     places = [
         SharedPlace(tuple(ranks), _name_call(by_rank[ranks[0]], group), _own(by_rank[ranks[0]]))
         for ranks in ordered
@@ -273,7 +273,7 @@ def find_stuck_mismatch(
             open_ones = [c for c in by_rank.values() if not c.done and c.operation == "gather"]
             if open_ones and _differ_in_sizes(list(by_rank.values())):
                 group = name_group(groups.get(name), name, len(calls))
-                return _tell("PL803", by_rank, group, Source(read_source))
+                return _explain("PL803", by_rank, group, Source(read_source))
     return None
 
 
@@ -290,9 +290,9 @@ def _compare_pair(rank: int, send: Call, others: Sequence[Call]) -> Verdict | No
             return None
         what = "sizes" if code == "PL803" else "dtypes"
         sides = ((rank, send, "sends"), (send.peer, recv, "receives"))
-        told = [f"rank {r} {verb} {describe_tensors(c)}{_at(c)}" for r, c, verb in sides]
+        parts = [f"rank {r} {verb} {describe_tensors(c)}{_at(c)}" for r, c, verb in sides]
         pair = f"send number {send.number} from rank {rank} to rank {send.peer}"
-        headline = f"different {what} in {pair}: {join(told)}"
+        headline = f"different {what} in {pair}: {join(parts)}"
         places = [SharedPlace((r,), f"{verb} {describe_tensors(c)}", _own(c)) for r, c, verb in sides]
         rule = "A receive needs the size and the dtype of its send."
         return build_verdict(code, headline, places, rule=rule)

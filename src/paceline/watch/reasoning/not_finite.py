@@ -22,13 +22,13 @@ _RULES = {
     "that reached no watched parameter, or through one of another node.",
 }
 _DETECT = "torch.autograd.set_detect_anomaly(True) names the operation."
-_LOOK_AT_PASS = (
+_FIX_AT_PASS = (
     "Look at the data that {ranks} had in this pass, and at what is computed from there on: the "
     f"logarithm or square root of 0, a division by 0, an exponential. {_DETECT}"
 )
-_LOOK = {
-    "applied": _LOOK_AT_PASS,
-    "raised": _LOOK_AT_PASS,
+_FIXES = {
+    "applied": _FIX_AT_PASS,
+    "raised": _FIX_AT_PASS,
     "skipped": f"Look at the data of {{ranks}}, and at what is computed from there on. {_DETECT}",
     "inherited": "Check what is computed there, and the learning rate. If the run started from a "
     "checkpoint, check that it is finite.",
@@ -41,7 +41,7 @@ class FirstNotFinite:
     def __init__(self) -> None:
         self._found: dict[int, NotFinite] = {}
         self._since_s = 0.0
-        self._is_told = False
+        self._is_reported = False
 
     def note(self, rank: int, found: NotFinite, now_s: float) -> None:
         """Keep a rank's finding; only its first one counts."""
@@ -53,9 +53,9 @@ class FirstNotFinite:
     def read(self, now_s: float, *, is_last: bool = False) -> Verdict | None:
         """Return the verdict once, after all ranks have had time to report or none will any more; else
         `None`."""
-        if self._is_told or not self._found or (now_s - self._since_s < _WAIT_S and not is_last):
+        if self._is_reported or not self._found or (now_s - self._since_s < _WAIT_S and not is_last):
             return None
-        self._is_told = True
+        self._is_reported = True
         return explain_not_finite(self._found)
 
 
@@ -74,7 +74,7 @@ def explain_not_finite(found: Mapping[int, NotFinite]) -> Verdict:
         headline=_headline(effect, ranks, number, join(begins) if begins else ""),
         places=_list_places(first),
         rule=_RULES[effect],
-        fix=_LOOK[effect].format(ranks=name_ranks(ranks)),
+        fix=_FIXES[effect].format(ranks=name_ranks(ranks)),
         more=_list_hints(first),
     )
 
@@ -97,10 +97,10 @@ def _list_places(found: Mapping[int, NotFinite]) -> tuple[SharedPlace, ...]:
         # Everything but the place may differ by rank, and is irrelevant here.
         key = NotFinite(0, 0.0, one.effect, one.parameter, one.kind, one.is_at_end, one.frames)
         same.setdefault(key, []).append(rank)
-    return tuple(SharedPlace(tuple(ranks), _say_what(one), one.frames) for one, ranks in same.items())
+    return tuple(SharedPlace(tuple(ranks), _describe(one), one.frames) for one, ranks in same.items())
 
 
-def _say_what(found: NotFinite) -> str:
+def _describe(found: NotFinite) -> str:
     if found.effect == "inherited":
         return f"has it in {found.parameter or 'all weights'}, and went through backward"
     if not found.parameter:

@@ -31,7 +31,7 @@ _NUM_BLOCKS = 5
 _LEAST_COVERED = 0.8
 _LEAST_COVERED_BLOCK = 0.25
 # The time that a message to other nodes covers, because they may miss one.
-_TOLD_S = 12.0
+_SENT_S = 12.0
 _MANY_FRAMES = 10_000
 
 
@@ -117,7 +117,7 @@ class _History:
         self.number = span.stretch.number
         self.groups.update(span.stretch.groups)
         self.spans.append(span)
-        while self.spans[0].ends_s < span.ends_s - _WINDOWS_S[-1] - _TOLD_S:
+        while self.spans[0].ends_s < span.ends_s - _WINDOWS_S[-1] - _SENT_S:
             self.spans.popleft()
 
     def between(self, begins_s: float, ends_s: float) -> list[_Span]:
@@ -173,14 +173,14 @@ class PaceBook:
                 if stretch.number > history.number:
                     history.add(_Span(now_s - age_s - stretch.age_s, stretch))
 
-    def tell(self, now_s: float) -> tuple[RankPace, ...]:
+    def list_paces(self, now_s: float) -> tuple[RankPace, ...]:
         """Return what other launchers need."""
-        told = []
+        paces = []
         for rank, history in self._histories.items():
-            if history.is_own and (spans := history.between(now_s - _TOLD_S, now_s)):
+            if history.is_own and (spans := history.between(now_s - _SENT_S, now_s)):
                 stretches = [_date(span.stretch, now_s - span.ends_s) for span in spans]
-                told.append(RankPace(rank, tuple(sorted(history.groups)), tuple(stretches)))
-        return tuple(told)
+                paces.append(RankPace(rank, tuple(sorted(history.groups)), tuple(stretches)))
+        return tuple(paces)
 
     def find_slow(self, ends_s: float) -> list[Slow]:
         """Return the slow ranks of this node in the shortest window that shows any."""

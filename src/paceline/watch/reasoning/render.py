@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict
 
 from paceline.finding import Finding
-from paceline.launching.watcher import Said
+from paceline.launching.watcher import WatchMessage
 from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
 from paceline.watch.protocol.words import name_place, to_plural
@@ -16,7 +16,7 @@ WIDTH = 100
 _MANY_FRAMES = 4
 
 
-def say(verdict: Verdict) -> Said:
+def build_message(verdict: Verdict) -> WatchMessage:
     """Return the verdict for people and for programs.
 
     The table is a `Finding`'s, with `places` (`ranks`, `what`, and `frames` from the innermost line on) and
@@ -26,7 +26,7 @@ def say(verdict: Verdict) -> Said:
     where = name_place(frames[0]) if frames else name_ranks(verdict.places[0].ranks) if verdict.places else ""
     finding = Finding(verdict.code, where, verdict.headline, verdict.rule, verdict.fix)
     places = [asdict(place) for place in verdict.places]
-    return Said(render(verdict), {**asdict(finding), "places": places, "more": list(verdict.more)})
+    return WatchMessage(render(verdict), {**asdict(finding), "places": places, "more": list(verdict.more)})
 
 
 def render(verdict: Verdict, width: int = WIDTH) -> str:

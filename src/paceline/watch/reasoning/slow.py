@@ -281,9 +281,9 @@ class SlowRanks:
     def __init__(self, read_source: Callable[[str], Sequence[str]]) -> None:
         self.book = PaceBook()
         self._source = Source(read_source)
-        self._told: dict[int, tuple[float, set[tuple[Frame, ...]]]] = {}
-        self._looked_s = 0.0
-        self._num_told = 0
+        self._reported: dict[int, tuple[float, set[tuple[Frame, ...]]]] = {}
+        self._polled_s = 0.0
+        self._num_reported = 0
 
     def read(self, now_s: float, late_s: float = 0.0) -> Verdict | None:
         """Return the message that is due, or `None`.
@@ -292,9 +292,9 @@ class SlowRanks:
             now_s: the time.
             late_s: the maximum delay of what other nodes publish.
         """
-        if now_s - self._looked_s < _EVERY_S or self._num_told >= _MOST:
+        if now_s - self._polled_s < _EVERY_S or self._num_reported >= _MOST:
             return None
-        self._looked_s = now_s
+        self._polled_s = now_s
         ends_s = now_s - late_s
         found = [(slow, self._find_spot(slow, ends_s)) for slow in self.book.find_slow(ends_s)]
         found = [(slow, spot) for slow, spot in found if self._is_new(slow.rank, spot, now_s)]
@@ -303,9 +303,9 @@ class SlowRanks:
         first, spot = found[0]
         same = [slow for slow, other in found if _find_key(other) == _find_key(spot)]
         for slow in same:
-            _, keys = self._told.get(slow.rank, (0.0, set()))
-            self._told[slow.rank] = now_s, keys | {_find_key(spot)}
-        self._num_told += 1
+            _, keys = self._reported.get(slow.rank, (0.0, set()))
+            self._reported[slow.rank] = now_s, keys | {_find_key(spot)}
+        self._num_reported += 1
         waits = [self.book.places(rank, first.window_s, ends_s) for rank in first.waiting]
         return build_message(same, spot, [place for places in waits for place in places])
 
@@ -315,10 +315,10 @@ class SlowRanks:
         return find_spot(own, [places for places in others if places], self._source)
 
     def _is_new(self, rank: int, spot: SlowSpot, now_s: float) -> bool:
-        if rank not in self._told:
+        if rank not in self._reported:
             return True
-        told_s, keys = self._told[rank]
-        return now_s - told_s >= _REST_S and _find_key(spot) not in keys
+        reported_s, keys = self._reported[rank]
+        return now_s - reported_s >= _REST_S and _find_key(spot) not in keys
 
 
 def _find_key(spot: SlowSpot) -> tuple[Frame, ...]:

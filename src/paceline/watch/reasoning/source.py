@@ -155,8 +155,8 @@ class Source:
                     for test, leave in _walk_ways_out(node, frame.line)
                 ]
                 if spot is not None:
-                    told = tuple((test, way) for test, way in ways if test is not None and way is not None)
-                    found.insert(0, Loop(spot, node.end_lineno or node.lineno, told))
+                    known = tuple((test, way) for test, way in ways if test is not None and way is not None)
+                    found.insert(0, Loop(spot, node.end_lineno or node.lineno, known))
         return found
 
     def _find_guard(self, frame: Frame, around: list[tuple[ast.AST, str]]) -> SourceSpot | None:
