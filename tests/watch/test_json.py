@@ -11,7 +11,7 @@ import pytest
 
 from paceline.finding import Finding
 from paceline.watch.protocol.report import Frame, SharedPlace, Verdict
-from paceline.watch.reasoning.render import render, say
+from paceline.watch.reasoning.render import build_message, render
 from tests.launching.launched import Launched, paceline_run
 from tests.watch.test_watcher import STEPS, WAITS
 
@@ -97,9 +97,9 @@ def test_text_and_table_state_the_same() -> None:
     verdict = Verdict(
         "PL800", "it hangs", (SharedPlace((0, 1), "waits", frames),), "a rule", "a fix", ("a cause",)
     )
-    said = say(verdict)
-    assert said.text == render(verdict)
-    table = json.loads(json.dumps(said.table))
+    message = build_message(verdict)
+    assert message.text == render(verdict)
+    table = json.loads(json.dumps(message.table))
     assert Finding(**{name: table[name] for name in _FINDING}) == Finding(
         "PL800", "/a/train.py:31 in step", "it hangs", "a rule", "a fix"
     )
