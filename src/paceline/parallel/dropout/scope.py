@@ -29,7 +29,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from paceline.torch_seams.modules import list_forward_hooks
-from paceline.torch_seams.recomputing import find_generator, set_generator
+from paceline.torch_seams.recomputing import allow_repetition, find_generator, set_generator
 
 
 class ScopeFrame:
@@ -249,14 +249,20 @@ def _copy(frame: ScopeFrame) -> ScopeFrame:
 
 
 def remember_in_checkpoints() -> None:
-    """Make both kinds of torch's checkpointing restore frames; patches once per process."""
+    """Make both kinds of torch's checkpointing restore frames; patches once per process.
+
+    A forward that is repeated by hooks (`checkpoint` of a module) may then be repeated several times.
+    """
     without_reentrant = find_generator()
     if getattr(without_reentrant, "_paceline", False):
         return
     forward = torch_checkpoint.CheckpointFunction.forward
 
-    def generate(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return without_reentrant(_remember(fn, is_second=True), *args, **kwargs)
+    def generate(
+        fn: Callable[..., Any], preserve: bool, make_contexts: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        again = allow_repetition(make_contexts)
+        return without_reentrant(_remember(fn, is_second=True), preserve, again, *args, **kwargs)
 
     def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         return forward(ctx, _remember(run_function, is_second=False), *args)  # type: ignore[no-untyped-call]

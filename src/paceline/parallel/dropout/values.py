@@ -56,9 +56,10 @@ def weigh(
     scores = (query * math.copysign(root, factor)) @ key
     if is_causal:
         kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores.masked_fill_(~kept, -math.inf)
+        # Not in place: recompute may keep the product, and would mask it once more.
+        scores = scores.masked_fill(~kept, -math.inf)
     if bias is not None:
-        scores += bias
+        scores = scores + bias
     return apply_safe_softmax(scores)
 
 

@@ -38,6 +38,7 @@ from paceline.parallel.dropout.find import find_random
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
+from paceline.parallel.recompute import explaining_recompute
 from paceline.seeds import derive_seed
 from paceline.train.batches import count_samples
 from paceline.train.precision import Precision
@@ -325,7 +326,8 @@ class Runner(ABC):
         scaled = loss_sum / unit
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
-        return self._propagate(scaled)
+        with explaining_recompute():
+            return self._propagate(scaled)
 
     def _drawing(self, work: Work, samples: Sequence[int]) -> AbstractContextManager[None]:
         """Return the context of a microbatch in which dropout depends only on the step and the samples."""
