@@ -38,6 +38,12 @@ COMMAND = "python tools/measure_import_environment.py --write"
 PACKAGES = ("numpy", "torch")
 PHASES = ("numpy", "torch", "torch._dynamo")
 USE = "use"  # the phase after the imports
+# Names that an earlier torch of those supported reads too, by phase, from `--json` run with torch 2.11.0
+# and 2.12.0 in their builds for CUDA. The module lists them beside what is measured.
+READ_BY_EARLIER_TORCH = {
+    "torch": {"TORCH_SYMMMEM", "TORCH_VITAL"},
+    "torch._dynamo": {"TORCHINDUCTOR_ENABLE_TLX_TEMPLATES", "TORCHINDUCTOR_FORCE_SAME_PRECISION"},
+}
 COPY = "*"  # stands for the names when the whole environment is read
 LOG = "PACELINE_GETENV_LOG"
 LIMIT_S = 120
@@ -104,7 +110,8 @@ TEMPLATE = '''"""Environment variables that numpy and torch read while imported.
 
     @COMMAND@
 
-Measured with @VERSIONS@.
+Measured with @VERSIONS@,
+and with the names that torch 2.11 and 2.12 read besides.
 In a process that imported them, a script that sets such a variable is too late: the old value counts.
 Other variables are read when they are used, if at all, so setting them after the import is early enough.
 """
@@ -361,8 +368,9 @@ def module(versions: dict[str, str], reads: dict[str, list[Read]]) -> str:
     """The text of the generated module."""
     entries = []
     for phase in PHASES:
-        names = sorted({r.name for its in reads.values() for r in its if r.phase == phase and r.name != COPY})
-        wrapped = textwrap.fill(" ".join(names), 106, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        names = {r.name for its in reads.values() for r in its if r.phase == phase and r.name != COPY}
+        names |= READ_BY_EARLIER_TORCH.get(phase, set())
+        wrapped = textwrap.fill(" ".join(sorted(names)), 106, initial_indent=" " * 8, subsequent_indent=" " * 8)
         entries.append(f'    "{phase}": _names(\n        """\n{wrapped}\n        """\n    ),')
     text = TEMPLATE.replace("@COMMAND@", COMMAND).replace("@VERSIONS@", _versions(versions))
     return text.replace("@ENTRIES@", "\n".join(entries))

@@ -13,7 +13,13 @@ from paceline.cli.main import build_parser
 from paceline.launching.flags import add_torchrun_flags
 
 # Documented: None here where torch has a number, so that srun and mpirun can fill in what nobody has given.
-_FILLED_LATER = {"nnodes": "1:1", "nproc_per_node": "1"}
+# torch has a number for the port up to 2.12.
+_FILLED_LATER: dict[str, Any] = {"nnodes": "1:1", "nproc_per_node": "1"}
+if get_args_parser().get_default("master_port") is not None:
+    _FILLED_LATER["master_port"] = get_args_parser().get_default("master_port")
+
+# Flags that `paceline run` has on every torch, because it carries them out itself.
+_OURS_ON_OLDER_TORCH = {"shutdown_timeout"} - {action.dest for action in get_args_parser()._actions}
 
 # A value of the right kind for each flag that is no plain word.
 _SAMPLES = {
@@ -41,13 +47,14 @@ def parse_as_ours(argv: Sequence[str]) -> dict[str, Any]:
     """What `paceline run` makes of it, without its own flags."""
     seen = vars(build_parser().parse_args(["run", *argv]))
     ours = {"command", "run", "cold", "threads_per_rank", "hang_after", "keep_alive", "no_watch", "json"}
-    return {name: value for name, value in seen.items() if name not in ours}
+    return {name: value for name, value in seen.items() if name not in ours | _OURS_ON_OLDER_TORCH}
 
 
 def parse_alone(argv: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_torchrun_flags(parser)
-    return vars(parser.parse_args(argv))
+    seen = vars(parser.parse_args(argv))
+    return {name: value for name, value in seen.items() if name not in _OURS_ON_OLDER_TORCH}
 
 
 def assert_same(argv: Sequence[str]) -> dict[str, Any]:
@@ -94,7 +101,8 @@ def test_nothing_is_known_that_torchrun_does_not_know() -> None:
     parser = argparse.ArgumentParser()
     add_torchrun_flags(parser)
     ours = {option for action in parser._actions for option in action.option_strings}
-    assert ours - {option for option, _ in torchs_options()} == {"-h", "--help", "--nproc"}
+    newer = {f"--{dest.replace('_', mark)}" for dest in _OURS_ON_OLDER_TORCH for mark in "-_"}
+    assert ours - {option for option, _ in torchs_options()} == {"-h", "--help", "--nproc", *newer}
 
 
 def test_nproc_is_short_for_nproc_per_node() -> None:
@@ -139,7 +147,7 @@ def test_choices_are_torchs(dest: str) -> None:
         ["--rdzv-conf", "a=1,b=2", "--duplicate-stdout-filters", "a,,b,c", "train.py"],
         ["--duplicate-stderr-filters", "a,", "train.py"],
         ["--log-dir", "-", "train.py"],
-        ["--shutdown-timeout", "-1", "train.py"],
+        *([] if _OURS_ON_OLDER_TORCH else [["--shutdown-timeout", "-1", "train.py"]]),
     ],
     ids=" ".join,
 )
