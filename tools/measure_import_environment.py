@@ -370,7 +370,9 @@ def module(versions: dict[str, str], reads: dict[str, list[Read]]) -> str:
     for phase in PHASES:
         names = {r.name for its in reads.values() for r in its if r.phase == phase and r.name != COPY}
         names |= READ_BY_EARLIER_TORCH.get(phase, set())
-        wrapped = textwrap.fill(" ".join(sorted(names)), 106, initial_indent=" " * 8, subsequent_indent=" " * 8)
+        wrapped = textwrap.fill(
+            " ".join(sorted(names)), 106, initial_indent=" " * 8, subsequent_indent=" " * 8
+        )
         entries.append(f'    "{phase}": _names(\n        """\n{wrapped}\n        """\n    ),')
     text = TEMPLATE.replace("@COMMAND@", COMMAND).replace("@VERSIONS@", _versions(versions))
     return text.replace("@ENTRIES@", "\n".join(entries))
