@@ -402,7 +402,7 @@ def with_a_full_disk(world: Any, folder: str) -> tuple[list[str], Part]:
     def save() -> None:
         if started.trainer.step_number in (2, 3):
             with checkpoint_files.inject(full), pytest.raises(PacelineError) as caught:
-                started.trainer.save()
+                started.trainer.save(wait=True)
             told.append(str(caught.value))
 
     started.before_step = save

@@ -33,12 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import files
+from paceline.checkpoint.alive import find_live
 from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest
 from paceline.checkpoint.names import (
     CHECKPOINTS,
     LOCK,
     REPLACED,
+    SAVING,
     TMP,
     TRASH,
     list_checkpoints,
@@ -114,7 +116,7 @@ class Commits:
         except OSError as error:
             raise _save_failed_error(step, self.path, num_bytes, error) from error
 
-    def _commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
+    def commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
         """Give a temporary folder with all of its files its final name."""
         self.seal(tmp, manifest)
         return self.publish(step, tmp, manifest)
@@ -125,13 +127,22 @@ class Commits:
             file.write(dump_manifest(manifest))
         files.sync_folder(tmp)
 
-    def publish(self, step: int, tmp: Path, manifest: Manifest) -> Path:
-        """Check a sealed folder once more, and give it its final name."""
+    def publish(self, step: int, tmp: Path, manifest: Manifest, *, reads_headers: bool = True) -> Path:
+        """Check a sealed folder once more, and give it its final name.
+
+        Args:
+            step: of the checkpoint.
+            tmp: the folder.
+            manifest: of the folder.
+            reads_headers: compare the headers of the files as well, which needs torch.
+        """
         final = self.path / step_name(step)
         aside: Path | None = None
         try:
             aside = self._make_room(final)
-            findings = verify(tmp, read_all=False) or check_fits(tmp, manifest)
+            findings = verify(tmp, read_all=False)
+            if reads_headers and not findings:
+                findings = check_fits(tmp, manifest)
             if not is_share(findings):
                 raise OSError(errno.EIO, findings[0].saw)
             files.rename(tmp, final)
@@ -166,10 +177,21 @@ class Commits:
         logger.warning("%s was not valid (%s) and is now %s", final, findings[0].saw, corrupt.name)
         return corrupt
 
-    def _clear_leftovers(self) -> None:
-        """Remove what killed processes left; only under the lock, so that no live process writes here."""
+    def clear_leftovers(self, own: Path | None = None) -> None:
+        """Remove what killed processes left; only under the lock, so that no other process writes here.
+
+        What a living writer makes stays: writers of several processes need no lock until they commit.
+
+        Args:
+            own: the `.saving-...` folder of this process, which stays too.
+        """
+        spared = set() if own is None else {own.name, TMP + own.name.removeprefix(SAVING)}
+        for live in find_live(self.path, own):
+            spared |= {live.folder.name, live.temporary}
         for entry in sorted(self.path.iterdir()):
-            if entry.name.startswith((TMP, TRASH)):
+            if entry.name in spared:
+                continue
+            if entry.name.startswith((TMP, SAVING, TRASH)):
                 self._remove(entry)
             elif entry.name.startswith(REPLACED):
                 final = entry.with_name(entry.name.removeprefix(REPLACED))
@@ -177,6 +199,17 @@ class Commits:
                     self._discard(entry)
                 else:
                     files.rename(entry, final)
+
+    def refuse_other_runs(self, run: Any, own: Path | None = None) -> None:
+        """Raise `BusyError` if a writer of another run is saving here.
+
+        Args:
+            run: id of this run.
+            own: the `.saving-...` folder of this process.
+        """
+        for live in find_live(self.path, own):
+            if live.run != run:
+                raise files.BusyError(str(live.folder))
 
     def let_go(self, saved: int) -> None:
         """Remove checkpoints beyond the newest `keep` valid ones; never the one just saved.
@@ -259,8 +292,10 @@ class Save:
             held.enter_context(self._checkpoints.explained(self._step, self._num_bytes))
             held.enter_context(_saving)
             files.make_folder(self._checkpoints.path)
-            if held.enter_context(files.lock(self._checkpoints.path / LOCK)):
-                self._checkpoints._clear_leftovers()
+            has_lock = held.enter_context(files.lock(self._checkpoints.path / LOCK))
+            self._checkpoints.refuse_other_runs(self._identity.get("run"))
+            if has_lock:
+                self._checkpoints.clear_leftovers()
             held.callback(self._clear_up)
             files.make_folder(self.folder)
             self._held = held.pop_all()
@@ -280,7 +315,8 @@ class Save:
             The checkpoint's folder.
         """
         manifest = Manifest(self._step, dict(records), self._identity, content)
-        path = self._checkpoints._commit(self._step, self.folder, manifest)
+        self._checkpoints.seal(self.folder, manifest)
+        path = self._checkpoints.publish(self._step, self.folder, manifest)
         self._checkpoints.let_go(self._step)
         return path
 

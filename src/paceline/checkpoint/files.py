@@ -114,6 +114,12 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
+def make_file(path: Path) -> None:
+    """Make an empty file, unless it exists; it need not be durable."""
+    _ask("make", path)
+    path.touch()
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     _ask("fsync", path)

@@ -5,6 +5,7 @@ step-00000050                a committed checkpoint
                              the checkpoint of that step wherever `step-00000050` is not there
 corrupt-step-00000050        found broken when the run came to that step again; kept for a look
 .tmp-..., .trash-...         being written, being removed; worth nothing once their process is gone
+.saving-...                  records of the writers that make the `.tmp-...` of the same ending (`joint.py`)
 .lock                        held by the process that is saving
 """
 
@@ -20,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 FULL, SHARDED = "full", "sharded"
 CONTENTS = (FULL, SHARDED)
 LOCK = ".lock"
-REPLACED, TMP, TRASH = ".replaced-", ".tmp-", ".trash-"
+REPLACED, SAVING, TMP, TRASH = ".replaced-", ".saving-", ".tmp-", ".trash-"
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
 

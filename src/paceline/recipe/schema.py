@@ -378,6 +378,13 @@ class CheckpointSection(Section):
     copies: PositiveInt | Literal["auto"] = "auto"
     """Where nodes have disks of their own: the number of disks that get each file of a checkpoint. More than
     there are disks is refused. `"auto"`: two, or one if there is one disk or a folder that all nodes see."""
+    asynchronous: bool = False
+    """Write while training goes on. Each rank copies what it writes into memory of that size, during the next
+    forward and backward, and a process beside it writes from there. What was copied is committed even if all
+    ranks are killed. Nodes with disks of their own save while training waits."""
+    max_failed: PositiveInt = 3
+    """A save that the disk refuses is reported, and training goes on; so many in a row end the run (PL508).
+    The save at the end of a run, or when it is stopped, must succeed."""
 
 
 class MetricsSection(Section):

@@ -74,6 +74,8 @@ class Arguments:
     keep: int
     checkpoint_mode: Literal["full", "sharded"]
     checkpoint_copies: int | Literal["auto"]
+    asynchronous_saves: bool
+    max_failed_saves: int
     tensorboard: bool
     tokens_per_sample: int | None
     peak_flops: float | None
@@ -97,6 +99,7 @@ class Arguments:
             max_skipped_in_a_row=(self.max_skipped_in_a_row, 1),
             keep=(self.keep, 1),
             checkpoint_copies=(None if self.checkpoint_copies == "auto" else self.checkpoint_copies, 1),
+            max_failed_saves=(self.max_failed_saves, 1),
             microbatch_size=(self.microbatch_size, 1),
             tokens_per_sample=(self.tokens_per_sample, 1),
             peak_flops=(self.peak_flops, 1),
@@ -181,6 +184,8 @@ class Arguments:
             RunSetting("max_skipped_in_a_row", self.max_skipped_in_a_row),
             RunSetting("checkpoint_mode", self.checkpoint_mode),
             RunSetting("checkpoint_copies", self.checkpoint_copies),
+            RunSetting("asynchronous_saves", self.asynchronous_saves),
+            RunSetting("max_failed_saves", self.max_failed_saves),
             RunSetting("ddp", self.ddp),
             RunSetting("shard", self.shard),
             RunSetting("tp_plan", self.tp_plan),

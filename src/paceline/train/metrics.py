@@ -156,6 +156,7 @@ def describe_step(
     flops_per_sample: float | None,
     peak_flops: float | None,
     memory_bytes: int,
+    save_times: tuple[float | None, float | None] = (None, None),
 ) -> dict[str, Any]:
     """Return the row of one step.
 
@@ -167,6 +168,8 @@ def describe_step(
         peak_flops: of all ranks' devices together, for MFU (model FLOPs utilisation; Chowdhery et al.
             2022, appendix B).
         memory_bytes: peak on this rank.
+        save_times: seconds that saves have stalled training since the step before, and seconds from the
+            begin to the commit of the last save that has ended since; `None` if there was none.
     """
     samples_per_s = step.num_samples / step.step_s if step.step_s > 0 else None
     flops_per_s = flops_per_sample * samples_per_s if flops_per_sample and samples_per_s else None
@@ -186,6 +189,8 @@ def describe_step(
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / peak_flops if flops_per_s and peak_flops else None,
         "memory_bytes": memory_bytes,
+        "save_stall_s": save_times[0],
+        "save_s": save_times[1],
         "skipped": step.skipped,
     }
     if len(step.updates) > 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -43,6 +44,7 @@ class Phases:
     Attributes:
         stop_signum: the signal that some rank received, as this step's updates have agreed; or 0.
         comm_s: seconds that this step's updates waited for others.
+        is_running: whether updates of a step may run now.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Phases:
     ) -> None:
         self.stop_signum = 0
         self.comm_s = 0.0
+        self.is_running = False
         self._models = models
         self._updates = updates
         self._mesh = mesh
@@ -72,8 +75,11 @@ class Phases:
         self._num_done = 0
         self._done: dict[str, Updated] = {}
 
-    def begin(self, share: Share, step: int, requests: StopRequests, settings: StepSettings) -> None:
-        """Start a step.
+    @contextmanager
+    def running(
+        self, share: Share, step: int, requests: StopRequests, settings: StepSettings
+    ) -> Iterator[None]:
+        """Start a step, and note in `is_running` that one runs.
 
         Args:
             share: this rank's microbatches.
@@ -83,6 +89,11 @@ class Phases:
         self._step = _StepInput(share, step, requests, settings)
         self._num_done, self._done = 0, {}
         self.stop_signum, self.comm_s = 0, 0.0
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
 
     def end(self) -> dict[str, Updated]:
         """End a step and return the last update of each model; raise PL406 if there was none."""
@@ -96,7 +107,7 @@ class Phases:
         return self._done
 
     def run(self, name: str, objective: Loss) -> Updated:
-        """Run one update of a model, between `begin` and `end`; collective.
+        """Run one update of a model, inside of `running`; collective.
 
         Args:
             name: of the model.

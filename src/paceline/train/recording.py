@@ -48,13 +48,21 @@ class StepRecords:
         """Write to `folder` from now on, after its rows up to `step`."""
         self._folder, self._first_step = folder, step
 
-    def write_step(self, step: Step, num_samples: int, updates: Collection[Update]) -> None:
+    def write_step(
+        self,
+        step: Step,
+        num_samples: int,
+        updates: Collection[Update],
+        save_times: tuple[float | None, float | None],
+    ) -> None:
         """Write a step.
 
         Args:
             step: the latest.
             num_samples: of the run, up to it.
             updates: of all models.
+            save_times: seconds that saves have stalled training, and that the last one took, since the
+                step before.
         """
         writer = self._open()
         if writer is None:
@@ -68,6 +76,7 @@ class StepRecords:
                 flops_per_sample=sum(f for f in flops if f) or None,
                 peak_flops=self._peak_flops,
                 memory_bytes=writer.measure_memory(self._world.device),
+                save_times=save_times,
             )
         )
 

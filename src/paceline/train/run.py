@@ -122,6 +122,8 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         keep=recipe.checkpoint.keep,
         checkpoint_mode=recipe.checkpoint.mode,
         checkpoint_copies=recipe.checkpoint.copies,
+        asynchronous_saves=recipe.checkpoint.asynchronous,
+        max_failed_saves=recipe.checkpoint.max_failed,
         tensorboard=recipe.metrics.tensorboard,
         tokens_per_sample=data.tokens_per_sample,
         peak_flops=recipe.metrics.peak_flops,
@@ -280,7 +282,7 @@ class _RecipeRun:
         if is_end or _is_due(step.number, self._recipe.train.eval_every):
             self._evaluate()
         if is_end or _is_due(step.number, self._recipe.checkpoint.every):
-            self._trainer.save()
+            self._trainer.save(wait=is_end)
 
     def _finish_complete(self) -> None:
         """Read or compute the evaluation of a run that was complete before this start; train nothing."""

@@ -189,6 +189,25 @@ def describe_data(loader: Loader) -> dict[str, str]:
     return {f"{key} of {loader.name}": str(value) for key, value in settings.items()}
 
 
+def describe_step_settings(
+    tracked: Sequence[str],
+    updates: Mapping[str, tuple[Optimizer, Sequence[Callable[..., Any]]]],
+    loader: Loader | None,
+) -> dict[str, str]:
+    """Return the settings that may change between steps and must be the same on all ranks, by name.
+
+    Args:
+        tracked: names of the user's objects.
+        updates: by model, its optimizer and its hooks on gradients.
+        loader: of the step's batch, if it came from one.
+    """
+    found = {"tracked": ", ".join(tracked)}
+    for name, (optimizer, hooks) in updates.items():
+        found |= describe_optimizer(name, optimizer)
+        found[f"on_gradients of {name}"] = ", ".join(map(describe_code, hooks))
+    return found | (describe_data(loader) if loader is not None else {})
+
+
 def read_hyperparameters(optimizer: Optimizer) -> tuple[Any, ...]:
     """Return the numbers and words of an optimizer's groups, to detect a change."""
     return tuple(

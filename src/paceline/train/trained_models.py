@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -25,10 +25,21 @@ class TrainedModels:
         self.world = world
         self.models = dict(models)
         self._updates = dict(updates)
+        self._before_write: Callable[[], None] = lambda: None
+
+    def wait_before_writing(self, wait: Callable[[], None]) -> None:
+        """Call `wait` before anything of the trainer writes to weights or optimizer state."""
+        self._before_write = wait
+        for update in self._updates.values():
+            update.before_write = wait
 
     @property
     def model(self) -> nn.Module:
-        """The plain module, with the trained weights, usable on its own. One model only."""
+        """The plain module, with the trained weights, usable on its own. One model only.
+
+        It may be written to: a save under way has copied it.
+        """
+        self._before_write()
         if len(self.models) > 1:
             raise PacelineError(
                 "PL402",

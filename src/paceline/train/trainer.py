@@ -32,7 +32,6 @@ from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments
 from paceline.train.batches import RawBatches, weigh
 from paceline.train.building import (
-    Built,
     Model,
     OptimizerFactory,
     ScheduleFactory,
@@ -54,12 +53,11 @@ from paceline.train.recording import SkippedSteps, StepRecords
 from paceline.train.same_settings import (
     StepSettings,
     check_same_settings,
-    describe_code,
-    describe_data,
     describe_model,
-    describe_optimizer,
+    describe_step_settings,
     read_hyperparameters,
 )
+from paceline.train.saving import SaveHandle, Saving, refuse_saving
 from paceline.train.state.saver import Saver
 from paceline.train.step import Step
 from paceline.train.stopping import Stopped, StopRequests
@@ -123,6 +121,8 @@ class Trainer(TrainedModels):
             Either loads under any layout.
         checkpoint_copies: where nodes have disks of their own, the number of disks that get each file of a
             checkpoint; more than there are is refused. `"auto"`: two, or one if there is one disk.
+        asynchronous_saves: write checkpoints while training goes on, from a copy of what each rank writes.
+        max_failed_saves: saves in a row that the disk may refuse before PL508 ends the run.
         tensorboard: write event files into the run's folder.
         tokens_per_sample: for tokens/s in the metrics.
         peak_flops: of one rank's device, for MFU. Default: known for common GPUs.
@@ -159,6 +159,8 @@ class Trainer(TrainedModels):
         keep: int = 3,
         checkpoint_mode: Literal["full", "sharded"] = "full",
         checkpoint_copies: int | Literal["auto"] = "auto",
+        asynchronous_saves: bool = False,
+        max_failed_saves: int = 3,
         tensorboard: bool = False,
         tokens_per_sample: int | None = None,
         peak_flops: float | None = None,
@@ -189,6 +191,8 @@ class Trainer(TrainedModels):
             keep=keep,
             checkpoint_mode=checkpoint_mode,
             checkpoint_copies=checkpoint_copies,
+            asynchronous_saves=asynchronous_saves,
+            max_failed_saves=max_failed_saves,
             tensorboard=tensorboard,
             tokens_per_sample=tokens_per_sample,
             peak_flops=peak_flops,
@@ -207,7 +211,10 @@ class Trainer(TrainedModels):
         }
         self._statistics = RunningStatistics([each.model for each in built.values()])
         if world.world_size > 1:
-            self._check_same_settings(built)
+            texts = given.describe_for_ranks(self.layout)
+            for name, each in built.items():
+                texts |= describe_model(name, each.model)
+            check_same_settings(texts, _all_ranks())
         self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
         self._dp = self._mesh.dp if self._mesh is not None else None
         trial = None if example is None else partial(self._try_forward, batch=example)
@@ -226,20 +233,15 @@ class Trainer(TrainedModels):
         self._start_run(laying_out.ddp.bucket_cap_mb)
         world.on_close(self.close)
 
-    def _check_same_settings(self, built: Mapping[str, Built]) -> None:
-        """Raise PL417 if arguments or models differ between ranks; collective."""
-        texts = self._given.describe_for_ranks(self.layout)
-        for name, each in built.items():
-            texts |= describe_model(name, each.model)
-        check_same_settings(texts, _all_ranks())
-
     def _start_run(self, bucket_cap_mb: float) -> None:
         """Set up everything that accompanies steps: state, metrics, data, signals."""
         given = self._given
+        saving = Saving(self.world, given.checkpoint_mode, given.asynchronous_saves, given.max_failed_saves)
+        self.wait_before_writing(saving.before_write)
         self._saver = Saver(
             self.world,
+            saving=saving,
             keep=given.keep,
-            mode=given.checkpoint_mode,
             copies=given.checkpoint_copies,
             layout=self.layout,
             reduction=given.reduction,
@@ -381,23 +383,23 @@ class Trainer(TrainedModels):
         self._last_step_end_s = time.perf_counter()
         return self.step_number
 
-    def save(self) -> Path:
+    def save(self, *, wait: bool = False) -> SaveHandle:
         """Write a checkpoint of this step, unless there is one; collective.
 
+        A save that the disk refuses is logged and does not raise, unless it waits or is the last of
+        `max_failed_saves` in a row. Earlier checkpoints are kept.
+
+        Args:
+            wait: return only once the checkpoint is committed, and raise if that fails.
+
         Returns:
-            The checkpoint's folder.
+            A handle with `path` and `wait()`; it can be used as a path.
 
         Raises:
             PacelineError: PL403 before `resume` was called, PL418 if copies on ranks differ, PL433 after
-                `without_communication`, PL5xx if writing fails; earlier checkpoints are kept.
+                `without_communication`, PL545 inside of a step, PL5xx if saving fails.
         """
-        if self._went_apart:
-            raise PacelineError(
-                "PL433",
-                saw="save() after steps without communication.",
-                rule="The weights of the ranks differ, so there is no state of the run to save.",
-                fix="Use one trainer to measure and another to train.",
-            )
+        refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
         for update in self._updates.values():
             update.check_copies()
         self._records.flush()  # the file then has all steps that the checkpoint has
@@ -412,6 +414,7 @@ class Trainer(TrainedModels):
             },
             # A loader that has not moved, such as one for evaluation, has no position to save.
             {name: x for name, x in self._loaders.items() if x.position != Position()},
+            wait=wait,
         )
 
     def step(self, batch: Share | Any) -> Step:
@@ -447,7 +450,6 @@ class Trainer(TrainedModels):
         self.step_number += 1
         lr = next(iter(self._updates.values())).lr
         phases = self._phases
-        phases.begin(share, self.step_number, self._requests, self._settings)
 
         def update(name: str, loss: Callable[[Any, Any], Any]) -> Updated:
             objective = Objective(lambda batch: loss(self.models, batch), weigh, has_output=False)
@@ -457,6 +459,7 @@ class Trainer(TrainedModels):
             preserved_generators(self.world.device),
             explain_out_of_memory(share, self.world),
             explain_single_sample(share),
+            phases.running(share, self.step_number, self._requests, self._settings),
         ):
             if self._given.step is None:
                 phases.run("model", self._objective())
@@ -480,7 +483,8 @@ class Trainer(TrainedModels):
         )
         self._last_step_end_s, self._data_s = now_s, 0.0
         self._last_loss = step.loss
-        self._records.write_step(step, self.num_samples, self._updates.values())
+        times = self._saver.end_step(self.models, self._updates)
+        self._records.write_step(step, self.num_samples, self._updates.values(), times)
         self._skipped.count(step)
         return step
 
@@ -548,7 +552,7 @@ class Trainer(TrainedModels):
         self._requests.install()
         if not self._stop_signum:
             return
-        saved = str(self.save()) if self.run_folder is not None else None
+        saved = str(self.save(wait=True)) if self.run_folder is not None else None
         signum, self._stop_signum = self._stop_signum, 0
         raise Stopped(signum, self.step_number, saved)
 
@@ -557,6 +561,7 @@ class Trainer(TrainedModels):
         self._requests.remove()
         for update in self._updates.values():
             update.close()
+        self._saver.saving.close()
         self._records.close()
 
     def add_data_wait(self, seconds: float) -> None:
@@ -564,12 +569,8 @@ class Trainer(TrainedModels):
         self._data_s += seconds
 
     def _describe_settings(self) -> dict[str, str]:
-        """Return the settings that may change between steps and must be the same on all ranks, by name."""
-        found = {"tracked": ", ".join(self._saver.tracked.own_names)}
-        for name, update in self._updates.items():
-            found |= describe_optimizer(name, update.optimizer)
-            found[f"on_gradients of {name}"] = ", ".join(map(describe_code, update.gradient_hooks))
-        return found | (describe_data(self._source) if self._source is not None else {})
+        hooks = {name: (each.optimizer, each.gradient_hooks) for name, each in self._updates.items()}
+        return describe_step_settings(self._saver.tracked.own_names, hooks, self._source)
 
     def _require_loss(self) -> None:
         if self._loss is None:

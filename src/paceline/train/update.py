@@ -117,6 +117,8 @@ class Update:
         self.settings = built.describe(schedule)
         self._built = built
         self.gradient_hooks: list[GradientHook] = []
+        # Called before anything writes to weights or optimizer state, which a save may be copying.
+        self.before_write: Callable[[], None] = lambda: None
         self.runner = runner
         self.placement = placement
         self._mesh = mesh
@@ -257,6 +259,7 @@ class Update:
 
     def load_optimizer_state(self, state: Any) -> None:
         """Load the result of `optimizer_state`, each rank its part."""
+        self.before_write()
         load_optimizer_state_by_name(self.optimizer, self.model.named_parameters(), state, self.placement)
         self.runner.adopt_state(self.optimizer)
 
@@ -340,6 +343,7 @@ class Update:
         return f"the gradient of {names[0] if names else 'the global norm'} is not finite"
 
     def _apply(self, gradients: list[Tensor], scale: float, norm: float) -> None:
+        self.before_write()
         if self.gradient_hooks:
             multiply_each(gradients, scale)
             for hook in self.gradient_hooks:

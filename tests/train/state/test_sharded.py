@@ -211,7 +211,7 @@ def save_with_a_fault(world: Any, folder: str, layout: str) -> list[str]:
 
         try:
             with files.inject(fault):
-                trainer.save()
+                trainer.save(wait=True)
         except PacelineError as error:
             messages.append(str(error))
     trainer.close()

@@ -44,11 +44,13 @@ class PreparedFull:
         model: tensors by full name, tied ones under every name.
         trees: `"optimizer"` and `"state"`, as `tree.encode` returns them.
         recipe_toml: the resolved recipe.
+        late: ids of the tensors that only an optimizer's step changes.
     """
 
     model: Mapping[str, torch.Tensor]
     trees: Mapping[str, tuple[Any, Mapping[str, torch.Tensor]]]
     recipe_toml: str | None
+    late: frozenset[int] = frozenset()
     content: str = NAME
 
     @property

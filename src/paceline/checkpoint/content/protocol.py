@@ -40,6 +40,10 @@ class Prepared(Protocol):
     def num_bytes(self) -> int:
         """Approximate number of bytes of the files of all processes."""
 
+    @property
+    def late(self) -> frozenset[int]:
+        """Ids of the tensors that only an optimizer's step changes; others must be copied at once."""
+
     def list_files(self) -> list[FilePlan]:
         """Return the files that this process writes."""
 

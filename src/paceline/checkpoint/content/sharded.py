@@ -53,6 +53,7 @@ class PreparedShare:
         tied: names to the name that has their tensor; rank 0's.
         structures: of the trees; rank 0's.
         recipe_toml: the resolved recipe; rank 0's.
+        late: ids of the tensors that only an optimizer's step changes.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class PreparedShare:
     tied: Mapping[str, str] = field(default_factory=dict)
     structures: Mapping[str, Any] = field(default_factory=dict)
     recipe_toml: str | None = None
+    late: frozenset[int] = frozenset()
     content: str = NAME
 
     def list_files(self) -> list[FilePlan]:

@@ -1,7 +1,8 @@
 """Ends processes with all that they have started, and lets those go by themselves that clear up after them.
 
 multiprocessing's resource tracker and torch's shared-memory manager remove the semaphores and segments of
-those who were killed, and then leave: they are killed last, where they have not left by then.
+those who were killed, and then leave: they are killed last, where they have not left by then. A writer of
+checkpoints is never killed: it commits what its rank had copied, and then leaves.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLEARERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+# Begins the words of a rank's writer (`checkpoint/writer_process.py`).
+_WRITER = "paceline.checkpoint.writer"
+# How long writers are waited for. Then they finish by themselves.
+_WRITING_S = 60.0
 # These reach a tracker without ending it.
 _HARMLESS = (signal.SIGINT, signal.SIGTERM)
 # How long the processes that clear up may take.
@@ -76,11 +81,16 @@ def end_descendants(reap: Callable[[], None], spared: Collection[int] = ()) -> i
         if not killed:
             break
         wait(lambda: not [p for p in living() if not _clears_up(p)], 0.5, reap)
-    wait(lambda: not living(), _CLEARING_S, reap)
-    for process in living():
+
+    def others() -> list[psutil.Process]:
+        return [process for process in living() if not _is_writer(process)]
+
+    wait(lambda: not others(), _CLEARING_S, reap)
+    for process in others():
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    wait(lambda: not living(), 0.5, reap)
+    wait(lambda: not others(), 0.5, reap)
+    wait(lambda: not living(), _WRITING_S, reap)
     return num_killed
 
 
@@ -112,7 +122,13 @@ def _is_alive(process: psutil.Process) -> bool:
 def _clears_up(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         words = " ".join(process.cmdline())
-        return any(name in words for name in _CLEARERS)
+        return any(name in words for name in _CLEARERS) or _is_writer(process)
+    return False
+
+
+def _is_writer(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return _WRITER in process.cmdline()
     return False
 
 

@@ -79,12 +79,12 @@ def count_copies(wanted: int | str, disks: Disks) -> int:
 
 def write_apart(
     world: World,
-    disks: Disks,
     folder: CheckpointFolder,
     step: int,
     state: RunState,
     identity: dict[str, Any],
     *,
+    disks: Disks,
     mode: str,
     copies: int,
     carry: Callable[[], None],
@@ -93,11 +93,11 @@ def write_apart(
 
     Args:
         world: the ranks.
-        disks: of the run's folder.
         folder: of the run, as this rank sees it.
         step: optimizer steps taken.
         state: of the run.
         identity: of the run; rank 0's counts.
+        disks: of the run's folder.
         mode: the content, `"full"` or `"sharded"`.
         copies: disks per file.
         carry: brings the metrics to all disks; collective.

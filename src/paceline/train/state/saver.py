@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import nn
 
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity, open_usable
 from paceline.checkpoint.content.protocol import read_all
-from paceline.checkpoint.content.sharded import NAME as SHARDED
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.names import CHECKPOINTS
+from paceline.checkpoint.waiting import await_writers
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -29,6 +31,7 @@ from paceline.recipe.layout import Layout
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder, check_belongings
 from paceline.train.follow import SharedRows
 from paceline.train.history import History
+from paceline.train.saving import SaveHandle, Saving, Write
 from paceline.train.settings import (
     Settings,
     check_names,
@@ -46,7 +49,7 @@ from paceline.train.state.parts import Parts, model_tensors
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
 from paceline.train.state.tracked import Tracked
 from paceline.train.state.transfer import load_on_main, run_on_main
-from paceline.train.state.write import RunState, write_full, write_sharded
+from paceline.train.state.write import RunState
 from paceline.train.update import Update
 from paceline.world import World
 
@@ -59,7 +62,7 @@ class Saver:
     Args:
         world: the ranks.
         keep: checkpoints to keep.
-        mode: the content of checkpoints, `"full"` or `"sharded"`.
+        saving: makes the saves.
         copies: on how many disks each file lies where nodes have disks of their own, or `"auto"`.
         layout: resolved.
         reduction: for the checkpoint's identity.
@@ -69,6 +72,7 @@ class Saver:
 
     Attributes:
         folder: of the run; `None` before `load`.
+        saving: makes the saves.
         tracked: objects and positions of loaders that are part of the checkpoints.
         has_raw_batches: whether some batches did not come from a loader, so that the trainer's own
             microbatch size counts.
@@ -79,7 +83,7 @@ class Saver:
         world: World,
         *,
         keep: int,
-        mode: str,
+        saving: Saving,
         copies: int | str,
         layout: Layout,
         reduction: str,
@@ -91,7 +95,7 @@ class Saver:
         self._open_folder: OpenFolder | None = None
         self._world = world
         self._keep = keep
-        self._mode = mode
+        self.saving = saving
         self._copies_wanted, self._copies = copies, 1
         self._layout = layout
         self._reduction = reduction
@@ -103,7 +107,7 @@ class Saver:
         self._saved_settings: dict[str, Any] | None = None
         self._accept: tuple[str, ...] = ()
         self._is_complete = True
-        self._last: tuple[int, Path] | None = None
+        self._last: SaveHandle | None = None
         # Rank 0's: which run this is, from its first start on, and the number of this start.
         self._run_id, self._generation = secrets.token_hex(8), 1
         self._history: History | None = None
@@ -117,14 +121,26 @@ class Saver:
         updates: Mapping[str, Update],
         counters: dict[str, Any],
         loaders: Mapping[str, Loader],
-    ) -> Path:
+        *,
+        wait: bool,
+    ) -> SaveHandle:
         """Write a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
-        step = counters["step"]
-        if self._last is not None and self._last[0] == step:
-            return self._last[1]
+        last = self._last
+        if last is None or last.step != counters["step"] or last.failed:
+            last = self._last = self._save(models, updates, counters, loaders)
+        if wait:
+            last.wait()
+        return last
+
+    def _save(
+        self,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        counters: dict[str, Any],
+        loaders: Mapping[str, Loader],
+    ) -> SaveHandle:
         folder = self._require_folder()
         hooks = gather_hooks(updates, self._bucket_cap_mb)
-        parts = self._parts(models, updates)
 
         def describe() -> dict[str, Any]:
             assert self._open_folder is not None
@@ -132,30 +148,45 @@ class Saver:
             state = self._describe_state(updates, counters, loaders)
             return state | {"hooks": hooks, "tracked": self.tracked.loaded}
 
-        optimizers = {name: update.optimizer_pieces() for name, update in updates.items()}
-        reads = self._world.is_main or parts.is_divided  # elsewhere it would only cost memory
-        tracked = self.tracked.read(parts) if reads else {}
-        state = RunState(parts, optimizers, tracked, describe, self._recipe_toml)
-        assert self._disks is not None
+        state = self._list_state(models, updates, describe)
+        assert self._history is not None
+        write: Write | None = None
         if self._rows is not None:
-            path = write_apart(
-                self._world,
-                self._disks,
-                folder,
-                step,
-                state,
-                self._describe(),
-                mode=self._mode,
+            assert self._disks is not None
+            write = partial(
+                write_apart,
+                disks=self._disks,
+                mode=self.saving.mode,
                 copies=self._copies,
                 carry=self._rows.carry,
             )
-        else:
-            write = write_sharded if self._mode == SHARDED else write_full
-            path = write(self._world, folder, step, state, self._describe())
-        self._last = (step, path)
-        assert self._history is not None
-        self._history.note_commit(step)
-        return path
+        note_commit = self._history.note_commit
+        step: int = counters["step"]
+        return self.saving.save(folder, step, state, self._describe(), note_commit, write)
+
+    def end_step(
+        self, models: Mapping[str, nn.Module], updates: Mapping[str, Update]
+    ) -> tuple[float | None, float | None]:
+        """Wait until the state of the step before is copied; after the first step, get memory ready.
+
+        Returns:
+            The result of `Saving.take_times`.
+        """
+        if self.folder is not None:
+            self.saving.end_step(partial(self._list_state, models, updates, dict))
+        return self.saving.take_times()
+
+    def _list_state(
+        self,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        describe: Callable[[], dict[str, Any]],
+    ) -> RunState:
+        parts = self._parts(models, updates)
+        optimizers = {name: update.optimizer_pieces() for name, update in updates.items()}
+        reads = self._world.is_main or parts.is_divided  # elsewhere it would only cost memory
+        tracked = self.tracked.read(parts) if reads else {}
+        return RunState(parts, optimizers, tracked, describe, self._recipe_toml)
 
     def load(
         self,
@@ -170,6 +201,8 @@ class Saver:
         Returns:
             The saved counters, or `None` if there is no checkpoint.
         """
+        self.saving.start()
+        await_writers(folder / CHECKPOINTS)
         self.folder, self._last = folder, None
         self._run_id, self._generation = secrets.token_hex(8), 1
         self._disks = disks = find_disks(self._world, folder, lambda: _make_folder(folder))

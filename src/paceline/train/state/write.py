@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
 from paceline.checkpoint.tensors import refuse_unstorable
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
-from paceline.torch_seams.trees import tree_map, tree_map_only
+from paceline.torch_seams.trees import tree_leaves, tree_map, tree_map_only
 from paceline.train.state.disks import name_rank
 from paceline.train.state.parts import Parts
 from paceline.train.state.pieces import OwnPart, join_pieces
@@ -63,6 +63,29 @@ class RunState:
     recipe_toml: str | None
 
 
+def prepare_full(world: World, state: RunState) -> full.PreparedFull | None:
+    """Gather whole tensors on rank 0 and return its files; collective if parts are divided."""
+    keep = world.is_main
+    placement = state.parts.placement
+    model_pieces = state.parts.list_model()
+    model = join_pieces(model_pieces, placement, keep=keep)
+    optimizers = join_pieces(state.optimizers, placement, keep=keep)
+    tracked = join_pieces(state.tracked, placement, keep=keep)
+    if not keep:
+        return None
+    late = {id(model[name]) for name in model_pieces if state.parts.is_parameter(name)}
+    pieces = tree_leaves(state.optimizers)
+    late |= {
+        id(whole)
+        for piece, whole in zip(pieces, tree_leaves(optimizers), strict=True)
+        if isinstance(piece, OwnPart)
+    }
+    described = state.describe()
+    described["tracked"] = tracked | described["tracked"]
+    prepared = full.prepare(model, optimizers, described, state.recipe_toml)
+    return replace(prepared, late=frozenset(late))
+
+
 def write_full(
     world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
 ) -> Path:
@@ -78,20 +101,14 @@ def write_full(
 
 def gather_full(world: World, state: RunState) -> full.PreparedFull | None:
     """Return the files of a checkpoint of whole tensors on rank 0, `None` elsewhere; collective."""
-    keep = world.is_main
-    placement = state.parts.placement
-    model = join_pieces(state.parts.list_model(), placement, keep=keep)
-    optimizers = join_pieces(state.optimizers, placement, keep=keep)
-    tracked = join_pieces(state.tracked, placement, keep=keep)
-    content: full.PreparedFull | None = None
+    with caught() as found:
+        content = prepare_full(world, state)
 
-    def prepare() -> None:
-        nonlocal content
-        described = state.describe()
-        described["tracked"] = tracked | described["tracked"]
-        content = full.prepare(model, optimizers, described, state.recipe_toml)
+    def check() -> None:
+        if found.error is not None:
+            raise found.error
 
-    run_on_main(world, prepare)
+    run_on_main(world, check)
     return content
 
 
@@ -135,7 +152,7 @@ def agree_on_share(world: World, state: RunState) -> PreparedShare:
     digest = ""
     with caught() as found:
         prepared, digest = prepare_share(world, state)
-    _agree(world, found.error, digest)
+    agree(gather(world, (found.error, digest)))
     assert prepared is not None
     return prepared
 
@@ -156,7 +173,7 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     rest: dict[str, Any] = {"tracked": state.tracked}
     if world.is_main:
         rest = state.describe()
-        rest["tracked"] = dict(state.tracked) | rest["tracked"]
+        rest["tracked"] = dict(state.tracked) | rest.get("tracked", {})
     else:  # of the user's objects only what is cut; the rest is rank 0's
         rest = tree_map(lambda value: value if isinstance(value, OwnPart) else None, rest)
     structures["state"] = _encode(rest, "state", named)
@@ -165,9 +182,12 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     holdings = [each for name, value in own.items() for each in _list_holdings(state.parts, name, value)]
     tensors: dict[str, Tensor] = {}
     parts = {}
+    late = set()
     for holding, writer in zip(holdings, plan_writers(holdings), strict=True):
         if writer == world.rank:
             tensors[holding.name] = local(own[holding.name].tensor)
+            if _only_steps_change(state.parts, holding.name):
+                late.add(id(tensors[holding.name]))
             if not holding.part.is_whole:
                 parts[holding.name] = holding.part
     plain = {name: value for name, value in named.items() if name not in own}
@@ -175,9 +195,19 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
         refuse_unstorable(name.replace("/", ".", 1), value)
     num_bytes = sum(holding.num_bytes for holding in holdings)
     if not world.is_main:
-        return PreparedShare(world.rank, tensors, parts, num_bytes), digest_holdings(holdings)
+        share = PreparedShare(world.rank, tensors, parts, num_bytes, late=frozenset(late))
+        return share, digest_holdings(holdings)
     num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in plain.values())
-    share = PreparedShare(world.rank, plain | tensors, parts, num_bytes, tied, structures, state.recipe_toml)
+    share = PreparedShare(
+        world.rank,
+        plain | tensors,
+        parts,
+        num_bytes,
+        tied,
+        structures,
+        state.recipe_toml,
+        late=frozenset(late),
+    )
     return share, digest_holdings(holdings)
 
 
@@ -185,11 +215,16 @@ def _list_holdings(parts: Parts, name: str, own: OwnPart) -> Iterator[Holding]:
     """Yield the parts of one tensor with their holders, except empty parts."""
     # Copies of parameters and their optimizer state have the same bits, so any rank may write them. Of
     # buffers and the user's own averages rank 0's are saved, or those of the first rank that has the part.
-    spreads = name.startswith("optimizer/") or parts.is_parameter(name.removeprefix(f"{MODEL}/"))
+    spreads = _only_steps_change(parts, name)
     for part, ranks in parts.list_holders(own):
         if part.num_elements or part.is_whole:
             num_bytes = part.num_elements * own.tensor.element_size()
             yield Holding(name, part, num_bytes, ranks if spreads else ranks[:1])
+
+
+def _only_steps_change(parts: Parts, name: str) -> bool:
+    """Return whether a tensor is a parameter or its optimizer state; only an optimizer's step changes it."""
+    return name.startswith("optimizer/") or parts.is_parameter(name.removeprefix(f"{MODEL}/"))
 
 
 def _encode(value: Any, group: str, named: dict[str, Any]) -> Any:
@@ -223,9 +258,12 @@ def caught() -> Iterator[_Caught]:
         held.error = error
 
 
-def _agree(world: World, error: PacelineError | None, digest: str) -> None:
-    """Raise one rank's error on all ranks, or PL525 if ranks planned from different states; collective."""
-    gathered = gather(world, (error, digest))
+def agree(gathered: Sequence[tuple[PacelineError | None, str]]) -> None:
+    """Raise one rank's error on all ranks, or PL525 if ranks planned from different states.
+
+    Args:
+        gathered: by rank, its error in preparing a save and the digest of `prepare_share`.
+    """
     for other, _ in gathered:
         if other is not None:
             other.on_every_rank = True

@@ -1,0 +1,336 @@
+"""A save that several writers make together: they exchange files, never messages.
+
+    .tmp-step-00000050-TOKEN/        the checkpoint's files, each made by one writer
+    .saving-step-00000050-TOKEN/
+        alive-00003                  held locked by writer 3 while it works (`alive.py`)
+        left-00003                   its name once writer 3 has left
+        record-00003.json            sizes and hashes of its files, once these are durable
+        outcome.json                 what became of the save
+
+1. Each writer makes both folders, if they are missing, and its `alive` file.
+2. It writes its files, makes them durable and leaves its record.
+3. All writers look for the records of the others. Any of them that sees all records takes the folder's lock
+   and commits, unless another one has. The outcome is written under the same lock, so there is only one.
+4. A writer that fails writes the outcome instead. One that dies releases its lock: if it left no record, the
+   others end the save. If it died later, they finish what it began.
+
+So a save is committed once every share is in a writer's hands, even if all ranks are dead by then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.checkpoint import files
+from paceline.checkpoint.alive import alive_name, hold, is_held
+from paceline.checkpoint.commit import Commits
+from paceline.checkpoint.hashed import FileRecord, HashedFile
+from paceline.checkpoint.manifest import (
+    FILE_NAME,
+    BadManifestError,
+    Manifest,
+    NewerFormatError,
+    read_manifest,
+)
+from paceline.checkpoint.names import LOCK, SAVING, TMP, step_name
+from paceline.errors import PacelineError
+
+_OUTCOME = "outcome.json"
+# How often a writer looks for the records of the others: at first, and after a second.
+_QUICK_POLL_S, _SLOW_POLL_S = 0.01, 0.05
+# How long the folder's lock may be held by a process that is not one of the writers.
+_LOCKED_S = 60.0
+# How long a writer that nobody sees alive may take to appear (a shared disk may show a file late), and one
+# whose file is there and not locked (it may be about to lock it).
+_APPEARS_S, _LOCKS_S = 10.0, 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a save.
+
+    Attributes:
+        path: of the checkpoint, if it was committed.
+        error: why it was not.
+    """
+
+    path: Path | None = None
+    error: PacelineError | None = None
+
+    def dump(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        error = self.error
+        return {
+            "path": None if self.path is None else str(self.path),
+            "error": None if error is None else [error.code, error.saw, error.rule, error.fix],
+        }
+
+    @staticmethod
+    def parse(table: Any) -> Outcome:
+        """Return the result of `dump`."""
+        if table["error"] is None:
+            return Outcome(path=Path(table["path"]))
+        code, saw, rule, fix = table["error"]
+        return Outcome(error=PacelineError(code, saw=saw, rule=rule, fix=fix))
+
+
+@dataclass(frozen=True)
+class Order:
+    """One writer's part of a save; JSON-able.
+
+    Attributes:
+        folder: of the run.
+        keep: checkpoints to keep.
+        step: optimizer steps taken.
+        token: of this save; the same for all writers, and for no other save.
+        writer: this one's number.
+        writers: of all.
+        content: name of the content.
+        identity: for the manifest.
+        num_bytes: of all writers' files together, about.
+        files: name, first byte in the memory and number of bytes.
+    """
+
+    folder: str
+    keep: int
+    step: int
+    token: str
+    writer: int
+    writers: Sequence[int]
+    content: str
+    identity: dict[str, Any]
+    num_bytes: int
+    files: Sequence[tuple[str, int, int]]
+
+
+Read = Callable[[int, int], Iterable[memoryview]]
+
+
+class JointSave:
+    """One writer's side of a save that several writers make.
+
+    Args:
+        order: what to write.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._commits = Commits(order.folder, order.keep)
+        name = f"{step_name(order.step)}-{order.token}"
+        self._temporary = self._commits.path / f"{TMP}{name}"
+        self._saving = self._commits.path / f"{SAVING}{name}"
+        self._alive: IO[bytes] | None = None
+        self._missing_since: dict[int, float] = {}
+
+    def begin(self) -> None:
+        """Make the folders, and show that this writer is alive.
+
+        Raises:
+            PacelineError: PL508, or PL510 where another run is saving here.
+        """
+        with self._explained():
+            files.make_folder(self._commits.path)
+            self._commits.refuse_other_runs(self._order.identity.get("run"), own=self._saving)
+            files.make_folder(self._saving)
+            self._alive = hold(self._saving / alive_name(self._order.writer), self._order.identity.get("run"))
+            files.make_folder(self._temporary)
+
+    def write(self, read: Read) -> None:
+        """Write this writer's files and leave the record.
+
+        Args:
+            read: from the first byte and the number of bytes to these bytes.
+
+        Raises:
+            PacelineError: PL508.
+        """
+        with self._explained():
+            records = {}
+            for name, start, num_bytes in self._order.files:
+                with HashedFile(self._temporary / name) as file:
+                    for data in read(start, num_bytes):
+                        file.write(data)
+                records[name] = asdict(file.record)
+            files.sync_folder(self._temporary)
+            self._put(_record_name(self._order.writer), records)
+
+    def conclude(self) -> Outcome:
+        """Wait for the other writers, and commit unless another one does."""
+        began_s = free_s = time.monotonic()
+        while True:
+            outcome = self._read_outcome()
+            if outcome is None and all(path.exists() for path in self._record_paths()):
+                try:
+                    outcome = self._commit()
+                    free_s = time.monotonic()
+                except files.BusyError:
+                    if time.monotonic() - free_s > _LOCKED_S:
+                        outcome = Outcome(error=self._locked_error())
+            elif outcome is None:
+                dead = self._find_dead()
+                if dead is not None:
+                    outcome = self.fail(self._lost_error(dead))
+            if outcome is not None:
+                return outcome
+            time.sleep(_QUICK_POLL_S if time.monotonic() - began_s < 1 else _SLOW_POLL_S)
+
+    def fail(self, error: PacelineError) -> Outcome:
+        """End the save for all writers, unless it has ended; return its outcome."""
+        end_s = time.monotonic() + _LOCKED_S
+        while time.monotonic() < end_s:
+            with suppress(files.BusyError):
+                try:
+                    with files.lock(self._commits.path / LOCK):
+                        outcome = self._read_outcome() or self._find_committed()
+                        if outcome is None:
+                            outcome = Outcome(error=error)
+                            self._put(_OUTCOME, outcome.dump())
+                        return outcome
+                except OSError:  # the others find out from this writer's lock
+                    break
+            time.sleep(_SLOW_POLL_S)
+        return Outcome(error=error)
+
+    def leave(self, outcome: Outcome) -> None:
+        """Release what this writer holds; the last of all writers removes what is not the checkpoint.
+
+        If one of them never comes here, the next commit removes it.
+        """
+        with suppress(OSError):
+            if outcome.path is None:  # its place on a full disk is needed now
+                for name, _, _ in self._order.files:
+                    if (self._temporary / name).exists():
+                        files.remove(self._temporary / name)
+        if self._alive is not None:
+            self._alive.close()
+            self._alive = None
+        with suppress(OSError):
+            own = self._saving / alive_name(self._order.writer)
+            files.rename(own, own.with_name(_left_name(self._order.writer)))
+            if all((self._saving / _left_name(writer)).exists() for writer in self._order.writers):
+                if self._temporary.exists():
+                    files.remove(self._temporary)
+                files.remove(self._saving)
+
+    def _commit(self) -> Outcome | None:
+        """Commit under the folder's lock, unless the save has ended; `None` where records are missing."""
+        order, commits = self._order, self._commits
+        with files.lock(commits.path / LOCK) as is_locked:
+            outcome = self._read_outcome() or self._find_committed()
+            if outcome is not None:
+                return outcome
+            if not is_locked and order.writer != min(order.writers):
+                return None  # without locks only one writer may commit
+            records = self._read_records()
+            if records is None:
+                return None
+            try:
+                with self._explained():
+                    if is_locked:
+                        commits.clear_leftovers(own=self._saving)
+                    with suppress(FileNotFoundError):  # of a writer that died here
+                        files.remove(self._temporary / FILE_NAME)
+                    manifest = Manifest(
+                        order.step, records, order.identity | {"save": order.token}, order.content
+                    )
+                    commits.seal(self._temporary, manifest)
+                    # Ranks have compared their plans, so the parts fit; reading headers would need torch.
+                    path = commits.publish(order.step, self._temporary, manifest, reads_headers=False)
+                    outcome = Outcome(path=path)
+            except PacelineError as error:
+                outcome = Outcome(error=error)
+            with suppress(OSError):
+                self._put(_OUTCOME, outcome.dump())
+            if outcome.path is not None:
+                commits.let_go(order.step)
+            return outcome
+
+    def _find_committed(self) -> Outcome | None:
+        """Return the outcome where a writer died between the commit and its note."""
+        final = self._commits.path / step_name(self._order.step)
+        with suppress(BadManifestError, NewerFormatError):
+            if read_manifest(final).identity.get("save") == self._order.token:
+                return Outcome(path=final)
+        return None
+
+    def _read_outcome(self) -> Outcome | None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return Outcome.parse(json.loads((self._saving / _OUTCOME).read_bytes()))
+        return None
+
+    def _read_records(self) -> dict[str, FileRecord] | None:
+        found: dict[str, FileRecord] = {}
+        for path in self._record_paths():
+            try:
+                records = json.loads(path.read_bytes())
+                found |= {name: FileRecord(**record) for name, record in records.items()}
+            except (OSError, ValueError):
+                return None
+        return found
+
+    def _record_paths(self) -> list[Path]:
+        return [self._saving / _record_name(writer) for writer in self._order.writers]
+
+    def _find_dead(self) -> int | None:
+        """Return a writer that has ended without a record."""
+        now_s = time.monotonic()
+        for writer in self._order.writers:
+            if writer == self._order.writer:
+                continue
+            held = is_held(self._saving / alive_name(writer))
+            if held or (self._saving / _record_name(writer)).exists():
+                self._missing_since.pop(writer, None)
+                continue
+            since_s = self._missing_since.setdefault(writer, now_s)
+            if now_s - since_s > (_APPEARS_S if held is None else _LOCKS_S):
+                return writer
+        return None
+
+    def _put(self, name: str, table: Any) -> None:
+        """Write a small file that is whole as soon as it has its name."""
+        part = self._saving / f".{name}-{self._order.writer}"
+        with suppress(FileNotFoundError):
+            part.unlink()
+        with files.DurableFile(part) as file:
+            file.write(json.dumps(table).encode())
+        files.rename(part, self._saving / name)
+
+    def _explained(self) -> Any:
+        return self._commits.explained(self._order.step, self._order.num_bytes)
+
+    def _locked_error(self) -> PacelineError:
+        return PacelineError(
+            "PL510",
+            saw=f"Another process has been saving a checkpoint in {self._commits.path} for "
+            f"{_LOCKED_S:.0f} s.",
+            rule="Two runs cannot share a folder: each would delete the other's checkpoints.",
+            fix="Stop the other run, or give this one another --out.",
+        )
+
+    def _lost_error(self, writer: int) -> PacelineError:
+        return PacelineError(
+            "PL540",
+            saw=f"The writer of rank {writer} ended before its share of step {self._order.step} was written "
+            f"(found by the writer of rank {self._order.writer} on {socket.gethostname()}, process "
+            f"{os.getpid()}).",
+            rule="A checkpoint is committed once the shares of all ranks are on the disk; earlier "
+            "checkpoints are unchanged.",
+            fix="Look for the reason in the log of that rank's node: a lack of memory, or a kill. The next "
+            "save starts a new writer.",
+        )
+
+
+def _left_name(writer: int) -> str:
+    return f"left-{writer:05d}"
+
+
+def _record_name(writer: int) -> str:
+    return f"record-{writer:05d}.json"

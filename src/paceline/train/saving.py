@@ -1,0 +1,393 @@
+"""Decides when a save is made and what happens if it fails: in the call, or in the background.
+
+A save in the background, on every rank:
+
+1. Wait for the outcome of the save before: there is memory for one copy.
+2. Prepare this rank's files, and exchange in one collective: errors, the inputs of the plan, the outcome of
+   the save before, and rank 0's name for this one. This is the only communication of a save.
+3. Copy headers and what may change at once; a thread copies the rest (`checkpoint/state_copy.py`).
+4. The writer takes over (`checkpoint/writer.py`). Training goes on; before an optimizer's step, and whatever
+   else may change weights, `before_write` waits for the thread.
+
+A failing disk does not end training: the failure is reported, the next save tries again, and only
+`max_failed` failures in a row raise PL508.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import CheckpointFolder
+from paceline.checkpoint.content.protocol import Prepared
+from paceline.checkpoint.content.sharded import NAME as SHARDED
+from paceline.checkpoint.joint import Order, Outcome
+from paceline.checkpoint.names import step_name
+from paceline.errors import PacelineError
+from paceline.train.state.background import Background
+from paceline.train.state.transfer import gather
+from paceline.train.state.write import (
+    RunState,
+    agree,
+    caught,
+    prepare_full,
+    prepare_share,
+    write_full,
+    write_sharded,
+)
+from paceline.world import World
+
+log = logging.getLogger(__name__)
+
+# Saves while all ranks wait, and returns the checkpoint's folder; collective.
+Write = Callable[[World, CheckpointFolder, int, RunState, dict[str, Any]], Path]
+
+
+class SaveHandle(os.PathLike[str]):
+    """A checkpoint that is being saved, or has been.
+
+    Attributes:
+        step: of the checkpoint.
+        path: the checkpoint's folder, which is there once the save is committed.
+    """
+
+    def __init__(self, saving: Saving, step: int, path: Path, on_commit: Callable[[int], None]) -> None:
+        self.step = step
+        self.path = path
+        self.outcome: Outcome | None = None
+        self.on_commit = on_commit
+        self.is_told = False
+        self._saving = saving
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save is known to have failed."""
+        return self.outcome is not None and self.outcome.error is not None
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is committed, and return its folder; collective.
+
+        Raises:
+            PacelineError: PL508 or another error of the save; earlier checkpoints are kept.
+        """
+        self._saving.finish(self)
+        assert self.outcome is not None
+        if self.outcome.error is not None:
+            raise self.outcome.error
+        return self.path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a rank contributes to the collective of a save.
+
+    Attributes:
+        error: its error in preparing the save.
+        digest: of the inputs of the plan.
+        outcome: of the save before, as far as this rank's writer knows.
+        why_not: why this rank cannot save in the background, or "".
+        token: for the names of this save; rank 0's counts.
+        identity: for the manifest; rank 0's counts.
+    """
+
+    error: PacelineError | None
+    digest: str
+    outcome: Outcome | None
+    why_not: str
+    token: str
+    identity: dict[str, Any]
+
+
+class Saving:
+    """The saves of a trainer. All methods but `before_write`, `end_step` and `close` are collective.
+
+    Attributes:
+        mode: the content of checkpoints.
+        background: of this rank, if saves are asynchronous.
+
+    Args:
+        world: the ranks.
+        mode: the content of checkpoints, `"full"` or `"sharded"`.
+        asynchronous: whether saves are made in the background.
+        max_failed: failed saves in a row that raise PL508.
+    """
+
+    def __init__(self, world: World, mode: str, asynchronous: bool, max_failed: int) -> None:
+        self.background = Background(world.device) if asynchronous else None
+        self._world = world
+        self.mode = mode
+        self._max_failed = max_failed
+        self._num_failed = 0
+        self._pending: SaveHandle | None = None
+        # Of the pending save, as this rank's writer reports it; in mode "full" only rank 0 has a writer.
+        self._outcome: Outcome | None = None
+        self._is_writing = False
+        self._has_told_why_not = False
+        self._stall_s: float | None = None
+        self._save_s: float | None = None
+        self._is_reserved = False
+
+    def start(self) -> None:
+        """Get ready for saves into a run's folder."""
+        if self._pending is not None:
+            self.finish(self._pending)
+        if self.background is not None and (self.mode == SHARDED or self._world.is_main):
+            self.background.start()
+        self._is_reserved = False
+
+    def save(
+        self,
+        folder: CheckpointFolder,
+        step: int,
+        state: RunState,
+        identity: dict[str, Any],
+        on_commit: Callable[[int], None],
+        write: Write | None = None,
+    ) -> SaveHandle:
+        """Save in the background, or now.
+
+        Args:
+            folder: of the run's checkpoints.
+            step: optimizer steps taken.
+            state: this rank's part.
+            identity: for the manifest.
+            on_commit: called with the step once the save is known to be committed.
+            write: saves now, in its own way; collective.
+
+        Raises:
+            PacelineError: PL507, PL510, PL524, PL525; PL508 after `max_failed` failures in a row.
+        """
+        begin_s = time.perf_counter()
+        handle = SaveHandle(self, step, folder.path.absolute() / step_name(step), on_commit)
+        try:
+            background = self.background if write is None else None
+            if background is None or not self._begin(background, folder, handle, state, identity):
+                self._save_now(folder, handle, state, identity, write)
+                self._save_s = time.perf_counter() - begin_s
+        finally:
+            self._add_stall(begin_s)
+        return handle
+
+    def finish(self, handle: SaveHandle) -> None:
+        """Wait for the outcome of a save; raises nothing of the save's own."""
+        if handle.outcome is not None:
+            return
+        assert handle is self._pending
+        begin_s = time.perf_counter()
+        self._receive(None)
+        outcomes = gather(self._world, self._outcome)
+        self._settle(handle, _join(outcomes))
+        self._add_stall(begin_s)
+
+    def before_write(self) -> None:
+        """Wait until weights, optimizer state and buffers may be written to."""
+        if self._pending is not None and self._is_writing:
+            assert self.background is not None
+            begin_s = time.perf_counter()
+            self.background.wait_for_copy()
+            self._add_stall(begin_s)
+
+    def end_step(self, list_state: Callable[[], RunState]) -> None:
+        """Wait for the copy of a save under way; get memory ready for the first save.
+
+        Args:
+            list_state: returns this rank's part of the state.
+        """
+        if self.background is None:
+            return
+        self.before_write()
+        if self._pending is not None:
+            self._receive(0.0)
+            if self._outcome is not None and self._outcome.error is not None:
+                self._tell(self._pending, self._outcome.error, self._num_failed + 1)
+        elif not self._is_reserved:
+            self._is_reserved = True
+            with caught():  # the save itself reports what cannot be stored
+                self.background.reserve_soon(self._measure(list_state()))
+
+    def take_times(self) -> tuple[float | None, float | None]:
+        """Return the seconds of stall by saves, and those that the last save took, since last asked."""
+        found = self._stall_s, self._save_s
+        self._stall_s = self._save_s = None
+        return found
+
+    def close(self) -> None:
+        """Let the writer finish; call nothing else after this but `start`."""
+        if self.background is not None:
+            self.background.close()
+        self._pending, self._outcome, self._is_writing = None, None, False
+
+    def _begin(
+        self,
+        background: Background,
+        folder: CheckpointFolder,
+        handle: SaveHandle,
+        state: RunState,
+        identity: dict[str, Any],
+    ) -> bool:
+        """Begin a save in the background; return `False` if some rank cannot."""
+        self._receive(None)
+        prepared: Prepared | None = None
+        digest = why_not = ""
+        with caught() as raised:
+            if self.mode == SHARDED:
+                prepared, digest = prepare_share(self._world, state)
+            else:
+                prepared = prepare_full(self._world, state)
+        plans = [] if prepared is None else prepared.list_files()
+        if prepared is not None and raised.error is None:
+            why_not = background.get_ready(plans)
+        own = _Entry(raised.error, digest, self._outcome, why_not, secrets.token_hex(4), identity)
+        entries = gather(self._world, own)
+        if self._pending is not None:
+            self._settle(self._pending, _join([entry.outcome for entry in entries]))
+        agree([(entry.error, entry.digest) for entry in entries])
+        reasons = [f"rank {rank}: {entry.why_not}" for rank, entry in enumerate(entries) if entry.why_not]
+        if reasons:
+            if self._world.is_main and not self._has_told_why_not:
+                log.warning(
+                    "This save is made while training waits, because the state cannot be copied into memory "
+                    "(%s). checkpoint.asynchronous = false avoids the attempt. [PL546]",
+                    reasons[0],
+                )
+                self._has_told_why_not = True
+            return False
+        self._pending, self._outcome, self._is_writing = handle, None, prepared is not None
+        if prepared is not None:
+            order = Order(
+                folder=str(folder.path.parent.absolute()),
+                keep=folder.keep,
+                step=handle.step,
+                token=entries[0].token,
+                writer=self._world.rank,
+                writers=tuple(range(self._world.world_size)) if self.mode == SHARDED else (0,),
+                content=prepared.content,
+                identity=entries[0].identity,
+                num_bytes=prepared.num_bytes,
+                files=(),
+            )
+            background.begin(order, plans, prepared.late)
+        return True
+
+    def _measure(self, state: RunState) -> int:
+        """Return about how many bytes this rank writes."""
+        share, _ = prepare_share(self._world, state)
+        if self.mode == SHARDED:
+            return sum(tensor.numel() * tensor.element_size() for tensor in share.tensors.values())
+        return share.num_bytes if self._world.is_main else 0
+
+    def _save_now(
+        self,
+        folder: CheckpointFolder,
+        handle: SaveHandle,
+        state: RunState,
+        identity: dict[str, Any],
+        write: Write | None,
+    ) -> None:
+        write = write or (write_sharded if self.mode == SHARDED else write_full)
+        try:
+            outcome = Outcome(path=write(self._world, folder, handle.step, state, identity))
+        except PacelineError as error:
+            if error.code != "PL508":
+                raise
+            outcome = Outcome(error=error)
+        self._settle(handle, outcome)
+
+    def _receive(self, timeout_s: float | None) -> None:
+        """Get the outcome of the pending save from this rank's writer."""
+        if self._is_writing and self._outcome is None:
+            assert self.background is not None
+            self._outcome = self.background.read_outcome(timeout_s)
+            if self._outcome is not None:
+                self._save_s = self.background.save_s
+
+    def _settle(self, handle: SaveHandle, outcome: Outcome) -> None:
+        """Note what became of a save, the same on every rank; raise after too many failures in a row."""
+        handle.outcome = outcome
+        if handle is self._pending:
+            self._pending, self._outcome, self._is_writing = None, None, False
+        error = outcome.error
+        if error is None:
+            self._num_failed = 0
+            handle.on_commit(handle.step)
+            return
+        error.on_every_rank = True
+        self._num_failed += 1
+        if error.code == "PL510":
+            raise error
+        if self._num_failed >= self._max_failed:
+            raise _too_many_error(error, self._num_failed)
+        self._tell(handle, error, self._num_failed)
+
+    def _tell(self, handle: SaveHandle, error: PacelineError, num_failed: int) -> None:
+        if self._world.is_main and not handle.is_told:
+            handle.is_told = True
+            log.warning(
+                "%s Training goes on, and the next save tries again. Failed saves in a row: %d; "
+                "checkpoint.max_failed = %d ends the run. [%s]",
+                error.saw,
+                num_failed,
+                self._max_failed,
+                error.code,
+            )
+
+    def _add_stall(self, begin_s: float) -> None:
+        self._stall_s = (self._stall_s or 0.0) + time.perf_counter() - begin_s
+
+
+def refuse_saving(*, in_step: bool, went_apart: bool) -> None:
+    """Raise if there is no state of a run to save.
+
+    Args:
+        in_step: whether a step runs; PL545.
+        went_apart: whether steps ran without communication; PL433.
+    """
+    if in_step:
+        raise PacelineError(
+            "PL545",
+            saw="save() inside of a step.",
+            rule="A checkpoint holds the state between two steps; inside of one, it would mix two of them.",
+            fix="Call trainer.save() after trainer.step(...) has returned.",
+        )
+    if went_apart:
+        raise PacelineError(
+            "PL433",
+            saw="save() after steps without communication.",
+            rule="The weights of the ranks differ, so there is no state of the run to save.",
+            fix="Use one trainer to measure and another to train.",
+        )
+
+
+def _join(outcomes: list[Outcome | None]) -> Outcome:
+    """Return the outcome of a save from what each rank's writer reports."""
+    known = [outcome for outcome in outcomes if outcome is not None]
+    for outcome in known:
+        if outcome.path is not None:
+            return outcome
+    of_disk = [outcome for outcome in known if outcome.error is not None and outcome.error.code == "PL508"]
+    return (of_disk or known)[0]
+
+
+def _too_many_error(error: PacelineError, num_failed: int) -> PacelineError:
+    if num_failed == 1:
+        return error
+    found = PacelineError(
+        "PL508",
+        saw=f"{error.saw} It was failed save number {num_failed} in a row (checkpoint.max_failed).",
+        rule=error.rule,
+        fix=error.fix,
+    )
+    found.on_every_rank = True
+    return found

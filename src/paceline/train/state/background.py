@@ -1,0 +1,166 @@
+"""This rank's writer with the memory that both share: one save at a time, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from paceline.checkpoint.joint import Order, Outcome
+from paceline.checkpoint.state_copy import CopyMemory, StateCopy, lay_out, measure
+from paceline.checkpoint.tensors import FilePlan
+from paceline.checkpoint.writer_process import WriterProcess
+from paceline.errors import PacelineError
+
+log = logging.getLogger(__name__)
+
+# How long a rank that ends waits for its writer, which then finishes by itself.
+_CLOSING_S = 30.0
+
+
+class Background:
+    """The copying and writing of this rank's shares.
+
+    Args:
+        device: of the model.
+
+    Attributes:
+        save_s: seconds from the begin of the last copy to the outcome of its save.
+        num_copied_bytes: of all saves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.save_s: float | None = None
+        self.num_copied_bytes = 0
+        self._device = device
+        self._memory: CopyMemory | None = None
+        self._writer: WriterProcess | None = None
+        self._state_copy: StateCopy | None = None
+        self._reserving: threading.Thread | None = None
+        # Once weights were changed behind the trainer's back, they are copied before `save` returns.
+        self._copies_at_once = False
+        self._begin_s = self._copy_s = 0.0
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The writer's process, once there is one."""
+        return None if self._writer is None else self._writer.pid
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the memory."""
+        return 0 if self._memory is None else self._memory.num_bytes
+
+    def start(self) -> str:
+        """Start the writer, unless it runs; return why that is impossible, or ""."""
+        try:
+            if self._memory is None:
+                self._memory = CopyMemory()
+            if self._writer is None:
+                self._writer = WriterProcess(self._memory.fd)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def reserve_soon(self, num_bytes: int) -> None:
+        """Get memory for the files of a save ready in a thread, so that the first save need not wait."""
+        self._finish_reserving()
+        memory = self._memory
+        if memory is None:
+            return
+
+        def reserve() -> None:
+            with suppress(OSError):  # the save says so, and what follows from it
+                memory.reserve(num_bytes, self._device)
+
+        self._reserving = threading.Thread(target=reserve, name="paceline-reserve", daemon=True)
+        self._reserving.start()
+
+    def get_ready(self, plans: Sequence[FilePlan]) -> str:
+        """Get writer and memory ready for files; return why that is impossible, or ""."""
+        reason = self.start()
+        if reason:
+            return reason
+        assert self._memory is not None
+        self._finish_reserving()
+        num_bytes = measure(plans)
+        try:
+            self._memory.reserve(num_bytes, self._device)
+        except OSError as error:
+            return f"{num_bytes:,} bytes for the copy: {error.strerror}"
+        return ""
+
+    def begin(self, order: Order, plans: Sequence[FilePlan], late: frozenset[int]) -> None:
+        """Copy the files, the tensors in `late` by a thread; then the writer goes on."""
+        memory, writer = self._memory, self._writer
+        assert memory is not None
+        assert writer is not None
+        self._begin_s = time.monotonic()
+
+        def end(error: PacelineError | None) -> None:
+            self._copy_s = time.monotonic() - self._begin_s
+            self._copies_at_once |= error is not None
+            writer.end_copy(error)
+
+        writer.begin(replace(order, files=lay_out(plans)))
+        self._state_copy = StateCopy(memory, plans, late, self._device, end)
+        self.num_copied_bytes += self._state_copy.num_bytes
+        if self._copies_at_once:
+            self._state_copy.join()
+
+    def wait_for_copy(self) -> None:
+        """Return once weights and optimizer state may be written to."""
+        if self._state_copy is not None:
+            self._state_copy.wait()
+
+    def read_outcome(self, timeout_s: float | None = None) -> Outcome | None:
+        """Return the outcome of the save under way, or `None` if it is not known in time."""
+        if timeout_s is None and self._state_copy is not None:
+            self._state_copy.join()
+        assert self._writer is not None
+        try:
+            found = self._writer.read_outcome(timeout_s)
+        except EOFError as error:
+            outcome = Outcome(error=_ended_error(self._writer.pid, str(error)))
+            self._writer.close()
+            self._writer = None  # the next save starts another one
+            return outcome
+        if found is None:
+            return None
+        outcome, write_s = found
+        self.save_s = self._copy_s + write_s
+        self._state_copy = None
+        return outcome
+
+    def close(self) -> None:
+        """Wait for the copy and, for a limited time, for the writer, which outlives this process."""
+        self._finish_reserving()
+        if self._state_copy is not None:
+            self._state_copy.join()
+            self._state_copy = None
+        if self._writer is not None:
+            self._writer.close(_CLOSING_S)
+            self._writer = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _finish_reserving(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
+
+def _ended_error(pid: int, how: str) -> PacelineError:
+    return PacelineError(
+        "PL540",
+        saw=f"The writer of this rank (process {pid}) ended during a save ({how}).",
+        rule="A checkpoint is committed once the shares of all ranks are on the disk; earlier checkpoints "
+        "are unchanged.",
+        fix="Look for the reason: a lack of memory, or a kill. The next save starts a new writer.",
+    )
