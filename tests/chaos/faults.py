@@ -10,15 +10,21 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.alive import alive_name
 from paceline.checkpoint.names import LOCK, TMP
 from tests.chaos.processes import find_marked, kill, sort_by_role
 from tests.chaos.setting import MARK
+
+# Variables that tell a writer the fault and the launcher's process.
+FAULT, LAUNCHER = "PACELINE_CHAOS_FAULT", "PACELINE_CHAOS_LAUNCHER"
 
 # What happens; the first word tells whether a process is killed or the file system fails.
 KINDS = (
@@ -29,7 +35,9 @@ KINDS = (
     "fail the rename",
     "fill the disk",
     "remove a file",
+    "kill in the copy",
 )
+_STEP = re.compile(rf"{re.escape(TMP)}step-0*(\d+)-")
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class Fault:
         save: in which save of this start, from 1.
         place: where in it: the number of the operation, the byte, or the number of the file.
         victim: who is killed, where somebody is.
-        fired: a file that is made when it strikes.
+        fired: a file that is made when it strikes; it has the step that is being saved.
     """
 
     kind: str
@@ -71,18 +79,25 @@ class Hook:
     Args:
         fault: what and when.
         strike: kills the victim; takes its role.
+        in_writer: whether this is a rank's writer, whose saves begin with another file.
     """
 
-    def __init__(self, fault: Fault, strike: Callable[[str], None]) -> None:
+    def __init__(self, fault: Fault, strike: Callable[[str], None], *, in_writer: bool = False) -> None:
         self.fault = fault
         self._strike = strike
+        self._begins = alive_name(0)[:-1] if in_writer else LOCK
         self._saves = self._operations = self._bytes = 0
+        self._saving = ""
         self._fired = False
 
     def __call__(self, operation: str, path: Path, start: int, num_bytes: int) -> int | None:
-        if operation == "make" and path.name == LOCK:
+        if operation == "make" and path.name.startswith(self._begins):
             self._saves += 1
             self._operations = self._bytes = 0
+            # Of several writers, one strikes.
+            self._fired |= Path(self.fault.fired).exists()
+        if step := _STEP.search(str(path)):
+            self._saving = step[1]
         if self._fired or self._saves != self.fault.save:
             return None
         self._operations += 1
@@ -126,26 +141,59 @@ class Hook:
 
     def _note(self) -> None:
         self._fired = True
-        Path(self.fault.fired).touch()
+        Path(self.fault.fired).write_text(self._saving)
 
 
 def train_with_fault(fault: str, *args: Any) -> Any:
     """What a rank does, with a fault under its file operations."""
-    from paceline.checkpoint import files
+    from paceline.checkpoint import files, writer_process
     from paceline.cli.train import train_on_rank
 
     launcher_pid = args[-1]
+    writer_process.PROGRAM = "tests.chaos.faulty_writer"
+    os.environ[FAULT], os.environ[LAUNCHER] = fault, str(launcher_pid)
+    parsed = load_fault(fault)
+    with contextlib.ExitStack() as stack:
+        if parsed.kind == "kill in the copy":
+            _strike_in_copy(parsed, launcher_pid)
+        else:
+            stack.enter_context(files.inject(Hook(parsed, partial(strike, launcher_pid, "rank 0"))))
+        return train_on_rank(*args)
 
-    def strike(victim: str) -> None:
-        if victim == "rank 0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        marked = find_marked(os.environ[MARK])
-        if victim == "everything":  # as far as one process can: itself last
-            kill(process.pid for process in marked if process.pid != os.getpid())
-            os.kill(os.getpid(), signal.SIGKILL)
-        by_role = sort_by_role(marked, launcher_pid, Path(os.environ["TMPDIR"]))
+
+def strike(launcher_pid: int, own_role: str, victim: str) -> None:
+    """Kills the processes of a role, from a process that has `own_role`."""
+    if victim == own_role:
+        os.kill(os.getpid(), signal.SIGKILL)
+    marked = find_marked(os.environ[MARK])
+    if victim == "everything":  # as far as one process can: itself last
+        kill(process.pid for process in marked if process.pid != os.getpid())
+        os.kill(os.getpid(), signal.SIGKILL)
+    by_role = sort_by_role(marked, launcher_pid, Path(os.environ["TMPDIR"]))
+    if victim == "all ranks":
+        kill(pid for role in ("rank 0", "another rank") for pid in by_role.get(role, []))
+    else:
         kill(by_role.get(victim, [])[:1])
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(files.inject(Hook(load_fault(fault), strike)))
-        return train_on_rank(*args)
+
+def _strike_in_copy(fault: Fault, launcher_pid: int) -> None:
+    """Strikes before the n-th tensor of the copy of a save."""
+    from paceline.checkpoint.state_copy import StateCopy
+
+    copy_late, copy = StateCopy._copy_late, StateCopy._copy
+    counts = {"save": 0, "tensor": 0}
+
+    def begin(self: Any) -> Any:
+        counts["save"] += 1
+        counts["tensor"] = 0
+        return copy_late(self)
+
+    def count(self: Any, start: int, tensor: Any, *, non_blocking: bool = False) -> None:
+        counts["tensor"] += 1
+        is_due = (counts["save"], counts["tensor"]) == (fault.save, fault.place)
+        if is_due and not Path(fault.fired).exists():
+            Path(fault.fired).touch()
+            strike(launcher_pid, "", fault.victim)
+        copy(self, start, tensor, non_blocking=non_blocking)
+
+    StateCopy._copy_late, StateCopy._copy = begin, count  # type: ignore[method-assign]

@@ -117,6 +117,8 @@ class Tally:
     corrupt_loaded: int = 0
     leftovers: int = 0
     shared_bytes: int = 0
+    left_to_writers: int = 0
+    committed_alone: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def note_start(self, start: Start) -> None:
@@ -130,7 +132,29 @@ class Tally:
         if trouble := _wrong_end(start):
             self._accuse(f"start {start.mark}: {trouble}")
 
-    def note_resume(self, mark: str, step: int, logged: int, usable: set[int], damaged: set[int]) -> None:
+    def note_left_to_writers(self, start: Start, usable: set[int]) -> None:
+        """Judges what became of a save whose ranks were all killed.
+
+        Args:
+            start: that was killed.
+            usable: steps of the checkpoints that are whole once its writers have ended.
+        """
+        assert start.saving is not None
+        self.left_to_writers += 1
+        self.committed_alone += start.saving in usable
+        # By then each rank has copied all that it writes; earlier, another rank may still be copying.
+        if start.fault == "kill before the rename" and start.saving not in usable:
+            self._accuse(f"start {start.mark}: step {start.saving} was copied, and is not there")
+
+    def note_resume(
+        self,
+        mark: str,
+        step: int,
+        logged: int,
+        usable: set[int],
+        damaged: set[int],
+        most_lost: int | None = None,
+    ) -> None:
         """Judges where a start went on from.
 
         Args:
@@ -139,17 +163,19 @@ class Tally:
             logged: the last step that an earlier start had logged.
             usable: steps of checkpoints that were whole when it began, or are now.
             damaged: steps of checkpoints that were damaged on purpose.
+            most_lost: how many steps may be lost without damage; default the save interval.
         """
+        most_lost = self.save_every if most_lost is None else most_lost
         if step in damaged or (step and step not in usable):
             self.corrupt_loaded += 1
             self._accuse(f"start {mark} resumed from step {step}, whose checkpoint is corrupt")
         lost = max(0, logged - step)
         if damaged and step < max(damaged):
             self.most_lost_to_damage = max(self.most_lost_to_damage, lost)
-            allowed = self.save_every * (1 + len(damaged))
+            allowed = most_lost + self.save_every * len(damaged)
         else:
             self.most_lost = max(self.most_lost, lost)
-            allowed = self.save_every
+            allowed = most_lost
         if lost > allowed:
             self._accuse(f"start {mark} lost {lost} steps ({logged} logged, resumed from {step})")
 
@@ -209,6 +235,8 @@ class Tally:
             "corrupt_checkpoints_loaded": self.corrupt_loaded,
             "leftovers": self.leftovers,
             "shared_memory_bytes": self.shared_bytes,
+            "saves_left_to_writers": self.left_to_writers,
+            "of_these_committed": self.committed_alone,
             "wrong": self.wrong,
         }
 
@@ -225,7 +253,8 @@ def _wrong_end(start: Start) -> str | None:
     if start.fault is not None and start.fault not in KINDS:
         return f"unknown fault {start.fault}"
     if start.fault is not None and start.killed is None:
-        told = start.status == 2 and "PL508" in start.stderr
+        # The next save tries again; only a failure of the last one ends the run.
+        told = start.status in (0, 2) and "PL508" in start.stderr
         return None if told else f"{start.fault!r} ended with exit code {start.status} and without PL508"
     if start.killed is None and start.status != 0:
         return (

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from tests.chaos.faults import KINDS
+from tests.chaos.setting import Case
 
 # How often each process is the victim, where the instant is one of the clock.
 _VICTIMS = {
@@ -18,8 +19,10 @@ _VICTIMS = {
     "pump": 1,
     "resource tracker": 1,
     "everything": 1,
+    "writer": 3,
 }
 _VICTIMS_IN_A_SAVE = {"rank 0": 6, "launcher": 2, "another rank": 2, "everything": 1}
+_VICTIMS_OF_A_WRITER = {"writer": 5, "all ranks": 5, "rank 0": 1, "launcher": 1, "everything": 1}
 _DAMAGES = ("flip a bit", "cut a file", "remove a file")
 
 
@@ -57,23 +60,23 @@ class Plans:
         self._whens = _Deck(self._chance, {"start": 3, "training": 8, "save": 9})
         self._victims = _Deck(self._chance, _VICTIMS)
         self._victims_in_a_save = _Deck(self._chance, _VICTIMS_IN_A_SAVE)
+        self._victims_of_a_writer = _Deck(self._chance, _VICTIMS_OF_A_WRITER)
         self._faults = _Deck(self._chance, dict.fromkeys(KINDS, 1) | {"kill before an operation": 3})
         self._damages = _Deck(self._chance, dict.fromkeys(_DAMAGES, 1) | {"": 18})
 
-    def deal(self, nproc: int | None, num_workers: int) -> Plan:
-        """The next start's plan.
-
-        Args:
-            nproc: the case's ranks, or `None`.
-            num_workers: the case's loader workers: without any, none is a victim.
-        """
+    def deal(self, case: Case) -> Plan:
+        """The next start's plan."""
+        nproc, num_workers = case.nproc, case.num_workers
         when = self._whens.deal()
         ranks = self._chance.randint(1, 4) if nproc is None else nproc
         absent = {"another rank"} if ranks == 1 else set()
         absent |= set() if num_workers else {"loader worker"}
+        absent |= set() if case.asynchronous else {"writer"}
         fault = self._faults.deal() if when == "save" else ""
-        victims = self._victims_in_a_save if when == "save" else self._victims
-        victim = victims.deal()
+        if fault == "kill in the copy" and not case.asynchronous:
+            fault = "kill in a write"
+        in_a_save = self._victims_of_a_writer if case.asynchronous else self._victims_in_a_save
+        victim = (in_a_save if when == "save" else self._victims).deal()
         return Plan(
             when=when,
             victim="rank 0" if victim in absent else victim,

@@ -37,6 +37,7 @@ _GONE_S = 25.0
 # A run that was killed hard may leave a few small files; never one per kill.
 _MAX_LEFT_FILES = 4
 _SEMAPHORES_PER_KILL = 32
+MODES = "async-sharded,full,sharded,async-full"
 
 
 class Chaos:
@@ -88,7 +89,7 @@ class Chaos:
         damaged: set[int] = set()
         before: Start | None = None
         for number in range(_MAX_STARTS):
-            plan = self._plans.deal(case.nproc, case.num_workers)
+            plan = self._plans.deal(case)
             mark = f"{name}-{number:02d}"
             # Orphans may still be saving: then the newest checkpoint is not ours to damage.
             if plan.damage is not None and (before is None or before.killed not in ("launcher", "keeper")):
@@ -113,13 +114,20 @@ class Chaos:
         self.tally.note_committed(mark, corrupt)
         logged = max((row["step"] for row in read_rows(run / "metrics.jsonl")), default=0)
 
+        # A save in the background may be lost with all steps up to the next one.
+        allowed = SAVE_EVERY * (2 if case.asynchronous else 1)
+
         def on_resume(step: int) -> None:
             now, _ = check_checkpoints(run, damaged)
-            self.tally.note_resume(mark, step, logged, usable | now, damaged)
+            self.tally.note_resume(mark, step, logged, usable | now, damaged, allowed)
 
         expected_s = self._expected_s.get(plan.nproc) or next(iter(self._expected_s.values()))
         start = run_start(case, plan, folder, mark, expected_s=expected_s, on_resume=on_resume)
         self.tally.note_start(start)
+        if start.killed == "all ranks" and start.saving is not None and start.fault is not None:
+            wait_until_gone(mark, _GONE_S)
+            there = check_checkpoints(run, damaged)[0]
+            self.tally.note_left_to_writers(start, there)
         # A damaged checkpoint counts until the run has come past it again.
         for step in [
             step for step in damaged if start.status == 0 or step in check_checkpoints(run, set())[0]
@@ -130,7 +138,8 @@ class Chaos:
             done += f" ({start.killed})"
         resumed = "?" if start.resumed is None else start.resumed
         reached = max((row["step"] for row in read_rows(run / "metrics.jsonl")), default=0)
-        how = f"{case.reduction} nproc={start.nproc} workers={case.num_workers}"
+        how = f"{case.reduction} {'async ' if case.asynchronous else ''}{case.mode}"
+        how += f" nproc={start.nproc} workers={case.num_workers}"
         took = f"{start.seconds:.1f} s: {done}, exit {start.status}"
         self._tell(f"{mark} {how} from {resumed} to {reached}, {took}")
         return start
@@ -225,7 +234,11 @@ def make_cases(reductions: list[str], modes: list[str]) -> list[Case]:
     pairs = zip(fast, exact, strict=True)
     cases = [case for pair in pairs for case in pair if case.reduction in reductions]
     # Two in a row have the same mode, so that each reduction meets each.
-    return [replace(case, mode=modes[number // 2 % len(modes)]) for number, case in enumerate(cases)]
+    found = []
+    for number, case in enumerate(cases):
+        name = modes[number // 2 % len(modes)]
+        found.append(replace(case, mode=name.removeprefix("async-"), asynchronous=name.startswith("async-")))
+    return found
 
 
 def print_report(tally: Tally, seconds: float) -> None:
@@ -247,6 +260,7 @@ def print_report(tally: Tally, seconds: float) -> None:
         "corrupt checkpoints loaded": tally.corrupt_loaded,
         "left behind": tally.leftovers,
         "bytes in shared memory": tally.shared_bytes,
+        "saves left to writers alone": f"{tally.left_to_writers}, of which committed {tally.committed_alone}",
     }
     for name, value in lines.items():
         print(f"  {name:<30}{value}")
@@ -261,7 +275,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=100, help="go on until so many processes were killed")
     parser.add_argument("--seed", type=int, default=0, help="of what is done to whom, and when")
     parser.add_argument("--reductions", default="fast,exact", help="which, with a comma between")
-    parser.add_argument("--modes", default="full,sharded", help="of checkpoints, with a comma between")
+    parser.add_argument("--modes", default=MODES, help="of checkpoints, with a comma between")
     parser.add_argument("--keep", type=Path, help="do it in this new folder, and leave it there")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"

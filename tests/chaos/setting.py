@@ -76,12 +76,14 @@ class Case:
         nproc: ranks, or `None` where each start draws its own number.
         num_workers: loader workers of a rank.
         mode: `checkpoint.mode`.
+        asynchronous: `checkpoint.asynchronous`.
     """
 
     reduction: str
     nproc: int | None
     num_workers: int
     mode: str = "full"
+    asynchronous: bool = False
 
     @property
     def reference(self) -> str:
@@ -92,6 +94,7 @@ class Case:
         """The command line after `paceline`."""
         settings = [f"train.reduction={self.reduction}", f"loader.num_workers={self.num_workers}"]
         settings += [f"checkpoint.mode={self.mode}"]
+        settings += [f"checkpoint.asynchronous={str(self.asynchronous).lower()}"]
         words = ["train", "recipe.toml", "--out", out, "--nproc", str(nproc)]
         return words + [word for setting in settings for word in ("--set", setting)]
 

@@ -16,6 +16,8 @@ from tests.chaos.setting import FAULTY, PLAIN, Case, environment
 
 # Operations, bytes and files of one save of this run; a share of them says where in it a fault strikes.
 SAVE_OPERATIONS, SAVE_BYTES, SAVE_FILES = 60, 1_227_000, 6
+# Tensors of the smallest share that a thread copies.
+COPIED_TENSORS = 20
 _LIMIT_S = 150.0
 _RESUMING = re.compile(r"resuming after step (\d+) of")
 _BEGINNING = re.compile(r"parameters on \d+ ranks?")
@@ -32,6 +34,7 @@ class Start:
         resumed: the step that it said it goes on from; 0 for the beginning, `None` where it did not say.
         killed: role of the process that was killed, or `None`.
         fault: kind of the fault in saving that struck, or `None`.
+        saving: the step whose save it struck, if it is known.
         stderr: what the command wrote.
         seconds: how long it took.
     """
@@ -42,6 +45,7 @@ class Start:
     resumed: int | None = None
     killed: str | None = None
     fault: str | None = None
+    saving: int | None = None
     stderr: str = ""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -118,12 +122,16 @@ def run_start(
     if fault is not None and Path(fault.fired).exists():
         start.fault = fault.kind
         start.killed = fault.victim if fault.kills else None
+        step = Path(fault.fired).read_text()
+        start.saving = int(step) if step else None
     return start
 
 
 def _make_fault(plan: Plan, fired: Path) -> Fault:
     if plan.fault == "kill before an operation":
         place = 1 + int(plan.place * SAVE_OPERATIONS)
+    elif plan.fault == "kill in the copy":
+        place = 1 + int(plan.place * COPIED_TENSORS)
     elif plan.fault == "remove a file":
         place = 1 + int(plan.place * SAVE_FILES)
     else:

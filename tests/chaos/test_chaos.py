@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.plan import Plan, Plans
-from tests.chaos.run import Chaos, make_cases
+from tests.chaos.run import MODES, Chaos, make_cases
 from tests.chaos.setting import Case
 
 
@@ -19,7 +19,7 @@ class Written(Plans):
     def __init__(self, *plans: Plan) -> None:
         self.left = list(plans)
 
-    def deal(self, nproc: int | None, num_workers: int) -> Plan:
+    def deal(self, case: Case) -> Plan:
         return self.left.pop(0)
 
 
@@ -51,6 +51,6 @@ def test_killed_in_the_middle_of_a_save_and_given_again(folder: Path) -> None:
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_killed_at_random_instants(reduction: str, folder: Path) -> None:
     chaos = Chaos(folder, 1)
-    chaos.run(make_cases([reduction]), num_kills=8)
+    chaos.run(make_cases([reduction], MODES.split(",")), num_kills=8)
     assert chaos.tally.wrong == []
     assert chaos.tally.resumes > 0

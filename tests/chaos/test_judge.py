@@ -114,6 +114,7 @@ def test_where_a_start_may_go_on_from(
         (Start("a", 1, status=1, killed="rank 0", stderr="Traceback"), None),
         (Start("a", 1, status=0, killed="pump"), None),
         (Start("a", 1, status=2, fault="fill the disk", stderr="The disk is full [PL508]"), None),
+        (Start("a", 1, status=0, fault="fail a write", stderr="Training goes on [PL508]"), None),
         (Start("a", 1, status=None, killed="rank 0"), "hung"),
         (Start("a", 1, status=2, stderr="in use [PL533]"), "nothing was done to it"),
         (Start("a", 1, status=0, stderr="Traceback"), "traceback"),
