@@ -273,7 +273,7 @@ def test_a_hang_gets_the_verdict_that_it_gets_warm(first: str, flags: list[str],
         assert job.wait(_END_S) == 1
         assert job.text.count(f"started by {COLD}\n") == 2
         headline = next(line for line in job.text.splitlines() if "[PL800]" in line)
-        assert headline.startswith("paceline: rank 1 never came to all_reduce number 1 of world")
+        assert headline.startswith("paceline: rank 1 never reached all_reduce number 1 of world")
         assert f"wait.py:{waits} in meet" in headline
         assert f"wait.py:{cause} in meet" in headline
         assert "rank 0 waits in all_reduce number 1 of world (float32 [4], sum)" in job.text

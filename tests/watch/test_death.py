@@ -145,7 +145,7 @@ def test_a_peer_that_called_exit():
     assert failure.verdict is not None
     assert failure.verdict.code == "PL801"
     assert failure.verdict.headline == (
-        "rank 2 never came to all_reduce number 4 of world, in which ranks 0 and 1 were at "
+        "rank 2 never reached all_reduce number 4 of world, in which ranks 0 and 1 were at "
         f"/job/train.py:77 in sync: it called sys.exit(0) at /job/train.py:{LEAVES} in run"
     )
     assert only_places(failure) == [
@@ -262,7 +262,7 @@ def test_a_timeout_is_a_hang_that_torch_has_ended():
     failure = explain(job)
     assert failure.verdict is not None
     assert failure.verdict.code == "PL800"
-    assert "rank 1 never came to all_reduce number 4 of world" in failure.verdict.headline
+    assert "rank 1 never reached all_reduce number 4 of world" in failure.verdict.headline
     assert "it is asleep in time.sleep at /job/train.py:60 in fetch" in failure.verdict.headline
     assert [what for _, what, _ in only_places(failure)] == [
         "waited in all_reduce number 4 of world (float32 [128])",
@@ -333,7 +333,7 @@ def test_ranks_that_are_on_their_way_out_are_not_reported():
     places = [(place.ranks, place.what) for place in explain(job).others]
     assert places == [
         ((1,), "waits in all_reduce number 4 of world (float32 [128])"),
-        ((3,), "stands still (no CPU in use)"),
+        ((3,), "is idle (uses no CPU)"),
     ]
 
 

@@ -61,7 +61,7 @@ def test_sizes_by_which_gloo_aborts_a_rank(tmp_path: Path) -> None:
 def test_a_peer_that_ended_well_is_named_on_one_node(tmp_path: Path, how: str) -> None:
     with run(tmp_path, how, nproc=3) as job:
         assert job.wait(_END_S) == 1
-        assert "rank 1 never came to all_reduce number 4 of world, in which ranks 0 and 2 were" in job.text
+        assert "rank 1 never reached all_reduce number 4 of world, in which ranks 0 and 2 were" in job.text
         assert "it called sys.exit(0) at " in job.text
         assert (at("EXITS") in job.text) == (how == "exit")
         assert "[PL801]" in job.text
@@ -84,7 +84,7 @@ def test_an_error_stays_the_last_message_and_the_peers_calls_are_reported(tmp_pa
 def test_a_timeout_of_torch_is_reported_as_the_hang_that_it_was(tmp_path: Path) -> None:
     with run(tmp_path, "sleep") as job:
         assert job.wait(_END_S) == 1
-        verdict = job.text[job.text.index("paceline: rank 1 never came to all_reduce number 4") :]
+        verdict = job.text[job.text.index("paceline: rank 1 never reached all_reduce number 4") :]
         assert "asleep in time.sleep" in verdict.splitlines()[0]
         assert verdict.splitlines()[0].endswith("[PL800]")
         assert at("REDUCES") in verdict
@@ -147,7 +147,7 @@ def test_a_peer_that_ended_on_another_node_is_named(tmp_path: Path, nodes: Nodes
     with nodes, ExitStack() as stack:
         jobs = run_on_both(stack, nodes, tmp_path, "exit")
         assert jobs[0].wait(_END_S) == 1
-        assert "rank 1 never came to all_reduce number 4 of world, in which rank 0 was" in jobs[0].text
+        assert "rank 1 never reached all_reduce number 4 of world, in which rank 0 was" in jobs[0].text
         assert at("EXITS") in jobs[0].text
 
 

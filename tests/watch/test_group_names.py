@@ -51,7 +51,7 @@ def test_ranks_that_are_not_in_a_group_have_called_for_it_all_the_same() -> None
         else:
             job.waits(rank, call(1, "barrier"))
     # All but rank 3 have come to a second call, after the first by all.
-    assert tell(job, [3, 3, 3, 2]).headline.startswith("rank 3 never came to new_group")
+    assert tell(job, [3, 3, 3, 2]).headline.startswith("rank 3 never reached new_group")
 
 
 def test_two_groups_under_one_name_and_who_skipped_which() -> None:
@@ -70,6 +70,6 @@ def test_ranks_that_make_groups_at_different_lines() -> None:
     for rank in range(3):
         job.is_in(rank, NEW_GROUP, user(12, "readers") if rank == 0 else user(36, "compare"))
     assert tell(job, [2, 2, 2]).headline == (
-        "ranks 1 and 2 never came to new_group at /job/train.py:12 in readers, where rank 0 has waited 30 s: "
+        "ranks 1 and 2 never reached new_group at /job/train.py:12 in readers, where rank 0 has waited 30 s: "
         "ranks 1 and 2 wait in new_group at /job/train.py:36 in compare"
     )

@@ -47,7 +47,7 @@ def test_the_first_line_states_it_all() -> None:
     verdict = explain(job)
     assert verdict.code == "PL800"
     assert verdict.headline == (
-        "rank 2 never came to all_reduce number 57 of world, where ranks 0, 1 and 3 have waited 62 s at "
+        "rank 2 never reached all_reduce number 57 of world, where ranks 0, 1 and 3 have waited 62 s at "
         "/job/train.py:31 in step: it is asleep in time.sleep at /job/train.py:88 in fetch"
     )
     assert [place.ranks for place in verdict.places] == [(0, 1, 3), (2,)]
@@ -71,7 +71,7 @@ def test_the_first_line_states_it_all() -> None:
             (library("torch/distributed/distributed_c10d.py", "destroy_process_group"),),
             "destroy_process_group",
         ),
-        ((user(5, text="x = x @ x"),), "it stands still (no CPU in use) at /job/train.py:5"),
+        ((user(5, text="x = x @ x"),), "it is idle (uses no CPU) at /job/train.py:5"),
     ],
 )
 def test_what_a_rank_does_instead(stack: tuple[Frame, ...], words: str) -> None:
@@ -110,7 +110,7 @@ def test_several_ranks_have_ended() -> None:
         job.ends(rank)
     verdict = explain(job)
     assert verdict.headline.startswith(
-        "ranks 1-3 never came to all_reduce number 57 of world, where rank 0 has"
+        "ranks 1-3 never reached all_reduce number 57 of world, where rank 0 has"
     )
     assert verdict.headline.endswith("they have ended (exit code 0)")
 
@@ -147,7 +147,7 @@ def test_an_unreachable_node() -> None:
         job.process(rank, state="unreachable", node="node-b")
     verdict = explain(job)
     assert verdict.code == "PL812"
-    assert verdict.headline.startswith("ranks 4-7 never came to")
+    assert verdict.headline.startswith("ranks 4-7 never reached")
     assert "they are on node-b, which does not answer" in verdict.headline
 
 
@@ -169,8 +169,8 @@ def test_the_root_is_who_everybody_waits_for_in_the_end() -> None:
     job.is_in(3, *LOADER, user(12))
     verdict = explain(job)
     assert verdict.code == "PL800"
-    assert verdict.headline.startswith("rank 3 never came to all_reduce number ")
-    assert "Ranks 0 and 2 wait for the same rank in the end, in other calls." in verdict.more
+    assert verdict.headline.startswith("rank 3 never reached all_reduce number ")
+    assert "Ranks 0 and 2 wait for the same rank indirectly, in other calls." in verdict.more
 
 
 def test_a_root_is_not_hidden_by_another_of_fewer() -> None:
@@ -182,10 +182,8 @@ def test_a_root_is_not_hidden_by_another_of_fewer() -> None:
         job.waits(rank, call(8, group="2"))
     job.is_in(5, *LOADER, user(12))
     verdict = explain(job)
-    assert verdict.headline.startswith("rank 5 never came to all_reduce number 8 of b (ranks 2-5)")
-    assert verdict.more == (
-        "Waited for as well: rank 1 is asleep in time.sleep at /job/train.py:70 in main.",
-    )
+    assert verdict.headline.startswith("rank 5 never reached all_reduce number 8 of b (ranks 2-5)")
+    assert verdict.more == ("Also waited for: rank 1 is asleep in time.sleep at /job/train.py:70 in main.",)
 
 
 def test_a_rank_that_ended_is_no_cause_while_nobody_waits_for_it() -> None:
@@ -194,7 +192,7 @@ def test_a_rank_that_ended_is_no_cause_while_nobody_waits_for_it() -> None:
     for rank in (0, 1):
         job.waits(rank, call(4, group="1"))
     job.is_in(2, *LOADER, user(12))
-    assert explain(job).headline.startswith("rank 2 never came to")
+    assert explain(job).headline.startswith("rank 2 never reached")
 
 
 def test_a_death_is_the_cause_and_not_who_waits_elsewhere() -> None:
@@ -203,9 +201,7 @@ def test_a_death_is_the_cause_and_not_who_waits_elsewhere() -> None:
     job.ends(3, -11)
     verdict = explain(job)
     assert verdict.headline.endswith("it was killed by SIGSEGV")
-    assert verdict.more == (
-        "Waited for as well: rank 2 waits for the data loader at /job/train.py:12 in main.",
-    )
+    assert verdict.more == ("Also waited for: rank 2 waits for the data loader at /job/train.py:12 in main.",)
 
 
 def test_two_groups_in_a_circle() -> None:
@@ -312,7 +308,7 @@ def test_new_group_on_its_members_alone() -> None:
     verdict = explain(job)
     assert verdict.code == "PL807"
     assert verdict.headline.startswith(
-        "ranks 2 and 3 never came to new_group, where ranks 0 and 1 have waited 30 s"
+        "ranks 2 and 3 never reached new_group, where ranks 0 and 1 have waited 30 s"
     )
     assert "they wait in all_reduce number 1 of world" in verdict.headline
 
@@ -325,7 +321,7 @@ def test_a_rank_that_comes_late_to_a_mesh() -> None:
     job.is_in(1, user(40, text="time.sleep(5)"))
     verdict = explain(job)
     assert verdict.code == "PL807"
-    assert verdict.headline.startswith("rank 1 never came to init_device_mesh")
+    assert verdict.headline.startswith("rank 1 never reached init_device_mesh")
 
 
 JOINING = (
@@ -342,7 +338,7 @@ def test_a_rank_missing_at_init() -> None:
     verdict = explain(job)
     assert verdict.code == "PL810"
     assert verdict.headline.startswith(
-        "rank 2 never came to init_process_group, where ranks 0 and 1 have waited"
+        "rank 2 never reached init_process_group, where ranks 0 and 1 have waited"
     )
 
 
@@ -364,7 +360,7 @@ def test_the_ranks_that_look_elsewhere_are_named() -> None:
     verdict = explain(job)
     assert verdict.code == "PL810"
     assert verdict.headline.startswith(
-        "ranks look for each other at different places: rank 1 at address node0, port 29501, for 3 ranks; "
+        "ranks try to meet at different addresses: rank 1 at address node0, port 29501, for 3 ranks; "
         "ranks 0 and 2 at address node0, port 29500, for 3 ranks: ranks 0 and 2 have waited"
     )
 
@@ -410,7 +406,7 @@ def test_nobody_waits_in_a_collective() -> None:
     verdict = explain(job)
     assert verdict.code == "PL811"
     assert verdict.headline == (
-        "no rank waits in a collective, and none has moved for 30 s: "
+        "no rank waits in a collective, and none has made progress for 30 s: "
         "ranks 0 and 1 wait for a lock at /job/train.py:5 in main"
     )
 
@@ -418,7 +414,7 @@ def test_nobody_waits_in_a_collective() -> None:
 def test_all_have_come_and_it_does_not_complete() -> None:
     verdict = explain(build(4, 0, 1, 2, 3))
     assert verdict.code == "PL813"
-    assert verdict.headline.startswith("all ranks have come to all_reduce number 57 of world")
+    assert verdict.headline.startswith("all ranks have reached all_reduce number 57 of world")
 
 
 def test_a_broadcast_from_different_roots() -> None:
@@ -444,7 +440,7 @@ def test_asynchronous_calls_do_not_hide_what_a_rank_does() -> None:
     job.waits(0, call(57, done=True), call(58, age_s=20))
     job.is_in(1, user(90, text="time.sleep(99)"), calls=[call(57)])
     verdict = explain(job)
-    assert verdict.headline.startswith("rank 1 never came to all_reduce number 58")
+    assert verdict.headline.startswith("rank 1 never reached all_reduce number 58")
     assert "it is asleep" in verdict.headline
 
 
@@ -452,7 +448,7 @@ def test_a_wait_for_asynchronous_work_is_a_wait() -> None:
     job = build(2, 1)
     job.is_in(0, user(33, text="work.wait()"), calls=[call(57)])
     job.is_in(1, *LOADER, user(12), calls=[BEFORE])
-    assert explain(job).headline.startswith("rank 1 never came to all_reduce number 57")
+    assert explain(job).headline.startswith("rank 1 never reached all_reduce number 57")
 
 
 def test_a_thread_may_wait_for_the_main_thread() -> None:
@@ -462,7 +458,7 @@ def test_a_thread_may_wait_for_the_main_thread() -> None:
     main = Stack("MainThread", (library("threading.py", "join"), user(8)))
     other = Stack("trainer", (*COLLECTIVE, user(31, "step")))
     job.reports[0] = replace(report, stacks=(main, other))
-    assert explain(job).headline.startswith("rank 1 never came to all_reduce number 57")
+    assert explain(job).headline.startswith("rank 1 never reached all_reduce number 57")
 
 
 # ---- causes in the source
@@ -520,7 +516,7 @@ def test_uneven_batches() -> None:
     job.ends(1)
     more = explain(job, LOOP).more
     assert more[0].startswith(
-        "Likely cause: rank 1 had fewer rounds of the loop `for x, y in loader:` (/job/train.py:18)"
+        "Likely cause: rank 1 ran fewer iterations of the loop `for x, y in loader:` (/job/train.py:18)"
     )
 
 
@@ -529,7 +525,7 @@ def test_a_return_and_a_swallowed_exception() -> None:
     job.waits(0, call(1, at=[user(7, "train")], inside=BACKWARD))
     job.ends(1)
     first, second = explain(job, LOOP).more
-    assert "`except RuntimeError:` (/job/train.py:10) goes on without raising" in first
+    assert "`except RuntimeError:` (/job/train.py:10) continues without raising" in first
     assert "by `if y is None:` (/job/train.py:4) with `return`" in second
 
 
@@ -539,7 +535,7 @@ def test_a_rank_in_a_handler() -> None:
     job.is_in(1, user(11, "train", "print('skipped')"))
     more = explain(job, LOOP).more
     assert more[0] == (
-        "Likely cause: an exception took rank 1 into `except RuntimeError:` (/job/train.py:10); "
+        "Likely cause: an exception on rank 1 led into `except RuntimeError:` (/job/train.py:10); the "
         "others had none."
     )
 
@@ -550,8 +546,8 @@ def test_a_branch_of_any_condition() -> None:
     job.waits(0, call(1, "barrier", at=[user(3, "<module>")], sizes=()))
     job.is_in(1, user(4, "<module>", "time.sleep(5)"))
     assert explain(job, text).more == (
-        "Possible cause: /job/train.py:3 is reached only where `if labels is None:` (/job/train.py:2) "
-        "lets it, which may differ from rank to rank.",
+        "Possible cause: /job/train.py:3 is reached only if `if labels is None:` (/job/train.py:2) "
+        "lets it, which may differ between ranks.",
     )
 
 
@@ -598,13 +594,13 @@ def test_64_ranks_in_a_mesh_stay_short() -> None:
     verdict = explain(job)
     assert verdict.code == "PL800"
     assert verdict.headline.startswith(
-        "rank 13 never came to all_reduce number 57 of tp (ranks 8-15), where ranks 8-12, 14 and 15 have"
+        "rank 13 never reached all_reduce number 57 of tp (ranks 8-15), where ranks 8-12, 14 and 15 have"
     )
     assert len(verdict.places) == 3
     assert verdict.places[0].ranks == tuple(r for r in range(64) if r // 8 != 1)
     assert verdict.places[0].what == "waits in all_reduce number 9 of dp (float32 [128])"
     assert len(verdict.headline) < 300
-    assert "56 other ranks wait for the same rank in the end, in other calls." in verdict.more
+    assert "56 other ranks wait for the same rank indirectly, in other calls." in verdict.more
 
 
 @pytest.mark.parametrize(

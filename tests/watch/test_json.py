@@ -38,7 +38,7 @@ def test_a_verdict(tmp_path: Path) -> None:
     error = said[-1]["error"]
     assert error["code"] == "PL800"
     assert error.keys() > _FINDING
-    assert error["saw"].startswith("rank 1 never came to all_reduce number 4 of world")
+    assert error["saw"].startswith("rank 1 never reached all_reduce number 4 of world")
     waiting, missing = error["places"]
     assert (waiting["ranks"], missing["ranks"]) == ([0, 2], [1])
     assert (waiting["frames"][0]["line"], waiting["frames"][0]["function"]) == (WAITS, "main")

@@ -12,7 +12,7 @@ CRASH = next(case for case in FAULTY if case.script == "backward_error")
 HEALTHY_CASE = next(case for case in HEALTHY if case.script == "no_group")
 WAITS, CAUSE = CASE.find_lines("WAITS")[0], CASE.find_lines("CAUSE")[0]
 RIGHT = f"""step 3
-paceline: rank 0 never came to all_reduce number 4 of world, where rank 1 has waited 4 s [PL800]
+paceline: rank 0 never reached all_reduce number 4 of world, where rank 1 has waited 4 s [PL800]
   rank 1 waits in all_reduce number 4 of world (float32 [8], sum)
       at asleep.py:{WAITS} in main: dist.all_reduce(x)
   rank 0 is asleep in time.sleep

@@ -144,7 +144,7 @@ def test_missing_gradients_are_named() -> None:
     bucket, other = call(9, inside=BACKWARD, at=5), call(9, at=20, sizes=[(1,)])
     verdict = must(judge([bucket], [bucket], [other]))
     assert verdict.code == "PL802"
-    assert "rank 2 came past backward" in verdict.more[0]
+    assert "rank 2 finished backward" in verdict.more[0]
     assert "find_unused_parameters" in verdict.more[0]
 
 

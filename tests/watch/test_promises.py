@@ -35,7 +35,7 @@ def test_a_verdict_after_a_restart(tmp_path: Path) -> None:
     with Launched(tmp_path, paceline_run(*flags, STEPS, "fail-then-sleep", "3", "1")) as job:
         assert job.wait(_END_S) == 1
         assert "the first attempt" in job.text
-        verdict = job.text[job.text.index("paceline: rank 1 never came to all_reduce number 3") :]
+        verdict = job.text[job.text.index("paceline: rank 1 never reached all_reduce number 3") :]
         assert verdict.splitlines()[0].endswith("[PL800]")
         assert f"steps.py:{WAITS} in main" in verdict
         assert not job.find_left(5)

@@ -28,7 +28,7 @@ def give_other_sizes():
 
 
 def test_a_hang_ends_in_a_verdict() -> None:
-    with pytest.raises(paceline.JobStuck, match=r"rank 1 never came to all_reduce") as raised:
+    with pytest.raises(paceline.JobStuck, match=r"rank 1 never reached all_reduce") as raised:
         paceline.launch(stay_away, nproc=2, hang_after_s=3)
     assert "test_python.py" in str(raised.value)
     assert raised.value.message.table["code"] == "PL800"
@@ -93,4 +93,4 @@ def test_verify_reports_a_hang() -> None:
     )
     (result,) = verified.results
     assert result.status == "failed"
-    assert "The ranks hang: rank 1 never came to " in result.findings[0].saw
+    assert "The ranks hang: rank 1 never reached " in result.findings[0].saw

@@ -11,7 +11,7 @@ from tests.watch.situations import LOADER, Job, call, user
 
 VERDICT = Verdict(
     "PL800",
-    "rank 2 never came to all_reduce number 57 of world",
+    "rank 2 never reached all_reduce number 57 of world",
     (
         SharedPlace(
             (0, 1, 3),
@@ -27,7 +27,7 @@ VERDICT = Verdict(
 
 
 def test_the_first_line_holds_headline_and_code() -> None:
-    assert render(VERDICT).splitlines()[0] == ("rank 2 never came to all_reduce number 57 of world [PL800]")
+    assert render(VERDICT).splitlines()[0] == ("rank 2 never reached all_reduce number 57 of world [PL800]")
 
 
 def test_lines_fit_the_terminal() -> None:
@@ -61,7 +61,7 @@ def test_a_whole_verdict() -> None:
     verdict = explain_hang(job.seen)
     assert verdict is not None
     assert render(verdict) == (
-        "rank 2 never came to all_reduce number 57 of world, where ranks 0 and 1 have waited 60 s at "
+        "rank 2 never reached all_reduce number 57 of world, where ranks 0 and 1 have waited 60 s at "
         "/job/train.py:31 in step: it waits for the data loader at /job/train.py:12 in train [PL800]\n"
         "  ranks 0 and 1 wait in all_reduce number 57 of world (float32 [128])\n"
         "      at /job/train.py:31 in step: dist.all_reduce(loss)\n"
@@ -69,7 +69,7 @@ def test_a_whole_verdict() -> None:
         "  rank 2 waits for the data loader\n"
         "      at /job/train.py:12 in train: for batch in loader:\n"
         "  A collective completes only when every rank of its group has called it.\n"
-        "  Look at the data loader at /job/train.py:12 in train: why does rank 2 not continue there?\n"
+        "  Check the data loader at /job/train.py:12 in train: why does rank 2 not continue there?\n"
         "  paceline explain PL800 prints more."
     )
 

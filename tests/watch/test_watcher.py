@@ -127,7 +127,7 @@ def test_every_node_reports_the_verdict(tmp_path: Path, nodes: Nodes) -> None:
     with nodes, ExitStack() as stack:
         for job in start_on_both(stack, nodes, tmp_path, "sleep", "3", "0"):
             assert job.wait(_END_S) == 1
-            assert "rank 0 never came to all_reduce number 3 of world" in job.text
+            assert "rank 0 never reached all_reduce number 3 of world" in job.text
             assert f"steps.py:{WAITS} in main" in job.text
             assert "asleep in time.sleep" in job.text
 

@@ -44,7 +44,7 @@ def to_plural(words: str) -> str:
     all_reduce`."""
     verb, _, rest = words.partition(" ")
     plural = f"{_PLURALS.get(verb, verb)} {rest}"
-    return plural.replace("its script", "their scripts").replace("and does not", "and do not")
+    return plural.replace("its script", "their scripts").replace("but does not", "but do not")
 
 
 def name_group(group: Group | None, name: str, world_size: int = 0) -> str:

@@ -118,7 +118,9 @@ def _explain_handler(here: Side, there: Side, source: Source) -> list[str]:
     for frame in _up_to(there.frames, {_line(f) for f in here.frames}):
         spot = source.find_handler(frame)
         if spot is not None:
-            return [f"Likely cause: an exception took {there.name} into {_quote(spot)}; others had none."]
+            return [
+                f"Likely cause: an exception on {there.name} led into {_quote(spot)}; the others had none."
+            ]
     return []
 
 
@@ -136,7 +138,7 @@ def _explain_no_sync(there: Side, source: Source) -> list[str]:
 def _explain_backward(there: Side) -> str:
     its = pick(there.ranks, "its loss does not", "their losses do not")
     return (
-        f"Likely cause: {there.name} came past backward without the all-reduce of all gradients: parameters "
+        f"Likely cause: {there.name} finished backward without the all-reduce of all gradients: parameters "
         f"that {its} use (find_unused_parameters=True), no_sync() there alone, or fewer backward passes."
     )
 
@@ -147,7 +149,7 @@ def _explain_swallowing(here: Side, there: Side, source: Source) -> list[str]:
         spot = source.find_swallowing(frame)
         if spot is not None:
             return [
-                f"Possible cause: {name_line(frame)} stands in a try whose {_quote(spot)} goes on without "
+                f"Possible cause: {name_line(frame)} is in a try whose {_quote(spot)} continues without "
                 f"raising: an exception on {there.name} alone skips the call."
             ]
     return []
@@ -159,8 +161,8 @@ def _explain_branch(here: Side, there: Side, source: Source) -> list[str]:
         spot = source.find_condition(frame, _find_line(there, frame))
         if spot is not None:
             return [
-                f"Possible cause: {name_line(frame)} is reached only where {_quote(spot)} lets it, which may "
-                "differ from rank to rank."
+                f"Possible cause: {name_line(frame)} is reached only if {_quote(spot)} lets it, which may "
+                "differ between ranks."
             ]
     return []
 
@@ -176,7 +178,7 @@ def _explain_left_loop(here: Side, there: Side, source: Source) -> list[str]:
     for loop in reversed(loops):
         if loop.spot.text.startswith(("for", "async for")):
             return [
-                f"Likely cause: {there.name} had fewer rounds of the loop {_quote(loop.spot)}, as with "
+                f"Likely cause: {there.name} ran fewer iterations of the loop {_quote(loop.spot)}, as with "
                 "uneven numbers of batches (DistributedSampler, drop_last=True or Join make them even)."
             ]
     return []

@@ -212,7 +212,7 @@ def _describe_loss(
     alike = [s for s in gone if (s.words, s.frames[:1]) == (gone[0].words, gone[0].frames[:1])]
     who, ranks = [s.rank for s in alike], [s.rank for s in waiters]
     is_pair = waiters[0].call is not None and is_pairwise(waiters[0].call)
-    never = f"never {'took part in' if is_pair else 'came to'} {name_wait(waiters[0], scene.world_size)}"
+    never = f"never {'took part in' if is_pair else 'reached'} {name_wait(waiters[0], scene.world_size)}"
     headline = (
         f"{name_ranks(who)} {never}, in which {name_ranks(ranks)} {pick(ranks, 'was', 'were')}"
         f"{name_at(waiters[0].frames)}: {name_state(alike)}"

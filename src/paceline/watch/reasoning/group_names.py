@@ -58,7 +58,7 @@ def explain_building(
             for other, ranks in others
         ]
         headline = (
-            f"{name_ranks(rest)} never came to {what}{name_at(line)}, where {name_ranks(few)} "
+            f"{name_ranks(rest)} never reached {what}{name_at(line)}, where {name_ranks(few)} "
             f"{pick(few, 'has', 'have')} waited {since}: {join(where)}"
         )
         return build_verdict("PL807", headline, places)

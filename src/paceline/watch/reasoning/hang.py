@@ -187,7 +187,7 @@ def _name_absence(waiter: State, root: State, seen: Seen) -> str:
     """Return what the missing ranks did not do."""
     call = waiter.call
     if call is None:
-        return f"never came to {waiter.operation}"
+        return f"never reached {waiter.operation}"
     if is_pairwise(call):
         if call.operation.startswith("send"):
             return f"never received what rank {waiter.rank} sends ({name_wait(waiter, seen.world_size)})"
@@ -195,7 +195,7 @@ def _name_absence(waiter: State, root: State, seen: Seen) -> str:
     report = seen.reports.get(root.rank)
     if report is not None and any(c.group == call.group and c.number >= call.number for c in report.calls):
         return f"does not finish {name_wait(waiter, seen.world_size)}"
-    return f"never came to {name_wait(waiter, seen.world_size)}"
+    return f"never reached {name_wait(waiter, seen.world_size)}"
 
 
 def _name_waiting(waiters: Sequence[State], seen: Seen) -> str:
@@ -217,7 +217,7 @@ def _name_fix(code: str, root: State, seen: Seen) -> str:
     if root.kind == "killed":
         return "Find out what ended the rank: its own output is above; the others only wait for it."
     if code == "PL800" and root.short and root.frames:
-        return f"Look at {root.short}{name_at(root.frames)}: why does rank {root.rank} not continue there?"
+        return f"Check {root.short}{name_at(root.frames)}: why does rank {root.rank} not continue there?"
     return fix
 
 
@@ -245,12 +245,12 @@ def _describe_others(roots: set[int], direct: Sequence[State], states: Mapping[i
     out = []
     if behind:
         who = name_ranks(behind).capitalize() if len(behind) <= _MANY else f"{len(behind)} other ranks"
-        out.append(f"{who} {pick(behind, 'waits', 'wait')} for the same rank in the end, in other calls.")
+        out.append(f"{who} {pick(behind, 'waits', 'wait')} for the same rank indirectly, in other calls.")
     awaited = {rank for state in states.values() for rank in state.waits_for}
     others = [s for s in states.values() if s.rank in awaited - roots and not s.waits]
     while others:
         alike = [s for s in others if _is_alike(s, others[0])]
-        out.append(f"Waited for as well: {name_states(alike)}.")
+        out.append(f"Also waited for: {name_states(alike)}.")
         others = [s for s in others if s not in alike]
     return out
 
@@ -289,7 +289,7 @@ def _explain_absent(
     """Return the verdict on ranks in a call that others, which wait elsewhere, never reached."""
     alike = [s for s in others if _is_alike(s, others[0])]
     who, waiting = name_ranks(s.rank for s in alike), _name_waiting(waiters, seen)
-    headline = f"{who} never came to {waiters[0].operation}, where {waiting}: {name_state(alike)}"
+    headline = f"{who} never reached {waiters[0].operation}, where {waiting}: {name_state(alike)}"
     clues = _list_clues(waiters, alike, source)
     return build_verdict(code, headline, list_places(states.values()), more=clues)
 
@@ -312,7 +312,7 @@ def _explain_apart(
     strays = [state for _, stray in others for state in stray]
     where = "; ".join(f"{name_ranks(s.rank for s in stray)} at {place}" for place, stray in others)
     headline = (
-        f"ranks look for each other at different places: {where}; {name_ranks(s.rank for s in waiters)} at "
+        f"ranks try to meet at different addresses: {where}; {name_ranks(s.rank for s in waiters)} at "
         f"{most}: {_name_waiting(waiters, seen)} in init_process_group"
     )
     clues = _list_clues(waiters, strays, source)
@@ -332,13 +332,13 @@ def _explain_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, 
         headline = (
             f"{who} {pick([s.rank for s in same], 'has', 'have')} waited {since} in init_process_group"
             f"{name_at(first.frames)}, and none of the {seen.world_size} is missing: they wait for more "
-            "ranks, or look for each other at different places"
+            "ranks, or try to meet at different addresses"
         )
         return build_verdict(
             "PL810", headline, list_places(states.values()), more=_list_clues(same, [], source)
         )
     headline = (
-        f"all ranks have come to {name_wait(first, seen.world_size)}{name_at(first.frames)}, and it has not "
+        f"all ranks have reached {name_wait(first, seen.world_size)}{name_at(first.frames)}, but it has not "
         f"completed for {since}"
     )
     if first.kind == "building":
@@ -362,7 +362,7 @@ def _explain_still(states: Mapping[int, State], seen: Seen) -> Verdict:
     grave = min(living, key=lambda s: (_GRAVITY.index(s.kind), s.rank))
     alike = [s for s in living if _is_alike(s, grave)]
     code = {"stopped": "PL809", "unreachable": "PL812", "missing": "PL810"}.get(grave.kind, "PL811")
-    headline = f"no rank waits in a collective, and none has moved for {format_wait(seen.quiet_s)}: "
+    headline = f"no rank waits in a collective, and none has made progress for {format_wait(seen.quiet_s)}: "
     return build_verdict(
         code, headline + name_states(alike), list_places(states.values()), fix=_name_fix(code, grave, seen)
     )

@@ -207,7 +207,7 @@ def _explain(code: str, by_rank: Mapping[int, Call], group: str, source: Source)
     named = [_name_part(ranks, by_rank[ranks[0]], code) for ranks in ordered[:3]]
     if len(ordered) > 3:
         rest = [rank for ranks in ordered[3:] for rank in ranks]
-        named.append(f"{name_ranks(rest)} {pick(rest, 'calls', 'call')} something else again")
+        named.append(f"{name_ranks(rest)} {pick(rest, 'calls', 'call')} yet another call")
     operation = "" if code == "PL802" else f"{firsts[0].operation} "
     headline = f"{what} in {operation}number {number} of {group}: {join(named)}"
     places = [

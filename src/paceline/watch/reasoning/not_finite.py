@@ -23,13 +23,13 @@ _RULES = {
 }
 _DETECT = "torch.autograd.set_detect_anomaly(True) names the operation."
 _FIX_AT_PASS = (
-    "Look at the data that {ranks} had in this pass, and at what is computed from there on: the "
+    "Check the data that {ranks} had in this pass, and what is computed from there on: the "
     f"logarithm or square root of 0, a division by 0, an exponential. {_DETECT}"
 )
 _FIXES = {
     "applied": _FIX_AT_PASS,
     "raised": _FIX_AT_PASS,
-    "skipped": f"Look at the data of {{ranks}}, and at what is computed from there on. {_DETECT}",
+    "skipped": f"Check the data of {{ranks}}, and what is computed from there on. {_DETECT}",
     "inherited": "Check what is computed there, and the learning rate. If the run started from a "
     "checkpoint, check that it is finite.",
 }

@@ -115,7 +115,7 @@ def _find_state(rank: int, seen: Seen, source: Source) -> State:
     if building is not None and not _is_in_call(main, report):
         return State(rank, "building", f"waits in {building}", frames=own, operation=building)
     if report is not None and report.phase == "starting":
-        return State(rank, "elsewhere", "has not come to its script's first line yet", frames=own)
+        return State(rank, "elsewhere", "has not reached the first line of its script yet", frames=own)
     call = None if report is None else _find_wait(main, report, process, source)
     if call is not None and report is not None:
         return _describe_wait(rank, call, report, own)
@@ -146,7 +146,7 @@ def _see_from_outside(process: Process, own: tuple[Frame, ...], report: Report |
     if process.state == "stopped":
         return State(rank, "stopped", "is stopped (SIGSTOP, Ctrl-Z or a debugger)", frames=own)
     if process.state == "uninterruptible" and report is None:
-        return State(rank, "disk", "waits in the kernel, for a disk or a network drive", frames=own)
+        return State(rank, "disk", "waits in the kernel for a disk or a network drive", frames=own)
     return None
 
 
@@ -205,16 +205,16 @@ def _describe_activity(rank: int, main: tuple[Frame, ...], process: Process | No
     if activity is not None:
         return State(rank, "elsewhere", activity.words, activity.short, own)
     if not main:
-        return State(rank, "silent", "lives and does not answer")
+        return State(rank, "silent", "is alive but does not answer")
     distributed = find_distributed(main)
     if distributed is not None:
         return State(rank, "unrecorded", f"waits in {distributed}", frames=own, operation=distributed)
     share = 0.0 if process is None else process.cpu_share
     if process is not None and process.state == "uninterruptible":
-        return State(rank, "disk", "waits in the kernel, for a disk or a network drive", frames=own)
+        return State(rank, "disk", "waits in the kernel for a disk or a network drive", frames=own)
     if share >= BUSY_SHARE:
         return State(rank, "elsewhere", f"computes ({share * 100:.0f}% of a core)", "that code", own)
-    return State(rank, "elsewhere", "stands still (no CPU in use)", "that code", own)
+    return State(rank, "elsewhere", "is idle (uses no CPU)", "that code", own)
 
 
 # ---- the ranks that a rank waits for
