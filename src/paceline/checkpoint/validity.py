@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import stat
 from pathlib import Path
 
@@ -62,8 +61,8 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
             elif read_all and hash_file(file).sha256 != record.sha256:
                 code, found = "PL502", f"{name} was altered: its hash is not the one in the manifest."
         except FileNotFoundError:
-            if (elsewhere := _find_elsewhere(manifest, name)) is not None:
-                findings.append(_elsewhere(file, elsewhere))
+            if holders := manifest.holders.get(name):
+                findings.append(_elsewhere(file, holders))
                 continue
             code, found = "PL500", f"{name} is missing."
         except OSError as error:
@@ -120,18 +119,11 @@ def _newer(path: Path, version: int) -> Finding:
     )
 
 
-def _find_elsewhere(manifest: Manifest, name: str) -> list[str] | None:
-    """Return the disks that hold a file, or `None` if this node's is one of them or none is known."""
-    holders = manifest.holders.get(name, [])
-    here = socket.gethostname()
-    return None if not holders or any(here in holder.split(", ") for holder in holders) else holders
-
-
 def _elsewhere(file: Path, holders: list[str]) -> Finding:
     return Finding(
         ELSEWHERE,
         str(file),
-        f"{file.name} is not on this node; it was written to {join(holders)}.",
+        f"{file.name} is not on this disk; it was written to the disks of {join(holders)}.",
         "Where nodes have disks of their own, each file of a checkpoint is on some of them.",
         "Resume the run, which fetches the file, or copy the files of these nodes into one folder.",
     )

@@ -6,14 +6,16 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.checkpoint import files, list_at, verify
-from paceline.checkpoint.manifest import read_manifest
+from paceline.checkpoint.manifest import dump_manifest, read_manifest
 from paceline.checkpoint.names import step_of
 from paceline.errors import PacelineError
 from paceline.train.state import disks as disks_of_ranks
@@ -111,7 +113,7 @@ def test_every_file_is_on_two_disks(saved: tuple[str, Path], disks: Callable[[st
     assert_one_history(places, 2)
 
 
-@pytest.mark.parametrize("nodes", ["bc", "ac", "ab", "cba", "abx"])
+@pytest.mark.parametrize("nodes", ["bc", "ac", "ab", "cba", "abx", "baac"])
 def test_any_node_may_be_lost_moved_or_new(
     ranks: Pool, disks: Callable[[str], list[str]], saved: tuple[str, Path], undisturbed: str, nodes: str
 ) -> None:
@@ -205,3 +207,57 @@ def test_a_copied_checkpoint_of_another_run_is_refused(
     for text in ranks.run(work, 3, (places, saved[0], 1)):
         assert "step-00000003 on " in text
         assert text.endswith("[PL526] True")
+
+
+def test_a_wrong_clock_on_one_node_does_not_matter(
+    ranks: Pool, disks: Callable[[str], list[str]], saved: tuple[str, Path], undisturbed: str
+) -> None:
+    places = disks("abc")
+    for path in Path(places[1]).rglob("*"):
+        os.utime(path, (4e9, 4e9))  # written in the year 2096, by its clock
+    found = ranks.run(work_with_a_wrong_clock, 3, (places, saved[0], 2))
+    assert found[0] == (2, undisturbed)
+    assert_one_history(places, 4)
+
+
+def work_with_a_wrong_clock(world: Any, places: list[str], mode: str, num_steps: int) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr(time, "time", lambda: 1e9)
+        return work(world, places, mode, num_steps)
+
+
+def name_another_file(path: Path, name: str) -> None:
+    """Makes a manifest name another file, with a right hash of its own."""
+    manifest = read_manifest(path)
+    named = {name if old == "state.json" else old: record for old, record in manifest.files.items()}
+    (path / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=named, holders={})))
+
+
+def link_away(path: Path) -> None:
+    """Puts a link to a manifest elsewhere in its place."""
+    (path / "manifest.json").rename(path.parent / "elsewhere")
+    (path / "manifest.json").symlink_to(path.parent / "elsewhere")
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "a path upwards": lambda path: name_another_file(path, "../../../stolen"),
+    "an absolute path": lambda path: name_another_file(path, f"{path.parent.parent}/stolen"),
+    "a symbolic link": link_away,
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_manifest_on_one_disk_is_passed_over(
+    ranks: Pool,
+    disks: Callable[[str], list[str]],
+    saved: tuple[str, Path],
+    undisturbed: str,
+    tmp_path: Path,
+    case: str,
+) -> None:
+    places = disks("abc")
+    HOSTILE[case](newest(places[2]))
+    found = ranks.run(work, 3, (places, saved[0], 2))
+    assert found[0] == (2, undisturbed)
+    assert not list(tmp_path.rglob("stolen"))

@@ -189,13 +189,13 @@ def find_apart(
     with caught() as found:
         if disks.leads:
             own, problems = _look(folder)
-    gathered = gather(world, (found.error and name_rank(world, found.error), own, problems))
-    raise_any(error for error, _, _ in gathered)
-    on_disks = [gathered[leader][1] for leader in disks.leaders]
-    if not any(on_disks) and not any(each for _, _, each in gathered):
+    gathered = gather(world, (found.error and name_rank(world, found.error), problems))
+    raise_any(error for error, _ in gathered)
+    skipped = [problem for _, each in gathered for problem in each]
+    on_disks = _gather_found(world, disks, own)
+    if not any(on_disks) and not skipped:
         return None
     _check_one_history(disks, on_disks)
-    skipped = [problem for _, _, each in gathered for problem in each]
     for candidate, holders in list_candidates(on_disks):
         step = candidate.manifest.step
         if lacking := sorted(name for name, disks_with in holders.items() if not disks_with):
@@ -210,7 +210,7 @@ def find_apart(
         for text in skipped if world.is_main else ():
             log.warning("%s; going on from step %d", text, step)
         _bring(world, disks, folder, candidate, good, broken, copies)
-        return folder.path / step_name(step), candidate.manifest
+        return folder.steps().get(step, folder.path / step_name(step)), candidate.manifest
     raise_any(
         [
             PacelineError(
@@ -252,6 +252,34 @@ def _look(folder: CheckpointFolder) -> tuple[list[Found], list[str]]:
         there = frozenset(name for name, record in manifest.files.items() if _has_size(path / name, record))
         found.append(Found(manifest, manifest.digest(), there))
     return found, problems
+
+
+def _gather_found(world: World, disks: Disks, own: list[Found]) -> list[list[Found]]:
+    """Return what every disk has; collective. Each manifest travels once, however many disks have it."""
+    short = [(each.digest, _pack(each)) for each in own]
+    gathered = gather(world, short)
+    manifests: dict[str, Manifest] = {}
+    for leader in disks.leaders:
+        for digest, _ in gathered[leader]:
+            if digest not in manifests:
+                mine = next((each.manifest for each in own if each.digest == digest), None)
+                manifests[digest] = world.broadcast_object(mine, src=leader)
+    return [
+        [
+            Found(manifests[digest], digest, _unpack(manifests[digest], bits))
+            for digest, bits in gathered[leader]
+        ]
+        for leader in disks.leaders
+    ]
+
+
+def _pack(found: Found) -> int:
+    """Return a bit for each file of the manifest in the order of names: whether it is there."""
+    return sum(1 << place for place, name in enumerate(sorted(found.manifest.files)) if name in found.files)
+
+
+def _unpack(manifest: Manifest, bits: int) -> frozenset[str]:
+    return frozenset(name for place, name in enumerate(sorted(manifest.files)) if bits >> place & 1)
 
 
 def _has_size(path: Path, record: FileRecord) -> bool:
@@ -385,7 +413,7 @@ def _fetch(
     """Fetch the files that are wanted; try another disk if one fails; collective."""
     having = {name: set(disks_with) for name, disks_with in good.items()}
     sources = {name: set(disks_with) for name, disks_with in good.items()}
-    there = folder.path / step_name(manifest.step)
+    there = folder.steps().get(manifest.step, folder.path / step_name(manifest.step))
     failed: dict[FileTransfer, str] = {}
     while True:
         open_names = {name: set(wanted[name]) - having[name] for name in wanted}
