@@ -28,7 +28,7 @@ def run(folder: Path, *words: str, nproc: int = 3, hang_after_s: float = 4) -> L
 def test_a_rank_that_sleeps_is_named_with_both_lines(tmp_path: Path) -> None:
     with run(tmp_path, "sleep", "4", "1") as job:
         assert job.wait(_END_S) == 1
-        verdict = job.text[job.text.index("paceline: rank 1 never came") :]
+        verdict = job.text[job.text.index("paceline: rank 1 never reached") :]
         first = verdict.splitlines()[0]
         assert first.endswith("[PL800]")
         assert "all_reduce number 4 of world" in first
