@@ -83,7 +83,7 @@ class Listener:
         is_waiting = False
         while not self._ends.is_set():
             before = self._listener.ranks
-            for message in self._listener.hear(0.02):
+            for message in self._listener.receive(0.02):
                 if isinstance(message, Beat):
                     self.beats.setdefault(message.rank, []).append(message)
                 elif isinstance(message, Report) and message.is_closing:
