@@ -71,7 +71,7 @@ def _recipe_page() -> Iterator[str]:
         "A recipe is a TOML file with the sections below. Unknown keys are errors, and values are never\n"
         "converted. `--set section.key=value` overrides the file; `--set section.key=none` leaves an\n"
         "optional key out. Keys marked with ↻ may change when a run is resumed; a change of any other key\n"
-        "is refused.\n"
+        "is refused. `paceline train --accept section.key` accepts it: the run continues with new values.\n"
     )
     for section, field in Recipe.model_fields.items():
         needed = " (needed)" if field.is_required() else ""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.recipe import RESUMABLE, Recipe, check_resumable, list_changes, parse_recipe
+from paceline.recipe import (
+    RESUMABLE,
+    Recipe,
+    check_accepted,
+    check_resumable,
+    find_key,
+    list_changes,
+    list_settings,
+    parse_recipe,
+)
 from paceline.recipe.explain import models_in
 
 TABLE = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "train": {"steps": 10}}
@@ -90,3 +99,46 @@ def test_a_refusal_shows_all_differences_and_only_those_that_matter() -> None:
     assert "optimizer.lr" in caught.value.saw
     assert "model.layers" in caught.value.saw
     assert "train.steps" not in caught.value.saw
+
+
+@pytest.mark.parametrize("accept", [["optimizer.lr"], ["optimizer"], ["model.layers", "optimizer.lr"]])
+def test_accepted_keys_may_change(accept: list[str]) -> None:
+    check_resumable(recipe(), recipe("optimizer.lr=0.5"), where="runs/x", accept=accept)
+    with pytest.raises(PacelineError) as caught:
+        check_resumable(
+            recipe(), recipe("optimizer.lr=0.5", "data.seq_len=64"), where="runs/x", accept=accept
+        )
+    assert "optimizer.lr" not in caught.value.saw
+    assert caught.value.fix.endswith("--accept data.seq_len")
+
+
+def test_the_seed_is_never_accepted() -> None:
+    for accept, code in (["train.seed"], "PL517"), (["train"], "PL530"):
+        with pytest.raises(PacelineError) as caught:
+            check_resumable(recipe(), recipe("train.seed=1"), where="runs/x", accept=accept)
+        assert caught.value.code == code
+        assert "--accept train" not in caught.value.fix
+
+
+def test_an_unknown_key_to_accept_is_an_error_with_near_ones() -> None:
+    with pytest.raises(PacelineError, match=r"--accept optimizr\.lr, which is no key.*optimizer\.lr.*PL517"):
+        check_accepted(["optimizr.lr"], recipe())
+
+
+def test_every_key_that_may_be_accepted_has_its_settings() -> None:
+    """Keys that end up in the trainer's settings stand for these, and the other way round."""
+    keys = {
+        "train.global_batch_size",
+        "train.microbatch_size",
+        "train.clip_norm",
+        "train.dtype",
+        "data",
+        "optimizer",
+    }
+    settings = {key: list_settings([key]) for key in keys}
+    assert all(settings.values())
+    for key, names in settings.items():
+        assert {find_key(name) for name in names} <= {key, "optimizer"}
+    assert list_settings(["optimizer.lr"]) == list_settings(["optimizer"])
+    assert set(list_settings(["train"])) >= {"dtype", "clip_norm", "train.global_batch_size"}
+    assert list_settings(["model.dropout"]) == []

@@ -15,6 +15,7 @@ from paceline.checkpoint import find_checkpoint, hash_tensors, load_checkpoint
 from paceline.errors import PacelineError
 from paceline.recipe.load import parse_recipe
 from paceline.train.run import count_steps, train_recipe
+from paceline.train.run_folder import claim_run_folder
 from paceline.train.stopping import Stopped
 from tests.dist.pool import Pool, RankError
 from tests.train.cases import digits_recipe, text_recipe
@@ -44,11 +45,16 @@ class Told:
 
 
 def run(
-    world: Any, table: dict[str, Any], folder: str, settings: list[str], stop_after: int | None = None
+    world: Any,
+    table: dict[str, Any],
+    folder: str,
+    settings: list[str],
+    stop_after: int | None = None,
+    accept: tuple[str, ...] = (),
 ) -> Any:
     told = Told(stop_after)
     try:
-        summary = train_recipe(parse_recipe(table, settings), Path(folder), world, told)
+        summary = train_recipe(parse_recipe(table, settings), Path(folder), world, told, accept=accept)
     except Stopped as stopped:
         return stopped.step, told
     assert (summary is None) == (not world.is_main)
@@ -166,3 +172,39 @@ def test_another_recipes_folder_is_refused_on_all_ranks(ranks: Pool, tmp_path: P
         assert error.code == "PL530"
         assert "optimizer.lr: 0.1 there, 0.2 here" in str(error)
         assert "train.steps" not in error.saw
+
+
+def test_a_run_goes_on_with_accepted_values(ranks: Pool, tmp_path: Path) -> None:
+    table, folder = digits_recipe(), tmp_path / "run"
+    ranks.run(run, args=(table, str(folder), ["train.steps=2"]))
+    changed = ["train.steps=4", "optimizer.lr=0.2", "train.global_batch_size=24", "train.clip_norm=0.5"]
+    before = (folder / "recipe.toml").read_text()
+    with pytest.raises(RankError) as caught:
+        ranks.run(run, args=(table, str(folder), changed, None, ("optimizer", "train.clip_norm")))
+    assert "train.global_batch_size" in str(caught.value.causes[0])
+    assert "optimizer.lr" not in str(caught.value.causes[0])
+    assert (folder / "recipe.toml").read_text() == before
+    accepted = ("optimizer.lr", "train.clip_norm", "train.global_batch_size")
+    (summary, _), _ = ranks.run(run, args=(table, str(folder), changed, None, accepted))
+    assert summary["steps"] == 4
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[3]["samples"] - rows[2]["samples"] == 24
+    ranks.run(run, args=(table, str(folder), ["train.steps=5", *changed[1:]]))  # it is the run's recipe now
+
+
+def test_the_advice_for_a_recipe_is_what_to_accept(ranks: Pool, tmp_path: Path) -> None:
+    """The recipe was accepted, and the start ended before its first checkpoint."""
+    table, folder = digits_recipe(), tmp_path / "run"
+    ranks.run(run, args=(table, str(folder), ["train.steps=2"]))
+    changed = ["train.steps=4", "optimizer.lr=0.2", "train.clip_norm=0.5"]
+    claim_run_folder(folder, parse_recipe(table, changed), accept=("optimizer", "train")).close()
+    with pytest.raises(RankError) as caught:
+        ranks.run(run, args=(table, str(folder), changed))
+    error = caught.value.causes[0]
+    assert isinstance(error, PacelineError)
+    assert error.code == "PL515"
+    assert error.fix.endswith("--accept train.clip_norm,optimizer")
+    (summary, _), _ = ranks.run(
+        run, args=(table, str(folder), changed, None, ("train.clip_norm", "optimizer"))
+    )
+    assert summary["steps"] == 4

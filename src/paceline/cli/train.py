@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="overrides a key of the recipe, for example train.steps=100; may be given several times",
     )
     parser.add_argument(
+        "--accept",
+        action="extend",
+        type=_split_keys,
+        default=[],
+        metavar="KEY[,KEY]",
+        help="keys or sections of the recipe that may differ from those of the run in --out, for example "
+        "optimizer.lr or data; the run goes on with the new values",
+    )
+    parser.add_argument(
         "--scaling", action="store_true", help="afterwards, measure the throughput against one rank"
     )
     parser.add_argument(
@@ -48,6 +58,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_watching_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _split_keys(text: str) -> list[str]:
+    return [key.strip() for key in text.split(",") if key.strip()]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     watcher = build_watcher(args)
     warm_up()  # It imports torch while the folder and the data are checked here.
-    check_run_folder(folder, recipe)
+    check_run_folder(folder, recipe, args.accept)
     prepare_data(recipe)
     check_launch(nproc, recipe.train.device)
     check_memory(recipe, [recipe.layout.to_layout().resolve(nproc)])
@@ -83,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     results = launch(
         train_on_rank,
         nproc,
-        args=(dump_recipe(recipe), str(folder), not args.json, os.getpid()),
+        args=(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
         device=recipe.train.device,
         log_dir=folder / "logs",
         hang_after_s=None,
@@ -93,7 +107,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_on_rank(
-    recipe_toml: str, folder: str, shows_progress: bool, launcher_pid: int | None = None
+    recipe_toml: str,
+    folder: str,
+    shows_progress: bool,
+    launcher_pid: int | None = None,
+    accept: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Train on this rank, and return the summary on rank 0, else `None`."""
     import tomllib
@@ -117,7 +135,9 @@ def train_on_rank(
         log_to_stderr(world)
         progress = ProgressPrinter() if shows_progress and world.is_main else None
         try:
-            summary = train_recipe(recipe, Path(folder), world, progress, launcher_pid=launcher_pid)
+            summary = train_recipe(
+                recipe, Path(folder), world, progress, accept=accept, launcher_pid=launcher_pid
+            )
         except Stopped as stopped:
             if world.is_main:
                 if progress is not None:
@@ -141,7 +161,7 @@ def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Names
         print_remark(remark)
     try:
         _check_layout(recipe, place.world_size)
-        summary = train_on_rank(dump_recipe(recipe), str(folder), not args.json)
+        summary = train_on_rank(dump_recipe(recipe), str(folder), not args.json, accept=tuple(args.accept))
     except PacelineError as error:
         if error.on_every_rank and place.rank != 0:
             return error.exit_code  # Rank 0 reports it.

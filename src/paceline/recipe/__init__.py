@@ -11,7 +11,15 @@ from paceline.recipe.legal import (
     remark_layout,
 )
 from paceline.recipe.load import dump_recipe, load_recipe, parse_recipe
-from paceline.recipe.resume import RESUMABLE, check_resumable, list_changes
+from paceline.recipe.resume import (
+    RESUMABLE,
+    advise_accept,
+    check_accepted,
+    check_resumable,
+    find_key,
+    list_changes,
+    list_settings,
+)
 from paceline.recipe.schema import Recipe
 
 __all__ = [
@@ -20,11 +28,15 @@ __all__ = [
     "LayoutErrors",
     "Recipe",
     "Rules",
+    "advise_accept",
+    "check_accepted",
     "check_layout",
     "check_resumable",
     "dump_recipe",
     "enumerate_layouts",
+    "find_key",
     "list_changes",
+    "list_settings",
     "load_recipe",
     "nearest",
     "parse_recipe",

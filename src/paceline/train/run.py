@@ -15,7 +15,7 @@ from torch.utils.data import Subset, default_collate
 from paceline.data import TaskData, build_data, measure_bigram
 from paceline.generators import preserved_generators, seed_generators
 from paceline.models import Gpt, build_model
-from paceline.recipe import Recipe, dump_recipe
+from paceline.recipe import Recipe, dump_recipe, list_settings
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
 from paceline.train.evaluation import Evaluation
@@ -161,6 +161,7 @@ def train_recipe(
     world: World,
     reporter: Reporter | None,
     *,
+    accept: Sequence[str] = (),
     launcher_pid: int | None = None,
 ) -> RunSummary | None:
     """Train a recipe to its end, continuing from the newest checkpoint in `folder`; collective.
@@ -170,6 +171,8 @@ def train_recipe(
         folder: the run's folder.
         world: the ranks.
         reporter: receives the progress, on rank 0.
+        accept: keys or sections of the recipe that may differ from those of the run in the folder; it
+            continues with the new values.
         launcher_pid: of the process that started the ranks; by default the parent of rank 0.
 
     Returns:
@@ -181,12 +184,12 @@ def train_recipe(
     """
 
     def claim() -> None:
-        lock = claim_run_folder(folder, recipe, launcher_pid=launcher_pid)
+        lock = claim_run_folder(folder, recipe, accept=accept, launcher_pid=launcher_pid)
         # The trainer is built later, so it closes its files first: nothing writes to an unlocked folder.
         world.on_close(lock.close)
 
     _claim_on_each_disk(world, folder, claim)
-    run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None)
+    run = _RecipeRun(recipe, folder, world, reporter if world.is_main else None, accept)
     run.train()
     plain = run.gather_model()
     return run.summarise(plain) if world.is_main else None
@@ -195,7 +198,9 @@ def train_recipe(
 class _RecipeRun:
     """One start of a run."""
 
-    def __init__(self, recipe: Recipe, folder: Path, world: World, reporter: Reporter | None) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: Path, world: World, reporter: Reporter | None, accept: Sequence[str]
+    ) -> None:
         self._recipe, self._folder, self._world, self._reporter = recipe, folder, world, reporter
         self._data = build_data(recipe)
         self._num_steps = count_steps(recipe, len(self._data.train))  # type: ignore[arg-type]
@@ -208,7 +213,7 @@ class _RecipeRun:
             if limit is not None and limit < len(valid):
                 valid = Subset(valid, range(limit))
             self._valid_loader = build_loader(recipe, self._trainer, valid, train=False)
-        self._first_step = self._trainer.resume(folder)
+        self._first_step = self._trainer.resume(folder, accept=list_settings(accept))
         self._num_parameters = self._trainer.count_parameters()
         self._valid: dict[str, float] | None = None
         self._steps: list[Step] = []

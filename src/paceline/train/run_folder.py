@@ -12,11 +12,12 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from paceline.errors import PacelineError
-from paceline.recipe import Recipe, check_resumable, dump_recipe, load_recipe
+from paceline.recipe import Recipe, check_accepted, check_resumable, dump_recipe, load_recipe
 from paceline.train.belongings import LOCK, RECIPE, check_belongings
 from paceline.train.owner import Owner, describe_owner, read_owner
 
@@ -31,7 +32,9 @@ _LOOKING_S = 1.0
 _held: weakref.WeakSet[TextIO] = weakref.WeakSet()
 
 
-def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None = None) -> TextIO:
+def claim_run_folder(
+    folder: Path, recipe: Recipe, *, accept: Sequence[str] = (), launcher_pid: int | None = None
+) -> TextIO:
     """Create the folder if necessary, lock it, and check that it is for this recipe.
 
     Rank 0 calls it. Nothing is written into a folder that is refused. If the launcher of an earlier start
@@ -40,13 +43,15 @@ def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None =
     Args:
         folder: the run's folder.
         recipe: the run's recipe.
+        accept: keys of the recipe that may differ from those of the run in the folder.
         launcher_pid: of the process that started the ranks; by default the parent of this one.
 
     Returns:
         The open lock file; the folder is free again when it is closed or the process has ended.
 
     Raises:
-        PacelineError: PL520 and PL521 if it is not a run's folder, PL530 if it has a run of another recipe,
+        PacelineError: PL517 for an unknown key in `accept`, PL520 and PL521 if it is not a run's folder,
+            PL530 if it has a run of another recipe,
             PL532 if it is not writable, PL533 if it is in use.
     """
     check_belongings(folder)
@@ -65,8 +70,7 @@ def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None =
     try:
         _take_lock(lock, folder)
         _held.add(lock)
-        if (folder / RECIPE).exists():
-            check_resumable(load_recipe(folder / RECIPE), recipe, where=str(folder))
+        _check_recipe(folder, recipe, accept)
         # The owner comes first: it makes the folder count as a run's.
         _write_owner(lock, folder, describe_owner(launcher_pid))
         _write_recipe(folder / RECIPE, recipe)
@@ -77,14 +81,20 @@ def claim_run_folder(folder: Path, recipe: Recipe, *, launcher_pid: int | None =
     return lock
 
 
-def check_run_folder(folder: Path, recipe: Recipe) -> None:
+def _check_recipe(folder: Path, recipe: Recipe, accept: Sequence[str]) -> None:
+    if (folder / RECIPE).exists():
+        check_resumable(load_recipe(folder / RECIPE), recipe, where=str(folder), accept=accept)
+    else:
+        check_accepted(accept, recipe)
+
+
+def check_run_folder(folder: Path, recipe: Recipe, accept: Sequence[str] = ()) -> None:
     """Run the checks of `claim_run_folder` that are possible before ranks start, without changing anything.
 
     Like that function, it waits for the ranks of a start whose launcher was killed.
     """
     check_belongings(folder)
-    if (folder / RECIPE).exists():
-        check_resumable(load_recipe(folder / RECIPE), recipe, where=str(folder))
+    _check_recipe(folder, recipe, accept)
     # An unreadable lock file belongs to another user, and so does the folder: `claim_run_folder` refuses it.
     if os.access(folder / LOCK, os.R_OK):
         with (folder / LOCK).open("r", encoding="utf-8") as lock:

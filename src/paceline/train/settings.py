@@ -21,6 +21,7 @@ from paceline.data.fingerprint import fingerprint_data
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
+from paceline.recipe import advise_accept, find_key
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ def refuse_changes(
         changes: the result of `list_changes`.
         accept: names of settings, or of a part of them (`optimizer` for all of `optimizer.lr` and so on).
         folder: of the run.
-        is_recipe: whether a recipe is trained, which has no `accept`.
+        is_recipe: whether a recipe is trained, of which the user accepts keys.
 
     Returns:
         The names of the changes that were accepted.
@@ -191,7 +192,10 @@ def refuse_changes(
     if refused:
         shown = "; ".join(_describe_change(name, *changes[name]) for name in refused)
         fix = "Restore what it was, or choose another folder for a new run."
-        if not is_recipe and not _FIXED & set(refused):
+        if is_recipe:
+            keys = [find_key(name) for name in refused]
+            fix += "" if None in keys else advise_accept(key for key in keys if key is not None)
+        elif not _FIXED & set(refused):
             fix += f" To go on with the new values from here: trainer.resume(folder, accept={refused!r})."
         raise PacelineError(
             "PL515",
