@@ -79,6 +79,7 @@ bench: env-bench
 	.venv-bench/bin/paceline bench overhead recipes/gpt-stdlib.toml
 	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/step_time/run.sh
 	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/exact_reduction/run.sh
+	PATH="$(CURDIR)/.venv-bench/bin:$$PATH" benchmarks/saving/run.sh
 	.venv-bench/bin/python benchmarks/layouts/run.py
 	.venv-bench/bin/python benchmarks/foreign_models/run.py
 	.venv-bench/bin/python benchmarks/watching/run.py

@@ -16,8 +16,8 @@ from tests.chaos.setting import FAULTY, PLAIN, Case, environment
 
 # Operations, bytes and files of one save of this run; a share of them says where in it a fault strikes.
 SAVE_OPERATIONS, SAVE_BYTES, SAVE_FILES = 60, 1_227_000, 6
-# Tensors of the smallest share that a thread copies.
-COPIED_TENSORS = 20
+# Operations of the writer that commits, and tensors that threads of all ranks copy.
+WRITER_OPERATIONS, COPIED_TENSORS = 40, 80
 _LIMIT_S = 150.0
 _RESUMING = re.compile(r"resuming after step (\d+) of")
 _BEGINNING = re.compile(r"parameters on \d+ ranks?")
@@ -75,7 +75,7 @@ def run_start(
     tmp.mkdir(exist_ok=True)
     fault = None
     if plan is not None and plan.when == "save":
-        fault = _make_fault(plan, folder / f"fired-{mark}")
+        fault = _make_fault(plan, case, folder / f"fired-{mark}")
     command = [*FAULTY, fault.dump()] if fault is not None else PLAIN
     log, metrics = folder / f"stderr-{mark}.txt", folder / "out/metrics.jsonl"
     changed = _changed(metrics)
@@ -127,15 +127,17 @@ def run_start(
     return start
 
 
-def _make_fault(plan: Plan, fired: Path) -> Fault:
+def _make_fault(plan: Plan, case: Case, fired: Path) -> Fault:
+    num_writers = plan.nproc if case.mode == "sharded" else 1
     if plan.fault == "kill before an operation":
-        place = 1 + int(plan.place * SAVE_OPERATIONS)
+        operations = WRITER_OPERATIONS if case.asynchronous else SAVE_OPERATIONS
+        place = 1 + int(plan.place * operations)
     elif plan.fault == "kill in the copy":
-        place = 1 + int(plan.place * COPIED_TENSORS)
+        place = 1 + int(plan.place * COPIED_TENSORS / num_writers)
     elif plan.fault == "remove a file":
         place = 1 + int(plan.place * SAVE_FILES)
     else:
-        place = int(plan.place * SAVE_BYTES)
+        place = int(plan.place * SAVE_BYTES / num_writers)
     return Fault(plan.fault, plan.save, place, plan.victim, str(fired))
 
 
