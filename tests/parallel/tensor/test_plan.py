@@ -32,14 +32,14 @@ def test_a_request_keeps_modules_whole() -> None:
     found = plan({"layers.*.mlp": "replicate"})
     assert not any(".mlp." in name for name in found.splits)
     assert any(".self_attn." in name for name in found.splits)
-    assert "tp_plan says layers.*.mlp: replicate" in found.whole["layers.1.mlp.up_proj.weight"]
+    assert "tp_plan has layers.*.mlp: replicate" in found.whole["layers.1.mlp.up_proj.weight"]
     assert "layers.*.mlp.up_proj.weight (2)" in found.describe()
 
 
 def test_a_plan_names_forwards_that_add_up_by_themselves() -> None:
     model = build("own-blocks")
     found = find_plan(model, lambda m: m(torch.zeros(2, 8, dtype=torch.int64)), 2)
-    assert "added up inside of its own forward: *.*.down (2)" in found.describe()
+    assert "summed inside its own forward: *.*.down (2)" in found.describe()
 
 
 def test_requests_that_agree() -> None:
@@ -58,7 +58,7 @@ def test_requests_that_cannot_be_met() -> None:
 def test_heads_that_cannot_be_divided_stay_whole_and_are_reported() -> None:
     found = plan(num_ranks=4, heads=2)
     assert 0.5 < found.share < 1
-    assert "2 places cannot be divided by 4" in found.whole["layers.0.self_attn.q_proj.weight"]
+    assert "its size of 2 is not divisible by 4" in found.whole["layers.0.self_attn.q_proj.weight"]
 
 
 def test_nothing_to_split() -> None:

@@ -97,7 +97,7 @@ def test_splits_along_the_sequence(ranks: Pool, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "saw"),
     [
-        ("lora", "layers.0.self_attn has a size of its own"),  # reads the length before it is gathered
+        ("lora", "layers.0.self_attn uses a fixed size"),  # reads the length before it is gathered
         ("vit", "takes 2x17x32, whose dimension 1 2 ranks cannot divide"),
         ("normed", "no blocks were found"),
     ],

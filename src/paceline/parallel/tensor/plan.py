@@ -1,4 +1,4 @@
-"""Decides which dimensions are cut over tp, and where ranks communicate.
+"""Decides which dimensions are split over tp, and where ranks communicate.
 
 From a trace (`trace.py`) and the classes of its dimensions (`rules.py`), atoms are chosen to be cut: first
 those that cut most bytes of matrices. Every tensor is then one of three:
@@ -103,12 +103,12 @@ class SplitPlan:
         for name, reason in self.whole.items():
             reasons[(_collapse(name), reason)] += 1
         for stretch in self.sequence.stretches if self.sequence else []:
-            lines.append(f"  along the sequence: from {stretch.first} to {stretch.last}")
+            lines.append(f"  split along the sequence: from {stretch.first} to {stretch.last}")
         own: dict[str, int] = defaultdict(int)
         for name in dict.fromkeys(leaving.module for leaving in self.exits if leaving.spot is not None):
             own[_collapse(name) or "the model"] += 1
         for name, count in own.items():
-            lines.append(f"  added up inside of its own forward: {name}{f' ({count})' if count > 1 else ''}")
+            lines.append(f"  summed inside its own forward: {name}{f' ({count})' if count > 1 else ''}")
         for (name, reason), count in reasons.items():
             lines.append(f"  whole on every rank: {name}{f' ({count})' if count > 1 else ''}: {reason}")
         return "\n".join(lines)
@@ -123,7 +123,7 @@ def find_plan(
     *,
     sequence: bool = False,
 ) -> SplitPlan:
-    """Find out how a model can be split over `num_ranks`. Nothing is changed.
+    """Find out how a model can be split over `num_ranks`, without changing it.
 
     Args:
         model: in training mode, whole; may be on meta.
@@ -159,7 +159,7 @@ def find_plan(
         raise PacelineError(
             "PL461",
             saw=f"tp={num_ranks} for {type(model).__name__}, in which nothing can be split. {reasons[:600]}",
-            rule="Ranks of tp share the work of matrix products; if none is split, they all compute the "
+            rule="Ranks of tp divide the work of matrix products; if none is split, all ranks compute the "
             "same.",
             fix="Use these ranks for dp_replicate or dp_shard, or choose a tp that divides the heads.",
         )
@@ -217,7 +217,7 @@ class _Planner:
             if style == "replicate":
                 for number in found:
                     for _, _, atom in self.atoms[number]:
-                        atom.pin(f"tp_plan says {pattern}: replicate")
+                        atom.pin(f"tp_plan has {pattern}: replicate")
 
     def choose(self) -> None:
         """Choose atoms, those that cut most bytes of matrices first, as long as hooks can reach."""
@@ -253,14 +253,14 @@ class _Planner:
         if atom.pinned or atom in self.chosen:
             return False
         if atom.size % self.num_ranks:
-            atom.pin(f"{atom.size} places cannot be divided by {self.num_ranks}")
+            atom.pin(f"its size of {atom.size} is not divisible by {self.num_ranks}")
             return False
         for number in self.holders[atom]:
             if sum(other is atom for _, _, other in self.atoms[number]) > 1:
-                atom.pin("it is two dimensions of one tensor")
+                atom.pin("two dimensions of one tensor would be split")
                 return False
             if number not in self.trace.names and number not in self._produced:
-                atom.pin("a tensor of the batch has it")
+                atom.pin("a tensor of the batch has this dimension")
                 return False
         return not any(self.holders[atom] & self.holders[other] for other in self.chosen)
 
@@ -350,7 +350,7 @@ class _Planner:
         # One call site can be changed in all of its calls or in none.
         for (module, spot), at in kept.items():
             if spot in self._sizes.get(module, {}):
-                return at, f"{module or 'the model'} is also called without cut tensors"
+                return at, f"{module or 'the model'} is also called with tensors that are not split"
         made: set[int] = set()  # created from sizes alone, such as the mask of a dropout
         # Both traces must have the same operations, and every shape must be the planned part of the whole.
         pairs = itertools.zip_longest(_compared(self.trace), _compared(parts))
@@ -359,7 +359,7 @@ class _Planner:
             at, mine = one or (last, self.trace.ops[last])
             where = mine.module or "the model"
             if one is None or other is None or _kind(mine) != _kind(other[1]):
-                return at, f"the code of {where} goes another way with parts"
+                return at, f"the code of {where} takes another path when its tensors are split"
             its = other[1]
             if sequence is not None and made.issuperset(mine.inputs):
                 made.update(mine.outputs)
@@ -372,7 +372,7 @@ class _Planner:
                     # [batch, length, ...], or both in one dimension
                     expected[min(DIM, len(expected) - 1) if len(expected) > 2 else 0] //= self.num_ranks
                 if tuple(expected) != parts.shapes[part]:
-                    return at, f"the code of {where} has a size of its own ({mine.name})"
+                    return at, f"the code of {where} uses a fixed size ({mine.name})"
         return None
 
     def build(self) -> SplitPlan:
@@ -473,7 +473,7 @@ def _check_requests(plan: SplitPlan, requests: Mapping[str, str], model: nn.Modu
             wanted = columns if style == "colwise" else 1 - columns
             if split is None or split.dim != wanted:
                 found = "whole" if split is None else f"split along dimension {split.dim}"
-                reason = plan.whole.get(f"{name}.weight", "the other dimension joins it with its neighbours")
+                reason = plan.whole.get(f"{name}.weight", "its other dimension is split with its neighbours")
                 raise PacelineError(
                     "PL462",
                     saw=f"tp_plan asks for {name}: {style}; it would be {found} ({reason}).",

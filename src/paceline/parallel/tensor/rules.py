@@ -56,7 +56,7 @@ def read_dims(trace: Trace) -> Dims:
             dims.unknown.setdefault(op.name, op.module)
             for tensor in {*op.inputs, *op.outputs}:
                 for dim in dims[tensor]:
-                    pin(dim, f"{op.name} in {op.module or 'the model'} is not known to the planner")
+                    pin(dim, f"{op.name} in {op.module or 'the model'} has no rule in the planner")
     return dims
 
 
@@ -95,7 +95,9 @@ def _view(dims: Dims, number: int, op: TracedOp) -> None:
         _unknown_shape(dims, op)
         return
     if math.prod(dims.shape(source)) > 1:
-        reason = f"a view in {op.module or 'the model'} takes {_show(dims, source)} for {_show(dims, output)}"
+        reason = (
+            f"a view in {op.module or 'the model'} turns {_show(dims, source)} into {_show(dims, output)}"
+        )
         unify([a for dim in dims[source] for a in dim], [a for dim in dims[output] for a in dim], reason)
 
 

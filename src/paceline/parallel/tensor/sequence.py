@@ -88,7 +88,7 @@ def plan_sequence(
     for stretch in _find_stretches([calls[name] for name in blocks if name in calls]):
         _read_stretch(trace, flow, modules, stretch, num_ranks, plan)
     if not plan.stretches or not plan.entries:
-        raise _refuse("no blocks were found that pass on a tensor and that tp splits")
+        raise _refuse("no blocks were found that pass on a tensor and are split by tp")
     return plan
 
 
@@ -117,18 +117,20 @@ def _read_stretch(
     first, last = calls[0], calls[-1]
     keys = tuple(first.inputs) if len(first.inputs) == 1 else _stream_keys(calls)
     if not keys or not last.outputs:
-        raise _refuse(f"{first.module} does not take and give one tensor")
+        raise _refuse(f"{first.module} does not take one tensor and return one")
     stream = {first.inputs[keys[0]]}
     shape = trace.shapes[first.inputs[keys[0]]]
     if len(shape) != 3 or shape[DIM] % num_ranks:
         shown = "x".join(map(str, shape))
-        raise _refuse(f"{first.module} takes {shown}, whose dimension {DIM} {num_ranks} ranks cannot divide")
+        raise _refuse(
+            f"{first.module} takes {shown}, whose dimension {DIM} is not divisible by {num_ranks} ranks"
+        )
     inside = [n for call in calls for n in range(call.first, call.last)]
     walk = _Walk(trace, flow, modules, shape, stream, plan)
     for number in inside:
         walk.pass_op(number)
     if last.outputs[0] not in stream:
-        raise _refuse(f"what {last.module} gives is not what went through it")
+        raise _refuse(f"{last.module} does not return the tensor that passed through it")
     plan.stretches.append(SequenceStretch(first.module, keys, last.module))
     plan.draws |= {key for key, number in trace.drawn.items() if number in stream}
 
@@ -184,7 +186,9 @@ class _Walk:
         if number in self._flow.sums:
             self._leave(number, op)
         elif taken and self._flow.mixes(number):
-            raise _refuse(f"{op.name} in {op.module or 'the model'} takes the stream without an entry")
+            raise _refuse(
+                f"{op.name} in {op.module or 'the model'} reads divided activations that it cannot gather"
+            )
         elif taken:
             _check_op(self._trace, op, taken, self.stream, self._shape)
             self.stream.update(op.outputs)
@@ -211,7 +215,7 @@ class _Walk:
         self._plan.exits.add(leaving)
         if leaving.spot is not None:
             if len(self._trace.shapes[self._calls[(leaving.module, leaving.spot)].outputs[0]]) < 3:
-                raise _refuse(f"{op.module or 'the model'} sums in two dimensions what has three")
+                raise _refuse(f"{op.module or 'the model'} sums over ranks after flattening its activations")
             if len(op.inputs) == 3:
                 names = self._trace.names
                 self._plan.partial |= {names[n] for n in self._flow.learned.get(op.inputs[0], ())}
@@ -240,7 +244,7 @@ def _check_op(trace: Trace, op: TracedOp, taken: set[int], stream: set[int], sha
         return
     if op.name in _PRODUCTS and op.inputs[-2] in taken and op.inputs[-1] not in stream:
         return
-    raise _refuse(f"{where} may look at more than one place of the sequence")
+    raise _refuse(f"{where} may combine several positions of the sequence")
 
 
 def rehearse(plan: Sequence, num_ranks: int) -> list[Detour]:
