@@ -1,14 +1,14 @@
 """torchelastic's agent and rendezvous, with ranks from the keeper.
 
-The agent (torch's) meets the other nodes, gives numbers to ranks, notices when one ends and restarts them.
-Here: what starts a rank instead of Popen, and two repairs.
+torch's agent meets the other nodes, assigns ranks, notices when one ends, and restarts them. This file starts
+ranks through the keeper instead of Popen, and fixes two faults of the agent:
 
-- In torch 2.13 a restart leaves the workers the store of the round before, where gloo finds the addresses of
-  processes that are gone (pytorch#135712). Each round gets a store of its own here, which is what torch's own
-  comment in `distributed/rendezvous.py` counts on.
-- A world with fewer nodes than the minimum is refused. torch does not check what a rendezvous gave.
+- In torch 2.13, ranks that are restarted use the store of the round before, where gloo finds the addresses of
+  dead processes (pytorch#135712). Here each round gets a store of its own, as torch's own comment in
+  `distributed/rendezvous.py` expects.
+- torch does not check how many nodes a rendezvous returned. Here, fewer nodes than the minimum are refused.
 
-`rendezvous.py` has how the nodes meet.
+`rendezvous.py` defines how the nodes meet.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run_agent(
         "logs_specs": config.logs_specs,
         "start_method": config.start_method,
         "log_line_prefix_template": config.log_line_prefix_template,
-        # Older torch has no such setting, and its agent takes none.
+        # Older torch does not have this setting, and its agent does not take it.
         "shutdown_timeout": getattr(config, "shutdown_timeout", None),
     }
     takes = inspect.signature(SteppedAgent.__init__).parameters
@@ -94,7 +94,7 @@ def run_agent(
         with _ranks_from(build_handler):
             result: RunResult = agent.run()
         events.record(agent.get_event_succeeded(), config.event_log_handler)
-        # Nothing at all where this node was one too many for the job.
+        # The result is None if this node was one too many for the job.
         if result is not None and result.is_failed():
             raise ChildFailedError(name=command, failures=result.failures)
     except SignalException:

@@ -1,6 +1,6 @@
 """Finds where the nodes of a job meet, and the address and interface by which they reach this one.
 
-torchrun and gloo go by this machine's name. Where it stands for 127.0.1.1 (Debian's habit) gloo tells its
+torchrun and gloo go by this machine's name. If it resolves to 127.0.1.1 (Debian's default), gloo sends its
 peers that address, and they connect to themselves; where it stands for nothing, the rendezvous fails. The
 route to the place where the nodes meet knows better: its local end is where others reach this node.
 """
@@ -52,7 +52,7 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
     meeting = _resolve(host)
     address = flags.local_addr or _find_own_address(host, meeting, environ.get(_INTERFACE, ""))
     if address is None or ipaddress.ip_address(_resolve(address)).is_loopback:
-        # All nodes are this machine. Its name, which torch would have the ranks meet at, need not resolve.
+        # All nodes are this machine. torch would make the ranks meet at its name, which may not resolve.
         flags.local_addr = address or "localhost"
         return
     flags.local_addr = address
@@ -134,7 +134,7 @@ def _find_own_address(host: str, meeting: str, interfaces: str) -> str | None:
         family = socket.AF_INET6 if ":" in meeting else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((meeting, _DEFAULT_PORT))  # sends nothing: it only looks the route up
+                probe.connect((meeting, _DEFAULT_PORT))  # sends nothing: it only finds the route
             except OSError as error:
                 raise PacelineError(
                     "PL346",
@@ -145,7 +145,7 @@ def _find_own_address(host: str, meeting: str, interfaces: str) -> str | None:
             return str(probe.getsockname()[0])
     if host in ("localhost", meeting):
         return None
-    # This node's own name stands for the loopback here, and for a real address elsewhere.
+    # On this node its own name may resolve to the loopback; on other nodes it resolves to a real address.
     candidates = {address: name for address, name in _own_addresses().items() if _is_reachable(address)}
     chosen = [address for address, name in candidates.items() if name in interfaces.split(",")]
     if chosen:

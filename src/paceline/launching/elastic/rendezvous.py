@@ -1,6 +1,6 @@
 """The rendezvous of a job's launchers: torch's, with three fixes.
 
-- A single node needs nobody to meet: no protocol with its random delay, and no name of this machine that has
+- A single node has no other to meet: no protocol with its random delay, and no name of this machine that has
   to resolve.
 - torch decides by this machine's name whether a launcher hosts the c10d store, which fails where that name
   does not resolve. Here addresses decide. Of several launchers on the host, the first to take the port hosts

@@ -25,7 +25,7 @@ from typing import Literal
 from paceline.errors import PacelineError
 from paceline.launching.ending.trace import find_error_line, find_own_frame, fold
 
-# How gloo, NCCL and the store word it when a peer has gone.
+# The words of gloo, NCCL and the store for a peer that has gone.
 _PEER_GONE = (
     "connection closed by peer",
     "connection reset by peer",
@@ -40,7 +40,7 @@ _PEER_GONE = (
     "failed to recv",
     "nccl communicator was aborted",
 )
-# What C++ writes of an exception that nobody catches, and gloo of data that is longer than what it waits for.
+# The line that C++ writes about an uncaught exception, and gloo's about data that is longer than expected.
 _THROWN = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 _BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _IN_TORCH = re.compile(r"\[/\S+:\d+\] ")  # a line of its source
@@ -121,7 +121,7 @@ class Ending:
     Attributes:
         rank: which one.
         kind: `"error"`, `"exit"` for `sys.exit`, `os._exit` and Ctrl-C, or `"abort"` for an exception of C++
-            that nobody catches. Nothing writes a file for `os._exit` and `"abort"`.
+            that is not caught. `os._exit` and `"abort"` leave no file.
         code: the exit code, negative for a signal.
         time_s: when, in seconds since 1970 (the ranks of one machine share its clock).
         follower: whether it failed because a peer was gone.
@@ -185,7 +185,7 @@ def _comes_from_lost_peer(error: BaseException) -> bool:
     for _ in range(_MANY_CAUSES):
         if met is None:
             break
-        # It guards against a __str__ that raises, and has notes too.
+        # This function survives a __str__ that raises, and includes the notes.
         if has_lost_peer("".join(traceback.format_exception_only(met))):
             return True
         met = met.__cause__ or (None if met.__suppress_context__ else met.__context__)
@@ -230,7 +230,7 @@ def is_consequence(cause: Ending) -> bool:
 def find_consequences(cause: Ending, logs: Mapping[int, str]) -> list[Ending]:
     """Return all ends that mismatched collectives, or another rank's end, may have caused, the cause last.
 
-    Empty where the cause is nobody else's doing, as far as the ranks' logs tell.
+    Empty if, by the ranks' logs, the cause has no connection with another rank.
 
     Args:
         cause: the end that seems to be the first.
@@ -238,7 +238,7 @@ def find_consequences(cause: Ending, logs: Mapping[int, str]) -> list[Ending]:
     """
     if is_consequence(cause):
         return [cause]
-    # Where gloo aborts one rank for bytes too many, another one got too few, and may fail of these sooner.
+    # If gloo aborts one rank because of too many bytes, another rank got too few and may fail first.
     aborted = [rank for rank, log in logs.items() if _BYTES.search(log)]
     ends = [Ending(rank, "error", -signal.SIGABRT, cause.time_s) for rank in aborted]
     return [*ends, cause] if ends else []

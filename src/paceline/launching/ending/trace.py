@@ -1,7 +1,7 @@
 """Reads tracebacks as text, and separates the user's own code from library code.
 
-As text, because that serves all alike: an exception of this process, one that a loader worker sent as part of
-another's message, and what a rank that started cold has left in its log.
+It reads text because text exists in all cases: an exception of this process, one that a loader worker sent
+as part of another's message, and the log of a rank that started cold.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 _FRAME = re.compile(r'^(?P<indent>[\s|+]*)File "(?P<path>.+)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _HEAD = re.compile(r"^(\s*\+ Exception Group )?Traceback \(most recent call last\):\s*$")
 _ORIGINAL = "Original Traceback (most recent call last):"
-# What follows the frames: the exception's name, and a message after it.
+# The line after the frames: the exception's name and its message.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
 _SYNTAX = re.compile(r"^(SyntaxError|IndentationError|TabError)(: |$)")
 _FATAL = "Fatal Python error"
@@ -30,7 +30,7 @@ _FEW = 3
 
 @dataclass(frozen=True)
 class TracebackFrame:
-    """One frame: where, and the lines of text that tell it."""
+    """One frame of a traceback, with its lines of text."""
 
     path: str
     line: int
@@ -46,7 +46,7 @@ class TracebackFrame:
 
     @property
     def where(self) -> str:
-        """Such as `train.py:31 in load`."""
+        """The frame's place: `train.py:31 in load`."""
         path = os.path.relpath(self.path)
         return f"{self.path if path.startswith('..') else path}:{self.line} in {self.name}"
 
@@ -63,7 +63,7 @@ def find_own_frame(trace: str) -> TracebackFrame | None:
     own = [part for part in _parse(trace) if isinstance(part, TracebackFrame) and part.is_own]
     if not own:
         return None
-    # Python tells a crash the other way round: the innermost comes first.
+    # Python prints a crash in the opposite order: the innermost frame comes first.
     return own[0] if trace.startswith(_FATAL) else own[-1]
 
 
@@ -140,7 +140,7 @@ def find_last(log: str) -> str:
     if not starts:
         return _find_syntax_error(lines)
     start = starts[-1]
-    # What is chained belongs to it: "During handling of the above exception, ..." and "direct cause".
+    # Chained exceptions belong to it: "During handling of the above exception, ..." and "direct cause".
     for earlier in reversed(starts[:-1]):
         between = "\n".join(lines[earlier:start])
         if "above exception" not in between:

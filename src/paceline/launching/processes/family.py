@@ -1,4 +1,4 @@
-"""Ends processes with all that they have started, and lets those go by themselves that clear up after them.
+"""Ends processes with all that they have started, except those that clear up and then end by themselves.
 
 multiprocessing's resource tracker and torch's shared-memory manager remove the semaphores and segments of
 those who were killed, and then leave: they are killed last, where they have not left by then. A writer of
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLEARERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 # Begins the words of a rank's writer (`checkpoint/writer_process.py`).
 _WRITER = "paceline.checkpoint.writer"
-# How long writers are waited for. Then they finish by themselves.
+# How long to wait for writers; after that they finish by themselves.
 _WRITING_S = 60.0
 # These reach a tracker without ending it.
 _HARMLESS = (signal.SIGINT, signal.SIGTERM)
@@ -40,7 +40,7 @@ def die_with_parent() -> None:
 
 
 def send_to_group(group: int, number: int) -> None:
-    """Send a signal to a process group, as torchrun does, but lets those live who clear up."""
+    """Send a signal to a process group, as torchrun does, except to processes that clear up."""
     with suppress(ProcessLookupError):
         if number in _HARMLESS:
             os.killpg(group, number)
@@ -52,7 +52,7 @@ def send_to_group(group: int, number: int) -> None:
 
 
 def end_family(pid: int) -> None:
-    """Kill a process with its descendants, those excepted who clear up."""
+    """Kill a process with its descendants, except those that clear up."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         _kill([*process.children(recursive=True), process])

@@ -2,7 +2,7 @@
 
 A launcher removes its folder at its end, or else the keeper does. Where both were killed, the next launch
 removes it: both hold the named pipe `alive` in it open for reading, and where a pipe can't be opened for
-writing because nobody reads, both are gone.
+writing because nothing reads, both are gone.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def launch_folder() -> Iterator[Path]:
     """Make the folder of a launch, after clearing those of killed ones, and remove it at the end."""
     tmp = _choose_tmp()
     clear_abandoned(Path(tmp))
-    # A rank whose keeper was killed may still leave word there.
+    # A rank whose keeper was killed may still write its record there.
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=tmp, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         os.mkfifo(folder / ALIVE)
-        # multiprocessing's sockets lie beside, as their paths may not be long; the folder leads there.
+        # multiprocessing's sockets are in another folder, because their paths must be short (see the link).
         sockets = Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX, dir=tmp))
         (folder / SOCKETS).symlink_to(sockets)
-        # Opened for both, because opening for reading alone waits for a writer.
+        # Open it for reading and writing: opening it for reading alone waits for a writer.
         fd = os.open(folder / ALIVE, os.O_RDWR | os.O_CLOEXEC)
         try:
             yield folder

@@ -45,11 +45,11 @@ _GRACE_S = 10.0
 
 
 class Keeper:
-    """The loop of the process. `serve` returns in a forked rank only, with what it is to become."""
+    """The keeper's loop. `serve` returns only in a forked rank, with the message that it starts from."""
 
     def __init__(self, connection: Connection, pump: Pump | None = None) -> None:
         self._connection = connection
-        # Held only so that the pump knows that somebody is here.
+        # Held only so that the pump sees that a process is left.
         self._pump = pump
         self._folder = ""
         self._alive = -1
@@ -77,7 +77,7 @@ class Keeper:
                     return start
 
     def _listen(self) -> Start | None:
-        """Process one message; return something in a forked rank only."""
+        """Process one message; return its message in a forked rank, `None` in the keeper."""
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
@@ -175,7 +175,7 @@ class Keeper:
                     self._send(Ended(pid, os.waitstatus_to_exitcode(status), time.time()))
 
     def _send(self, message: Started | Refused | Ended | Swept) -> None:
-        with suppress(OSError):  # nobody reads: the next look at the connection says so
+        with suppress(OSError):  # the launcher has gone: the next read of the connection reports it
             self._connection.send(message)
 
     def _outlive_launcher(self) -> None:

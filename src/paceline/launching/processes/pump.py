@@ -9,9 +9,9 @@ stopped stops only those who write to it.
 
 Protocol, on one socket (`SOCK_SEQPACKET`): a message `{"log": path, "to": 1, 2 or 0, "persists": bool}` with
 one file descriptor to read from; `drain` is answered with `dry` once everything that was written has been
-passed on, and with `dry ERRNO TO` if a full disk has kept some of it off stdout or stderr. Where the socket
-ends, launcher and keeper have gone, both: after some seconds it kills whoever still writes to its pipes, and
-leaves.
+passed on, and with `dry ERRNO TO` if a full disk has kept some of it off stdout or stderr. When the socket
+ends, both launcher and keeper have gone: after some seconds the pump kills the processes that still write to
+its pipes, and exits.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|\x1b[=>78]")
 # How long an unfinished line waits for its end, and how long it may get meanwhile.
 _PATIENCE_S = 0.05
 _MOST_BYTES = 65536
-# A child of a rank may hold its pipe open for ever; this long after the last output it is dry all the same.
+# A child of a rank may hold its pipe open for ever. After this long without output it counts as dry.
 _DRY_AFTER_S = 0.2
 # How long ranks may take once launcher and keeper have gone; longer than the keeper gives them.
 _GRACE_S = 12.0
 # The number of a pseudo-terminal (ioctl_tty(2)).
 _TIOCGPTN = 0x80045430
 DRAIN, DRY = b"drain", b"dry"
-# There is no room, but somebody may make some: unlike a reader that has gone, it is no reason to end a rank.
+# The disk is full, but space may become free: unlike a lost reader, this is no reason to end a rank.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -50,7 +50,7 @@ class _Stream:
     log: int
     to: int
     persists: bool
-    # What waits for the end of its line: on its way to the terminal, and to the log.
+    # Unfinished lines that wait for their end, for the terminal and for the log.
     rest: bytes = b""
     log_rest: bytes = b""
     since_s: float = 0.0
@@ -134,7 +134,7 @@ class _Pump:
         self._write(fd, stream, cut)
 
     def _end_writers(self) -> None:
-        """Kill the processes that hold the other end of one of the streams: no other process can any more."""
+        """Kill the processes that hold the other end of a stream; no other process is left that could."""
         names = {_name_of_peer(fd) for fd in self._streams}
         for entry in os.listdir("/proc"):
             if not entry.isdigit() or int(entry) == os.getpid():
@@ -158,7 +158,7 @@ class _Pump:
         except OSError as error:
             if self._is_full(stream, error):
                 return
-            # Whoever read the output has gone.
+            # The reader of the output has gone.
             stream.rest = b""
             stream.to = 0
             if not stream.persists:  # the rank shall notice, as it would without us
@@ -173,7 +173,7 @@ class _Pump:
 
     def _log(self, stream: _Stream, data: bytes) -> None:
         *lines, last = (stream.log_rest + data).split(b"\n")
-        # A bar that is redrawn for hours never ends its line: only its last state is kept.
+        # A progress bar that is redrawn for hours never ends its line, so only its last state is kept.
         stream.log_rest = last.rsplit(b"\r", 1)[-1] if len(last) > _MOST_BYTES else last
         with contextlib.suppress(OSError):  # a full disk must not stop the ranks
             _write_all(stream.log, b"".join(_plain(line) + b"\n" for line in lines))

@@ -31,7 +31,7 @@ from paceline.launching.warm.warm import Warmth
 from paceline.launching.watcher import NoteError, WatchedRank, load_watch
 
 COLD = "cold-"
-"""Begins the name of a file that a rank leaves which has started over, with the variables that made it."""
+"""Prefix of the file that a rank leaves when it starts over; it lists the variables that caused this."""
 _SWEEP_S = 30.0
 _START_S = 60.0
 
@@ -41,8 +41,8 @@ def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> 
 
     Args:
         pump: the one that ranks print through.
-        warmth: what this process has imported for the ranks; None where all of them start cold.
-        load: what the keeper shall import besides, while the launcher does other things.
+        warmth: the packages that this process has imported for the ranks; None if all ranks start cold.
+        load: further modules for the keeper to import, while the launcher does other things.
 
     Raises:
         Become: in each rank that is forked from the keeper.
@@ -60,7 +60,7 @@ def fork_keeper(pump: Pump, warmth: Warmth | None, load: Sequence[str] = ()) -> 
             warmth.load(load)
         start = Keeper(its, pump).serve()
     except BaseException:
-        # Nobody above may take this process for the launcher.
+        # No caller may mistake this process for the launcher.
         sys.excepthook(*sys.exc_info())
         os._exit(1)
     assert isinstance(start.entry, Script)
@@ -98,8 +98,8 @@ def fork_keeper_for_call(call: RankCall) -> Ranks:
 
 
 def _fork() -> int:
-    """os.fork, with Ctrl-C and its like before or after: what their handlers raise inside of the functions
-    that Python calls around a fork would only be printed."""
+    """Fork with stop signals blocked: an exception that a handler raises in a function that Python calls
+    around a fork would only be printed."""
     stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     try:
@@ -194,7 +194,7 @@ class Ranks:
     """This node's ranks, started through the keeper.
 
     Attributes:
-        keeper_died: whether the keeper ended before it was told to.
+        keeper_died: whether the keeper ended without being asked to.
         on_failure: called with its number and exit code when a rank has failed by itself, before the agent
             hears of it and ends the others.
     """
@@ -286,9 +286,9 @@ class Ranks:
                 self._process.wait()
             else:
                 os.waitpid(self.keeper_pid, 0)
-        # One that has answered has left in order, and what ranks have forked may live on after a good end.
+        # A keeper that has answered has ended in order; what ranks have forked may outlive a good end.
         if self.keeper_died and not self._has_answered and self._spared is not None:
-            # What it had adopted, and its ranks' children, are this process's own now.
+            # The processes that it had adopted, and its ranks' children, are now this process's own.
             end_descendants(lambda: None, self._spared)
         self._connection.close()
 

@@ -19,7 +19,7 @@ _DRY_S = 3.0
 
 
 class Pump:
-    """The process that copies (`pump.py`), and the socket to it. It writes where this process does.
+    """The pump's process (`pump.py`) and the socket to it. It writes to the streams of this process.
 
     Attributes:
         lost: the error and the stream (1 or 2) of the first output that a full disk did not take, as far as

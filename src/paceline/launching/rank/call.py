@@ -30,7 +30,7 @@ from paceline.launching.ending.endings import (
 from paceline.launching.rank.openblas import set_openblas_threads
 from paceline.launching.watcher import NoteError, ignore_error
 
-# How long a follower waits for the rank that failed first to put its record down.
+# How long a follower waits for the rank that failed first to write its record.
 _CAUSE_S = 3.0
 
 
@@ -96,15 +96,15 @@ def _run(call: RankCall, rank: int, folder: Path, is_logged: bool, note_error: N
         else:
             write_ending(folder, ending)
             if ending.kind == "exit" and ending.code in ASKED_TO_STOP:
-                return 0  # a good end, which the launcher tells from the record
+                return 0  # a good end, which the launcher recognises by the record
             if is_logged and not ending.pickled:
                 sys.stderr.write(ending.trace)
             if ending.follower:
                 _await_cause(folder)
             return ending.code
     finally:
-        # Torch's loader has it raise when a worker that was forked here is killed, and multiprocessing now
-        # kills those that are left.
+        # torch's loader raises in this handler when a worker that was forked here is killed, and
+        # multiprocessing now kills the workers that are left.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     part = folder / f"result-{rank}.part"
     part.write_bytes(result)
@@ -121,14 +121,14 @@ def _settle(call: RankCall, rank: int, folder: Path) -> None:
         return
     set_openblas_threads()
     # Loader workers come from a fork server of this rank. A fork of the rank itself can hang in Python 3.11:
-    # it waits for a lock that a thread of gloo held just then.
+    # it waits for a lock that a thread of gloo held at the time of the fork.
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["paceline.data.fetching"])
 
 
 def _import_main(preparation: dict[str, Any]) -> None:
     process: Any = multiprocessing.current_process()
-    process._inheriting = True  # as multiprocessing has it: `check_launch` looks there
+    process._inheriting = True  # as multiprocessing sets it: `check_launch` reads it
     try:
         spawn.prepare(preparation)
     finally:

@@ -1,4 +1,4 @@
-"""A rank with a Python of its own that is watched all the same: its command, and what this Python runs first.
+"""Watches a rank that has its own Python: builds its command, and is the file that Python runs first.
 
 torchrun starts `python -u train.py ARGS`. Here the same Python, with the same flags, runs this file:
 `python -u cold.py WATCH RANK FOLDER ATTEMPT train.py ARGS`. It lets the watcher in, sees to it that
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _NUM_WORDS = 4
-"""So many words of ours stand before the script's."""
+"""The number of words in the command before the script's."""
 
 
 def let_in(command: Sequence[str], watch: str, rank: int, launch_folder: str, folder: str) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def _begin(watch: list[str], words: list[str], loaded: set[str]) -> Callable[[],
         words: the script's.
         loaded: modules that Python has loaded by itself.
     """
-    # Last, so that nothing that lies beside the package is taken for a module of Python's.
+    # Last, so that no file beside the package is imported in place of a module of Python.
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", ".."))
     sys.path.append(root)
     try:
@@ -89,7 +89,7 @@ def _forget_shadowed(folder: str, loaded: set[str]) -> None:
 
     for name in set(sys.modules) - loaded:
         origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
-        # What is built in or frozen comes before any folder.
+        # Built-in and frozen modules come before any folder.
         if "." in name or origin in (None, "built-in", "frozen"):
             continue
         own = PathFinder.find_spec(name, [folder])

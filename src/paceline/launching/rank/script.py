@@ -1,4 +1,4 @@
-"""Runs somebody's script as `__main__`, in a process that Python started for something else.
+"""Runs a user's script as `__main__`, in a process that Python started for something else.
 
 The script must see what it would see as `python -u script.py ARGS`: `sys.argv`, `sys.path`, `__main__` with
 `__file__` and a spec, unbuffered standard streams; and leave as it would: by its exit code, with its atexit
@@ -46,7 +46,7 @@ class Script:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As they follow `python -u` on a command line."""
+        """The words that follow `python -u` on a command line."""
         return (*(("-m",) if self.is_module else ()), self.target, *self.args)
 
 
@@ -57,7 +57,7 @@ class EndReportPath:
     Attributes:
         rank: which one.
         folder: the launcher's folder for this attempt.
-        log: the rank's log; an uncaught exception is written there, and told by the launcher.
+        log: the rank's log; an uncaught exception is written there, and the launcher reports it.
     """
 
     rank: int
@@ -106,11 +106,11 @@ def run_as_main(
     Args:
         script: what to run.
         place: where to leave word of its end.
-        prepare: called before; gives what the exception is told to that ends the script.
+        prepare: called first; returns the function to call with the exception that ends the script.
         is_as_started: whether Python was started with `-u`, for this script, and its streams are right.
     """
     if place is not None:
-        # So that a crash in compiled code leaves the Python line that called it. Kept open until the end.
+        # faulthandler writes the Python line there if compiled code crashes; the file stays open.
         log = open(place.log, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         faulthandler.enable(log, all_threads=False)
     if not is_as_started:
@@ -129,7 +129,7 @@ def run_as_main(
         note_error(error)
         if place is not None:
             _leave_word(place, error)
-        # What is raised again is told already; Python then leaves as it does after any such exception.
+        # The exception is already reported; raised again, it makes Python exit as after any exception.
         if not isinstance(error, SystemExit):
             if place is None or not _is_default_hook():
                 sys.excepthook(type(error), error, error.__traceback__)
@@ -149,7 +149,7 @@ def find_first_path(script: Script) -> str | None:
 
 
 def _has_main(script: Script) -> bool:
-    """Return whether it is a folder or an archive with a __main__.py."""
+    """Return whether the path is a folder or an archive with a __main__.py."""
     return pkgutil.get_importer(script.target) is not None
 
 

@@ -21,5 +21,5 @@ def keep_sockets_in(launch_folder: str) -> None:
             sockets = os.readlink(os.path.join(launch_folder, SOCKETS))
             multiprocessing.current_process()._config["tempdir"] = sockets
 
-    # Not before the script asks for it, as it takes note of what `__main__` is then.
+    # Only when the script imports it, because the module records what `__main__` is at that time.
     when_imported("multiprocessing", place)

@@ -14,13 +14,13 @@ from paceline.launching.rank.script import Script, list_sources
 from paceline.launching.warm.import_environment import PREFIXES_READ_AT_IMPORT, READ_AT_IMPORT
 from paceline.launching.warm.warm import REAPPLIED
 
-# Every script has these; what only some need is chosen by their text, as each costs a second.
+# Every script needs these. Other packages are chosen by the script's text, because each costs a second.
 _ALWAYS = ("torch", "torch.distributed")
 # The first optimizer imports torch._dynamo, and so does the first module under DDP or FSDP.
 _USES_DYNAMO = re.compile(r"\boptim\b|\bcompile\b|DistributedDataParallel|fully_shard|accelerat|lightning")
 _DYNAMO = "torch._dynamo"
 _NEED_DYNAMO = (_DYNAMO, "torch._inductor", "torch.distributed.fsdp", "torch.distributed._composable")
-# What torch._dynamo imports from elsewhere.
+# Packages that torch._dynamo imports.
 _OF_TORCH = {"numpy", "sympy", "mpmath", "tqdm", "typing_extensions", "torchgen", "jinja2", "networkx"}
 _MOST_SOURCES = 200
 
@@ -38,7 +38,7 @@ def choose_modules(script: Script) -> list[str]:
         names.add(_DYNAMO)
     elif sets_dynamo:
         names = {name for name in names if not name.startswith(_NEED_DYNAMO)}
-    # In the order of their names a package comes before what is in it.
+    # Sorted by name, a package comes before its modules.
     return sorted(names)
 
 
@@ -56,7 +56,7 @@ def _read_sources(script: Script) -> Iterator[tuple[str, ast.Module]]:
         try:
             text = path.read_text(encoding="utf-8")
             tree = ast.parse(text)
-        except (OSError, ValueError, SyntaxError):  # running it will tell
+        except (OSError, ValueError, SyntaxError):  # running it will report the error
             continue
         yield text, tree
         for node in ast.walk(tree):
@@ -127,11 +127,11 @@ def _assigned_by(call: ast.Call, name: str) -> Iterator[tuple[str, str | None]]:
             for key, value in zip(first.keys, first.values, strict=True):
                 yield from _pair(key, value)
         elif first is not None and name.endswith(".setdefault"):
-            # It changes nothing where the variable is set.
+            # setdefault changes nothing if the variable is set.
             if isinstance(first, ast.Constant) and str(first.value) not in os.environ:
                 yield from _pair(first, second)
         elif first is not None and not (
-            # Taking away what isn't there changes nothing.
+            # Removing a variable that is not set changes nothing.
             name.endswith(".pop") and isinstance(first, ast.Constant) and str(first.value) not in os.environ
         ):
             yield from _pair(first, None)

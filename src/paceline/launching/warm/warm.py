@@ -74,13 +74,13 @@ class Warmth:
         Args:
             restart: called with the variables that came too late; it must not return.
         """
-        # What the launcher has set meanwhile (RANK and the like) is not the script's doing.
+        # The launcher has set variables meanwhile (RANK and the like); the script has not.
         self.environ = dict(os.environ)
         tempfile.tempdir = None  # it goes by the environment, and is kept from the first question on
         hidden: dict[str, dict[str, ModuleType]] = {}
         for package in {name.partition(".")[0] for name in set(sys.modules) - self._before}:
             root = sys.modules.get(package)
-            # What compiled extensions share among themselves has no spec, and must stay.
+            # Modules that compiled extensions share among themselves have no spec, and must stay.
             if (
                 package in sys.stdlib_module_names
                 or package == "paceline"
@@ -88,7 +88,7 @@ class Warmth:
                 or not root.__spec__
             ):
                 continue
-            # A list first: another thread of the script may import meanwhile.
+            # Copy to a list first: another thread of the script may import meanwhile.
             names = [name for name in list(sys.modules) if name == package or name.startswith(f"{package}.")]
             hidden[package] = {name: sys.modules.pop(name) for name in names}
         sys.meta_path.insert(0, _HiddenPackageFinder(hidden, self._settle, restart))
@@ -103,7 +103,7 @@ class Warmth:
         rest = [name for name in late if name not in REAPPLIED]
         if rest:
             restart(rest)
-        # Where nobody seeds them, a process of its own has random numbers of its own.
+        # Unless the script seeds them, each rank must have its own random numbers, as separate processes do.
         if package == "numpy":
             set_openblas_threads()
             if "numpy.random" in sys.modules:
@@ -228,11 +228,11 @@ def _reapply_debug_level() -> None:
 
 
 def _nothing_to_do() -> None:
-    """For what `hide` or `set_openblas_threads` sees to anyway."""
+    """Do nothing, for settings that `hide` or `set_openblas_threads` applies."""
 
 
-# OMP_NUM_THREADS is not among them: torch takes another number, but threads that the script starts itself
-# keep the one of the import in some operators (benchmarks/import_environment).
+# OMP_NUM_THREADS is not among them: torch accepts a new number, but in some operators the threads that the
+# script starts itself keep the number of the import (benchmarks/import_environment).
 REAPPLIED: Mapping[str, Callable[[], None]] = {
     "TORCH_DISTRIBUTED_DEBUG": _reapply_debug_level,
     OPENBLAS_THREADS: _nothing_to_do,
@@ -267,7 +267,7 @@ def _rest_before_destroying_groups() -> None:
 
 @contextmanager
 def _one_thread_in_openblas() -> Iterator[None]:
-    """numpy's OpenBLAS starts its threads when it is loaded, and they would not survive the fork."""
+    """Give OpenBLAS one thread while numpy loads, because its threads would not survive a fork."""
     before = os.environ.get(OPENBLAS_THREADS)
     os.environ[OPENBLAS_THREADS] = "1"
     try:
