@@ -59,14 +59,17 @@ class BuiltOptimizer:
         Args:
             schedule: built over the optimizer, or `None`.
         """
+        now = [_options(group) for group in self._optimizer.param_groups]
+        # Groups that differ only by their kernels depend on the layout, so they count as one.
+        different = {repr((self._options[number], now[number])): number for number in reversed(self._order)}
+        order = [number for number in self._order if number in different.values()]
         keys = dict.fromkeys(key for options in self._options for key in options)
-        found = {f"optimizer.{key}": self._gather(self._options, key) for key in keys}
+        found = {f"optimizer.{key}": _gather(self._options, order, key) for key in keys}
         found["optimizer"] = type(self._optimizer).__name__
         found["schedule"] = None if schedule is None else type(schedule).__name__
         if schedule is not None:
-            now = [_options(group) for group in self._optimizer.param_groups]
             added = dict.fromkeys(key for options in now for key in options if key not in keys)
-            found |= {f"schedule.{key}": self._gather(now, key) for key in added if key != "initial_lr"}
+            found |= {f"schedule.{key}": _gather(now, order, key) for key in added if key != "initial_lr"}
             found |= {f"schedule.{key}": value for key, value in _describe_schedule(schedule.state_dict())}
         return found
 
@@ -94,10 +97,6 @@ class BuiltOptimizer:
             group.update(
                 {key: value for key, value in options.items() if key in keys or moves_schedule(changed)}
             )
-
-    def _gather(self, options: list[dict[str, Any]], key: str) -> Any:
-        values = [options[number].get(key) for number in self._order]
-        return values[0] if all(value == values[0] for value in values) else values
 
 
 def moves_schedule(changed: Collection[str]) -> bool:
@@ -242,6 +241,11 @@ def _describe_change(name: str, old: Any, new: Any) -> str:
         kind, _, which = name.partition(".")
         return f"{which} was {'tracked' if kind == 'tracked' else 'a loader'} and is not"
     return f"{name} was {old!r} and is {new!r}"
+
+
+def _gather(options: list[dict[str, Any]], order: list[int], key: str) -> Any:
+    values = [options[number].get(key) for number in order]
+    return values[0] if all(value == values[0] for value in values) else values
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
