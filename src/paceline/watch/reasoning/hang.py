@@ -53,7 +53,7 @@ _MANY = 8
 
 
 def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None = None) -> Verdict | None:
-    """Return the verdict on a job in which no rank has moved for long; `None` if all ranks have ended.
+    """Return the verdict on a job without progress on any rank; `None` if all ranks have ended.
 
     Args:
         seen: the job.
@@ -88,7 +88,7 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
 
 
 def find_roots(states: Mapping[int, State]) -> list[State]:
-    """Return the ranks, all at one place, that wait for no other and that most ranks wait for in the end."""
+    """Return the ranks at one place that wait for no other and that most ranks wait for, directly or not."""
     reached = {rank: _reach(rank, states) for rank in states}
     counts = {
         rank: sum(rank in found for found in reached.values()) for rank, s in states.items() if not s.waits
@@ -138,7 +138,7 @@ def find_cycle(states: Mapping[int, State]) -> list[State]:
 
 
 def _explain_roots(roots: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
-    """Return the verdict on ranks that wait, in the end, for `roots`, which wait for no other."""
+    """Return the verdict on ranks that wait, directly or not, for `roots`, which wait for no other."""
     ranks = {state.rank for state in roots}
     direct = _pick_waiters([s for s in states.values() if s.waits_for & ranks])
     missing = [state for state in roots if state.rank in direct[0].waits_for]
@@ -357,7 +357,7 @@ def _explain_stuck(stuck: list[State], states: Mapping[int, State], seen: Seen, 
 
 
 def _explain_still(states: Mapping[int, State], seen: Seen) -> Verdict:
-    """Return the verdict on a job in which no rank waits in a collective and none moves."""
+    """Return the verdict on a job in which no rank waits in a collective and none makes progress."""
     living = [s for s in states.values() if s.kind not in ("ended", "killed")]
     grave = min(living, key=lambda s: (_GRAVITY.index(s.kind), s.rank))
     alike = [s for s in living if _is_alike(s, grave)]

@@ -50,11 +50,10 @@ class State:
 
     Attributes:
         rank: global.
-        kind: `"call"` in a collective, send or receive; `"joining"` in `init_process_group`; `"building"`
-            in
-          `new_group` and the like; `"unrecorded"` in a function of torch.distributed that is not recorded;
-          `"killed"` ended by a signal or with an error, `"ended"` normally; `"missing"` never started;
-          `"silent"` if nothing is known of a living process.
+        kind: `"call"` in a collective, send or receive; `"joining"` in `init_process_group`; `"building"` in
+            `new_group` and the like; `"unrecorded"` in a function of torch.distributed that is not recorded;
+            `"killed"` by a signal or an error, `"ended"` normally; `"missing"` if it never started;
+            `"silent"` if nothing is known of a living process.
         words: to follow the rank's name: `is asleep in time.sleep`.
         short: a noun for it, such as `the data loader`; empty without one.
         frames: the user's own, innermost first.
