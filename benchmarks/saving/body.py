@@ -1,0 +1,289 @@
+"""One measurement of run.py, on every rank: saves in all ways in turn, around the steps of one trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import paceline
+from paceline.train.saving import Saving
+from paceline.train.trainer import Trainer
+
+WIDTH = 1024
+# Steps between two saves, and the most that are taken until a save is durable.
+BASE_STEPS, MOST_STEPS = 4, 400
+
+
+class Samples:
+    """Random vectors."""
+
+    def __len__(self) -> int:
+        return 1 << 14
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+class Measurement:
+    """A trainer, and the ways to save its state.
+
+    Args:
+        world: the ranks.
+        num_millions: parameters of the model, in millions.
+        layout: of the trainer.
+        folder: for all that is saved.
+    """
+
+    def __init__(self, world: Any, num_millions: float, layout: str, folder: Path) -> None:
+        self.world, self.folder = world, folder
+        num_layers = max(1, round(num_millions * 1e6 / WIDTH**2))
+        self.trainer = Trainer(
+            lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)]),
+            forward=lambda model, batch: model(batch),
+            loss=lambda output, batch: (output.square().sum(), output.numel()),
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-4, foreach=True),
+            layout=layout,
+            microbatch_size=4,
+            reduction="fast",
+            keep=1,
+        )
+        self._loader = self.trainer.loader(Samples(), global_batch_size=4 * world.world_size)
+        self.trainer.resume(folder / "run")
+        self._batches = iter(self._loader)
+        # A group of its own: on the training group, an asynchronous DCP save can hang.
+        self._group = dist.new_group(backend="gloo")
+        self._stager: Any = None
+        self._waited_s = 0.0
+        self._savings = {
+            "paceline full": Saving(world, "full", False, 3),
+            "paceline sharded": Saving(world, "sharded", False, 3),
+            "paceline full, asynchronous": Saving(world, "full", True, 3),
+            "paceline sharded, asynchronous": Saving(world, "sharded", True, 3),
+        }
+        for saving in self._savings.values():
+            saving.start()
+        for _ in range(3):
+            self.step()
+
+    def step(self) -> float:
+        """Takes a step; the seconds it took, all ranks together."""
+        begin_s = time.perf_counter()
+        try:
+            share = next(self._batches)
+        except StopIteration:
+            self._batches = iter(self._loader)
+            share = next(self._batches)
+        self.trainer.step(share)
+        return time.perf_counter() - begin_s
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and optimizer state as torch keeps them: DTensors under dp_shard."""
+        found = dict(self.trainer.models["model"].named_parameters())
+        optimizer = self.trainer._updates["model"].optimizer
+        names = {parameter: name for name, parameter in found.items()}
+        for parameter, held in optimizer.state.items():
+            found |= {f"{names[parameter]}.{key}": value for key, value in held.items() if value.dim()}
+        return {name: value.detach() for name, value in found.items()}
+
+    def ways(self) -> dict[str, Callable[[int], Callable[[], bool]]]:
+        """By name, a function that saves and returns another that tells whether the save is durable."""
+        return {
+            "torch.save, barrier": self._torch_save,
+            "dcp.save": self._dcp_save,
+            "dcp.async_save, thread": self._dcp_thread,
+            "dcp.async_save, process": self._dcp_process,
+            **{name: self._make_paceline(name) for name in self._savings},
+        }
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"other-{number}"
+
+    def _torch_save(self, number: int) -> Callable[[], bool]:
+        whole = {}
+        for name, tensor in self.state().items():
+            value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if self.world.is_main:
+                whole[name] = value
+        if self.world.is_main:
+            torch.save(whole, self._path(number))
+        dist.barrier()
+        return lambda: True
+
+    def _dcp_save(self, number: int) -> Callable[[], bool]:
+        dcp.save(self.state(), checkpoint_id=self._path(number))
+        return lambda: True
+
+    def _dcp_thread(self, number: int) -> Callable[[], bool]:
+        future = dcp.async_save(self.state(), checkpoint_id=self._path(number), process_group=self._group)
+        return future.done  # type: ignore[union-attr]
+
+    def _dcp_process(self, number: int) -> Callable[[], bool]:
+        if self._stager is None:
+            self._stager = DefaultStager(StagingOptions(False, True, False, False))
+        response: Any = dcp.async_save(
+            self.state(),
+            checkpoint_id=self._path(number),
+            process_group=self._group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=self._stager,
+        )
+        return getattr(response, "upload_completion", response).done
+
+    def _make_paceline(self, name: str) -> Callable[[int], Callable[[], bool]]:
+        saving = self._savings[name]
+
+        def save(number: int) -> Callable[[], bool]:
+            handle = self.trainer.save()
+
+            def is_done() -> bool:
+                if handle.outcome is None:
+                    saving._receive(0.0)
+                return handle.outcome is not None or saving._outcome is not None or not saving._is_writing
+
+            return is_done
+
+        return save
+
+    def select(self, name: str) -> Saving | None:
+        """Lets the trainer save in a way of Paceline's; ends the save before."""
+        saving = self._savings.get(name)
+        if saving is not None:
+            self.trainer._saver.saving = saving
+            self.trainer._saver._last = None
+
+        def wait() -> None:
+            begin_s = time.perf_counter()
+            if saving is not None:
+                saving.before_write()
+            self._waited_s += time.perf_counter() - begin_s
+
+        self.trainer.wait_before_writing(wait)
+        return saving
+
+    def measure(self, name: str, number: int) -> dict[str, float]:
+        """One save, with the steps before and after it; the slowest rank counts."""
+        saving = self.select(name)
+        base_s = statistics.median(self.step() for _ in range(BASE_STEPS))
+        dist.barrier()
+        begin_s = time.perf_counter()
+        is_done = self.ways()[name](number)
+        stall_s = time.perf_counter() - begin_s
+        flag, later = torch.zeros(1), []
+        durable_s = None
+        while len(later) < MOST_STEPS:
+            done = is_done()
+            if done and durable_s is None:
+                durable_s = time.perf_counter() - begin_s
+            flag[0] = not done
+            dist.all_reduce(flag)
+            if flag.item() == 0 and later:
+                break
+            self._waited_s = 0.0
+            took_s = self.step()
+            stall_s += self._waited_s  # the optimizer's step waits for the copy
+            later.append(took_s - self._waited_s)
+        if saving is not None and saving._pending is not None:
+            saving.finish(saving._pending)
+        numbers = torch.tensor(
+            [stall_s, durable_s or 0.0, sum(max(0.0, each - base_s) for each in later), base_s]
+        )
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        dist.barrier()
+        if self.world.is_main:
+            shutil.rmtree(self._path(number), ignore_errors=True)
+            with suppress(OSError):
+                self._path(number).unlink()
+        return dict(zip(("stall_s", "durable_s", "excess_s", "step_s"), numbers.tolist(), strict=True))
+
+    def count(self) -> dict[str, Any]:
+        """Bytes and memory of one asynchronous sharded save on this rank."""
+        saving = self.select("paceline sharded, asynchronous")
+        assert saving is not None
+        background = saving.background
+        assert background is not None
+        self.step()
+        before = background.num_copied_bytes
+        path = self.trainer.save(wait=True).wait()
+        sizes = {each.name: each.stat().st_size for each in path.iterdir()}
+        whole = sum(value.numel() * value.element_size() for value in self.state().values())
+        return {
+            "rank": self.world.rank,
+            "state_bytes": whole,
+            "copied_bytes": background.num_copied_bytes - before,
+            "written_bytes": sizes[f"part-{self.world.rank:05d}.safetensors"],
+            "memory_bytes": background.memory_bytes,
+            "writer_peak_bytes": _read_peak(background.writer_pid),
+        }
+
+    def close(self) -> None:
+        """Ends the writers."""
+        for saving in self._savings.values():
+            saving.close()
+
+
+def _read_peak(pid: int | None) -> int | None:
+    """The peak resident memory of a process without what it shares, or `None` where /proc is missing."""
+    with suppress(OSError):
+        text = Path(f"/proc/{pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in text.splitlines())
+        return 1024 * int(fields["VmHWM"].split()[0])
+    return None
+
+
+def main() -> None:
+    """Measures: body.py MILLIONS LAYOUT ROUNDS FOLDER OUT [ONLY]"""
+    millions, layout, rounds, folder, out = sys.argv[1:6]
+    only = sys.argv[6].split(";") if len(sys.argv) > 6 else None
+    world = paceline.start(device="cpu", threads_per_rank=1, seed=1)
+    measurement = Measurement(world, float(millions), layout, Path(folder))
+    names = [name for name in measurement.ways() if only is None or name in only]
+    rows = []
+    for turn in range(int(rounds) + 1):
+        for place, name in enumerate(names):
+            found = measurement.measure(name, turn * len(names) + place)
+            rows.append({"way": name, "round": turn, "load": os.getloadavg()[0], **found})
+    counts: list[Any] = [None] * world.world_size
+    dist.all_gather_object(counts, measurement.count())
+    every = _measure_every_step(measurement)
+    if world.is_main:
+        table = {"rows": rows, "counts": counts, "every_step": every, "ranks": world.world_size}
+        Path(out).write_text(json.dumps(table | {"millions": float(millions), "layout": layout}, indent=1))
+    measurement.close()
+    world.close()
+
+
+def _measure_every_step(measurement: Measurement, num_blocks: int = 6, num_steps: int = 5) -> dict[str, Any]:
+    """Step times with a save after every step, and without, in turn."""
+    measurement.select("paceline sharded, asynchronous")
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(num_blocks):
+        for kind, found in times.items():
+            for _ in range(num_steps):
+                begin_s = time.perf_counter()
+                measurement.step()
+                if kind == "with":
+                    measurement.trainer.save()
+                found.append(time.perf_counter() - begin_s)
+            pending = measurement.trainer._saver.saving._pending
+            if pending is not None:
+                pending.wait()
+    return {f"{kind}_s": statistics.median(found) for kind, found in times.items()}
+
+
+if __name__ == "__main__":
+    main()
