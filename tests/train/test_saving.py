@@ -329,6 +329,30 @@ def test_a_new_start_waits_for_writers_of_the_one_before(ranks: Pool, tmp_path: 
     wait_until_no_writers(5.0)
 
 
+def close_early(world: Any, folder: str, orders: str) -> list[str]:
+    """Asks two handles after their trainers were closed: of a save that ends meanwhile, and of a lost one."""
+    trainer = build_trainer()
+    trainer.resume(f"{folder}/whole")
+    next(steps(trainer, 1))
+    handle = trainer.save()
+    trainer.close()
+    found = [handle.wait().name]
+    with slow_writer(Path(orders), errno=errno.EIO):
+        trainer = build_trainer()
+        trainer.resume(f"{folder}/lost")
+        next(steps(trainer, 1))
+        handle = trainer.save()
+        trainer.close()
+    with pytest.raises(PacelineError) as caught:
+        handle.wait()
+    return [*found, caught.value.code]
+
+
+def test_closing_a_trainer_waits_for_its_last_save(ranks: Pool, tmp_path: Path) -> None:
+    found = ranks.run(close_early, 1, (str(tmp_path), str(tmp_path / "orders")))
+    assert found == [["step-00000001", "PL508"]]
+
+
 # ---- failing disks and lost writers
 
 

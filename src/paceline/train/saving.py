@@ -45,6 +45,9 @@ from paceline.world import World
 
 log = logging.getLogger(__name__)
 
+# How long a rank that ends waits for the outcome of its last save. The writer then finishes alone.
+_CLOSING_S = 30.0
+
 # Saves while all ranks wait, and returns the checkpoint's folder; collective.
 Write = Callable[[World, CheckpointFolder, int, RunState, dict[str, Any]], Path]
 
@@ -173,6 +176,8 @@ class Saving:
         handle = SaveHandle(self, step, folder.path.absolute() / step_name(step), on_commit)
         try:
             background = self.background if write is None else None
+            if background is not self.background:
+                self._tell_why_not("the nodes have disks of their own")
             if background is None or not self._begin(background, folder, handle, state, identity):
                 self._save_now(folder, handle, state, identity, write)
                 self._save_s = time.perf_counter() - begin_s
@@ -184,7 +189,10 @@ class Saving:
         """Wait for the outcome of a save; raises nothing of the save's own."""
         if handle.outcome is not None:
             return
-        assert handle is self._pending
+        if handle is not self._pending:  # the trainer was closed, and the writer has gone on alone
+            there = handle.path.exists()
+            handle.outcome = Outcome(path=handle.path) if there else Outcome(error=_closed_error(handle))
+            return
         begin_s = time.perf_counter()
         self._receive(None)
         outcomes = gather(self._world, self._outcome)
@@ -225,6 +233,14 @@ class Saving:
 
     def close(self) -> None:
         """Let the writer finish; call nothing else after this but `start`."""
+        handle = self._pending
+        if handle is not None and self._is_writing:
+            self._receive(_CLOSING_S)
+            handle.outcome = self._outcome
+            if self._outcome is not None and self._outcome.error is None:
+                handle.on_commit(handle.step)
+            elif self._outcome is not None and self._outcome.error is not None:
+                self._tell(handle, self._outcome.error, self._num_failed + 1)
         if self.background is not None:
             self.background.close()
         self._pending, self._outcome, self._is_writing = None, None, False
@@ -256,13 +272,7 @@ class Saving:
         agree([(entry.error, entry.digest) for entry in entries])
         reasons = [f"rank {rank}: {entry.why_not}" for rank, entry in enumerate(entries) if entry.why_not]
         if reasons:
-            if self._world.is_main and not self._has_told_why_not:
-                log.warning(
-                    "This save is made while training waits, because the state cannot be copied into memory "
-                    "(%s). checkpoint.asynchronous = false avoids the attempt. [PL546]",
-                    reasons[0],
-                )
-                self._has_told_why_not = True
+            self._tell_why_not(f"the state cannot be copied into memory ({reasons[0]})")
             return False
         self._pending, self._outcome, self._is_writing = handle, None, prepared is not None
         if prepared is not None:
@@ -331,6 +341,14 @@ class Saving:
             raise _too_many_error(error, self._num_failed)
         self._tell(handle, error, self._num_failed)
 
+    def _tell_why_not(self, reason: str) -> None:
+        if self._world.is_main and not self._has_told_why_not:
+            self._has_told_why_not = True
+            log.warning(
+                "Saves are made while training waits, because %s. [PL546]",
+                reason,
+            )
+
     def _tell(self, handle: SaveHandle, error: PacelineError, num_failed: int) -> None:
         if self._world.is_main and not handle.is_told:
             handle.is_told = True
@@ -378,6 +396,16 @@ def _join(outcomes: list[Outcome | None]) -> Outcome:
             return outcome
     of_disk = [outcome for outcome in known if outcome.error is not None and outcome.error.code == "PL508"]
     return (of_disk or known)[0]
+
+
+def _closed_error(handle: SaveHandle) -> PacelineError:
+    return PacelineError(
+        "PL548",
+        saw=f"The trainer was closed before the save of step {handle.step} ended, and {handle.path} is not "
+        "there yet.",
+        rule="The writers finish a save alone, and nobody reports its outcome then.",
+        fix="Call wait() on the handle before the trainer is closed, or save(wait=True).",
+    )
 
 
 def _too_many_error(error: PacelineError, num_failed: int) -> PacelineError:

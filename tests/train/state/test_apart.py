@@ -43,9 +43,9 @@ def work(
                 for share in loader:
                     if trainer.step(share).number == first + num_steps:
                         break
-                    trainer.save()
+                    trainer.save(wait=True)
             if num_steps:
-                trainer.save()
+                trainer.save(wait=True)
         return first, describe(trainer)
     except PacelineError as error:
         return f"{error} {error.on_every_rank}"

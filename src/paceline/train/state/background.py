@@ -19,9 +19,6 @@ from paceline.errors import PacelineError
 
 log = logging.getLogger(__name__)
 
-# How long a rank that ends waits for its writer, which then finishes by itself.
-_CLOSING_S = 30.0
-
 
 class Background:
     """The copying and writing of this rank's shares.
@@ -138,13 +135,13 @@ class Background:
         return outcome
 
     def close(self) -> None:
-        """Wait for the copy and, for a limited time, for the writer, which outlives this process."""
+        """Wait for the copy, and let the writer end, which outlives this process if it needs longer."""
         self._finish_reserving()
         if self._state_copy is not None:
             self._state_copy.join()
             self._state_copy = None
         if self._writer is not None:
-            self._writer.close(_CLOSING_S)
+            self._writer.close()
             self._writer = None
         if self._memory is not None:
             self._memory.close()
