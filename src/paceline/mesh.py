@@ -1,7 +1,8 @@
 """Turns a layout's degrees into groups of ranks; only this file and `world.py` make groups.
 
 The axes, and their order in the rank number, are those of the table in `recipe/axes.py`. Rank =
-((replica * dp_shard) + shard) * tp + tp rank, so the ranks of the last axis have consecutive numbers.
+(((stage * dp_replicate) + replica) * dp_shard + shard) * tp + tp rank, so the ranks of the last axis have
+consecutive numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Mesh:
     Attributes:
         layout: the degrees, resolved.
         axes: every axis of the layout, by name.
-        dp_replicate, dp_shard, tp: three of them.
+        pp, dp_replicate, dp_shard, tp: each of them.
         dp: the ranks that run different microbatches and have this rank's place on the other axes.
         replicas: the ranks of dp that hold the same parts of the model.
         model: the ranks that together hold one copy of the model.
@@ -52,8 +53,8 @@ class Mesh:
         self._spare = world.spare_groups
         self.device_mesh = device_mesh
         self.axes = {name: _read_axis(name, device_mesh[name]) for name in list_axes()}
-        self.dp_replicate, self.dp_shard, self.tp = (
-            self.axes[name] for name in ("dp_replicate", "dp_shard", "tp")
+        self.pp, self.dp_replicate, self.dp_shard, self.tp = (
+            self.axes[name] for name in ("pp", "dp_replicate", "dp_shard", "tp")
         )
         self.dp = self._join("dp", list_axes(shares_data=True))
         self.replicas = self._join("replicas", list_axes(shares_data=True, divides_model=False))
@@ -63,9 +64,12 @@ class Mesh:
     def reports(self) -> bool:
         """Whether this rank reports its samples' results, so that a sum over ranks counts each sample once.
 
-        The first of the ranks that run the same microbatches reports.
+        Of the ranks that run the same microbatches, the first that has the model's output reports. Under pp
+        that is on the last rank.
         """
-        return all(self.axes[name].rank == 0 for name in list_axes(shares_data=False))
+        if self.pp.rank != self.pp.size - 1:
+            return False
+        return all(self.axes[name].rank == 0 for name in list_axes(shares_data=False) if name != "pp")
 
     def borrow_group(self, axis: Axis) -> dist.ProcessGroup:
         """Return a second group over the ranks of an axis, with its own sequence of collectives.

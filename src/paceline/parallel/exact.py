@@ -71,7 +71,7 @@ class ExactReduction:
         self._rank = 0 if group is None else group.rank()
         self._plan: ReductionPlan | None = None
         self._last_leaf: int | None = None
-        self._sum: TreeSum[Gradients] = TreeSum(0, _add_gradients)
+        self._sum: TreeSum[Gradients] = TreeSum(0, add_gradients)
         self.exchange: Exchange | None = None
         self._line: _OrderedThread | None = None
         if group is not None:
@@ -88,7 +88,7 @@ class ExactReduction:
                 consecutively.
         """
         self._plan = plan_reduction(num_owned)
-        self._sum = TreeSum(self._plan.num_leaves, _add_gradients)
+        self._sum = TreeSum(self._plan.num_leaves, add_gradients)
         before, own = sum(num_owned[: self._rank]), num_owned[self._rank]
         self._last_leaf = before + own - 1 if own else None
 
@@ -113,7 +113,7 @@ class ExactReduction:
         DDP requires one for every parameter that an earlier microbatch has used.
         """
         for parameter in self._parameters:
-            parameter.grad = _nothing_like(parameter)
+            parameter.grad = nothing_like(parameter)
 
     @torch.no_grad()
     def end(self, *, reduced: bool) -> None:
@@ -129,13 +129,13 @@ class ExactReduction:
         if self._line is not None and self._line.failures:
             raise self._line.failures[0]
         subtrees = self._sum.subtrees
-        self._sum, self._plan = TreeSum(0, _add_gradients), None
+        self._sum, self._plan = TreeSum(0, add_gradients), None
         if reduced or not subtrees:
             return
         # Several subtrees remain only if the other ranks' are left out on purpose (`Replica.silenced`).
         *others, (_, total) = subtrees
         for _, gradients in reversed(others):
-            total = _add_gradients(gradients, total)
+            total = add_gradients(gradients, total)
         for parameter, gradient in zip(self._parameters, total, strict=True):
             parameter.grad = gradient
 
@@ -258,7 +258,7 @@ def _complete_subtrees(
         return []
     if not aside:
         return [[total]]
-    tree = TreeSum(plan.num_leaves, _add_gradients, aside)
+    tree = TreeSum(plan.num_leaves, add_gradients, aside)
     tree.push((leaf, leaf + 1), list(views))
     *others, _ = tree.subtrees
     flat = [[_flatten_like(g, view) for g, view in zip(values, views, strict=True)] for _, values in others]
@@ -282,7 +282,7 @@ def _view_gradients(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor
     return views
 
 
-def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Return the sum, in place of `right`. A missing gradient adds nothing, not even the sign of a zero."""
     lefts, rights = [g for g in left if g is not None], [g for g in right if g is not None]
     if len(lefts) < len(left) or len(rights) < len(right):
@@ -295,14 +295,14 @@ def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
 def _flatten_like(gradient: Tensor | None, view: Tensor) -> Tensor:
     """Return the elements in the order of `view` in memory: buckets follow their parameters' strides."""
     if gradient is None:
-        return _nothing_like(view).reshape(-1)
+        return nothing_like(view).reshape(-1)
     if view.is_contiguous():
         return gradient.reshape(-1)
     order = sorted(range(view.dim()), key=view.stride, reverse=True)
     return gradient.permute(order).reshape(-1)
 
 
-def _nothing_like(tensor: Tensor) -> Tensor:
+def nothing_like(tensor: Tensor) -> Tensor:
     """Return zeros that change no bit of a sum: x + -0.0 is x, also for -0.0."""
     return torch.full_like(tensor, -0.0)
 

@@ -40,9 +40,10 @@ def measure_norm(
         mesh: the ranks, or `None` for one.
         exact: whether the bits must not depend on dp_shard.
     """
-    device, dtype = parameters[0].device, parameters[0].dtype
+    first = next((p for p in parameters if not p.is_meta), parameters[0])  # others are on other stages
+    device, dtype = first.device, first.dtype
     if exact:
-        squares = _add_rows(gradients, parameters, placement, mesh)
+        squares = _add_rows(gradients, parameters, placement, mesh, device)
     elif mesh is None or not placement.is_divided:
         return _norm_of_all([gradient for _, gradient in gradients], dtype, device)
     else:
@@ -77,10 +78,21 @@ def _norm_of_all(gradients: list[Tensor | None], dtype: torch.dtype, device: tor
 
 
 def _add_rows(
-    gradients: Named, parameters: Sequence[Tensor], placement: Placement, mesh: Mesh | None
+    gradients: Named,
+    parameters: Sequence[Tensor],
+    placement: Placement,
+    mesh: Mesh | None,
+    device: torch.device,
 ) -> Tensor:
     """Return the sum of squares in an order that only tp may change."""
-    rows = [_measure_rows(g, p) for (_, g), p in zip(gradients, parameters, strict=True)]
+    # A weight on several stages counts on the first of them.
+    counted = [
+        None if placement.holders and g is not None and not placement.counts(name, g) else g
+        for name, g in gradients
+    ]
+    rows = [_measure_rows(g, p, device) for g, p in zip(counted, parameters, strict=True)]
+    if mesh is not None and placement.holders:
+        rows = _fill_in_stages(rows, mesh)
     if mesh is not None and mesh.dp_shard.size > 1:
         # Replaces the rows of a shard that a rank has; a whole tensor has all of its rows already.
         shards = [place for place, p in enumerate(parameters) if isinstance(p, DTensor)]
@@ -93,10 +105,10 @@ def _add_rows(
     for (name, _), own in zip(gradients, rows, strict=True):
         split = placement.splits.get(name)
         by_axis.setdefault("" if split is None else split.axis, []).append(own)
-    total = _add_squares(by_axis.pop("", []), parameters[0])
+    total = _add_squares(by_axis.pop("", []), device)
     for name in sorted(by_axis):
         assert mesh is not None
-        axis, own = mesh.axes[name], _add_squares(by_axis[name], parameters[0])
+        axis, own = mesh.axes[name], _add_squares(by_axis[name], device)
         parts = [torch.empty_like(own) for _ in range(axis.size)]
         dist.all_gather(parts, own, group=axis.group)
         total = torch.stack(parts).sum() + total
@@ -107,10 +119,22 @@ def _count_rows(parameter: Tensor) -> int:
     return parameter.shape[0] if parameter.dim() else 1
 
 
-def _measure_rows(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+def _fill_in_stages(rows: list[Tensor], mesh: Mesh) -> list[Tensor]:
+    """Return all rows, from those of this rank's stages and zeros for the others'; one collective over pp.
+
+    One rank has each row, so the sum is exact.
+    """
+    lengths = [len(row) for row in rows]
+    whole = torch.cat([row.double() for row in rows])
+    dist.all_reduce(whole, group=mesh.pp.group)
+    parts = torch.split(whole, lengths)
+    return [part.to(row.dtype) for part, row in zip(parts, rows, strict=True)]
+
+
+def _measure_rows(gradient: Tensor | None, parameter: Tensor, device: torch.device) -> Tensor:
     """Return the norm of each row that this rank has."""
     if gradient is None:
-        return torch.zeros(_count_rows(local(parameter)), dtype=parameter.dtype, device=parameter.device)
+        return torch.zeros(_count_rows(local(parameter)), dtype=parameter.dtype, device=device)
     rows = local(gradient)
     if rows.dim() < 2:
         return rows.reshape(-1)
@@ -141,7 +165,7 @@ def _starts(lengths: list[int]) -> list[int]:
     return starts
 
 
-def _add_squares(rows: list[Tensor], like: Tensor) -> Tensor:
+def _add_squares(rows: list[Tensor], device: torch.device) -> Tensor:
     if not rows:
-        return torch.zeros((), dtype=torch.float64, device=like.device)
+        return torch.zeros((), dtype=torch.float64, device=device)
     return torch.cat(rows).double().square().sum()

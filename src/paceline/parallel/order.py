@@ -25,6 +25,7 @@ from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
+from paceline.parallel.stages.layout import Stages
 from paceline.parallel.tensor.apply import apply_plan
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
@@ -46,7 +47,7 @@ class Settings:
         comm_hook: the user's `(state, hook)` for the gradients of replicas.
         sync_batchnorm: whether to convert BatchNorm to `SyncBatchNorm`.
         compile: whether to `torch.compile` the model; under dp_shard, tp or recompute, each of its blocks.
-        example: calls the model on a batch of a few samples; needed for tp.
+        example: calls the model on a batch of a few samples; needed for tp and pp.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
     """
 
@@ -78,6 +79,7 @@ class LaidOut:
         masks: the model's dropout.
         plan: how tp splits it.
         lent: the exact reduction's group, borrowed from the mesh.
+        stages: those of pp, if there are several ranks of it.
     """
 
     replica: Replica | None
@@ -87,6 +89,7 @@ class LaidOut:
     masks: Masks
     plan: SplitPlan | None
     lent: dist.ProcessGroup | None
+    stages: Stages | None = None
 
 
 def parallelize(
@@ -122,6 +125,9 @@ def parallelize(
         align_with_main(model)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
+    if layout.pp > 1:
+        assert mesh is not None
+        return _cut(model, mesh, settings, masks, device, construction)
     plan = None
     if layout.tp > 1:
         assert mesh is not None
@@ -205,6 +211,29 @@ def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Sp
     apply_plan(model, plan, mesh.tp, masks)
     log.info("%s", plan.describe())
     return plan
+
+
+def _cut(
+    model: nn.Module,
+    mesh: Mesh,
+    settings: Settings,
+    masks: Masks,
+    device: torch.device,
+    construction: Construction | None,
+) -> LaidOut:
+    """Cut a model into stages, on the whole model; then drop, or never make, what is on other ranks."""
+    stages = Stages(model, mesh, settings.example, masks, device)
+    named = dict(model.named_parameters())
+    names = {id(p): name for name, p in named.items()}
+    holders = {
+        name: stages.holders[names[id(p)]] for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    placement = Placement(model, mesh, holders=holders)
+    stages.drop_others()
+    if construction is not None:
+        place_values(construction, device)  # of other stages nothing is on the meta device any more
+    lent = mesh.borrow_group(mesh.dp) if mesh.dp.size > 1 else None
+    return LaidOut(None, None, None, placement, masks, None, lent, stages)
 
 
 def _fill(model: nn.Module, construction: Construction, placement: Placement, device: torch.device) -> None:

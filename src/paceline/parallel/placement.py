@@ -33,6 +33,8 @@ class Placement:
         mesh: the ranks, or `None` for one.
         splits: by full name, the `Split` that divides a parameter or buffer; tied names each.
         partial: by name of a whole parameter, the axis whose ranks each have a part of its gradient only.
+        holders: by full name of a parameter, tied names each, the ranks of pp that hold it; on the others it
+            is on the meta device. Empty without pp.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Placement:
         mesh: Mesh | None,
         splits: Mapping[str, Split] | None = None,
         partial: Mapping[str, str] | None = None,
+        holders: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.splits = dict(splits or {})
         self.partial = dict(partial or {})
+        self.holders = dict(holders or {})
         self._model = model
         self._mesh = mesh
 
@@ -66,6 +70,10 @@ class Placement:
             found.append(self._axis(self.splits[name].axis))
         return tuple(found)
 
+    def holds(self, name: str) -> bool:
+        """Return whether this rank has a part of a parameter or buffer, or all of it."""
+        return name not in self.holders or self._axis("pp").rank in self.holders[name]
+
     def counts(self, name: str, tensor: Tensor) -> bool:
         """Return whether this rank counts a tensor in a sum that counts each part of one copy once.
 
@@ -74,6 +82,10 @@ class Placement:
         if self._mesh is None:
             return True
         parted = {axis.name for axis in self.part_axes(name, tensor)}
+        if name in self.holders:
+            parted.add("pp")
+            if self.holders[name][0] != self._axis("pp").rank:
+                return False
         return all(self._axis(axis).rank == 0 for axis in list_axes(divides_model=True) if axis not in parted)
 
     def _axis(self, name: str) -> Axis:
@@ -94,6 +106,8 @@ class Placement:
                 of steps, is whole already.
         """
         split = self.splits.get(name)
+        if name in self.holders and tensor.dim():
+            return self._send_from_holder(name, tensor)
         if isinstance(tensor, DTensor):
             tensor = self._join_rows(tensor)
         elif tensor.dim() == 0:
@@ -105,6 +119,23 @@ class Placement:
         parts = [torch.empty_like(own) for _ in range(axis.size)]
         dist.all_gather(parts, own, group=axis.group)
         return split.join(parts)
+
+    def _send_from_holder(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the tensor of the first rank of pp that holds it; collective over pp."""
+        axis, holder = self._axis("pp"), self.holders[name][0]
+        if axis.rank == holder:
+            # As bytes, which every library sends.
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), group=axis.group, group_src=holder)
+            return tensor
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        dist.broadcast(found.reshape(-1).view(torch.uint8), group=axis.group, group_src=holder)
+        return found
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the parts that this rank holds."""
+        return next(t.device for name, t in self._model.named_parameters() if self.holds(name))
 
     def _join_rows(self, tensor: DTensor) -> Tensor:
         """Return the whole tensor that dp_shard divides.
@@ -125,7 +156,12 @@ class Placement:
         return torch.cat([part[: max(0, num_rows - rank * most)] for rank, part in enumerate(rows)])
 
     def part(self, name: str, whole: Tensor, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor laid out like `parameter`; may share its memory."""
+        """Return this rank's part of a whole tensor laid out like `parameter`; may share its memory.
+
+        On a rank that holds nothing of it, that is an empty tensor.
+        """
+        if not self.holds(name):
+            return whole.reshape(-1)[:0]
         split = self.splits.get(name)
         if split is not None:
             whole = split.take(whole, self._axis(split.axis).rank)
@@ -138,6 +174,8 @@ class Placement:
 
     def write(self, name: str, parameter: Tensor, whole: Tensor) -> None:
         """Write a whole value into a parameter or buffer, each rank its part. No collective."""
+        if not self.holds(name):
+            return
         with torch.no_grad():
             target = local(parameter.detach())
             target.copy_(self.part(name, whole, parameter))
@@ -150,7 +188,7 @@ class Placement:
 
     def divides(self, name: str, parameter: Tensor, whole: Any) -> bool:
         """Return whether a whole tensor must be divided like a parameter."""
-        is_divided = name in self.splits or isinstance(parameter, DTensor)
+        is_divided = name in self.splits or isinstance(parameter, DTensor) or not self.holds(name)
         return (
             is_divided
             and isinstance(whole, Tensor)

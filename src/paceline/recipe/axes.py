@@ -36,9 +36,9 @@ class AxisKind:
     change_cost: float = 1.5
 
 
-def _ranks(help_text: str, *, default: int | None = 1, **facts: Any) -> Any:
+def _ranks(help_text: str, *, default: int | None = 1, kw_only: bool = False, **facts: Any) -> Any:
     """Make a row of the table; see `AxisKind`."""
-    return field(default=default, metadata={"help": help_text, **facts})
+    return field(default=default, kw_only=kw_only, metadata={"help": help_text, **facts})
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,15 @@ class Degrees:
     The ranks of the last axis are neighbours, on one node if its degree allows it, because it sends most.
     """
 
+    # Stages send least: one activation per microbatch. So they may be farthest apart.
+    pp: int = _ranks(
+        "Ranks that each hold some of the blocks, one behind the other; any model is cut, and weights keep "
+        "their bits.",
+        kw_only=True,
+        divides_model=True,
+        divides_sample=True,
+        change_cost=1.75,
+    )
     # Replication is the easiest to change: it moves no memory and nothing inside the model.
     dp_replicate: int | None = _ranks(
         'Copies of the model, each training on its share of the global batch; `"auto"`: as many as there are '
@@ -76,7 +85,6 @@ OPEN = "dp_replicate"
 # Named so that a recipe with one of these gets a clear answer instead of "unknown key"; each with its help.
 PLANNED = {
     "cp": "Ranks that share the sequence of a sample; not in this version.",
-    "pp": "Ranks that each hold some of the blocks; not in this version.",
     "ep": "Ranks that each hold some of the experts; not in this version.",
 }
 AXES = tuple(AxisKind(row.name, **row.metadata) for row in fields(Degrees))

@@ -33,6 +33,7 @@ class ModelFacts:
         seq_len: tokens of a sample.
         max_rows: the largest first dimension among its parameters: dp_shard divides these.
         num_blocks: repeated blocks, which recompute works on.
+        num_cuts: places at which pp can cut it, each before the call of a block.
         has_batchnorm: whether statistics over samples belong to it.
     """
 
@@ -44,6 +45,7 @@ class ModelFacts:
     seq_len: int | None = None
     max_rows: int | None = None
     num_blocks: int | None = None
+    num_cuts: int | None = None
     has_batchnorm: bool | None = None
 
 
@@ -60,6 +62,7 @@ class RunFacts:
         has_comm_hook: whether the user gave a communication hook.
         ddp: settings of the replication.
         shard: settings of the sharding.
+        compile: as `train.compile`.
     """
 
     dtype: str = "fp32"
@@ -70,6 +73,7 @@ class RunFacts:
     has_comm_hook: bool = False
     ddp: DdpSection = field(default_factory=DdpSection)
     shard: ShardSection = field(default_factory=ShardSection)
+    compile: bool = False
 
 
 def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
@@ -86,6 +90,7 @@ def read_facts(recipe: Recipe) -> tuple[ModelFacts, RunFacts]:
         sync_batchnorm=train.sync_batchnorm,
         ddp=recipe.ddp,
         shard=recipe.shard,
+        compile=train.compile,
     )
     if isinstance(recipe.model, ResnetModel):
         return _read_resnet(recipe.model), run
@@ -115,6 +120,7 @@ def _read_transformer(model: GptModel | EncoderModel, data: TextData | MaskedTex
         seq_len=data.seq_len,
         max_rows=None if vocab_size is None else max(vocab_size, *rows),
         num_blocks=model.layers,
+        num_cuts=model.layers,
         has_batchnorm=False,
     )
 
@@ -124,5 +130,6 @@ def _read_resnet(model: ResnetModel) -> ModelFacts:
         splits=False,
         max_rows=max(NUM_CLASSES, model.width * 2 ** (len(model.blocks) - 1)),
         num_blocks=sum(model.blocks),
+        num_cuts=sum(model.blocks),
         has_batchnorm=True,
     )

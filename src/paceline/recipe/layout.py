@@ -15,11 +15,15 @@ from paceline.recipe.axes import AXES, OPEN, PLANNED, Degrees, list_axes
 Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
 Offload = Literal["none", "cpu", "disk"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "bfs"]
+MOST_CHUNKS = 16
 CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": get_args(Zero),
     "sequence": (False, True),
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
+    "schedule": get_args(Schedule),
+    "chunks": tuple(range(1, MOST_CHUNKS + 1)),
 }
 MOST_RANKS = 1 << 20
 
@@ -37,12 +41,16 @@ class Layout(Degrees):
         recompute: which activations are computed again in backward instead of kept: none, all of each
             block, or (selective) all but matrix products and attention.
         offload: where dp_shard keeps parameters and optimizer state between uses.
+        schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`.
+        chunks: stages of the model that each rank of pp holds.
     """
 
     zero: Zero = 3
     sequence: bool = False
     recompute: Recompute = "none"
     offload: Offload = "none"
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Layout:

@@ -129,7 +129,8 @@ def list_candidates(world_size: int, recompute: Sequence[str], offload: Sequence
     """Yield every combination of words whose degrees multiply to `world_size`, legal or not."""
     for degrees in _list_degrees(world_size, [axis for axis in reversed(list_axes()) if axis != OPEN]):
         for words in itertools.product(reversed(CHOICES["zero"]), CHOICES["sequence"], recompute, offload):
-            chosen: dict[str, Any] = dict(zip(CHOICES, words, strict=True))
+            names = ("zero", "sequence", "recompute", "offload")
+            chosen: dict[str, Any] = dict(zip(names, words, strict=True))
             yield Layout(**degrees, **chosen)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, create_model, model_validator
 
 from paceline.errors import PacelineError
 from paceline.recipe.axes import AXES, OPEN, PLANNED, list_axes
-from paceline.recipe.layout import Layout, Offload, Recompute, Zero, check_degree
+from paceline.recipe.layout import MOST_CHUNKS, Layout, Offload, Recompute, Schedule, Zero, check_degree
 from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ class LayoutSection(_DegreesSection):
     offload: Offload = Layout.offload
     """Where `dp_shard` keeps parameters and optimizer state between uses: `"none"` (on the device), `"cpu"`
     (in the CPU's memory), or `"disk"` (in memory-mapped files, see `shard.offload_folder`)."""
+    schedule: Schedule = Layout.schedule
+    """The order in which ranks of `pp` run forwards and backwards. `"interleaved"` and `"bfs"` go around the
+    ranks `chunks` times. `paceline plan schedule` draws them."""
+    chunks: Annotated[PositiveInt, Field(le=MOST_CHUNKS)] = Layout.chunks
+    """Stages of the model that each rank of `pp` holds; 2 or more for schedules that go around the ranks."""
 
     @model_validator(mode="after")
     def _check(self) -> LayoutSection:

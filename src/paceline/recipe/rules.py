@@ -209,17 +209,111 @@ def shard_settings_apply(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterat
         )
 
 
+def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield more stages than blocks, and words of pp that do not fit each other: a stage begins with a
+    block."""
+    if layout.pp == 1:
+        changed = [
+            f"layout.{word}={getattr(layout, word)}"
+            for word in ("schedule", "chunks")
+            if getattr(layout, word) != getattr(Layout, word)
+        ]
+        if changed and layout.num_ranks > 1:
+            yield Finding(
+                "PL490",
+                "layout.schedule",
+                f"{' '.join(changed)} with layout.pp=1.",
+                "They say how the stages of a pipeline run; without pp there are none.",
+                "Set pp=2 or more, or leave them out.",
+            )
+        return
+    loops = layout.schedule in ("interleaved", "bfs")
+    if loops != (layout.chunks > 1):
+        yield Finding(
+            "PL475",
+            "layout.chunks",
+            f"layout.schedule={layout.schedule} with layout.chunks={layout.chunks}.",
+            "interleaved and bfs go around the ranks several times, so each rank holds at least 2 stages; "
+            "under 1f1b and gpipe it holds 1.",
+            "Set chunks=2." if loops else "Leave chunks out, or set schedule=interleaved.",
+        )
+    num_stages = layout.pp * layout.chunks
+    if model.num_cuts is not None and num_stages > max(model.num_cuts, 1):
+        yield Finding(
+            "PL491",
+            "layout.pp",
+            f"layout.pp={layout.pp} with chunks={layout.chunks}, for a model of {model.num_cuts} repeated "
+            "blocks.",
+            f"Each of the {num_stages} stages begins with a block of its own.",
+            f"Set pp to at most {max(1, model.num_cuts // layout.chunks)}, or put the model's layers into "
+            "an nn.ModuleList.",
+        )
+
+
+def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield what pp does not go with in this version."""
+    if layout.pp == 1:
+        return
+    has = f"layout.pp={layout.pp} with "
+    for is_there, key, saw, rule, fix in (
+        (
+            layout.dp_shard > 1,
+            "layout.dp_shard",
+            f"layout.dp_shard={layout.dp_shard}",
+            "A stage is replicated, not sharded.",
+            f"Set dp_shard=1 and dp_replicate={layout.dp_shard}.",
+        ),
+        (
+            layout.tp > 1,
+            "layout.tp",
+            f"layout.tp={layout.tp}",
+            "The matrix products inside of a stage are not split.",
+            f"Set tp=1 and pp={layout.pp * layout.tp}.",
+        ),
+        (
+            layout.recompute != "none",
+            "layout.recompute",
+            f"layout.recompute={layout.recompute}",
+            "A stage keeps its activations.",
+            "Leave recompute out.",
+        ),
+        (
+            run.reduction != "exact",
+            "train.reduction",
+            f'train.reduction="{run.reduction}"',
+            "Gradients of a pipeline are added in the exact order.",
+            'Set train.reduction="exact".',
+        ),
+        (
+            bool(model.has_batchnorm),
+            "layout.pp",
+            "BatchNorm",
+            "Its running statistics would be those of one stage on every rank.",
+            "Use dp_replicate or dp_shard, or a norm without running statistics.",
+        ),
+        (
+            run.compile,
+            "train.compile",
+            "train.compile=true",
+            "A stage runs a part of the model's forward, which a compiled forward does not have.",
+            "Leave compile out.",
+        ),
+    ):
+        if is_there:
+            yield Finding("PL492", key, f"{has}{saw}.", f"{rule} This version has no other way.", fix)
+
+
 def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
     """Yield settings of DDP without DDP: it replicates only if dp_shard does not share out data too."""
-    if layout.num_ranks == 1 or (layout.dp_shard == 1 and layout.num_replicas > 1):
+    if layout.num_ranks == 1 or (layout.dp_shard == 1 and layout.num_replicas > 1 and layout.pp == 1):
         return
     why = (
         f"with layout.dp_shard={layout.dp_shard}."
         if layout.dp_shard > 1
-        else f"with layout.dp_replicate=1 {name_degrees(layout, shares_data=False)}."
+        else f"with layout.dp_replicate={layout.num_replicas} {name_degrees(layout, shares_data=False)}."
     )
     rule = (
-        "Buckets and hooks belong to DistributedDataParallel, which is used only with dp_shard=1 and "
+        "Buckets and hooks belong to DistributedDataParallel, which is used only with dp_shard=1, pp=1 and "
         "dp_replicate above 1."
     )
     changed = list_changed(run.ddp)
@@ -265,6 +359,8 @@ RULES: tuple[Rule, ...] = (
     shard_settings_apply,
     replication_applies,
     batchnorm_is_there,
+    stages_have_blocks,
+    stages_go_with,
 )
 
 

@@ -24,6 +24,7 @@ from paceline.train.building import (
     check_numbers,
     check_reduction,
     check_several,
+    check_stages,
 )
 from paceline.train.same_settings import describe_code
 from paceline.train.settings import describe_function, name_settings
@@ -123,6 +124,7 @@ class Arguments:
         )
         if names is not None:
             check_several(layout)
+        check_stages(layout, self.loss_over)
 
     def lay_out(self, layout: Layout, example: Callable[[nn.Module], Any] | None) -> Settings:
         """Return the settings for laying out the models.

@@ -29,6 +29,7 @@ from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
 from paceline.train.runners.sharded import ShardedRunner
+from paceline.train.runners.staged import StagedRunner
 from paceline.train.runners.whole import WholeRunner
 from paceline.train.settings import BuiltOptimizer
 from paceline.train.update import Update, Updated
@@ -102,6 +103,8 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
     laid_out = parallelize(model, settings.mesh, laying_out, device, built.construction)
     optimizer = factory(list(model.named_parameters()))
     check_optimizer(name, optimizer, model)
+    if laid_out.stages is not None:
+        laid_out.stages.vacate()
     if laid_out.placement.is_divided and type(optimizer).__name__ in _MIXING:
         raise PacelineError(
             "PL466",
@@ -171,6 +174,9 @@ def build_runner(name: str, model: nn.Module, laid_out: LaidOut, settings: Updat
         "seed": settings.seed,
         "track_used": settings.laying_out.tracks_use,
     }
+    if laid_out.stages is not None:
+        assert settings.mesh is not None
+        return StagedRunner(name, model, laid_out, settings.mesh, **common)
     if laid_out.shards is not None:
         assert settings.mesh is not None
         return ShardedRunner(name, model, laid_out, settings.mesh, **common)
@@ -193,6 +199,7 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
     model = ModelFacts(
         max_rows=max((p.shape[0] for p in built.model.parameters() if p.dim()), default=None),
         num_blocks=len(blocks),
+        num_cuts=None if blocks else 0,  # a block may be called several times: the trial forward counts
         has_batchnorm=any(isinstance(module, BatchNormBase) for module in built.model.modules()),
     )
     run = RunFacts(
@@ -203,6 +210,7 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
         has_comm_hook=settings.comm_hook is not None,
         ddp=DdpSection(**asdict(settings.ddp)),
         shard=ShardSection(**asdict(settings.shard)),
+        compile=settings.compile,
     )
     Rules(model, run).refuse(settings.layout, world_size)
 
@@ -216,6 +224,17 @@ def check_several(layout: Layout) -> None:
             rule="Several models must be replicated, because communication in the middle of their common "
             "loss would have no fixed order.",
             fix="Use dp_replicate for all ranks, or train one model.",
+        )
+
+
+def check_stages(layout: Layout, loss_over: str) -> None:
+    """Raise PL488 for a loss that needs whole forwards on each rank."""
+    if layout.pp > 1 and loss_over != "microbatch":
+        raise PacelineError(
+            "PL488",
+            saw=f'loss_over="{loss_over}" with layout.pp={layout.pp}.',
+            rule="Under pp a forward is divided among ranks, and this loss runs it twice.",
+            fix="Compute the loss on microbatches, or use dp_replicate or dp_shard.",
         )
 
 

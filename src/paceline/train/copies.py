@@ -88,7 +88,8 @@ class Copies:
         self._name = name
         self._optimizer = optimizer
         self._views: dict[str, _View] = {}
-        self._parameters = list(model.named_parameters())
+        # Under pp, those of this rank's stages. Weights on several stages are not compared between them.
+        self._parameters = [(n, p) for n, p in model.named_parameters() if placement.holds(n)]
         self._cut = {n for n, _ in self._parameters if n in placement.splits}
         self._statistics = [
             (f"{own}.{key}", buffer)

@@ -156,6 +156,8 @@ class Phases:
 
     def _probe(self, update: Update, objective: Loss, share: Share) -> None:
         """Check how the cut into microbatches affects a model, before its first update; collective."""
+        if update.runner.is_staged:
+            return  # no rank can run a whole forward; the trial forward has refused changing buffers
         is_divided = update.placement.is_divided
         models, mesh = list(self._models.values()), self._mesh
         probe = Probe(models, update.runner, mesh, is_divided=is_divided, dtype=self._precision.name)

@@ -41,7 +41,7 @@ from paceline.train.runners.work import Launch, Work
 from paceline.train.same_settings import StepSettings
 from paceline.train.settings import BuiltOptimizer, moves_schedule
 from paceline.train.state.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
-from paceline.train.state.pieces import join_pieces
+from paceline.train.state.pieces import complete_pieces, join_pieces
 
 GradientHook = Callable[[dict[str, Tensor]], None]
 # The unit changes only if the total weight differs from it by more than this factor: communication hooks
@@ -246,8 +246,12 @@ class Update:
         self.runner.close()
 
     def optimizer_pieces(self) -> Any:
-        """Return the optimizer's state by parameter name, with this rank's pieces of divided tensors."""
-        return optimizer_state_by_name(self.optimizer, self.model.named_parameters(), self.placement)
+        """Return the optimizer's state by parameter name, with this rank's pieces of divided tensors.
+
+        Collective over pp, where each rank has the state of its own stages.
+        """
+        found = optimizer_state_by_name(self.optimizer, self.model.named_parameters(), self.placement)
+        return found if self._mesh is None else complete_pieces(found, self.placement, self._mesh.pp)
 
     def optimizer_state(self, *, keep: bool = True) -> Any:
         """Return the optimizer's state by parameter name, as whole tensors; collective.

@@ -29,7 +29,7 @@ from paceline.verifying.compare import (
     measure_distance,
     share_apart,
 )
-from paceline.verifying.observe import list_parts, take_part
+from paceline.verifying.observe import holds, list_parts, take_part
 from paceline.verifying.reference import Reference, key_of
 from paceline.verifying.run_steps import KINDS, run_steps
 from paceline.verifying.subject import Opened, Subject
@@ -137,6 +137,8 @@ class Comparer:
 
     def _take_part(self, owner: str, whole: Tensor) -> Tensor:
         # Optimizer state that does not have its parameter's shape (a count of steps) is whole on every rank.
+        if not holds(self._trainer, owner):
+            return whole.reshape(-1)[:0]
         shape = self._reference.tensor(key_of(0, "initial", owner)).shape
         return take_part(self._trainer, owner, whole) if whole.shape == shape else whole
 

@@ -25,7 +25,8 @@ def list_tensors(trainer: Trainer) -> Iterator[tuple[str, str, Tensor]]:
     Buffers that are not saved are included.
     """
     for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
-        yield "weight", name, take_local(parameter)
+        if holds(trainer, name):
+            yield "weight", name, take_local(parameter)
     for name, buffer in trainer.model.named_buffers(remove_duplicate=False):
         yield "buffer", name, take_local(buffer)
 
@@ -65,6 +66,12 @@ def take_part(trainer: Trainer, name: str, whole: Tensor) -> Tensor:
         owner = own_buffers(module)[key]
     part: Tensor = placement.part(name, whole, owner)
     return part.cpu()
+
+
+def holds(trainer: Trainer, name: str) -> bool:
+    """Return whether this rank has a part of a parameter or buffer; under pp, it is of one of its stages."""
+    placement = _find_placement(trainer)
+    return placement is None or bool(placement.holds(name))
 
 
 def _find_placement(trainer: Trainer) -> Any:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -237,7 +238,11 @@ def _(base: Tensor, name: str, size: list[int], p: float, like: Tensor) -> Tenso
 def _mask(kind: str, size: Sequence[int], p: float, like: Tensor) -> tuple[Tensor, Masks | None, str]:
     """Return the next draw's mask, and the masks to notify and the draw's key; only inside `drawing`."""
     assert scope.top is not None
-    name = scope.top.name_draw(kind)
+    return _draw(scope.top.name_draw(kind), size, p, like)
+
+
+def _draw(name: str, size: Sequence[int], p: float, like: Tensor) -> tuple[Tensor, Masks | None, str]:
+    """Return the mask of a named draw, and the masks to notify and the draw's key."""
     if torch.compiler.is_compiling():
         return _keep_compiled(scope.base.number, name, list(size), p, like), None, name
     masks = _find_masks()
@@ -254,7 +259,18 @@ def _is_drawn(x: Tensor) -> bool:
 
 
 def _drop(x: Tensor, p: float, inplace: bool, kind: str = "dropout") -> Tensor:
-    keep, masks, key = _mask(kind, x.shape, p, x)
+    assert scope.top is not None
+    # Named before a mode that follows the forward may leave the rest out: later draws keep their names.
+    name = scope.top.name_draw(kind)
+    if not torch.compiler.is_compiling() and has_torch_function((x,)):
+        result: Tensor = handle_torch_function(_drop_named, (x,), x, p, inplace, name)
+        return result
+    return _drop_named(x, p, inplace, name)
+
+
+def _drop_named(x: Tensor, p: float, inplace: bool, name: str) -> Tensor:
+    """Drop elements by the mask of a named draw: one call of a function for modes of functions."""
+    keep, masks, key = _draw(name, x.shape, p, x)
     y = apply_mask(x, keep, p, inplace)
     if masks is not None and masks.on_draw is not None:
         masks.on_draw(key, x, y)

@@ -21,12 +21,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.data.share import Share
 from paceline.errors import PacelineError
@@ -35,6 +34,7 @@ from paceline.generators import seed_generators
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.dropout.find import find_random
+from paceline.parallel.flops import FlopCounter
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
@@ -103,6 +103,9 @@ class Runner(ABC):
         self._seed = seed
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.used: list[bool] | None = [False] * len(self._trained) if track_used else None
+
+    # Whether ranks run parts of a forward, so that none of them can run all of it.
+    is_staged = False
 
     # What a layout decides
 
@@ -357,8 +360,7 @@ class Runner(ABC):
 
         Under tp, each rank is assumed to run an equal part of all operations.
         """
-        counter = FlopCounterMode(display=False)
-        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        counter = FlopCounter()
         with counter, torch.compiler.set_stance("force_eager"):
             yield
         num_samples = math.ceil(share.num_samples / share.num_microbatches)
@@ -369,22 +371,6 @@ class Runner(ABC):
         for finding in self._masks.unsafe[self._num_unsafe_logged :]:
             log.warning("%s", finding)
         self._num_unsafe_logged = len(self._masks.unsafe)
-
-
-class _NoModules:
-    """A replacement for the `ModuleTracker` of a counter that is read for the total only.
-
-    torch's tracker registers hooks on the modules' inputs that raise in `torch.autograd.grad`, as a gradient
-    penalty calls it.
-    """
-
-    parents: ClassVar = {"Global"}
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *args: object) -> None:
-        pass
 
 
 def _constant_loss_error(name: str, index: int) -> PacelineError:

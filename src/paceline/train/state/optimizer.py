@@ -100,7 +100,7 @@ def load_optimizer_state_by_name(
         for parameter in group["params"]:
             name = names[parameter]
             held = saved[name]["state"]
-            if held:
+            if held and (placement is None or placement.holds(name)):
                 state[parameter] = {
                     key: _place_step(value, parameter, group)
                     if key == "step"

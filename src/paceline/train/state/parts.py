@@ -74,6 +74,10 @@ class Parts:
         """Whether this rank lacks a part of the model."""
         return self.placement is not None
 
+    def holds(self, name: str) -> bool:
+        """Return whether this rank has anything of a tensor of the models."""
+        return self.placement is None or self.placement.holds(name)
+
     def list_model(self) -> dict[str, Any]:
         """Return the models' tensors by full name. Tied names share theirs.
 
@@ -93,10 +97,13 @@ class Parts:
     def list_holders(self, own: OwnPart) -> list[tuple[Part, tuple[int, ...]]]:
         """Return the different parts of a tensor, each with the ranks that hold it; alike on every rank."""
         shape, split, is_sharded = self._describe(own)
-        key = (shape, split, is_sharded)
+        stages = None if self.placement is None else self.placement.holders.get(own.name)
+        key = (shape, split, is_sharded, stages)
         if key not in self._holders:
             found: dict[Part, list[int]] = {}
             for rank in range(self._layout.num_ranks):
+                if stages is not None and self._layout.find_place(rank)["pp"] not in stages:
+                    continue
                 found.setdefault(self._part_at(rank, shape, split, is_sharded), []).append(rank)
             self._holders[key] = [(part, tuple(ranks)) for part, ranks in found.items()]
         return self._holders[key]
@@ -110,7 +117,11 @@ class Parts:
         """
         name = _name_in_checkpoint(names)
         tensor = self._tensors.get(name) if isinstance(name, str) else None
-        if self.placement is None or tensor is None or not self._is_divided(str(name), tensor):
+        if self.placement is None or tensor is None:
+            return None
+        if not self.placement.holds(str(name)) and shape == tuple(tensor.shape) and shape:
+            return Part(shape, ((), *(((0, size),) for size in shape[1:])))
+        if not self._is_divided(str(name), tensor):
             return None
         whole, split, is_sharded = self._describe(OwnPart(str(name), tensor))
         return self._part_at(self.rank, whole, split, is_sharded) if whole == shape else None

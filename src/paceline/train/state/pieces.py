@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from paceline.mesh import Axis
 from paceline.parallel.placement import Placement
 from paceline.torch_seams.trees import tree_map_only
 
@@ -26,6 +29,41 @@ class OwnPart:
 
     name: str
     tensor: Tensor
+
+
+def complete_pieces(tree: dict[str, Any], placement: Placement, pp: Axis) -> dict[str, Any]:
+    """Add the state of parameters on other stages to an optimizer's tree; collective over pp.
+
+    Tensors laid out like their parameter become pieces of one number; the rest (a count of steps) is copied.
+    """
+    if not placement.holders:
+        return tree
+
+    def describe(value: Any) -> Any:
+        return _Form(value.tensor.shape, value.tensor.dtype) if isinstance(value, OwnPart) else value
+
+    own = {
+        name: {key: describe(value) for key, value in each["state"].items()}
+        for name, each in tree["parameters"].items()
+        if placement.holders[name][0] == pp.rank
+    }
+    gathered: list[Any] = [None] * pp.size
+    dist.all_gather_object(gathered, own, group=pp.group)
+    for name, each in tree["parameters"].items():
+        if not placement.holds(name):
+            each["state"] = {
+                key: OwnPart(name, torch.zeros((), dtype=value.dtype).expand(value.shape))
+                if isinstance(value, _Form)
+                else value
+                for key, value in gathered[placement.holders[name][0]][name].items()
+            }
+    return tree
+
+
+@dataclass(frozen=True)
+class _Form:
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def join_pieces(tree: Any, placement: Placement | None, *, keep: bool = True) -> Any:

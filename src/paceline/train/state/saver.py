@@ -255,7 +255,7 @@ class Saver:
             self._rows.resume(found)
         if tree is None:
             return None
-        _load_models(models, tree["model"])
+        _load_models(models, tree["model"], parts)
         state = tree["state"]
         counters: dict[str, Any] = state["counters"]
         self._saved_settings, self._is_complete = state.get("settings"), False
@@ -371,10 +371,12 @@ class Saver:
         return CheckpointFolder(self.folder, keep=self._keep)
 
 
-def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any]) -> None:
+def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any], parts: Parts) -> None:
     """Copy this rank's parts of the tensors into the models."""
     with torch.no_grad():
         for name, tensor in model_tensors(models).items():
+            if not parts.holds(name):
+                continue
             local(tensor).copy_(tensors[name])
 
 

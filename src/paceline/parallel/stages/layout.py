@@ -1,0 +1,262 @@
+"""`Stages`: a model cut into stages over `pp`, of which this rank holds some.
+
+The cut follows from one trial forward on an example batch. Parameters of other stages stay in the model under
+their names, on the meta device. A weight that several stages use is on each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.mesh import Mesh
+from paceline.parallel.blocks import find_blocks
+from paceline.parallel.dropout.find import find_random
+from paceline.parallel.dropout.replacements import Masks
+from paceline.parallel.stages.plan import StageCut, find_starts
+from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
+from paceline.parallel.stages.stage import run_stage
+from paceline.phrases import name_some
+from paceline.pipeline.orders import make_schedule, place_stages
+from paceline.pipeline.schedule import Schedule
+from paceline.recipe.layout import Layout
+from paceline.torch_seams.modules import own_parameters
+from paceline.torch_seams.trees import tree_leaves
+
+log = logging.getLogger(__name__)
+
+# Records are kept for so many shapes of batches.
+_MOST_RECORDS = 256
+
+
+class Stages:
+    """The stages of one model.
+
+    Args:
+        model: whole, on any device.
+        mesh: with several ranks of pp.
+        example: calls the model on a batch of a few samples.
+        masks: the model's dropout.
+        device: of the laid-out model.
+
+    Attributes:
+        homes: by stage, the rank of pp that holds it.
+        own: the stages of this rank.
+        shared: by name of a weight that several stages use, these stages.
+        holders: by name of a parameter, the ranks of pp that hold it, that of its first stage first.
+
+    Raises:
+        PacelineError: PL481, PL483, PL484 and PL487 for models that cannot be cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        example: Callable[[nn.Module], Any] | None,
+        masks: Masks,
+        device: torch.device,
+    ) -> None:
+        if example is None:
+            raise PacelineError(
+                "PL486",
+                saw=f"layout.pp={mesh.pp.size} without example=.",
+                rule="A model is cut into stages by one forward of a batch of a few samples.",
+                fix="Pass example= to Trainer, a batch of the form that step gets.",
+            )
+        layout = mesh.layout
+        self.homes = place_stages(layout.schedule, layout.pp, layout.chunks)
+        self.own = [stage for stage, home in enumerate(self.homes) if home == mesh.pp.rank]
+        self._rank = mesh.pp.rank
+        self._layout: Layout = layout
+        self._model = model
+        self._device = device
+        self._blocks = [name for name, _ in find_blocks(model)]
+        self._records: OrderedDict[Any, StageCut] = OrderedDict()
+        self._schedules: dict[int, Schedule] = {}
+        record = self._try(example, masks)
+        if record.num_segments < len(self.homes):
+            raise _few_blocks_error(record.num_segments - 1, layout)
+        self._starts = find_starts(record.costs, len(self.homes))
+        cut = StageCut(record, self._starts)
+        cut.check_writes()
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        users = self._find_users(cut)
+        self.shared = {name: stages for name, stages in users.items() if len(stages) > 1}
+        self.users = users
+        self.holders = {
+            name: tuple(dict.fromkeys(self.homes[stage] for stage in stages))
+            for name, stages in users.items()
+        }
+        log.info("%s", self._describe(record))
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages of the model."""
+        return len(self.homes)
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank holds a parameter."""
+        return self._rank in self.holders[name]
+
+    def make_schedule(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a step in which this pipeline runs so many microbatches."""
+        if num_microbatches not in self._schedules:
+            chunks = self._layout.chunks
+            self._schedules[num_microbatches] = make_schedule(
+                self._layout.schedule, self._layout.pp, num_microbatches, chunks
+            )
+        return self._schedules[num_microbatches]
+
+    def drop_others(self) -> None:
+        """Put a tensor of one number in the place of every parameter of another stage.
+
+        The optimizer's factory then sees parameters on the device, of their shapes. `vacate` follows.
+        """
+        for name, parameter in list(self._model.named_parameters()):
+            if not self.holds(name):
+                small = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(parameter.shape)
+                self._replace(parameter, nn.Parameter(small, requires_grad=parameter.requires_grad))
+        self._names = {id(p): name for name, p in self._model.named_parameters()}
+
+    def vacate(self) -> None:
+        """Move the parameters of other stages to the meta device, where computing with them is an error."""
+        for name, parameter in self._model.named_parameters():
+            if not self.holds(name):
+                empty = torch.empty_like(parameter, device="meta")
+                other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                other.__dict__.update(parameter.__dict__)
+                with contextlib.suppress(RuntimeError):  # nn.LSTM has weak references to its weights
+                    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+
+    def find_cut(self, batch: Any, run: Callable[[], Any]) -> StageCut:
+        """Return the cut of a forward on a batch, from a trial forward for each new shape.
+
+        Args:
+            batch: on the device.
+            run: calls the model on it.
+
+        Raises:
+            PacelineError: PL481 to PL485.
+        """
+        leaves = [
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in tree_leaves(batch)
+        ]
+        training = tuple(module.training for module in self._model.modules())
+        key = tuple(leaves), hash(training), torch.is_grad_enabled()
+        found = self._records.get(key)
+        if found is None:
+            record = record_forward(self._model, self._blocks, run, self._device)
+            found = StageCut(record, (*self._starts[:-1], record.num_segments))
+            if record.num_segments != self._starts[-1]:
+                raise _segments_error(record.num_segments - 1, self._starts[-1] - 1)
+            found.check_writes()
+            self._check_users(found)
+            self._records[key] = found
+            if len(self._records) > _MOST_RECORDS:
+                self._records.popitem(last=False)
+        self._records.move_to_end(key)
+        return found
+
+    def run(
+        self, cut: StageCut, stage: int, received: dict[Made, Tensor], run: Callable[[], Any]
+    ) -> tuple[dict[Made, Tensor], Any]:
+        """Run one stage; see `run_stage`."""
+        return run_stage(self._model, self._blocks, cut, stage, received, run, self._device)
+
+    def list_summed(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters whose gradients are added up on a stage: those it uses first."""
+        return [
+            (name, p)
+            for name, p in self._model.named_parameters()
+            if self.users[name][0] == stage and p.requires_grad
+        ]
+
+    def _try(self, example: Callable[[nn.Module], Any], masks: Masks) -> ForwardRecord:
+        found: list[ForwardRecord] = []
+
+        def run() -> None:
+            with masks.drawing(0, range(2)):
+                found.append(
+                    record_forward(self._model, self._blocks, lambda: example(self._model), self._device)
+                )
+
+        draws = find_random(self._model, run)
+        if draws:
+            raise PacelineError(
+                "PL487",
+                saw=f"{draws[0].where}: {draws[0].saw}",
+                rule="A rank of pp leaves out other stages with their draws, so it would draw other numbers "
+                "than one process.",
+                fix="Draw with nn.Dropout, F.dropout or dropout in F.scaled_dot_product_attention.",
+            )
+        return found[0]
+
+    def _find_users(self, cut: StageCut) -> dict[str, tuple[int, ...]]:
+        """Return the stages that use each parameter; one that no stage uses belongs to the first."""
+        used = cut.record.parameters
+        return {
+            self._names[number]: tuple(sorted({cut.find_stage(s) for s in used.get(number, {0})}))
+            for number in self._names
+        }
+
+    def _check_users(self, cut: StageCut) -> None:
+        for name, stages in self._find_users(cut).items():
+            others = set(stages) - set(self.users[name])
+            used = any(self._names[number] == name for number in cut.record.parameters)
+            if others and used:
+                raise PacelineError(
+                    "PL485",
+                    saw=f"stage {min(others)} uses {name}, which is on stage {self.users[name][0]}.",
+                    rule="The trial forward says which stage uses which weight.",
+                    fix="Make the model use its weights alike in every forward, in training and evaluation.",
+                )
+
+    def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        new.__dict__.update(old.__dict__)
+        for module in self._model.modules():
+            own = own_parameters(module)
+            for key in [key for key, value in own.items() if value is old]:
+                setattr(module, key, new)
+
+    def _describe(self, record: ForwardRecord) -> str:
+        total = sum(record.costs) or 1.0
+        shares = [
+            f"{sum(record.costs[first:last]) / total:.0%}"
+            for first, last in zip(self._starts, self._starts[1:], strict=False)
+        ]
+        begins = [f"block {start}" if start else "the start" for start in self._starts[:-1]]
+        text = (
+            f"pp: {self.num_stages} stages that begin with {', '.join(begins)} and have {', '.join(shares)}"
+        )
+        text += f" of the operations; schedule {self._layout.schedule}"
+        if self.shared:
+            text += f"; on several stages: {name_some(list(self.shared))}"
+        return text
+
+
+def _few_blocks_error(num_blocks: int, layout: Layout) -> PacelineError:
+    return PacelineError(
+        "PL491",
+        saw=f"layout.pp={layout.pp} with chunks={layout.chunks}, for a forward that calls "
+        f"{num_blocks} blocks.",
+        rule="Each stage begins with a block of its own.",
+        fix="Lower pp or chunks, or put the model's layers into an nn.ModuleList.",
+    )
+
+
+def _segments_error(num_blocks: int, expected: int) -> PacelineError:
+    return PacelineError(
+        "PL482",
+        saw=f"the forward of a batch calls {num_blocks} blocks, and that of the example {expected}.",
+        rule="The stages of a model begin with the same blocks for every batch.",
+        fix="Call every block for every batch; multiply by zero what must not count.",
+    )

@@ -1,0 +1,95 @@
+"""Chooses where a model is cut, and lists what crosses each cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paceline.errors import PacelineError
+from paceline.parallel.stages.record import ForwardRecord, LearnedTensor
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """A record divided into stages.
+
+    Attributes:
+        record: of one forward.
+        starts: the first segment of every stage, and one more for the end.
+    """
+
+    record: ForwardRecord
+    starts: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.starts) - 1
+
+    def find_stage(self, segment: int) -> int:
+        """Return the stage that a segment belongs to."""
+        return max(stage for stage in range(self.num_stages) if self.starts[stage] <= segment)
+
+    @cached_property
+    def crossings(self) -> list[list[LearnedTensor]]:
+        """By stage, what it receives: made before it, and used in it or behind it."""
+        found: list[list[LearnedTensor]] = [[]]
+        for start in self.starts[1:-1]:
+            found.append(
+                [
+                    tensor
+                    for tensor in self.record.learned.values()
+                    if tensor.segment < start and any(use >= start for use in tensor.uses)
+                ]
+            )
+        found.append([])
+        return found
+
+    def check_writes(self) -> None:
+        """Raise PL483 if a stage changes in place what another one made."""
+        for made, segment, module in self.record.writes:
+            if self.find_stage(self.record.learned[made].segment) != self.find_stage(segment):
+                raise PacelineError(
+                    "PL483",
+                    saw=f"{module or 'the model'} changes a tensor in place that an earlier stage made.",
+                    rule="Under pp, a stage gets a copy of what earlier stages made, and may have to pass "
+                    "it on unchanged.",
+                    fix="Use the operation that returns a new tensor, for example x + y in place of x += y.",
+                )
+
+
+def find_starts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return the cut into consecutive stages whose most expensive stage costs least.
+
+    Args:
+        costs: by segment; the first one is what comes before the first block.
+        num_stages: at most the number of segments.
+
+    Returns:
+        The first segment of each stage, and the number of segments.
+    """
+    num_segments = len(costs)
+    assert num_segments >= num_stages
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # By the end of a part: (the largest cost, the sum of squares, the starts). The squares make cuts even
+    # where the largest cost leaves a choice.
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [
+        (sums[end], sums[end] ** 2, (0,)) if end else None for end in range(num_segments + 1)
+    ]
+    for stage in range(1, num_stages):
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (num_segments + 1)
+        for end in range(stage + 1, num_segments + 1):
+            choices = []
+            for start in range(stage, end):
+                before = best[start]
+                if before is not None:
+                    own = sums[end] - sums[start]
+                    choices.append((max(before[0], own), before[1] + own**2, (*before[2], start)))
+            following[end] = min(choices) if choices else None
+        best = following
+    found = best[num_segments]
+    assert found is not None
+    return (*found[2], num_segments)

@@ -1,0 +1,315 @@
+"""Records one forward without computing it: what each call returns, and what is used where.
+
+The parameters are replaced by tensors without numbers (torch's fake tensors), so everything that depends on
+them has a shape only. What depends on the batch alone (positions, masks) is computed as usual.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.parallel.flops import FlopCounter
+from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_function
+from paceline.torch_seams.fake import FakeTensorMode
+from paceline.torch_seams.trees import tree_flatten, tree_map_only
+
+# Functions that turn a tensor into a value of Python.
+_READS = frozenset(
+    {"__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy", "is_nonzero"}
+)
+_WRITES = frozenset(
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__"}
+)
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format)
+# A tensor's name: the call that made it, and its place among that call's results.
+Made = tuple[Call, int]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A part of what a call returned.
+
+    Attributes:
+        alias: number of the argument that it is, if it is one.
+        shape, dtype: of a new tensor; `None` for a plain value.
+        made: the name of the tensor, if the forward made it.
+        value: the plain value.
+    """
+
+    alias: int | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    made: Made | None = None
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call returned.
+
+    Attributes:
+        function: the name of the function that was called; "" for a module.
+        spec: the containers around the leaves.
+        leaves: in order.
+        end: the segment after the call.
+    """
+
+    function: str
+    spec: Any
+    leaves: tuple[Leaf, ...]
+    end: int
+
+
+@dataclass(frozen=True)
+class LearnedTensor:
+    """A tensor that depends on parameters.
+
+    Attributes:
+        made: its name.
+        shape, stride, dtype: its own.
+        needs_grad: whether a gradient flows back to it.
+        segment: where it is made.
+        uses: segments that use it; the last one for outputs of the model.
+    """
+
+    made: Made
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    segment: int
+    uses: frozenset[int]
+
+
+@dataclass
+class ForwardRecord:
+    """One forward.
+
+    Attributes:
+        num_segments: one more than blocks were called.
+        functions: what every call of a function returned.
+        modules: what every call of a module returned, by path.
+        learned: the tensors that depend on parameters, by name, in the order in which they were made.
+        opened: calls of modules out of which more than their result is used; these are followed inside.
+        parameters: by the id of a parameter, the segments that use it.
+        costs: floating-point operations by segment.
+        writes: tensors that a later segment changes in place: (name, segment, module).
+    """
+
+    num_segments: int = 0
+    functions: dict[Call, Result] = field(default_factory=dict)
+    modules: dict[str, Result] = field(default_factory=dict)
+    learned: dict[Made, LearnedTensor] = field(default_factory=dict)
+    opened: set[str] = field(default_factory=set)
+    parameters: dict[int, set[int]] = field(default_factory=dict)
+    costs: list[float] = field(default_factory=list)
+    writes: list[tuple[Made, int, str]] = field(default_factory=list)
+
+
+def record_forward(
+    model: nn.Module, blocks: Collection[str], run: Callable[[], Any], device: torch.device
+) -> ForwardRecord:
+    """ForwardRecord a forward.
+
+    Args:
+        model: its parameters may be on the meta device.
+        blocks: full names of the modules between which the model may be cut.
+        run: calls the model.
+        device: of the model when it trains.
+
+    Raises:
+        PacelineError: PL481 for a decision by a computed value, PL484 for a tensor kept on a module.
+    """
+    recorder = _Recorder(model, blocks, device)
+    with _kept_attributes(model), FlopCounter() as counter:
+        recorder.count = counter.get_total_flops
+        with recorder.following():
+            output = run()
+    return recorder.finish(output)
+
+
+class _Recorder(Walker):
+    def __init__(self, model: nn.Module, blocks: Collection[str], device: torch.device) -> None:
+        super().__init__(model, blocks)
+        self.count: Callable[[], float] = float
+        self._record = ForwardRecord(costs=[])
+        self._counted = 0.0
+        self._keep: list[Any] = []  # ids stay those of these objects
+        self._names: dict[int, Made] = {}
+        self._paths: dict[Made, str] = {}
+        self._found: dict[Made, tuple[Tensor, int]] = {}
+        self._users: dict[Made, set[tuple[int, str]]] = defaultdict(set)
+        self._outputs: dict[str, set[int]] = {}
+        self._raw: dict[str, tuple[Any, list[Any], list[Tensor], int]] = {}
+        self._learned: set[int] = set()
+        self._twins: dict[int, Tensor] = {}
+        self._origins: dict[int, int] = {}
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        parameters = {id(p) for p in model.parameters()}
+        for tensor in (*model.parameters(), *model.buffers()):
+            is_parameter = id(tensor) in parameters
+            if id(tensor) in self._twins or not (is_parameter or tensor.is_meta):
+                continue
+            with torch.no_grad(), mode:
+                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            self._twins[id(tensor)] = twin.requires_grad_(tensor.requires_grad)
+            if is_parameter:
+                self._learned.add(id(twin))
+                self._origins[id(twin)] = id(tensor)
+
+    def enter_block(self, name: str) -> None:
+        self._count_segment()
+        super().enter_block(name)
+
+    def _count_segment(self) -> None:
+        total = self.count()
+        self._record.costs.append(total - self._counted)
+        self._counted = total
+
+    def run_function(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, lambda t: self._twins.get(id(t), t), (args, kwargs))
+        inputs, name = list_tensors((args, kwargs)), name_function(function)
+        is_learned = any(id(tensor) in self._learned for tensor in inputs)
+        if is_learned and name in _READS:
+            raise _decision_error(self.module_name, name)
+        self._use(inputs)
+        output = function(*args, **kwargs)
+        outputs = list_tensors(output)
+        if not outputs:
+            return output
+        if is_learned:
+            self._note_write(name, inputs[0])
+        self._keep += outputs
+        for place, tensor in enumerate(outputs):
+            if id(tensor) not in self._names and not any(tensor is each for each in inputs):
+                made = call, place
+                self._names[id(tensor)] = made
+                self._found[made] = tensor, self.segment
+                self._paths[made] = self.path
+            if is_learned:
+                self._learned.add(id(tensor))
+        self._record.functions[call] = self._describe(name, output, inputs, self.segment)
+        return output
+
+    def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        inputs = list_tensors((args, kwargs))
+        self._keep += inputs
+        path = self.path
+        output = call(*args, **kwargs)
+        self._keep += list_tensors(output)
+        self._outputs[path] = {id(tensor) for tensor in list_tensors(output)}
+        self._record.modules[path] = self._describe("", output, inputs, self.segment)
+        leaves, _ = tree_flatten(output)
+        if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+            self._record.opened.add(path)  # it returns an object that may hold anything
+        return output
+
+    def finish(self, output: Any) -> ForwardRecord:
+        """Return the record of a forward that has ended."""
+        record = self._record
+        self._count_segment()
+        record.num_segments = self.segment + 1
+        for tensor in list_tensors(output):
+            if id(tensor) in self._names:
+                self._users[self._names[id(tensor)]].add((self.segment, ""))
+        for made, (tensor, segment) in self._found.items():
+            users = self._users[made]
+            self._open(made, tensor, users)
+            if id(tensor) in self._learned:
+                record.learned[made] = LearnedTensor(
+                    made,
+                    tuple(tensor.shape),
+                    tuple(tensor.stride()),
+                    tensor.dtype,
+                    tensor.requires_grad and tensor.is_floating_point(),
+                    segment,
+                    frozenset(used for used, _ in users),
+                )
+        return record
+
+    def _open(self, made: Made, tensor: Tensor, users: set[tuple[int, str]]) -> None:
+        """Mark the calls of modules that a tensor leaves other than as their result."""
+        parts = self._paths[made].split("/") if self._paths[made] else []
+        for depth in range(1, len(parts) + 1):
+            path = "/".join(parts[:depth])
+            if id(tensor) in self._outputs.get(path, ()):
+                continue
+            if any(user != path and not user.startswith(f"{path}/") for _, user in users):
+                self._record.opened.add(path)
+
+    def _use(self, inputs: list[Tensor]) -> None:
+        for tensor in inputs:
+            if id(tensor) in self._origins:
+                self._record.parameters.setdefault(self._origins[id(tensor)], set()).add(self.segment)
+            elif id(tensor) in self._names:
+                self._users[self._names[id(tensor)]].add((self.segment, self.path))
+
+    def _note_write(self, name: str, target: Tensor) -> None:
+        if name not in _WRITES and (not name.endswith("_") or name.endswith("__")):
+            return
+        for tensor in (target, target._base):
+            made = None if tensor is None else self._names.get(id(tensor))
+            if made is not None and self._found[made][1] < self.segment:
+                self._record.writes.append((made, self.segment, self.module_name))
+
+    def _describe(self, function: str, output: Any, inputs: list[Tensor], end: int) -> Result:
+        leaves, spec = tree_flatten(output)
+        places = {id(tensor): place for place, tensor in enumerate(inputs)}
+        found = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                found.append(Leaf(value=leaf if isinstance(leaf, _PLAIN) else None))
+            elif id(leaf) in places:
+                found.append(Leaf(alias=places[id(leaf)]))
+            else:
+                made = self._names.get(id(leaf))
+                found.append(Leaf(shape=tuple(leaf.shape), dtype=leaf.dtype, made=made))
+        return Result(function, spec, tuple(found), end)
+
+
+@contextmanager
+def _kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Refuse a forward that puts tensors into attributes of modules; restore what it changed."""
+    before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    try:
+        yield
+        for name, module, attributes in before:
+            for key, value in vars(module).items():
+                if key == "forward" or attributes.get(key) is value or key.startswith("_"):
+                    continue
+                if list_tensors(value):
+                    raise _kept_error(name, key)
+    finally:
+        for _, module, attributes in before:
+            for key in [key for key in vars(module) if key not in attributes]:
+                del module.__dict__[key]
+            module.__dict__.update(attributes)
+
+
+def _decision_error(module: str, name: str) -> PacelineError:
+    return PacelineError(
+        "PL481",
+        saw=f"the forward of {module or 'the model'} reads the value of a tensor that depends on the weights "
+        f"({name}).",
+        rule="Under pp, a rank has the values of its own stage only, and the model is cut from a forward "
+        "without numbers.",
+        fix="Compute the choice with tensors (torch.where), or use dp_shard or tp in place of pp.",
+    )
+
+
+def _kept_error(module: str, key: str) -> PacelineError:
+    return PacelineError(
+        "PL484",
+        saw=f"the forward puts a tensor into the attribute {key!r} of {module or 'the model'}.",
+        rule="Under pp, a rank runs its own stage only, so an attribute that another stage sets is missing "
+        "or old there.",
+        fix="Return the tensor from the module's forward and pass it on as an argument.",
+    )

@@ -1,0 +1,173 @@
+"""Runs one stage of a model: the user's whole forward, of which only the stage's own part is computed.
+
+Calls that belong to earlier stages are answered: a module is not run, and its result is what was received, or
+a tensor of the right shape that nothing reads. The forward is left when the first block of the next stage is
+called. Inside the stage's own blocks nothing is watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.parallel.stages.plan import StageCut
+from paceline.parallel.stages.record import Made, Result
+from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_function
+from paceline.torch_seams.dispatch import without_functions
+from paceline.torch_seams.trees import tree_leaves, tree_unflatten
+
+
+class _Left(BaseException):
+    """The forward has reached the next stage. No error, so that no `except Exception` of a model stops it."""
+
+
+def run_stage(
+    model: nn.Module,
+    blocks: Collection[str],
+    cut: StageCut,
+    stage: int,
+    received: dict[Made, Tensor],
+    run: Callable[[], Any],
+    device: torch.device,
+) -> tuple[dict[Made, Tensor], Any]:
+    """Run one stage.
+
+    Args:
+        model: with the parameters of this stage.
+        blocks: as in the record.
+        cut: of a forward on a batch of the same shapes.
+        stage: its number.
+        received: the tensors of `cut.crossings[stage]`.
+        run: calls the model.
+        device: of the model.
+
+    Returns:
+        The tensors of `cut.crossings[stage + 1]`, and the model's output on the last stage, else `None`.
+
+    Raises:
+        PacelineError: PL482 if the forward takes another path than the recorded one.
+    """
+    runner = _StageRun(model, blocks, cut, stage, received, device)
+    output = None
+    try:
+        with runner.following():
+            output = run()
+    except _Left:
+        pass
+    else:
+        if stage + 1 < cut.num_stages:
+            raise _path_error("it ended before the next stage began")
+    missing = [made for made in runner.wanted if made not in runner.sent]
+    if missing:
+        raise _path_error(f"{len(missing)} of the tensors that the next stage needs were not made")
+    return {made: runner.sent[made] for made in runner.wanted}, output
+
+
+class _StageRun(Walker):
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Collection[str],
+        cut: StageCut,
+        stage: int,
+        received: dict[Made, Tensor],
+        device: torch.device,
+    ) -> None:
+        super().__init__(model, blocks)
+        self.wanted = [tensor.made for tensor in cut.crossings[stage + 1]]
+        self.sent = {made: received[made] for made in self.wanted if made in received}
+        self._record = cut.record
+        self._first, self._end = cut.starts[stage], cut.starts[stage + 1]
+        self._is_last = stage + 1 == cut.num_stages
+        self._received = received
+        self._device = device
+        self._wanted = set(self.wanted)
+        self._stubs: dict[int, Tensor] = {}
+
+    def enter_block(self, name: str) -> None:
+        super().enter_block(name)
+        if self.segment >= self._end and not self._is_last:
+            raise _Left
+
+    def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = self.path
+        result = self._record.modules.get(path)
+        if result is None:
+            raise _path_error(f"{name or 'the model'} is called where the trial forward did not call it")
+        is_open = path in self._record.opened
+        if (
+            self.segment < self._first
+            and result.end < self._first
+            and not is_open
+            and self._is_learned(result)
+        ):
+            self.segment = result.end
+            return self._answer(result, list_tensors((args, kwargs)))
+        if name in self._blocks and not is_open and self.segment >= self._first:
+            with without_functions():
+                output = call(*args, **kwargs)
+            for leaf, value in zip(result.leaves, tree_leaves(output), strict=True):
+                self._take(leaf.made, value)
+            return output
+        return call(*args, **kwargs)
+
+    def run_function(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
+        result = self._record.functions.get(call)
+        if result is not None and result.function != name_function(function):
+            raise _path_error(
+                f"{self.module_name or 'the model'} calls {name_function(function)} where the trial forward "
+                f"called {result.function}"
+            )
+        if self.segment < self._first and result is not None:
+            inputs = list_tensors((args, kwargs))
+            if self._is_learned(result):
+                return self._answer(result, inputs)
+            changes_stub = all(leaf.alias is not None for leaf in result.leaves)
+            if changes_stub and any(id(t) in self._stubs or t.requires_grad for t in inputs):
+                return self._answer(result, inputs)  # an operation in place on what is not here
+        output = function(*args, **kwargs)
+        tensors = list_tensors(output)
+        if tensors and result is None:
+            raise _path_error(f"{self.module_name or 'the model'} calls {name_function(function)} once more")
+        for place, tensor in enumerate(tensors):
+            self._take((call, place), tensor)
+        return output
+
+    def _is_learned(self, result: Result) -> bool:
+        return any(leaf.made in self._record.learned for leaf in result.leaves if leaf.made is not None)
+
+    def _take(self, made: Made | None, value: Any) -> None:
+        if made in self._wanted and made not in self.sent and isinstance(value, Tensor):
+            assert made is not None
+            self.sent[made] = value
+
+    def _answer(self, result: Result, inputs: list[Tensor]) -> Any:
+        leaves: list[Any] = []
+        for leaf in result.leaves:
+            if leaf.alias is not None:
+                leaves.append(inputs[leaf.alias])
+            elif leaf.shape is None:
+                leaves.append(leaf.value)
+            elif leaf.made in self._received:
+                assert leaf.made is not None
+                leaves.append(self._received[leaf.made])
+            else:
+                with without_functions():
+                    # One number for the whole tensor: it has a shape and costs no memory.
+                    stub = torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape)
+                self._stubs[id(stub)] = stub
+                leaves.append(stub)
+        return tree_unflatten(leaves, result.spec)
+
+
+def _path_error(saw: str) -> PacelineError:
+    return PacelineError(
+        "PL482",
+        saw=f"the forward does not repeat the trial forward on a batch of these shapes: {saw}.",
+        rule="Under pp, every stage follows the calls of the trial forward.",
+        fix="Make the forward depend on shapes and settings alone, not on values or on earlier calls.",
+    )

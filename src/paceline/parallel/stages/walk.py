@@ -1,0 +1,115 @@
+"""Follows a forward: the modules that are called, the functions that they call, and how many blocks began.
+
+A forward is named by its calls: a function call is the n-th call of a function in the call of a module, and a
+call of a module is named by those above it (`layers.3~0/mlp~0`). So the same call has the same name on every
+stage, whatever was left out before it. The *segment* is the number of blocks that have been called so far:
+blocks are where a model may be cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from paceline.torch_seams.trees import tree_leaves
+
+# The path of a module's call, and the number of a function's call in it.
+Call = tuple[str, int]
+
+
+class Walker(TorchFunctionMode):
+    """A mode that follows one forward; see the module's docstring.
+
+    Args:
+        model: its modules are named.
+        blocks: full names of the modules that begin a segment.
+
+    Attributes:
+        segment: the number of blocks that have been called.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
+        super().__init__()
+        self.segment = 0
+        self._model = model
+        self._blocks = frozenset(blocks)
+        self._stack: list[str] = []
+        self._numbers = [0]
+        self._calls: list[Counter[str]] = [Counter()]
+
+    @property
+    def path(self) -> str:
+        """The name of the innermost call of a module; "" outside of all."""
+        return "/".join(self._stack)
+
+    @property
+    def module_name(self) -> str:
+        """The full name of the innermost module, for messages."""
+        return self._stack[-1].rpartition("~")[0] if self._stack else ""
+
+    def enter_block(self, name: str) -> None:
+        """Note that a block begins."""
+        self.segment += 1
+
+    def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module's forward."""
+        return call(*args, **kwargs)
+
+    def run_function(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of torch."""
+        return function(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = self._numbers[-1]
+        self._numbers[-1] += 1
+        return self.run_function((self.path, number), func, args, kwargs or {})
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the forward inside the context."""
+        replaced: list[tuple[nn.Module, Any]] = []
+        for name, module in self._model.named_modules():
+            replaced.append((module, vars(module).get("forward")))
+            module.forward = self._wrap(name, module.forward)
+        try:
+            with self:
+                yield
+        finally:
+            for module, own in replaced:
+                if own is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = own
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if name in self._blocks:
+                self.enter_block(name)
+            number = self._calls[-1][name]
+            self._calls[-1][name] += 1
+            self._stack.append(f"{name}~{number}")
+            self._numbers.append(0)
+            self._calls.append(Counter())
+            try:
+                return self.run_module(name, call, args, kwargs)
+            finally:
+                self._stack.pop()
+                self._numbers.pop()
+                self._calls.pop()
+
+        return forward
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def name_function(function: Any) -> str:
+    """Return the name of a function of torch."""
+    return getattr(function, "__name__", type(function).__name__)

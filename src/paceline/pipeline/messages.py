@@ -1,0 +1,86 @@
+"""Lists the messages of a schedule: what each rank sends to which other, in the order in which it sends.
+
+Receives must be posted in the sender's order: some libraries match messages by their order alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from paceline.pipeline.schedule import Action, ActionKind, Schedule
+
+
+class Payload(StrEnum):
+    """What a message carries."""
+
+    OUTPUT = "output"  # what a stage made, and what it passes on
+    GRADIENT = "gradient"  # of what a stage received
+    SHARED = "shared"  # of a weight that an earlier stage uses too
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one action of a stage gives to one of another stage.
+
+    Attributes:
+        content: what it carries.
+        source, target: stages.
+        microbatch: its number.
+        name: of the shared weight, else "".
+    """
+
+    content: Payload
+    source: int
+    target: int
+    microbatch: int
+    name: str = ""
+
+
+def list_results(action: Action, num_stages: int, shared: Mapping[str, Sequence[int]]) -> list[Message]:
+    """Return what an action gives to actions of other stages, in the order of sending.
+
+    Args:
+        action: of any kind.
+        num_stages: of the model.
+        shared: by name of a weight, the stages that use it, in order.
+    """
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is ActionKind.FORWARD:
+        following = stage + 1 < num_stages
+        return [Message(Payload.OUTPUT, stage, stage + 1, microbatch)] if following else []
+    if action.kind is ActionKind.WEIGHT:
+        return []
+    found = [Message(Payload.GRADIENT, stage, stage - 1, microbatch)] if stage else []
+    for name, users in sorted(shared.items()):
+        if stage in users[1:]:
+            found.append(Message(Payload.SHARED, stage, users[users.index(stage) - 1], microbatch, name))
+    return found
+
+
+def list_needs(action: Action, num_stages: int, shared: Mapping[str, Sequence[int]]) -> list[Message]:
+    """Return what an action needs from actions of other stages; the arguments are those of `list_results`."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is ActionKind.FORWARD:
+        return [Message(Payload.OUTPUT, stage - 1, stage, microbatch)] if stage else []
+    if action.kind is ActionKind.WEIGHT:
+        return []
+    following = stage + 1 < num_stages
+    found = [Message(Payload.GRADIENT, stage + 1, stage, microbatch)] if following else []
+    for name, users in sorted(shared.items()):
+        if stage in users[:-1]:
+            found.append(Message(Payload.SHARED, users[users.index(stage) + 1], stage, microbatch, name))
+    return found
+
+
+def list_received(
+    schedule: Schedule, rank: int, shared: Mapping[str, Sequence[int]]
+) -> dict[int, list[Message]]:
+    """Return what a rank receives, by the rank that sends it, in the order of sending."""
+    found: dict[int, list[Message]] = {}
+    for sender, own in enumerate(schedule.actions):
+        if sender != rank:
+            messages = [m for action in own for m in list_results(action, schedule.num_stages, shared)]
+            found[sender] = [m for m in messages if schedule.homes[m.target] == rank]
+    return found

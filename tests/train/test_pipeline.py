@@ -1,0 +1,267 @@
+"""Pipelines train with the bits of one process: any model, schedule and checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline.checkpoint import hash_tensors
+from tests.dist.pool import Pool, RankError
+from tests.parallel.stages.models import MODELS, Block, Outside, call, make_batch, measure
+from tests.train.test_layout_checkpoints import build_gpt, next_token_loss, run
+
+TWO = ("pp=2", "pp=2 schedule=gpipe", "pp=2 schedule=interleaved chunks=2", "pp=2 schedule=bfs chunks=2")
+FOUR = ("pp=4", "pp=2 dp_replicate=2", "pp=2 dp_replicate=2 schedule=interleaved chunks=2")
+
+
+def build(layout: str, model: Any, **settings: Any) -> paceline.Trainer:
+    return paceline.Trainer(
+        model,
+        **{
+            "forward": call,
+            "loss": measure,
+            "optimizer": lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, fused=True),
+            "layout": layout,
+            "example": make_batch(0),
+            "microbatch_size": 2,
+            "clip_norm": 0.5,
+            **settings,
+        },
+    )
+
+
+class Series(torch.utils.data.Dataset[Any]):
+    """Two global batches of 11, whose microbatches of 2 have a ragged one."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        batch = make_batch(index // 11)
+        return {key: tensor[index % 11] for key, tensor in batch.items()}
+
+
+def train(world: Any, model: Any, layouts: tuple[str, ...], dtype: str = "fp32") -> list[Any]:
+    """Losses, norms and a hash of all weights after two steps, per layout."""
+    found = []
+    for layout in layouts:
+        trainer = build(layout, model, dtype=dtype)
+        loader = trainer.loader(Series(), global_batch_size=11)
+        steps = [trainer.step(share) for share in loader]
+        state = trainer.whole_state()
+        hashed = hash_tensors(state) if world.is_main else ""
+        found.append((hashed, *[(step.loss, step.grad_norm) for step in steps]))
+        trainer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*[("Tied", layout) for layout in TWO], *[(name, TWO[2]) for name in MODELS if name != "Tied"]],
+)
+def test_models_that_are_hard_to_cut_keep_their_bits(ranks: Pool, name: str, layout: str) -> None:
+    [alone] = ranks.run(train, 1, (MODELS[name], ("",)))[0]
+    assert ranks.run(train, 2, (MODELS[name], (layout,)))[0] == [alone]
+
+
+@pytest.mark.parametrize("layout", FOUR)
+def test_pipelines_of_four_ranks_keep_their_bits(ranks: Pool, layout: str) -> None:
+    dtype = "bf16" if layout == FOUR[1] else "fp32"
+    [alone] = ranks.run(train, 1, (Outside, ("",), dtype))[0]
+    assert ranks.run(train, 4, (Outside, (layout,), dtype))[0] == [alone]
+
+
+class Ids(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"ids": torch.randint(0, 64, (9,), generator=torch.Generator().manual_seed(index))}
+
+
+def deep_gpt() -> nn.Module:
+    return build_gpt(layers=4)
+
+
+def go_on(world: Any, layout: str, folder: str, last_step: int, mode: str) -> Any:
+    """Go on from the newest checkpoint to a step, save, and evaluate 7 samples."""
+    trainer = build(
+        layout,
+        deep_gpt,
+        forward=run,
+        loss=next_token_loss,
+        example={"ids": torch.zeros(2, 9, dtype=torch.int64)},
+        checkpoint_mode=mode,
+    )
+    loader = trainer.loader(Ids(), global_batch_size=11, name="train")
+    trainer.resume(folder)
+    while trainer.step_number < last_step:
+        for share in loader:
+            trainer.step(share)
+            if trainer.step_number == last_step:
+                break
+    trainer.save()
+    valid = torch.utils.data.Subset(Ids(), range(7))
+    evaluated = trainer.evaluate(trainer.loader(valid, global_batch_size=8, shuffle=False, name="valid"))
+    state = trainer.whole_state()
+    trainer.close()
+    return evaluated.loss, hash_tensors(state) if world.is_main else ""
+
+
+def test_a_run_goes_on_under_any_pipeline(ranks: Pool, tmp_path: Path) -> None:
+    """Whole and sharded checkpoints of tied weights, saved and loaded by pipelines and one process."""
+    undisturbed = ranks.run(go_on, 1, ("", str(tmp_path / "alone"), 4, "full"))[0]
+    folder = str(tmp_path / "moved")
+    ranks.run(go_on, 2, ("pp=2", folder, 1, "sharded"))
+    ranks.run(go_on, 1, ("", folder, 2, "full"))
+    ranks.run(go_on, 2, ("pp=2 schedule=interleaved chunks=2", folder, 3, "full"))
+    assert ranks.run(go_on, 2, ("pp=2 schedule=gpipe", folder, 4, "sharded"))[0] == undisturbed
+
+
+def count_bytes(world: Any) -> tuple[set[str], int, int]:
+    trainer = build("pp=2", deep_gpt, forward=run, loss=next_token_loss, example=GPT_EXAMPLE)
+    trainer.step({"ids": torch.zeros(4, 9, dtype=torch.int64)})
+    named = dict(trainer.model.named_parameters())
+    held = {name for name, parameter in named.items() if not parameter.is_meta}
+    optimizer = trainer._updates["model"].optimizer
+    state = sum(
+        value.untyped_storage().nbytes()
+        for each in optimizer.state.values()
+        for value in each.values()
+        if value.dim()
+    )
+    return held, sum(named[name].untyped_storage().nbytes() for name in held), state
+
+
+GPT_EXAMPLE = {"ids": torch.zeros(2, 9, dtype=torch.int64)}
+
+
+def test_a_rank_holds_its_stage_alone(ranks: Pool) -> None:
+    sizes = {name: 4 * parameter.numel() for name, parameter in deep_gpt().named_parameters()}
+    found = ranks.run(count_bytes, 2)
+    both = found[0][0] & found[1][0]
+    assert both == {"embed_tokens.weight"}, "the head is the embedding"
+    assert found[0][0] | found[1][0] == sizes.keys()
+    for held, parameters, state in found:
+        assert parameters == sum(sizes[name] for name in held)
+        assert state == 2 * parameters, "two moments of AdamW"
+
+
+def lengths(world: Any, layout: str) -> list[float]:
+    trainer = build(layout, deep_gpt, forward=run, loss=next_token_loss, example=GPT_EXAMPLE)
+    batches = [torch.arange(3 * n).view(3, n) % 64 for n in (9, 5, 8)]
+    steps = [trainer.step({"ids": ids}) for ids in batches]
+    batches = [torch.full((1, 6), 3)]  # fewer microbatches than stages
+    return [step.loss for step in [*steps, *(trainer.step({"ids": ids}) for ids in batches)]]
+
+
+def test_lengths_differ_between_steps(ranks: Pool) -> None:
+    assert ranks.run(lengths, 2, ("pp=2",))[0] == ranks.run(lengths, 1, ("",))[0]
+
+
+def skip_one(world: Any) -> list[Any]:
+    trainer = build("pp=2", Outside)
+    if world.rank == 1:
+        weight = dict(trainer.model.named_parameters())["leave.weight"]
+        hook = weight.register_hook(lambda gradient: gradient * float("inf"))
+    first = trainer.step(make_batch(1))
+    if world.rank == 1:
+        hook.remove()
+    return [first.skipped, trainer.step(make_batch(2)).skipped]
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_stages(ranks: Pool) -> None:
+    for skipped in ranks.run(skip_one, 2):
+        assert skipped == ["the gradient of leave.weight is not finite", None]
+
+
+class Decides(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks:
+            h = h + block(h) if h.mean() > 0 else h - block(h)
+        done: Tensor = self.leave(h)
+        return done
+
+
+class Keeps(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.enter(x)
+        h = self.kept
+        for block in self.blocks:
+            h = block(h)
+        done: Tensor = self.leave(h + self.kept)
+        return done
+
+
+class Writes(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.enter(x)
+        h = first
+        for block in self.blocks:
+            h = block(h)
+            first.add_(1)
+        done: Tensor = self.leave(h + first)
+        return done
+
+
+class Draws(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks:
+            h = h + block(h) * torch.rand(h.shape[0], 1, 1)
+        done: Tensor = self.leave(h)
+        return done
+
+
+class Normalised(Outside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a decision": ({"model": Decides}, "PL481", "__bool__"),
+    "a tensor on a module": ({"model": Keeps}, "PL484", "'kept'"),
+    "in place": ({"model": Writes}, "PL483", "in place"),
+    "a draw": ({"model": Draws}, "PL487", "rand"),
+    "no example": ({"example": None}, "PL486", "layout.pp=2"),
+    "no blocks": ({"model": Block}, "PL491", "0 repeated blocks"),
+    "one chunk": ({"layout": "pp=2 schedule=interleaved"}, "PL475", "chunks=1"),
+    "chunks without loops": ({"layout": "pp=2 chunks=2"}, "PL475", "chunks=2"),
+    "more stages than blocks": (
+        {"layout": "pp=2 schedule=bfs chunks=3"},
+        "PL491",
+        "calls 4 blocks",
+    ),
+    "misspelt": ({"layout": "pp=2 schedule=1f1"}, "PL118", "schedule=1f1"),
+    "fast": ({"reduction": "fast"}, "PL492", 'reduction="fast"'),
+    "BatchNorm": ({"model": Normalised}, "PL492", "BatchNorm"),
+    "compile": ({"compile": True}, "PL492", "compile"),
+    "recompute": ({"layout": "pp=2 recompute=block"}, "PL492", "recompute"),
+    "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL490", "schedule=gpipe"),
+    "the whole batch": ({"loss_over": "global_batch"}, "PL488", "loss_over"),
+    "settings of DDP": ({"ddp": {"static_graph": True}}, "PL141", "static_graph"),
+    "another number of ranks": ({"layout": "pp=3"}, "PL113", "pp=3"),
+}
+
+
+def refuse(world: Any, settings: dict[str, Any]) -> None:
+    model = settings.pop("model", Outside)
+    layout = settings.pop("layout", "pp=2")
+    build(layout, model, **settings)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_work_is_refused(ranks: Pool, case: str) -> None:
+    settings, code, seen = REFUSED[case]
+    with pytest.raises(RankError) as caught:
+        ranks.run(refuse, 2, (settings,))
+    error = next(iter(caught.value.causes.values()))
+    assert getattr(error, "code", None) == code, error
+    assert seen in str(error)
