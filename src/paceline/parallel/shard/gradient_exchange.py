@@ -126,7 +126,33 @@ class _TimedWork(dist.Work):
         return done
 
 
-class SumChunks(ReduceScatter):
+class GradientChunks(ReduceScatter):
+    """The sum of one group's gradients over ranks; its subclasses differ in the order of additions.
+
+    Args:
+        rounds: of this model.
+        number: of the group.
+    """
+
+    def __init__(self, rounds: StepProgress, number: int) -> None:
+        self._rounds = rounds
+        self._number = number
+        self._is_summed = False
+
+    def begin(self) -> None:
+        """Forget the sums of the previous step."""
+        self._is_summed = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sum of this step is known."""
+        return self._is_summed
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SumChunks(GradientChunks):
     """The sum of one group's gradients over dp_shard, then over dp_replicate.
 
     Args:
@@ -139,21 +165,13 @@ class SumChunks(ReduceScatter):
     """
 
     def __init__(self, rounds: StepProgress, number: int, replicas: dist.ProcessGroup | None) -> None:
-        self._rounds = rounds
-        self._number = number
+        super().__init__(rounds, number)
         self._replicas = replicas
         self._partial: Tensor | None = None
-        self._is_summed = False
 
     def begin(self) -> None:
-        self._partial, self._is_summed = None, False
-
-    @property
-    def is_complete(self) -> bool:
-        return self._is_summed
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        super().begin()
+        self._partial = None
 
     def __call__(
         self,
@@ -187,7 +205,7 @@ class SumChunks(ReduceScatter):
         chunk.fill_(-0.0)
 
 
-class ExactChunks(ReduceScatter):
+class ExactChunks(GradientChunks):
     """The sum of one group's gradients over all ranks of dp, in the order of the tree.
 
     Args:
@@ -200,23 +218,15 @@ class ExactChunks(ReduceScatter):
     """
 
     def __init__(self, rounds: StepProgress, number: int, exchange: ChunkExchange, shard: int) -> None:
-        self._rounds = rounds
-        self._number = number
+        super().__init__(rounds, number)
         self._exchange = exchange
         self._shard = shard
         self._sum: TreeSum[Tensor] = TreeSum(0, _add)
-        self._is_summed = False
 
     def begin(self) -> None:
+        super().begin()
         assert self._rounds.plan is not None
-        self._sum, self._is_summed = TreeSum(self._rounds.plan.num_leaves, _add), False
-
-    @property
-    def is_complete(self) -> bool:
-        return self._is_summed
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        self._sum = TreeSum(self._rounds.plan.num_leaves, _add)
 
     def __call__(
         self,

@@ -49,6 +49,7 @@ from paceline.parallel.shard.gradient_exchange import (
     ChunkExchange,
     ExactChunks,
     GatherChunks,
+    GradientChunks,
     StepProgress,
     SumChunks,
 )
@@ -303,14 +304,12 @@ class Shards:
         else:
             optimizer.step()
 
-    def _build_chunks(
-        self, mesh: Mesh, exact_group: dist.ProcessGroup | None
-    ) -> list[SumChunks | ExactChunks]:
+    def _build_chunks(self, mesh: Mesh, exact_group: dist.ProcessGroup | None) -> list[GradientChunks]:
         on_cpu = mesh.device_mesh.device_type == "cpu"
         rounds, num_shards, shard = self._rounds, mesh.dp_shard.size, mesh.dp_shard.rank
         for number, unit in enumerate(self.units):
             unit.module.set_custom_all_gather(GatherChunks(rounds, number, on_cpu))
-        sums: list[SumChunks | ExactChunks]
+        sums: list[GradientChunks]
         if exact_group is None:
             replicas = mesh.replicas.group if mesh.replicas.size > 1 else None
             sums = [SumChunks(rounds, number, replicas) for number in range(len(self.units))]
