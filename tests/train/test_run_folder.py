@@ -236,3 +236,11 @@ def test_a_full_disk_is_reported_and_the_lock_given_back(
         with pytest.raises(PacelineError, match=r"No space left on device.*PL532"):
             claim_run_folder(tmp_path, recipe())
     claim(tmp_path)
+
+
+def test_a_run_on_another_node_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    with claim_run_folder(tmp_path, recipe()):
+        monkeypatch.undo()
+        with pytest.raises(PacelineError, match=rf"another run \(process {os.getpid()} on node7\).*PL533"):
+            claim(tmp_path)

@@ -34,7 +34,7 @@ def work(
     os.chdir(places[world.rank])
     disks_of_ranks._APPEARS_S = 0.1
     layout = f"{LAYOUTS[mode]}={world.world_size}" if world.world_size > 1 else ""
-    trainer = build_trainer(layout, *CASES["odd"], mode, checkpoint_copies=copies)
+    trainer = build_trainer(layout, *CASES["odd"], mode, checkpoint_copies=copies, max_failed_saves=1)
     try:
         loader = trainer.loader(Tokens(), global_batch_size=GLOBAL_BATCH)
         first = trainer.resume("run")
@@ -181,7 +181,7 @@ def test_a_disk_that_fails_on_one_node_keeps_the_earlier_checkpoints(
         assert ("No space left on device" if fault == "full" else "Read-only file system") in text or (
             "The disk is full" in text
         )
-        assert text.endswith(("[PL508] True", "[PL554] True"))
+        assert text.endswith("[PL508] True")
     assert [path.name for path in list_at(Path(places[1]) / "run")] == ["step-00000001", "step-00000002"]
     assert not list(Path(places[0]).glob("run/checkpoints/.tmp-*"))
     found = ranks.run(work, 3, (places, saved[0], 2))

@@ -106,8 +106,8 @@ def write_apart(
         The checkpoint's folder on this rank's disk.
 
     Raises:
-        PacelineError: PL508 and PL510 as `CheckpointFolder.save`, with the rank and host; PL554 where a file
-            could not be copied.
+        PacelineError: PL508 and PL510 as `CheckpointFolder.save`, with the rank and host; PL508 also where a
+            file could not be copied.
     """
     plans: list[FilePlan] = []
     num_bytes = 0
@@ -141,7 +141,8 @@ def write_apart(
             world, disks, transfers, listed, lambda name: temporary / name, lambda name: temporary / name
         )
         if failed:
-            raise_any([_not_copied_error(disks, step, failed)])
+            # As any other disk that refuses a save, so that the run may go on and try again.
+            raise_any([_not_copied_error("PL508", disks, step, failed)])
         carry()
         manifest = Manifest(
             step,
@@ -421,7 +422,7 @@ def _fetch(
         if not open_names:
             return
         if any(not sources[name] for name in open_names):
-            raise_any([_not_copied_error(disks, manifest.step, failed)])
+            raise_any([_not_copied_error("PL554", disks, manifest.step, failed)])
         plan = plan_transfers(manifest.files, sources, {n: t | sources[n] for n, t in open_names.items()})
 
         def target(name: str) -> Path:
@@ -459,11 +460,13 @@ def _link(old: Path, new: Path) -> None:
                 file.write(chunk)
 
 
-def _not_copied_error(disks: Disks, step: int, failed: Mapping[FileTransfer, str]) -> PacelineError:
+def _not_copied_error(
+    code: str, disks: Disks, step: int, failed: Mapping[FileTransfer, str]
+) -> PacelineError:
     each, problem = next(iter(sorted(failed.items(), key=lambda item: item[0].name)))
     source, target = disks.disks[each.source].name, disks.disks[each.target].name
     return PacelineError(
-        "PL554",
+        code,
         saw=f"{each.name} of step {step} could not be copied from {source} to {target}: {problem}"
         + (f" ({len(failed)} copies failed)." if len(failed) > 1 else "."),
         rule="A checkpoint counts only if each of its files is on as many disks as checkpoint.copies says.",
