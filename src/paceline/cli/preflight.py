@@ -34,7 +34,8 @@ def check_memory(recipe: Recipe, layouts: Sequence[Layout]) -> None:
         return
     available = psutil.virtual_memory().total + psutil.swap_memory().total
     for layout in layouts:
-        state = layout.num_ranks * plan_recipe_memory(recipe, layout)["after_step"].on_device
+        # The plan is that of a whole model; the ranks of pp hold one between them.
+        state = layout.num_ranks // layout.pp * plan_recipe_memory(recipe, layout)["after_step"].on_device
         if state > available:
             model = recipe.model
             keys = [key for key in ("layers", "hidden", "blocks", "width") if hasattr(model, key)]
