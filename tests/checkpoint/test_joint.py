@@ -16,7 +16,7 @@ from paceline.checkpoint import CheckpointFolder, joint, verify
 from paceline.checkpoint.alive import find_live, hold
 from paceline.checkpoint.content import full
 from paceline.checkpoint.joint import Order
-from paceline.checkpoint.names import SAVING
+from paceline.checkpoint.names import SAVING, TMP
 from paceline.checkpoint.state_copy import lay_out
 from paceline.checkpoint.tensors import tensor_bytes
 from paceline.checkpoint.waiting import await_writers
@@ -66,6 +66,8 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any] | None:
 
 def run_writers(run: Path, data: Path, kill_at: int = -1) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     first, second = prepare(run, data)
+    for begin in (SAVING, TMP):  # else the numbers of operations depend on who makes these first
+        (run / f"checkpoints/{begin}step-{STEP:08d}-abcd").mkdir(parents=True)
     processes = start(first, data, kill_at), start(second, data)
     killed, other = finish(processes[0]), finish(processes[1])
     assert other is not None

@@ -133,11 +133,12 @@ def slow_writer(orders: Path, **asked: Any) -> Iterator[None]:
         del os.environ[ORDERS]
 
 
-def find_writers() -> list[psutil.Process]:
+def find_writers(orders: Path) -> list[psutil.Process]:
+    """The living writers that were started with these orders."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if writer_process.MARKER in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            if writer_process.MARKER in process.cmdline() and process.environ().get(ORDERS) == str(orders):
                 found.append(process)
     return found
 
@@ -282,10 +283,10 @@ def save_and_die(world: Any, folder: str, orders: str, is_copied: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wait_until_no_writers(limit_s: float = 30.0) -> None:
+def wait_until_no_writers(orders: Path, limit_s: float = 30.0) -> None:
     end_s = time.monotonic() + limit_s
-    while find_writers():
-        assert time.monotonic() < end_s, find_writers()
+    while find_writers(orders):
+        assert time.monotonic() < end_s, find_writers(orders)
         time.sleep(0.05)
 
 
@@ -294,7 +295,7 @@ def test_what_was_copied_is_committed_without_the_ranks(ranks: Pool, tmp_path: P
     with pytest.raises(RankError):
         ranks.run(save_and_die, 2, (str(tmp_path / "run"), str(orders), True), timeout_s=60)
     assert [path.name for path in list_at(tmp_path / "run")] == ["step-00000001"], "the disk is slow"
-    wait_until_no_writers()
+    wait_until_no_writers(orders)
     newest = find_checkpoint(tmp_path / "run")
     assert newest.name == "step-00000002"
     assert verify(newest) == []
@@ -307,7 +308,7 @@ def test_what_was_copied_in_part_is_not(ranks: Pool, tmp_path: Path) -> None:
     orders = tmp_path / "orders"
     with pytest.raises(RankError):
         ranks.run(save_and_die, 2, (str(tmp_path / "run"), str(orders), False), timeout_s=60)
-    wait_until_no_writers()
+    wait_until_no_writers(orders)
     left = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert left == [".lock", "step-00000001"]
 
@@ -324,9 +325,9 @@ def test_a_new_start_waits_for_writers_of_the_one_before(ranks: Pool, tmp_path: 
     orders = tmp_path / "orders"
     with pytest.raises(RankError):
         ranks.run(save_and_die, 2, (str(tmp_path / "run"), str(orders), True), timeout_s=60)
-    assert len(find_writers()) == 2
+    assert len(find_writers(orders)) == 2
     assert ranks.run(resume_only, 2, (str(tmp_path / "run"),)) == [2, 2]
-    wait_until_no_writers(5.0)
+    wait_until_no_writers(orders, 5.0)
 
 
 def close_early(world: Any, folder: str, orders: str) -> list[str]:
