@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from paceline.errors import PacelineError
 from paceline.parallel.replicate import Replica
@@ -32,15 +32,30 @@ def build(seed: int = 0, lr: float = 0.01, model: nn.Module | None = None, **set
     )
 
 
-def data(num_samples: int = 96) -> TensorDataset:
-    return TensorDataset(torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(0)))
+def data(num_samples: int = 96, scale: float = 1.0) -> TensorDataset:
+    return TensorDataset(scale * torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(0)))
 
 
-def end_of(trainer: Trainer, before_step: Any = None, num_samples: int = 96) -> tuple[str, str, int]:
+class NoisyData(Dataset[tuple[Tensor]]):
+    """Samples that differ from read to read."""
+
+    def __init__(self, rank: int) -> None:
+        self._generator = torch.Generator().manual_seed(rank)
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, place: int) -> tuple[Tensor]:
+        return (torch.randn(8, generator=self._generator),)
+
+
+def end_of(
+    trainer: Trainer, before_step: Any = None, samples: Dataset[Any] | None = None
+) -> tuple[str, str, int]:
     """The code and text of the error, and the number of steps that were taken until then."""
     num_taken = 0
     try:
-        for share in trainer.loader(data(num_samples), global_batch_size=12):
+        for share in trainer.loader(samples or data(), global_batch_size=12):
             if before_step is not None:
                 before_step(trainer, num_taken + 1)
             trainer.step(share)
@@ -147,7 +162,11 @@ def other_settings(world: Any, what: str) -> tuple[str, str, int]:
         if what == "shape":
             return end_of(build(model=nn.Linear(8, 4 + is_odd)))
         if what == "size of the data":
-            return end_of(build(), num_samples=96 + 12 * is_odd)
+            return end_of(build(), samples=data(96 + 12 * is_odd))
+        if what == "content of the data":
+            return end_of(build(), samples=data(scale=1.0 + is_odd))
+        if what == "noise in the data":
+            return end_of(build(), samples=NoisyData(mine))
         if what == "hook":
             trainer = build()
             if is_odd:
@@ -178,6 +197,8 @@ def _change_lr(trainer: Trainer, number: int) -> None:
         ("eps", "PL417", 0, "eps=1e-05"),
         ("shape", "PL417", 0, "parameter weight of model is trained [4, 8]"),
         ("size of the data", "PL417", 0, "num_samples of loader0 is 96 on rank 0, 108 on rank 1"),
+        ("content of the data", "PL417", 0, "content of loader0 is "),
+        ("noise in the data", "", 8, ""),
         ("hook", "PL417", 0, "on_gradients of model"),
         ("lr later", "PL417", AT - 1, "lr of group 0 of model is 0.01 on rank 0, 0.5 on rank 1"),
         ("work of a hook", "PL418", 1, "0.weight differs between rank 0 and rank 1"),

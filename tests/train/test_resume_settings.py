@@ -277,7 +277,7 @@ def test_few_samples_are_read_and_no_number_is_drawn(tmp_path: Path) -> None:
     loader = trainer.loader(data, global_batch_size=8)
     before = torch.default_generator.get_state()
     assert loader.content_hash == loader.content_hash is not None
-    assert data.read == [0, 5, 11, 16, 22, 27, 33, 39]
+    assert data.read == 2 * [0, 5, 11, 16, 22, 27, 33, 39]
     assert torch.equal(before, torch.default_generator.get_state())
     with_worker = trainer.loader(Samples(), global_batch_size=8, num_workers=1)
     assert with_worker.content_hash == loader.content_hash

@@ -32,8 +32,11 @@ def fingerprint_data(loader: Loader) -> str | None:
     samples are read with the random numbers of epoch 0. They are read in a worker process if the loader uses
     workers, because files that a data set opens must not be shared with those.
 
+    The samples are read twice, to find data that differ from read to read (random numbers of their own).
+
     Returns:
-        `None` for streams, and where a sample cannot be read: training reports that with all details.
+        `None` for streams, for data that differ from read to read, and where a sample cannot be read:
+        training reports that with all details.
     """
     fetcher = loader._fetcher
     if not isinstance(fetcher, SetFetcher):
@@ -53,7 +56,7 @@ def fingerprint_data(loader: Loader) -> str | None:
             worker_init_fn=prepare_worker,
             generator=torch.Generator(),  # Otherwise it draws from the rank's own generator.
         )
-        found: str = next(iter(worker))
+        found: str | None = next(iter(worker))
         return found
     except Exception:
         return None
@@ -61,7 +64,7 @@ def fingerprint_data(loader: Loader) -> str | None:
         fetcher.known_epoch = None
 
 
-class _Digest(Dataset[str]):
+class _Digest(Dataset[str | None]):
     """The hash as a data set of one sample, so that torch's workers can compute it."""
 
     def __init__(self, fetcher: SetFetcher) -> None:
@@ -70,7 +73,11 @@ class _Digest(Dataset[str]):
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, _: int) -> str:
+    def __getitem__(self, _: int) -> str | None:
+        found = self._compute()
+        return found if self._compute() == found else None
+
+    def _compute(self) -> str:
         num_samples = self.fetcher.num_samples
         count = min(NUM_SAMPLES, num_samples)
         places = [place * (num_samples - 1) // max(1, count - 1) for place in range(count)]

@@ -182,10 +182,10 @@ def describe_optimizer(name: str, optimizer: Optimizer) -> dict[str, str]:
 
 
 def describe_data(loader: Loader) -> dict[str, str]:
-    """Describe a loader's settings without its position, and its data by size and, if known, by hash."""
+    """Describe a loader's settings without its position, and its data by size and a hash of some samples."""
     settings = {k: v for k, v in loader.state_dict().items() if k not in ("epoch", "number", "samples")}
     settings |= {key: getattr(loader, key) for key in ("microbatch_size", "drop_last", "epochs")}
-    settings["content"] = getattr(loader._fetcher.dataset, "content_hash", None)
+    settings["content"] = loader.content_hash
     return {f"{key} of {loader.name}": str(value) for key, value in settings.items()}
 
 

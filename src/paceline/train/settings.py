@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.data.fingerprint import fingerprint_data
 from paceline.data.loader import Loader
 from paceline.errors import PacelineError
 from paceline.finding import Finding
@@ -124,15 +123,13 @@ def describe_loader(loader: Loader) -> Settings:
     }
 
 
-def list_changes(
-    saved: Settings, here: Settings, loaders: Mapping[str, Loader]
-) -> dict[str, tuple[Any, Any]]:
+def list_changes(saved: Settings, here: Settings, loaders: Iterable[str]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, with the old and the new value.
 
     Args:
         saved: of the checkpoint.
         here: of this start; a loader is compared when it is made.
-        loaders: of this start.
+        loaders: names of this start's loaders.
     """
     found = {
         name: (saved.get(name), here.get(name))
@@ -144,10 +141,10 @@ def list_changes(
             del found[name]  # an option of another optimizer or schedule has no counterpart
         if kind.endswith("optimizer"):
             del found[kind]  # loading the state reports an optimizer of another kind
-    for name, loader in loaders.items():
+    for name in loaders:
         key = f"{name}.data"
-        if key in found and (None in found[key] or fingerprint_data(loader) != here[key]):
-            del found[key]  # unknown; or a data set that returns other samples each time it is read
+        if key in found and None in found[key]:
+            del found[key]  # unknown, or different at each read
     return found
 
 

@@ -277,7 +277,7 @@ class Saver:
         saved = self._saved_settings["loaders"].get(loader.name, {})
 
         def check() -> None:
-            changes = list_changes(saved, describe_loader(loader), {loader.name: loader})
+            changes = list_changes(saved, describe_loader(loader), [loader.name])
             refuse_changes(changes, self._accept, self.folder, is_recipe=self._recipe_toml is not None)
 
         run_on_main(self._world, check)
