@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import paceline
+from benchmarks.foreign_models.models import MODELS as FOREIGN
+from benchmarks.foreign_models.models import SMALL
 from paceline.checkpoint import hash_tensors
 from tests.dist.pool import Pool, RankError
 from tests.parallel.stages.models import MODELS, Block, Outside, call, make_batch, measure
@@ -265,3 +267,21 @@ def test_what_does_not_work_is_refused(ranks: Pool, case: str) -> None:
     error = next(iter(caught.value.causes.values()))
     assert getattr(error, "code", None) == code, error
     assert seen in str(error)
+
+
+def train_foreign(world: Any, name: str, layout: str) -> Any:
+    arguments = FOREIGN[name].verify_arguments(SMALL)
+    batch = arguments["batch_fn"](1)
+    trainer = build(
+        layout, arguments["model_fn"], forward=arguments["forward"], loss=arguments["loss"], example=batch
+    )
+    step, state = trainer.step(batch), trainer.whole_state()
+    return step.loss, step.grad_norm, hash_tensors(state) if world.is_main else ""
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_models_of_others_keep_their_bits(ranks: Pool, name: str) -> None:
+    if name != "nn.Transformer":
+        pytest.importorskip("transformers", reason="these models are those of transformers")
+    alone = ranks.run(train_foreign, 1, (name, ""))[0]
+    assert ranks.run(train_foreign, 2, (name, "pp=2"))[0] == alone

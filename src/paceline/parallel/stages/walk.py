@@ -1,6 +1,7 @@
 """Follows a forward: the modules that are called, the functions that they call, and how many blocks began.
 
-A forward is named by its calls: a function call is the n-th call of a function in the call of a module, and a
+A forward is named by its calls: a function call is the n-th call of that function in the call of a module (so
+further reads of a shape or a device, which the trial forward may need, count for nothing else), and a
 call of a module is named by those above it (`layers.3~0/mlp~0`). So the same call has the same name on every
 stage, whatever was left out before it. The *segment* is the number of blocks that have been called so far:
 blocks are where a model may be cut.
@@ -18,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.torch_seams.trees import tree_leaves
 
-# The path of a module's call, and the number of a function's call in it.
-Call = tuple[str, int]
+# The path of a module's call, the name of a function, and the number of its call in it.
+Call = tuple[str, str, int]
 
 
 class Walker(TorchFunctionMode):
@@ -39,7 +40,7 @@ class Walker(TorchFunctionMode):
         self._model = model
         self._blocks = frozenset(blocks)
         self._stack: list[str] = []
-        self._numbers = [0]
+        self._numbers: list[Counter[str]] = [Counter()]
         self._calls: list[Counter[str]] = [Counter()]
 
     @property
@@ -65,9 +66,10 @@ class Walker(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        number = self._numbers[-1]
-        self._numbers[-1] += 1
-        return self.run_function((self.path, number), func, args, kwargs or {})
+        name = name_function(func)
+        number = self._numbers[-1][name]
+        self._numbers[-1][name] += 1
+        return self.run_function((self.path, name, number), func, args, kwargs or {})
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -93,7 +95,7 @@ class Walker(TorchFunctionMode):
             number = self._calls[-1][name]
             self._calls[-1][name] += 1
             self._stack.append(f"{name}~{number}")
-            self._numbers.append(0)
+            self._numbers.append(Counter())
             self._calls.append(Counter())
             try:
                 return self.run_module(name, call, args, kwargs)
@@ -111,5 +113,8 @@ def list_tensors(value: Any) -> list[Tensor]:
 
 
 def name_function(function: Any) -> str:
-    """Return the name of a function of torch."""
-    return getattr(function, "__name__", type(function).__name__)
+    """Return the name of a function of torch; of a property that is read or set, with the property's."""
+    name: str = getattr(function, "__name__", type(function).__name__)
+    if name in ("__get__", "__set__"):
+        return f"{getattr(getattr(function, '__self__', None), '__name__', '')}.{name}"
+    return name
