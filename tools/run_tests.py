@@ -18,7 +18,11 @@ from pathlib import Path
 
 TESTS = Path("tests")
 # Of about the same length; what is in no list is in the last part.
-PARTS = (("launching", "cli"), ("watch", "data", "checkpoint", "comm", "bench", "models", "dist"), ())
+PARTS = (
+    ("launching", "cli", "verifying"),
+    ("watch", "data", "checkpoint", "comm", "bench", "models", "dist", "torch_seams"),
+    (),
+)
 _NO_TESTS = 5
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)\b")
 
