@@ -98,7 +98,7 @@ def test_splits_along_the_sequence(ranks: Pool, name: str) -> None:
     ("name", "saw"),
     [
         ("lora", "layers.0.self_attn uses a fixed size"),  # reads the length before it is gathered
-        ("vit", "takes 2x17x32, whose dimension 1 2 ranks cannot divide"),
+        ("vit", "takes 2x17x32, whose dimension 1 is not divisible by 2 ranks"),
         ("normed", "no blocks were found"),
     ],
 )
