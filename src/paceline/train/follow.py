@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.checkpoint.copies import FileTransfer, plan_transfers
 from paceline.checkpoint.hashed import FileRecord, hash_file
 from paceline.errors import PacelineError
 from paceline.train.belongings import EVALUATIONS, METRICS
-from paceline.train.metrics import drop_rows_after
+from paceline.train.metrics import drop_rows_after, unwritable_error
 from paceline.train.state.disks import Disks, name_rank, raise_any
 from paceline.train.state.exchange import exchange
 from paceline.train.state.transfer import gather
@@ -98,7 +99,7 @@ class SharedRows:
             with path.open("rb") as stream:
                 return sum(1 for _ in stream), hash_file(path)
         except OSError as error:
-            raise _unwritable_error(path, error) from error
+            raise unwritable_error(path, error) from error
 
     def _read(self, name: str, begin: int) -> bytes:
         path = self._folder / name
@@ -109,7 +110,7 @@ class SharedRows:
         except FileNotFoundError:
             return b""
         except OSError as error:
-            raise _unwritable_error(path, error) from error
+            raise unwritable_error(path, error) from error
 
     def _append(self, name: str, begin: int, tail: bytes) -> bool:
         """Append rows to a file that ends where they begin; return whether it does."""
@@ -123,7 +124,7 @@ class SharedRows:
                     stream.flush()
                     os.fsync(stream.fileno())
         except OSError as error:
-            raise _unwritable_error(path, error) from error
+            raise unwritable_error(path, error) from error
         return True
 
     def _send(self, name: str, record: FileRecord, having: set[int]) -> None:
@@ -133,8 +134,8 @@ class SharedRows:
         if not plan:
             return
         partial = self._folder / f".{name}.partial"
-        with caught() as found:
-            if self._disks.leads:
+        if self._disks.leads:
+            with suppress(OSError):  # if it stays, the transfer fails, which all ranks learn
                 partial.unlink(missing_ok=True)
         failed = exchange(
             self._world, self._disks, plan, files, lambda _: self._folder / name, lambda _: partial
@@ -146,7 +147,7 @@ class SharedRows:
                 try:
                     os.replace(partial, self._folder / name)
                 except OSError as error:
-                    raise _unwritable_error(self._folder / name, error) from error
+                    raise unwritable_error(self._folder / name, error) from error
         raise_any(gather(self._world, found.error and name_rank(self._world, found.error)))
 
     def _not_sent_error(self, failed: Mapping[FileTransfer, str]) -> PacelineError:
@@ -158,13 +159,3 @@ class SharedRows:
             fix="Free space or correct the disk there; the same command then continues from the last "
             "checkpoint.",
         )
-
-
-def _unwritable_error(path: Path, error: OSError) -> PacelineError:
-    return PacelineError(
-        "PL523",
-        saw=f"{path} cannot be written: {error.strerror or error}.",
-        rule="Every step of a run writes a row of metrics there.",
-        fix="Free space, or change the file's permissions; the same command then continues from the last "
-        "checkpoint.",
-    )

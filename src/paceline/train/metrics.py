@@ -133,13 +133,7 @@ class MetricsWriter:
             yield
         except OSError as error:
             self._has_failed = True
-            raise PacelineError(
-                "PL523",
-                saw=f"{self._path} cannot be written: {error.strerror or error}.",
-                rule="Every step of a run writes a row of metrics there.",
-                fix="Free space, or change the file's permissions; the same command then continues from the "
-                "last checkpoint.",
-            ) from error
+            raise unwritable_error(self._path, error) from error
         except PacelineError:
             self._has_failed = True
             raise
@@ -247,3 +241,14 @@ def _append(file: TextIO, rows: list[dict[str, Any]]) -> None:
 
 def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def unwritable_error(path: Path, error: OSError) -> PacelineError:
+    """Return the error of a file of metrics that cannot be read or written."""
+    return PacelineError(
+        "PL523",
+        saw=f"{path} cannot be written: {error.strerror or error}.",
+        rule="Every step of a run writes a row of metrics there.",
+        fix="Free space, or change the file's permissions; the same command then continues from the last "
+        "checkpoint.",
+    )
