@@ -107,14 +107,18 @@ class Commits:
         try:
             yield
         except files.BusyError:
-            raise PacelineError(
-                "PL510",
-                saw=f"Another process is saving a checkpoint in {self.path}.",
-                rule="Two runs cannot share a folder: each would delete the other's checkpoints.",
-                fix="Stop the other run, or give this one another --out.",
-            ) from None
+            raise self.busy_error() from None
         except OSError as error:
             raise _save_failed_error(step, self.path, num_bytes, error) from error
+
+    def busy_error(self) -> PacelineError:
+        """Return the error of a folder that another process holds."""
+        return PacelineError(
+            "PL510",
+            saw=f"Another process is saving a checkpoint in {self.path}.",
+            rule="Two runs cannot share a folder: each would delete the other's checkpoints.",
+            fix="Stop the other run, or give this one another --out.",
+        )
 
     def commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
         """Give a temporary folder with all of its files its final name."""

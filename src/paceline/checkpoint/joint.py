@@ -55,7 +55,7 @@ _APPEARS_S, _LOCKS_S = 10.0, 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a save.
+    """The outcome of a save.
 
     Attributes:
         path: of the checkpoint, if it was committed.
@@ -173,7 +173,7 @@ class JointSave:
                     free_s = time.monotonic()
                 except files.BusyError:
                     if time.monotonic() - free_s > _LOCKED_S:
-                        outcome = Outcome(error=self._locked_error())
+                        outcome = Outcome(error=self._commits.busy_error())
             elif outcome is None:
                 dead = self._find_dead()
                 if dead is not None:
@@ -305,15 +305,6 @@ class JointSave:
 
     def _explained(self) -> Any:
         return self._commits.explained(self._order.step, self._order.num_bytes)
-
-    def _locked_error(self) -> PacelineError:
-        return PacelineError(
-            "PL510",
-            saw=f"Another process has been saving a checkpoint in {self._commits.path} for "
-            f"{_LOCKED_S:.0f} s.",
-            rule="Two runs cannot share a folder: each would delete the other's checkpoints.",
-            fix="Stop the other run, or give this one another --out.",
-        )
 
     def _lost_error(self, writer: int) -> PacelineError:
         return PacelineError(
