@@ -270,6 +270,7 @@ class StagedRunner(Runner):
 
     # Forwards alone
 
+    @torch.no_grad()
     def _forward_all(
         self,
         objective: Objective[Result],
@@ -278,18 +279,6 @@ class StagedRunner(Runner):
         around: Callable[[int, Any], AbstractContextManager[None]],
     ) -> list[Result]:
         """Run all microbatches through one stage after another; the results are on the last stage's rank."""
-        with torch.no_grad():
-            results = self._run_forwards(objective, share, seed_of, around)
-        self._cuts = []
-        return results
-
-    def _run_forwards(
-        self,
-        objective: Objective[Result],
-        share: Share,
-        seed_of: Callable[[int], int],
-        around: Callable[[int, Any], AbstractContextManager[None]],
-    ) -> list[Result]:
         batches = [self._precision.place_batch(batch) for _, batch in share.microbatches]
         indices = [index for index, _ in share.microbatches]
         self._cuts = [
@@ -312,6 +301,7 @@ class StagedRunner(Runner):
             for message in list_results(action, schedule.num_stages, {}):
                 transfer.give(message, [made[tensor.made] for tensor in cut.crossings[stage + 1]])
         transfer.finish()
+        self._cuts = []
         return results
 
     # Both
