@@ -1,4 +1,4 @@
-"""How long a save stops training: Paceline, torch.save and DCP, in turn around the steps of one trainer.
+"""Measures how long a save stops training: Paceline, torch.save and DCP take turns in one trainer.
 
     python benchmarks/saving/run.py                                  # all of README.md: about two hours
     python benchmarks/saving/run.py --millions 20 --ranks 2 --rounds 4

@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     except PacelineError as error:
         _print_end(args, as_table(error), str(error))
         code = error.exit_code
-    # Everything of ours is closed. Python's normal exit, with torch loaded, would delay the shell's prompt,
-    # and the agent's thread may be waiting in torch for a lost node.
+    # All files and processes are closed. Python's normal exit, with torch loaded, would delay the shell's
+    # prompt, and the agent's thread may be waiting in torch for a lost node.
     sys.stdout.flush()
     os._exit(code)
 

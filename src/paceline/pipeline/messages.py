@@ -13,7 +13,7 @@ from paceline.pipeline.schedule import Action, ActionKind, Schedule
 
 
 class Payload(StrEnum):
-    """What a message carries."""
+    """The kinds of contents of a message."""
 
     OUTPUT = "output"  # what a stage made, and what it passes on
     GRADIENT = "gradient"  # of what a stage received
@@ -22,7 +22,7 @@ class Payload(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one action of a stage gives to one of another stage.
+    """A message from an action of one stage to an action of another.
 
     Attributes:
         content: what it carries.

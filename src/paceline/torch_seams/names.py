@@ -117,7 +117,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
     ),
     # `check_torch` in fsdp.py checks a sharded model again, and raises PL449.
     "fsdp": (
-        TorchName(f"{_FSDP}._fsdp_api.AllGather", "gathers parameters by buffers of ours", "", _PL449),
+        TorchName(f"{_FSDP}._fsdp_api.AllGather", "gathers parameters through our buffers", "", _PL449),
         TorchName(f"{_FSDP}._fsdp_api.ReduceScatter", "sums gradients in the exact order", "", _PL449),
         TorchName("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "reaches the records", "", _PL449),
         TorchName(f"{_FSDP}._fsdp_state.FSDPState._pre_forward", "shards a skipped block", "", _PL449),

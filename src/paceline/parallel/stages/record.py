@@ -53,7 +53,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Result:
-    """What a call returned.
+    """The result of a call in the trial forward.
 
     Attributes:
         function: the name of the function that was called; "" for a module.
