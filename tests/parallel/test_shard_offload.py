@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
+from paceline.parallel.shard.disk import Disk
 from tests.dist.pool import Pool, RankError
 from tests.parallel.sharded import Toy, build_shards, run_step, whole
 
@@ -170,3 +173,24 @@ def test_disk_trains_in_half_of_the_memory_of_its_state(
     expected = ranks.run(train_wide, 2, ("none", folder, ""), timeout_s=60)
     assert found == expected
     assert expected[0][2] < expected[0][1] < expected[0][0]
+
+
+def test_memory_at_the_address_of_a_freed_tensor_is_left_alone(tmp_path: Path) -> None:
+    """Dropping its pages would zero whatever the heap keeps there."""
+    disk = Disk(str(tmp_path))
+    moved = disk.move(torch.ones(mmap.PAGESIZE))
+    assert disk.holds(moved)
+    address, num_bytes = moved.untyped_storage().data_ptr(), moved.untyped_storage().nbytes()
+    del moved
+    system_mmap = ctypes.CDLL(None).mmap
+    system_mmap.restype = ctypes.c_void_p
+    system_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+    memory = system_mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if memory != address:
+        pytest.skip("the system has given the address to something else")
+    other = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.float32)
+    other.fill_(7.0)
+    assert not disk.holds(other)
+    disk.write_back(other)
+    assert bool((other == 7.0).all())

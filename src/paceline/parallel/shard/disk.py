@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.errors import PacelineError
 from paceline.parallel.shard.setup import Unit
@@ -62,7 +63,9 @@ class Disk:
                 rule="Such a folder is itself memory, so offload to it frees nothing.",
                 fix="Set shard.offload_folder to a folder on a disk.",
             )
-        self._known: set[int] = set()
+        # By address, with a weak reference: the system may give the address of a freed mapping to the heap,
+        # and dropping those pages would destroy it.
+        self._known: dict[int, StorageWeakRef] = {}
         _return_freed_memory()
 
     @torch.no_grad()
@@ -82,7 +85,8 @@ class Disk:
             os.close(handle)
             os.unlink(path)
         self.num_bytes += num_bytes
-        self._known.add(moved.untyped_storage().data_ptr())
+        storage = moved.untyped_storage()
+        self._known[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         moved = moved.view(tensor.shape).copy_(tensor)
         self.write_back(moved)
         return moved
@@ -101,7 +105,12 @@ class Disk:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is on disk already."""
-        return tensor.untyped_storage().data_ptr() in self._known
+        address = tensor.untyped_storage().data_ptr()
+        known = self._known.get(address)
+        if known is not None and known.expired():  # type: ignore[no-untyped-call]
+            del self._known[address]
+            return False
+        return known is not None
 
     @torch.no_grad()
     def move_parameters(self, units: list[Unit]) -> None:
