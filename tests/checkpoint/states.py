@@ -13,6 +13,7 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder, Loaded
 from paceline.checkpoint.content import full
+from paceline.checkpoint.load import OnSkip, read
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
 from paceline.checkpoint.tensors import read_infos, read_tensor
 
@@ -52,6 +53,12 @@ def make_state(step: int) -> dict[str, Any]:
         "rng": {0: torch.arange(16, dtype=torch.uint8), "numpy": np.arange(step, step + 5)},
         "raw": bytes([step % 256, 0, 255]),
     }
+
+
+def load_newest(folder: CheckpointFolder, on_skip: OnSkip | None = None) -> Loaded | None:
+    """The newest valid checkpoint, all of it in memory."""
+    found = folder.open_newest(on_skip)
+    return None if found is None else read(found.path)
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -29,6 +29,7 @@ from tests.checkpoint.states import (
     assert_loaded,
     assert_same,
     list_names,
+    load_newest,
     make_model,
     save,
 )
@@ -74,11 +75,11 @@ def test_a_checkpoint_is_plain_files(folder: CheckpointFolder) -> None:
     assert sorted(entry.name for entry in path.iterdir()) == sorted(FILES)
     assert verify(path) == []
     assert_loaded(load_checkpoint(path), 50)
-    assert_loaded(folder.load(path), 50)
+    assert_loaded(load_checkpoint(path), 50)
 
 
 def test_an_empty_run_loads_nothing(folder: CheckpointFolder) -> None:
-    assert folder.load_newest() is None
+    assert load_newest(folder) is None
     assert folder.steps() == {}
     assert not folder.path.exists()
 
@@ -136,7 +137,7 @@ def test_tied_weights_are_stored_once(folder: CheckpointFolder) -> None:
 
 def test_what_was_read_lives_without_the_files(folder: CheckpointFolder) -> None:
     path = save(folder, 1)
-    loaded = folder.load_newest()
+    loaded = load_newest(folder)
     for name in FILES:
         os.truncate(path / name, 0)
     assert_loaded(loaded, 1)
@@ -163,7 +164,7 @@ def test_damage_to_any_file_is_named_and_passed_over(
     path = save(folder, 2)
     damage(path / name)
     skipped = Skipped()
-    assert_loaded(folder.load_newest(skipped), 1)
+    assert_loaded(load_newest(folder, skipped), 1)
     ((where, findings),) = skipped
     assert where == path
     assert findings == verify(path)
@@ -205,7 +206,7 @@ def test_a_file_beside_it_does_no_harm(folder: CheckpointFolder) -> None:
     (path / ".nfs0001").write_text("")
     assert [finding.code for finding in verify(path)] == ["PL505"]
     assert is_usable(verify(path))
-    assert_loaded(folder.load_newest(), 2)
+    assert_loaded(load_newest(folder), 2)
 
 
 def test_files_that_do_not_fit_together(folder: CheckpointFolder) -> None:
@@ -236,7 +237,7 @@ def test_falls_back_over_several_and_warns(
     flip(folder.steps()[3] / "optimizer.safetensors")
     (folder.steps()[2] / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING):
-        assert_loaded(folder.load_newest(), 1)
+        assert_loaded(load_newest(folder), 1)
     assert "optimizer.safetensors was altered" in caplog.text
     assert "manifest.json is missing" in caplog.text
 
@@ -248,7 +249,7 @@ def test_none_valid_is_an_error_and_nothing_changes(folder: CheckpointFolder) ->
     flip(folder.steps()[2] / "state.json")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     with pytest.raises(PacelineError) as caught:
-        folder.load_newest(Skipped())
+        load_newest(folder, Skipped())
     assert caught.value.code == "PL509"
     assert "step-00000002: state.json was altered" in caught.value.saw
     assert "step-00000001: model.safetensors has" in caught.value.saw
@@ -265,7 +266,7 @@ def test_a_newer_format_is_not_passed_over(folder: CheckpointFolder) -> None:
     path = save(folder, 2)
     make_newer(path)
     assert [finding.code for finding in verify(path)] == ["PL504"]
-    for load in (folder.load_newest, lambda: load_checkpoint(path)):
+    for load in (lambda: load_newest(folder), lambda: load_checkpoint(path)):
         with pytest.raises(PacelineError, match=r"format version 4.*reads versions up to 3") as caught:
             load()
         assert caught.value.code == "PL504"
@@ -306,7 +307,7 @@ def test_broken_later_ones_never_push_out_the_newest_valid(tmp_path: Path, anew:
         save(CheckpointFolder(tmp_path, keep=1) if anew else folder, step)
         # 80 is the newest valid one; what was just saved stays too.
         assert list(folder.steps()) == [step, 80, 90, 100]
-    assert_loaded(folder.load_newest(Skipped()), 80)
+    assert_loaded(load_newest(folder, Skipped()), 80)
 
 
 def test_a_valid_checkpoint_that_breaks_later_stops_counting(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_a_broken_checkpoint_of_the_step_is_moved_aside(
         flip(save(folder, 2) / "model.safetensors")
         assert len(list_names(folder.path.parent)) == count
     save(folder, 2)
-    assert_loaded(folder.load_newest(), 2)
+    assert_loaded(load_newest(folder), 2)
     names = list_names(folder.path.parent)
     assert names == [
         "corrupt-step-00000002",
@@ -340,7 +341,7 @@ def test_a_broken_checkpoint_of_the_step_is_moved_aside(
 def test_a_valid_checkpoint_of_the_step_is_replaced(folder: CheckpointFolder) -> None:
     save(folder, 2, size=8)
     save(folder, 2, size=16)
-    assert_loaded(folder.load_newest(), 2, size=16)
+    assert_loaded(load_newest(folder), 2, size=16)
     assert list_names(folder.path.parent) == ["step-00000002"]
 
 
@@ -363,7 +364,7 @@ def test_leftovers_of_dead_processes_go_at_the_next_save(folder: CheckpointFolde
     for name in (".tmp-step-00000002-1234-abcd", ".trash-step-00000000-12"):
         (folder.path / name / "deep").mkdir(parents=True)
         (folder.path / name / "deep" / "file").write_text("x")
-    assert_loaded(folder.load_newest(), 1)  # looking removes nothing
+    assert_loaded(load_newest(folder), 1)  # looking removes nothing
     assert len(list_names(folder.path.parent)) == 3
     save(folder, 2)
     assert list_names(folder.path.parent) == ["step-00000001", "step-00000002"]
@@ -425,7 +426,7 @@ def test_an_error_at_every_operation_of_a_save(tmp_path: Path) -> None:
             outcomes.append("saved")
         except PacelineError as error:
             outcomes.append(error.code)
-        loaded = folder.load_newest()
+        loaded = load_newest(folder)
         assert loaded is not None
         if list_names(folder.path.parent) == ["step-00000001"]:
             assert outcomes[-1] == "PL508"
@@ -463,9 +464,9 @@ def test_a_file_that_vanishes_before_the_commit_fails_the_save(
     assert caught.value.code == "PL508"
     assert len(harmed) == 1
     assert list_names(folder.path.parent) == ["step-00000001"]
-    assert_loaded(folder.load_newest(), 1)
+    assert_loaded(load_newest(folder), 1)
     save(folder, 2)
-    assert_loaded(folder.load_newest(), 2)
+    assert_loaded(load_newest(folder), 2)
 
 
 def test_a_file_that_vanishes_beside_a_replaced_checkpoint_brings_that_back(folder: CheckpointFolder) -> None:
@@ -478,7 +479,7 @@ def test_a_file_that_vanishes_beside_a_replaced_checkpoint_brings_that_back(fold
     with files.inject(remove), pytest.raises(PacelineError, match=r"model\.safetensors.*PL508"):
         save(folder, 2, size=16)
     assert list_names(folder.path.parent) == ["step-00000002"]
-    assert_loaded(folder.load_newest(), 2, size=8)
+    assert_loaded(load_newest(folder), 2, size=8)
 
 
 def test_a_failed_replacement_puts_the_former_one_back(folder: CheckpointFolder) -> None:
@@ -495,7 +496,7 @@ def test_a_failed_replacement_puts_the_former_one_back(folder: CheckpointFolder)
         save(folder, 2, size=16)
     assert calls[0] == "step-00000002"
     assert list_names(folder.path.parent) == ["step-00000002"]
-    assert_loaded(folder.load_newest(), 2, size=8)
+    assert_loaded(load_newest(folder), 2, size=8)
 
 
 def test_ctrl_c_in_a_save_leaves_nothing_behind(folder: CheckpointFolder) -> None:
@@ -542,9 +543,9 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert caught.value.code == "PL508"
     assert "The disk is full: step 2 needs 513.1 KiB in" in caught.value.saw
     assert list_names(small_disk) == ["step-00000001"]
-    assert_loaded(folder.load_newest(), 1)
+    assert_loaded(load_newest(folder), 1)
     save(folder, 2)
-    assert_loaded(folder.load_newest(), 2)
+    assert_loaded(load_newest(folder), 2)
 
 
 def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
@@ -565,7 +566,7 @@ def test_no_permission(folder: CheckpointFolder) -> None:
     with files.inject(refuse), pytest.raises(PacelineError, match="Permission denied") as caught:
         save(folder, 2)
     assert caught.value.code == "PL508"
-    assert_loaded(folder.load_newest(), 1)
+    assert_loaded(load_newest(folder), 1)
 
 
 def test_a_read_only_disk(small_disk: Path) -> None:
@@ -575,7 +576,7 @@ def test_a_read_only_disk(small_disk: Path) -> None:
     with pytest.raises(PacelineError, match="Read-only file system") as caught:
         save(folder, 2)
     assert caught.value.code == "PL508"
-    assert_loaded(folder.load_newest(), 1)
+    assert_loaded(load_newest(folder), 1)
 
 
 def test_a_folder_that_can_not_be_listed_is_not_an_empty_run(
@@ -588,7 +589,7 @@ def test_a_folder_that_can_not_be_listed_is_not_an_empty_run(
 
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(PacelineError, match="cannot be read: Permission denied") as caught:
-        folder.load_newest()
+        load_newest(folder)
     assert caught.value.code == "PL514"
 
 

@@ -26,6 +26,7 @@ from tests.checkpoint.states import (
     RECIPE,
     assert_loaded,
     list_names,
+    load_newest,
     make_model,
     make_optimizer,
     make_state,
@@ -78,7 +79,7 @@ def goes_on(run: Path) -> int:
     """The step that a later start finds; nothing of the save is left after the next one."""
     folder = CheckpointFolder(run, keep=1)
     assert all(verify(path) == [] for path in folder.steps().values())
-    loaded = folder.load_newest()
+    loaded = load_newest(folder)
     assert loaded is not None
     loaded.identity.pop("save", None)
     assert_loaded(loaded, loaded.step)

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.checkpoint import CheckpointFolder, files, verify
 from tests.checkpoint.saver import Fault, Saver
-from tests.checkpoint.states import assert_loaded, list_names, save
+from tests.checkpoint.states import assert_loaded, list_names, load_newest, save
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,12 @@ def goes_on(run: Path, *possible: int, keep: int = 2, broken_before: bool = Fals
     folder = CheckpointFolder(run, keep=keep)
     broken = [path for path in folder.steps().values() if verify(path)]
     assert broken == ([folder.path / "step-00000002"] if broken_before and broken else [])
-    loaded = folder.load_newest()
+    loaded = load_newest(folder)
     assert loaded is not None
     assert loaded.step in possible
     assert_loaded(loaded, loaded.step)
     save(folder, 99)
-    assert_loaded(folder.load_newest(), 99)
+    assert_loaded(load_newest(folder), 99)
     assert all(name.startswith(("step-", "corrupt-step-")) for name in list_names(run))
     assert "step-00000099" in list_names(run)
     return loaded.step
@@ -94,7 +94,7 @@ def test_killed_in_the_very_first_save(saver: Saver, tmp_path: Path) -> None:
         run = tmp_path / str(operation)
         assert saver.save(run, [1], kill_at=operation)
         folder = CheckpointFolder(run, keep=1)
-        assert folder.load_newest() is None
+        assert load_newest(folder) is None
         save(folder, 1)
         assert list_names(run) == ["step-00000001"]
 
@@ -107,7 +107,7 @@ def test_killed_at_random_instants(saver: Saver, tmp_path: Path) -> None:
     for _ in range(20):
         steps = list(range(step + 1, step + 30))
         num_killed += saver.save(tmp_path, steps, delay_s=chance.uniform(0.005, 0.15))
-        loaded = folder.load_newest()
+        loaded = load_newest(folder)
         assert loaded is not None
         assert step <= loaded.step <= steps[-1]
         assert_loaded(loaded, loaded.step)

@@ -12,9 +12,7 @@ from paceline.checkpoint.load import (
     Loaded,
     OnSkip,
     find_newest,
-    load_checkpoint,
     open_usable,
-    read,
 )
 from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
 
@@ -58,8 +56,8 @@ class CheckpointFolder(Commits):
         with self.begin(step, num_bytes=content.num_bytes, identity=identity) as save:
             return save.commit(content.content, write_files(content.list_files(), save.folder))
 
-    def load_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
-        """Return the newest valid checkpoint, or `None` if the run has none at all.
+    def open_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
+        """Return the newest valid checkpoint with its tensors unread (`StoredTensor`); `None` without any.
 
         Args:
             on_skip: called for every newer one that is not valid, with its findings; without it a
@@ -69,17 +67,7 @@ class CheckpointFolder(Commits):
             PacelineError: PL509 where there are checkpoints and none is valid, PL504 where the newest
                 one is of a newer format. Nothing is deleted or changed.
         """
-        if not self.steps():
-            return None
-        return read(self._find_newest(on_skip))
-
-    def open_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
-        """Return the newest valid checkpoint with its tensors unread (`StoredTensor`)."""
         return open_usable(self._find_newest(on_skip)) if self.steps() else None
-
-    def load(self, path: Path) -> Loaded:
-        """Check and read one checkpoint; see `load_checkpoint`."""
-        return load_checkpoint(path)
 
     def _find_newest(self, on_skip: OnSkip | None) -> Path:
         newest = find_newest(self.path, on_skip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def describe_identity(
         "torch": str(torch.__version__),
         "numpy": _version("numpy"),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": _platform(),
         "device": device.type,
         "processor": f"{_processor_name()} ({torch.backends.cpu.get_cpu_capability()})",
         "threads_per_rank": torch.get_num_threads(),
@@ -85,6 +86,7 @@ def check_identity(saved: dict[str, Any], here: dict[str, Any]) -> list[Finding]
     ]
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
@@ -92,6 +94,12 @@ def _version(package: str) -> str:
         return "unknown"
 
 
+@cache
+def _platform() -> str:
+    return platform.platform()
+
+
+@cache
 def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

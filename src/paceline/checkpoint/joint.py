@@ -4,13 +4,15 @@
     .saving-step-00000050-TOKEN/
         alive-00003                  held locked by writer 3 while it works (`alive.py`)
         left-00003                   its name once writer 3 has left
-        record-00003.json            sizes and hashes of its files, once these are durable
+        record-00003.json            sizes and hashes of its files, once these are durable, and digests of
+                                     the tensors that other ranks hold too
         outcome.json                 what became of the save
 
 1. Each writer makes both folders, if they are missing, and its `alive` file.
 2. It writes its files, makes them durable and leaves its record.
 3. All writers look for the records of the others. Any of them that sees all records takes the folder's lock
-   and commits, unless another one has. The outcome is written under the same lock, so there is only one.
+   and commits, unless another one has. If the ranks' digests differ (PL418), nothing is committed. The
+   outcome is written under the same lock, so there is only one.
 4. A writer that fails writes the outcome instead. One that dies releases its lock: if it left no record, the
    others end the save. If it died later, they finish what it began.
 
@@ -41,6 +43,7 @@ from paceline.checkpoint.manifest import (
     read_manifest,
 )
 from paceline.checkpoint.names import LOCK, SAVING, TMP, step_name
+from paceline.checkpoint.same_copies import Digests, find_difference
 from paceline.errors import PacelineError
 
 _OUTCOME = "outcome.json"
@@ -143,11 +146,12 @@ class JointSave:
             self._alive = hold(self._saving / alive_name(self._order.writer), self._order.identity.get("run"))
             files.make_folder(self._temporary)
 
-    def write(self, read: Read) -> None:
+    def write(self, read: Read, digests: Sequence[Digests] = ()) -> None:
         """Write this writer's files and leave the record.
 
         Args:
             read: from the first byte and the number of bytes to these bytes.
+            digests: of this rank's tensors that other ranks hold too.
 
         Raises:
             PacelineError: PL508.
@@ -160,7 +164,7 @@ class JointSave:
                         file.write(data)
                 records[name] = asdict(file.record)
             files.sync_folder(self._temporary)
-            self._put(_record_name(self._order.writer), records)
+            self._put(_record_name(self._order.writer), {"files": records, "digests": digests})
 
     def conclude(self) -> Outcome:
         """Wait for the other writers, and commit unless another one does."""
@@ -229,10 +233,13 @@ class JointSave:
                 return outcome
             if not is_locked and order.writer != min(order.writers):
                 return None  # without locks only one writer may commit
-            records = self._read_records()
-            if records is None:
+            read = self._read_records()
+            if read is None:
                 return None
+            records, digests = read
             try:
+                if (error := find_difference(digests)) is not None:
+                    raise error
                 with self._explained():
                     if is_locked:
                         commits.clear_leftovers(own=self._saving)
@@ -266,15 +273,18 @@ class JointSave:
             return Outcome.parse(json.loads((self._saving / _OUTCOME).read_bytes()))
         return None
 
-    def _read_records(self) -> dict[str, FileRecord] | None:
+    def _read_records(self) -> tuple[dict[str, FileRecord], dict[int, list[Digests]]] | None:
+        """Return the records of all files, and each writer's digests; `None` where some are missing."""
         found: dict[str, FileRecord] = {}
-        for path in self._record_paths():
+        digests = {}
+        for writer, path in zip(self._order.writers, self._record_paths(), strict=True):
             try:
-                records = json.loads(path.read_bytes())
-                found |= {name: FileRecord(**record) for name, record in records.items()}
+                record = json.loads(path.read_bytes())
+                found |= {name: FileRecord(**each) for name, each in record["files"].items()}
             except (OSError, ValueError):
                 return None
-        return found
+            digests[writer] = record["digests"]
+        return found, digests
 
     def _record_paths(self) -> list[Path]:
         return [self._saving / _record_name(writer) for writer in self._order.writers]

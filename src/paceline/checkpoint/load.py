@@ -48,7 +48,7 @@ def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
     """Return the newest valid checkpoint in a `checkpoints` folder that has at least one, valid or not.
 
     Raises:
-        PacelineError: as `CheckpointFolder.load_newest`.
+        PacelineError: as `CheckpointFolder.open_newest`.
     """
     skipped: list[tuple[Path, list[Finding]]] = []
     for path in reversed(list_checkpoints(folder).values()):
@@ -75,7 +75,7 @@ def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
 
     Args:
         path: a checkpoint's folder, a run's, or the `checkpoints` in that.
-        on_skip: as in `CheckpointFolder.load_newest`.
+        on_skip: as in `CheckpointFolder.open_newest`.
 
     Raises:
         PacelineError: PL514 where there is none, PL509 where none is valid, PL504 for a newer format.

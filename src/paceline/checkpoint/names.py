@@ -6,6 +6,7 @@ step-00000050                a committed checkpoint
 corrupt-step-00000050        found broken when the run came to that step again; kept for a look
 .tmp-..., .trash-...         being written, being removed; worth nothing once their process is gone
 .saving-...                  records of the writers that make the `.tmp-...` of the same ending (`joint.py`)
+failed-step-00000050         came from memory, and two starts ended after its load; kept for a look
 .lock                        held by the process that is saving
 """
 
@@ -21,6 +22,7 @@ CHECKPOINTS = "checkpoints"
 FULL, SHARDED = "full", "sharded"
 CONTENTS = (FULL, SHARDED)
 LOCK = ".lock"
+FAILED = "failed-"
 REPLACED, SAVING, TMP, TRASH = ".replaced-", ".saving-", ".tmp-", ".trash-"
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 

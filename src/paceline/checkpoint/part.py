@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -38,12 +39,12 @@ class Part:
         """Return the whole tensor."""
         return Part(tuple(shape), tuple(((0, size),) for size in shape))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the part as a tensor of its own."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.runs)
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """The number of its elements."""
         return math.prod(self.shape)

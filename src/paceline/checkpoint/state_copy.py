@@ -3,7 +3,7 @@
 Headers and what may change at any moment (buffers, which a forward changes; tensors of the user's objects)
 are copied at once. Tensors that only an optimizer's step changes are copied by a thread during the next
 forward and backward. `StateCopy.wait` must be called before anything may write to them: without it, the copy
-would hold numbers of two steps.
+would hold numbers of two steps. The thread also reads what other ranks hold copies of (`same_copies.py`).
 
 The memory comes from `memfd_create`: it has no name, does not count against the size of /dev/shm, and is gone
 with the last process that has it open. Its pages are touched once, because a copy into fresh pages takes
@@ -17,11 +17,12 @@ import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.tensors import FilePlan, piece_bytes
 from paceline.errors import PacelineError
 from paceline.torch_seams.tensors import read_version
@@ -33,6 +34,16 @@ _SLACK_BYTES = 1 << 20
 
 # Name of a file, its first byte in the memory and its number of bytes.
 Place = tuple[str, int, int]
+
+
+class Held(Protocol):
+    """Tensors that other ranks hold copies of."""
+
+    def read(self) -> bool:
+        """Read the tensors; return `False` if one of them was written to meanwhile."""
+
+    def describe(self) -> list[Digests]:
+        """Return digests of the tensors."""
 
 
 class CopyMemory:
@@ -117,8 +128,10 @@ class StateCopy:
         memory: large enough (`measure`).
         plans: the files of this rank.
         late: ids of the tensors that only an optimizer's step changes.
+        held: what other ranks hold copies of, to be read by the thread too.
         device: of the model.
-        on_end: called by the thread once the copy is complete, with `None`, or with why it failed.
+        on_end: called by the thread once the copy is complete, with `None`, or with why it failed, and the
+            digests of what is held.
 
     Attributes:
         num_bytes: that were copied.
@@ -129,8 +142,9 @@ class StateCopy:
         memory: CopyMemory,
         plans: Sequence[FilePlan],
         late: Collection[int],
+        held: Sequence[Held],
         device: torch.device,
-        on_end: Callable[[PacelineError | None], None],
+        on_end: Callable[[PacelineError | None, list[Digests]], None],
     ) -> None:
         self.num_bytes = sum(plan.num_bytes for plan in plans)
         self._memory = memory
@@ -144,6 +158,7 @@ class StateCopy:
                 else:
                     self._copy(start, piece)
                 start += piece_bytes(piece)
+        self._held = held
         self._device = device
         self._on_end = on_end
         self._issued = threading.Event()
@@ -162,9 +177,10 @@ class StateCopy:
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def join(self) -> None:
-        """Return once `on_end` was called."""
-        self._thread.join()
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Return true once `on_end` was called, or false if that takes longer."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         error: PacelineError | None = None
@@ -177,17 +193,20 @@ class StateCopy:
             error = _broken_error(failed)
         finally:
             self._issued.set()
-        if self._event is not None and error is None:
-            self._event.synchronize()
-        self._on_end(error)
+        digests: list[Digests] = []
+        if error is None:
+            if self._event is not None:
+                self._event.synchronize()
+            digests = [each for held in self._held for each in held.describe()]
+        self._on_end(error, digests)
 
     def _copy_late(self) -> PacelineError | None:
-        """Copy the tensors; return an error if one of them was written to meanwhile."""
+        """Copy the tensors and read what is held; return an error if one was written to meanwhile."""
         for start, tensor, version in self._late:
             self._copy(start, tensor, non_blocking=self._stream is not None)
             if read_version(tensor) != version:
                 return _torn_error()
-        return None
+        return None if all(held.read() for held in self._held) else _torn_error()
 
     @torch.no_grad()
     def _copy(self, start: int, tensor: Tensor, *, non_blocking: bool = False) -> None:

@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class FilePlan:
     name: str
     pieces: tuple[bytes | torch.Tensor, ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Size of the file."""
         return sum(piece_bytes(piece) for piece in self.pieces)
@@ -168,7 +169,8 @@ def plan_tensors(
 
 def plan_json(name: str, structure: Any) -> FilePlan:
     """Plan a file of JSON."""
-    return FilePlan(name, ((json.dumps(structure, indent=1, allow_nan=False) + "\n").encode(),))
+    # Without indentation: with it, Python's encoder in C is not used, and a save waits for this.
+    return FilePlan(name, ((json.dumps(structure, allow_nan=False) + "\n").encode(),))
 
 
 def write_tensors(

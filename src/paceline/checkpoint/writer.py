@@ -5,9 +5,10 @@ signal to the rank's group reaches it. It shares two things with its rank: memor
 (`memfd_create`), which is gone with the last process that has it open; and a socket for these lines of JSON:
 
     rank to writer    {"do": "begin", "order": {...}}    all ranks have agreed on this save
-                      {"do": "write"}                    the copy is complete: from here on, it is committed
+                      {"do": "write", "digests": [...]}  the copy is complete: from here on, it is committed
                       {"do": "abandon", "error": [...]}  the copy failed
-    writer to rank    {"path": ..., "error": ..., "seconds": ...}
+    writer to rank    {"begun": ...}                     a new start sees from now on that this writer works
+                      {"path": ..., "error": ..., "seconds": ...}
 
 If the rank ends before "write", the writer ends the save. If it ends later, the writer finishes the save and
 then leaves. Nothing here waits for the rank, and nothing is a collective.
@@ -15,23 +16,22 @@ then leaves. Nothing here waits for the rank, and nothing is a collective.
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from paceline.checkpoint import files
+from paceline.checkpoint.companion import RankLink
 from paceline.checkpoint.joint import JointSave, Order, Outcome
+from paceline.checkpoint.same_copies import Digests
 from paceline.errors import PacelineError
 
 # A fraction of a processor if training uses all of them, and enough to finish while it goes on.
 _NICENESS = 10
-_LOOK_S = 0.5
 
 
 class Writer:
@@ -40,14 +40,11 @@ class Writer:
     Args:
         link: to the rank.
         memory: descriptor of the shared memory.
-        rank_pid: process of the rank.
     """
 
-    def __init__(self, link: socket.socket, memory: int, rank_pid: int) -> None:
+    def __init__(self, link: RankLink, memory: int) -> None:
         self._link = link
         self._memory = memory
-        self._rank_pid = rank_pid
-        self._received = b""
         self._buffer = memoryview(bytearray(files.CHUNK_BYTES))
         self._save: JointSave | None = None
         self._order: Order | None = None
@@ -55,12 +52,11 @@ class Writer:
 
     def serve(self) -> None:
         """Work until the rank has ended and what it had copied is committed."""
-        while (line := self._receive()) is not None:
-            message = json.loads(line)
+        while (message := self._link.receive()) is not None:
             if message["do"] == "begin":
                 self._begin(Order(**message["order"]))
             elif message["do"] == "write":
-                self._finish(None)
+                self._finish(None, message["digests"])
             else:
                 code, saw, rule, fix = message["error"]
                 self._finish(PacelineError(code, saw=saw, rule=rule, fix=fix))
@@ -74,8 +70,9 @@ class Writer:
             self._save.begin()
         except PacelineError as error:
             self._error = error
+        self._link.send({"begun": self._error is None})
 
-    def _finish(self, error: PacelineError | None) -> None:
+    def _finish(self, error: PacelineError | None, digests: Sequence[Digests] = ()) -> None:
         """Write and conclude a save, or end it because of an error."""
         assert self._save is not None
         assert self._order is not None
@@ -83,7 +80,7 @@ class Writer:
         error = self._error or error
         try:
             if error is None:
-                save.write(self._read)
+                save.write(self._read, digests)
                 outcome = save.conclude()
             else:
                 outcome = save.fail(error)
@@ -96,23 +93,7 @@ class Writer:
         self._reply(outcome, time.monotonic() - begin_s)
 
     def _reply(self, outcome: Outcome, seconds: float) -> None:
-        with suppress(OSError):  # the rank has gone
-            self._link.sendall(json.dumps(outcome.dump() | {"seconds": seconds}).encode() + b"\n")
-
-    def _receive(self) -> bytes | None:
-        """Return the next line of the rank, or `None` if the rank has ended."""
-        while b"\n" not in self._received:
-            if select.select([self._link], [], [], _LOOK_S)[0]:
-                data = b""
-                with suppress(ConnectionError):
-                    data = self._link.recv(1 << 16)
-                if not data:
-                    return None
-                self._received += data
-            elif os.getppid() != self._rank_pid:  # a child of the rank may hold the other end open
-                return None
-        line, _, self._received = self._received.partition(b"\n")
-        return line
+        self._link.send(outcome.dump() | {"seconds": seconds})
 
     def _read(self, start: int, num_bytes: int) -> Iterator[memoryview]:
         """Yield bytes of the shared memory."""
@@ -133,7 +114,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
-    Writer(socket.socket(fileno=link), memory, rank_pid).serve()
+    Writer(RankLink(socket.socket(fileno=link), rank_pid), memory).serve()
 
 
 def _with_rank(error: PacelineError, order: Order) -> PacelineError:

@@ -17,12 +17,12 @@ On the CPU, a step reads:
   weight is detected earlier.
 
 On another device, a step reads up to 32 parameters, because each one starts kernels of its own.
-Saving reads everything (`check_all`).
+A save reads everything: at once (`check_all`), or while training goes on (`hold`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,12 +33,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import PacelineError
+from paceline.checkpoint.same_copies import Digests, find_difference
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
-from paceline.phrases import name_ranks
 from paceline.recipe.axes import list_axes
 from paceline.torch_seams.modules import BatchNormBase
+from paceline.torch_seams.tensors import read_version
 from paceline.train.agreement import NUM_COPIES, Numbers
 from paceline.train.same_settings import is_comparing
 
@@ -50,7 +50,6 @@ _MAX_ON_DEVICE = 32
 # 64-bit numbers in a row that has a factor of its own, and the length from which tensors have such rows.
 _ROW, _LONG = 512, 1 << 15
 _MASK = (1 << 64) - 1
-_MAX_SHOWN = 4
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -69,6 +68,43 @@ class _View:
         if self.rows is not None:
             total += int(np.dot(np.add.reduce(self.rows, axis=1), _row_factors(len(self.rows))))
         return total + int.from_bytes(self.tail, "little") if self.tail else total
+
+
+class HeldCopies:
+    """Tensors that other ranks hold copies of, and their digests.
+
+    Args:
+        model: its name, for messages.
+        digest: returns a tensor's digest from its name; on a device without waiting for it.
+    """
+
+    def __init__(self, model: str, digest: Callable[[str, Tensor], int | Tensor]) -> None:
+        self._model = model
+        self._digest = digest
+        self._unread: list[tuple[tuple[int, ...], str, Tensor, int]] = []
+        self._digests: dict[tuple[int, ...], dict[str, int | Tensor]] = {}
+
+    def add(self, ranks: Sequence[int], name: str, tensor: Tensor) -> None:
+        """Add a tensor that these ranks hold copies of."""
+        if len(ranks) > 1:
+            self._unread.append((tuple(ranks), name, tensor, read_version(local(tensor))))
+
+    def read(self) -> bool:
+        """Read the tensors; return `False` if one of them was written to since it was added."""
+        unread, self._unread = self._unread, []
+        for ranks, name, tensor, version in unread:
+            self._digests.setdefault(ranks, {})[name] = self._digest(name, tensor)
+            if read_version(local(tensor)) != version:
+                return False
+        return True
+
+    def describe(self) -> list[Digests]:
+        """Return the digests of the tensors that were read."""
+        groups = [
+            {"ranks": ranks, "digests": {name: int(each) & _MASK for name, each in digests.items()}}
+            for ranks, digests in self._digests.items()
+        ]
+        return [{"model": self._model, "groups": groups}] if groups else []
 
 
 class Copies:
@@ -151,21 +187,35 @@ class Copies:
         """
         if not self._has_copies or not is_comparing():
             return
-        assert self._mesh is not None
-        held = [*self._parameters, *self._statistics]
-        for name, parameter in self._parameters:
-            held += self._state_of(name, parameter)
-        own = {name: int(self._read(name, tensor)) & _MASK for name, tensor in held}
+        held = self.hold()
+        held.read()
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        differing = []
-        for name in dict.fromkeys(name for each in gathered for name in each):
-            for ranks in self._holders(name.partition("/")[0] in self._cut):
-                values = [gathered[rank].get(name) for rank in ranks]
-                if values.count(values[0]) < len(values):
-                    differing.append((name, ranks, values))
-        if differing:
-            raise self._refuse(differing)
+        dist.all_gather_object(gathered, held.describe())
+        error = find_difference(dict(enumerate(gathered)))
+        if error is not None:
+            error.on_every_rank = True
+            raise error
+
+    def hold(self) -> HeldCopies:
+        """Return the tensors that other ranks hold copies of, for digests of the state as it is now.
+
+        What a forward changes is read at once. The rest is to be read before an optimizer's step.
+        """
+        held = HeldCopies(self._name, self._read)
+        if not self._has_copies or not is_comparing():
+            return held
+        rank = dist.get_rank()
+        ranks_by_cut = {
+            is_cut: next(ranks for ranks in self._holders(is_cut) if rank in ranks)
+            for is_cut in (False, True)
+        }
+        for name, buffer in self._statistics:
+            held.add(ranks_by_cut[False], name, buffer)
+        held.read()
+        for name, parameter in self._parameters:
+            for key, value in ((name, parameter), *self._state_of(name, parameter)):
+                held.add(ranks_by_cut[name in self._cut], key, value)
+        return held
 
     def _group(self, digests: Numbers, kind: int) -> list[list[tuple[float, ...]]]:
         pairs = digests[:, 2 * kind : 2 * kind + 2].tolist()
@@ -195,33 +245,6 @@ class Copies:
                 return _view_contiguous(tensor.resolve_conj().resolve_neg().contiguous()).digest()
             self._views[name] = view
         return view.digest()
-
-    def _refuse(self, differing: Sequence[tuple[str, list[int], list[int | None]]]) -> PacelineError:
-        described = [_describe_difference(*each) for each in differing[:_MAX_SHOWN]]
-        more = f"; and {len(differing) - _MAX_SHOWN} more tensors" if len(differing) > _MAX_SHOWN else ""
-        error = PacelineError(
-            "PL418",
-            saw=f"copies of {self._name} differ between ranks: {'; '.join(described)}{more}.",
-            rule="Ranks that hold the same tensor apply the same update to it, so all have the same bits.",
-            fix="Look for code that changes weights, gradients or optimizer state on some ranks only: a "
-            "hook, an in-place change between steps, another version of a library. If there is none, check "
-            "the memory and the processor of that rank's machine. Resume from the newest checkpoint.",
-        )
-        error.on_every_rank = True
-        return error
-
-
-def _describe_difference(name: str, ranks: list[int], values: list[int | None]) -> str:
-    shown = " of ".join(reversed(name.split("/")))
-    members: dict[int | None, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        members.setdefault(value, []).append(rank)
-    groups = sorted(members.values(), key=len)
-    if len(groups) == 2 and len(groups[0]) < len(groups[1]):
-        return f"{shown} on {name_ranks(groups[0])} differs from {name_ranks(groups[1])}"
-    return f"{shown} differs between " + " and ".join(
-        name_ranks(group) for group in sorted(groups)[:_MAX_SHOWN]
-    )
 
 
 def _view(tensor: Tensor) -> _View | None:

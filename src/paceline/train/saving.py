@@ -31,6 +31,7 @@ from paceline.checkpoint.joint import Order, Outcome
 from paceline.checkpoint.names import step_name
 from paceline.errors import PacelineError
 from paceline.train.state.background import Background
+from paceline.train.state.memory_saves import MemorySaves
 from paceline.train.state.transfer import gather
 from paceline.train.state.write import (
     RunState,
@@ -47,6 +48,9 @@ log = logging.getLogger(__name__)
 
 # How long a rank that ends waits for the outcome of its last save. The writer then finishes alone.
 _CLOSING_S = 30.0
+
+# Failures that the next save would repeat: another run saves here, or the ranks' copies differ.
+_FATAL = ("PL510", "PL418")
 
 # Saves while all ranks wait, and returns the checkpoint's folder; collective.
 Write = Callable[[World, CheckpointFolder, int, RunState, dict[str, Any]], Path]
@@ -94,7 +98,7 @@ class SaveHandle(os.PathLike[str]):
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rank contributes to the collective of a save.
+    """A rank's message in the collective of a save.
 
     Attributes:
         error: its error in preparing the save.
@@ -119,6 +123,7 @@ class Saving:
     Attributes:
         mode: the content of checkpoints.
         background: of this rank, if saves are asynchronous.
+        memory: states that stay in memory.
 
     Args:
         world: the ranks.
@@ -141,11 +146,13 @@ class Saving:
         self._stall_s: float | None = None
         self._save_s: float | None = None
         self._is_reserved = False
+        self.memory = MemorySaves(world)
 
     def start(self) -> None:
         """Get ready for saves into a run's folder."""
         if self._pending is not None:
             self.finish(self._pending)
+        self.memory.close()
         if self.background is not None and (self.mode == SHARDED or self._world.is_main):
             self.background.start()
         self._is_reserved = False
@@ -201,6 +208,7 @@ class Saving:
 
     def before_write(self) -> None:
         """Wait until weights, optimizer state and buffers may be written to."""
+        self.memory.before_write()
         if self._pending is not None and self._is_writing:
             assert self.background is not None
             begin_s = time.perf_counter()
@@ -213,9 +221,9 @@ class Saving:
         Args:
             list_state: returns this rank's part of the state.
         """
+        self.before_write()
         if self.background is None:
             return
-        self.before_write()
         if self._pending is not None:
             self._receive(0.0)
             if self._outcome is not None and self._outcome.error is not None:
@@ -224,6 +232,14 @@ class Saving:
             self._is_reserved = True
             with caught():  # the save itself reports what cannot be stored
                 self.background.reserve_soon(self._measure(list_state()))
+
+    def save_to_memory(self, folder: Path, step: int, state: RunState, identity: dict[str, Any]) -> None:
+        """Keep a state in memory; see `MemorySaves.save`."""
+        begin_s = time.perf_counter()
+        try:
+            self.memory.save(folder, step, state, identity)
+        finally:
+            self._add_stall(begin_s)
 
     def take_times(self) -> tuple[float | None, float | None]:
         """Return the seconds of stall by saves, and those that the last save took, since last asked."""
@@ -243,6 +259,7 @@ class Saving:
                 self._tell(handle, self._outcome.error, self._num_failed + 1)
         if self.background is not None:
             self.background.close()
+        self.memory.close()
         self._pending, self._outcome, self._is_writing = None, None, False
 
     def _begin(
@@ -254,6 +271,8 @@ class Saving:
         identity: dict[str, Any],
     ) -> bool:
         """Begin a save in the background; return `False` if some rank cannot."""
+        if self.mode != SHARDED:
+            state.check_copies()
         self._receive(None)
         prepared: Prepared | None = None
         digest = why_not = ""
@@ -288,7 +307,9 @@ class Saving:
                 num_bytes=prepared.num_bytes,
                 files=(),
             )
-            background.begin(order, plans, prepared.late)
+            # In mode "full" only rank 0 has a writer, and the ranks have compared their copies above.
+            held = [each.hold() for each in state.copies] if self.mode == SHARDED else []
+            background.begin(order, plans, prepared.late, held)
         return True
 
     def _measure(self, state: RunState) -> int:
@@ -306,6 +327,7 @@ class Saving:
         identity: dict[str, Any],
         write: Write | None,
     ) -> None:
+        state.check_copies()
         write = write or (write_sharded if self.mode == SHARDED else write_full)
         try:
             outcome = Outcome(path=write(self._world, folder, handle.step, state, identity))
@@ -335,7 +357,7 @@ class Saving:
             return
         error.on_every_rank = True
         self._num_failed += 1
-        if error.code == "PL510":
+        if error.code in _FATAL:
             raise error
         if self._num_failed >= self._max_failed:
             raise _too_many_error(error, self._num_failed)
@@ -352,6 +374,9 @@ class Saving:
     def _tell(self, handle: SaveHandle, error: PacelineError, num_failed: int) -> None:
         if self._world.is_main and not handle.is_told:
             handle.is_told = True
+            if error.code in _FATAL:
+                log.warning("%s The next save ends the run. [%s]", error.saw, error.code)
+                return
             log.warning(
                 "%s Training goes on, and the next save tries again. Failed saves in a row: %d; "
                 "checkpoint.max_failed = %d ends the run. [%s]",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint import CheckpointFolder
+from paceline.checkpoint import CheckpointFolder, load_checkpoint
 from paceline.checkpoint.content import full
 from paceline.errors import PacelineError
 from paceline.train.state.optimizer import load_optimizer_state_by_name, optimizer_state_by_name
@@ -41,7 +41,7 @@ def take_step(model: nn.Sequential, optimizer: Optimizer, number: int) -> None:
 
 def through_disk(tree: Any, folder: Path) -> Any:
     path = CheckpointFolder(folder, keep=1).save(1, full.prepare({}, tree, {}, None), identity={})
-    return CheckpointFolder(folder, keep=1).load(path).optimizer
+    return load_checkpoint(path).optimizer
 
 
 class Fp32Moments(Optimizer):

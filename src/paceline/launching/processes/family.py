@@ -21,6 +21,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLEARERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 # Begins the words of a rank's writer (`checkpoint/writer_process.py`).
 _WRITER = "paceline.checkpoint.writer"
+# Begins the words of a memory keeper (`checkpoint/memory_keeper.py`), which its rank's next start needs.
+_MEMORY_KEEPER = "paceline.checkpoint.memory_keeper"
 # How long to wait for writers; after that they finish by themselves.
 _WRITING_S = 60.0
 # These reach a tracker without ending it.
@@ -52,10 +54,10 @@ def send_to_group(group: int, number: int) -> None:
 
 
 def end_family(pid: int) -> None:
-    """Kill a process with its descendants, except those that clear up."""
+    """Kill a process with its descendants, except those that clear up or hold memory for its next start."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        _kill([*process.children(recursive=True), process])
+        _kill([*(p for p in process.children(recursive=True) if not _holds_memory(p)), process])
 
 
 def end_descendants(reap: Callable[[], None], spared: Collection[int] = ()) -> int:
@@ -123,6 +125,12 @@ def _clears_up(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         words = " ".join(process.cmdline())
         return any(name in words for name in _CLEARERS) or _is_writer(process)
+    return False
+
+
+def _holds_memory(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return _MEMORY_KEEPER in process.cmdline()
     return False
 
 

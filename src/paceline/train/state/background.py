@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 
 from paceline.checkpoint.joint import Order, Outcome
-from paceline.checkpoint.state_copy import CopyMemory, StateCopy, lay_out, measure
+from paceline.checkpoint.same_copies import Digests
+from paceline.checkpoint.state_copy import CopyMemory, Held, StateCopy, lay_out, measure
 from paceline.checkpoint.tensors import FilePlan
 from paceline.checkpoint.writer_process import WriterProcess
 from paceline.errors import PacelineError
@@ -92,20 +93,31 @@ class Background:
             return f"{num_bytes:,} bytes for the copy: {error.strerror}"
         return ""
 
-    def begin(self, order: Order, plans: Sequence[FilePlan], late: frozenset[int]) -> None:
-        """Copy the files, the tensors in `late` by a thread; then the writer goes on."""
+    def begin(
+        self, order: Order, plans: Sequence[FilePlan], late: frozenset[int], held: Sequence[Held]
+    ) -> None:
+        """Copy the files, the tensors in `late` by a thread; then the writer goes on.
+
+        Args:
+            order: without files.
+            plans: of the files.
+            late: ids of the tensors that only an optimizer's step changes.
+            held: what other ranks hold copies of.
+        """
         memory, writer = self._memory, self._writer
         assert memory is not None
         assert writer is not None
         self._begin_s = time.monotonic()
 
-        def end(error: PacelineError | None) -> None:
+        def end(error: PacelineError | None, digests: list[Digests]) -> None:
             self._copy_s = time.monotonic() - self._begin_s
             self._copies_at_once |= error is not None
-            writer.end_copy(error)
+            # Else the writer could commit after a new start has looked for writers and seen none.
+            writer.await_begin()
+            writer.end_copy(error, digests)
 
         writer.begin(replace(order, files=lay_out(plans)))
-        self._state_copy = StateCopy(memory, plans, late, self._device, end)
+        self._state_copy = StateCopy(memory, plans, late, held, self._device, end)
         self.num_copied_bytes += self._state_copy.num_bytes
         if self._copies_at_once:
             self._state_copy.join()
@@ -117,8 +129,8 @@ class Background:
 
     def read_outcome(self, timeout_s: float | None = None) -> Outcome | None:
         """Return the outcome of the save under way, or `None` if it is not known in time."""
-        if timeout_s is None and self._state_copy is not None:
-            self._state_copy.join()
+        if self._state_copy is not None and not self._state_copy.join(timeout_s):
+            return None
         assert self._writer is not None
         try:
             found = self._writer.read_outcome(timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +46,19 @@ def find_placement(models: Mapping[str, nn.Module], updates: Mapping[str, Update
     return placement if placement.is_divided else None
 
 
+@dataclass(frozen=True)
+class KnownPlans:
+    """The plans that saves of one layout have made, kept for later saves.
+
+    Attributes:
+        holders: by what decides about them, the parts of a tensor with the ranks that hold each.
+        plans: by what decides about them, plans of whole saves (`write.py`).
+    """
+
+    holders: dict[Any, list[tuple[Part, tuple[int, ...]]]] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+
 class Parts:
     """The parts of a run's tensors that each rank holds, by their names in a checkpoint.
 
@@ -53,21 +67,28 @@ class Parts:
         updates: of the trainer.
         layout: of the trainer, resolved.
         rank: this one.
+        known: what was planned before, under the same layout.
 
     Attributes:
         placement: of the only model, or `None` where nothing is divided.
         rank: this one.
+        known: what is planned with these parts.
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], updates: Mapping[str, Update], layout: Layout, rank: int
+        self,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        layout: Layout,
+        rank: int,
+        known: KnownPlans | None = None,
     ) -> None:
         self.placement = find_placement(models, updates)
         self.rank = rank
         self._models = models
         self._layout = layout
         self._tensors = model_tensors(models, keep_vars=True)
-        self._holders: dict[Any, list[tuple[Part, tuple[int, ...]]]] = {}
+        self.known = known or KnownPlans()
 
     @property
     def is_divided(self) -> bool:
@@ -99,14 +120,15 @@ class Parts:
         shape, split, is_sharded = self._describe(own)
         stages = None if self.placement is None else self.placement.holders.get(own.name)
         key = (shape, split, is_sharded, stages)
-        if key not in self._holders:
+        holders = self.known.holders
+        if key not in holders:
             found: dict[Part, list[int]] = {}
             for rank in range(self._layout.num_ranks):
                 if stages is not None and self._layout.find_place(rank)["pp"] not in stages:
                     continue
                 found.setdefault(self._part_at(rank, shape, split, is_sharded), []).append(rank)
-            self._holders[key] = [(part, tuple(ranks)) for part, ranks in found.items()]
-        return self._holders[key]
+            holders[key] = [(part, tuple(ranks)) for part, ranks in found.items()]
+        return holders[key]
 
     def find_part(self, names: Names, shape: tuple[int, ...]) -> Part | None:
         """Return this rank's part of a tensor of a checkpoint, or `None` where it has all of it.

@@ -52,7 +52,7 @@ def complete_pieces(tree: dict[str, Any], placement: Placement, pp: Axis) -> dic
     for name, each in tree["parameters"].items():
         if not placement.holds(name):
             each["state"] = {
-                key: OwnPart(name, torch.zeros((), dtype=value.dtype).expand(value.shape))
+                key: OwnPart(name, placement.stand_in(name, value.shape, value.dtype))
                 if isinstance(value, _Form)
                 else value
                 for key, value in gathered[placement.holders[name][0]][name].items()

@@ -8,6 +8,7 @@ each tensor to the others, so only rank 0 needs to see the files. For sharded ch
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from torch import nn
 
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity, open_usable
 from paceline.checkpoint.content.protocol import read_all
+from paceline.checkpoint.held_states import put_failed_aside, restore_newest
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.names import CHECKPOINTS
 from paceline.checkpoint.waiting import await_writers
@@ -45,7 +47,7 @@ from paceline.train.settings import (
 from paceline.train.state.apart import count_copies, find_apart, write_apart
 from paceline.train.state.disks import Disks, find_disks
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
-from paceline.train.state.parts import Parts, model_tensors
+from paceline.train.state.parts import KnownPlans, Parts, model_tensors
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
 from paceline.train.state.tracked import Tracked
 from paceline.train.state.transfer import load_on_main, run_on_main
@@ -102,6 +104,7 @@ class Saver:
         self._recipe_toml = recipe_toml
         self._settings = settings
         self._bucket_cap_mb = bucket_cap_mb
+        self._known = KnownPlans()
         self.tracked = Tracked()
         self.has_raw_batches = False
         self._saved_settings: dict[str, Any] | None = None
@@ -132,14 +135,27 @@ class Saver:
             last.wait()
         return last
 
-    def _save(
+    def save_to_memory(
         self,
         models: Mapping[str, nn.Module],
         updates: Mapping[str, Update],
         counters: dict[str, Any],
         loaders: Mapping[str, Loader],
-    ) -> SaveHandle:
-        folder = self._require_folder()
+    ) -> None:
+        """Keep this step's state in memory; collective. See `Trainer.save_to_memory`."""
+        self._require_folder()
+        assert self.folder is not None
+        state = self._list_state(models, updates, self._describe_all(models, updates, counters, loaders))
+        self.saving.save_to_memory(self.folder, counters["step"], state, self._describe())
+
+    def _describe_all(
+        self,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        counters: dict[str, Any],
+        loaders: Mapping[str, Loader],
+    ) -> Callable[[], dict[str, Any]]:
+        """Return a function for rank 0 that describes the state without the tensors; collective."""
         hooks = gather_hooks(updates, self._bucket_cap_mb)
 
         def describe() -> dict[str, Any]:
@@ -148,7 +164,17 @@ class Saver:
             state = self._describe_state(updates, counters, loaders)
             return state | {"hooks": hooks, "tracked": self.tracked.loaded}
 
-        state = self._list_state(models, updates, describe)
+        return describe
+
+    def _save(
+        self,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        counters: dict[str, Any],
+        loaders: Mapping[str, Loader],
+    ) -> SaveHandle:
+        folder = self._require_folder()
+        state = self._list_state(models, updates, self._describe_all(models, updates, counters, loaders))
         assert self._history is not None
         write: Write | None = None
         if self._rows is not None:
@@ -186,7 +212,8 @@ class Saver:
         optimizers = {name: update.optimizer_pieces() for name, update in updates.items()}
         reads = self._world.is_main or parts.is_divided  # elsewhere it would only cost memory
         tracked = self.tracked.read(parts) if reads else {}
-        return RunState(parts, optimizers, tracked, describe, self._recipe_toml)
+        copies = [update.copies for update in updates.values()]
+        return RunState(parts, optimizers, tracked, describe, self._recipe_toml, copies)
 
     def load(
         self,
@@ -210,7 +237,9 @@ class Saver:
         checkpoints = CheckpointFolder(folder, keep=self._keep)
         self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
         newest: tuple[Path, Manifest] | None = None
-        if not disks.is_common:
+        if disks.is_common:
+            run_on_main(self._world, partial(_restore_from_memory, checkpoints, folder))
+        else:
             newest = find_apart(self._world, disks, checkpoints, copies=self._copies)
         self._history = History(self._world, disks, folder)
         found = 0 if newest is None else newest[1].step
@@ -349,7 +378,7 @@ class Saver:
         }
 
     def _parts(self, models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Parts:
-        return Parts(models, updates, self._layout, self._world.rank)
+        return Parts(models, updates, self._layout, self._world.rank, self._known)
 
     def _describe(self) -> dict[str, Any]:
         identity = describe_identity(
@@ -369,6 +398,11 @@ class Saver:
                 fix='Call trainer.resume("runs/demo") first; an empty or missing folder starts a new run.',
             )
         return CheckpointFolder(self.folder, keep=self._keep)
+
+
+def _restore_from_memory(checkpoints: CheckpointFolder, folder: Path) -> None:
+    restore_newest(checkpoints, folder.absolute(), os.getppid())
+    put_failed_aside(checkpoints)
 
 
 def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any], parts: Parts) -> None:

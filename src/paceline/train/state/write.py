@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoint import CheckpointFolder, tree
@@ -34,6 +35,7 @@ from paceline.checkpoint.tensors import refuse_unstorable
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
 from paceline.torch_seams.trees import tree_leaves, tree_map, tree_map_only
+from paceline.train.copies import Copies
 from paceline.train.state.disks import name_rank
 from paceline.train.state.parts import Parts
 from paceline.train.state.pieces import OwnPart, join_pieces
@@ -54,6 +56,7 @@ class RunState:
         tracked: states of the user's objects by name, with `OwnPart`.
         describe: returns everything else; called on rank 0 only.
         recipe_toml: the resolved recipe, where there is one.
+        copies: the checks that ranks hold the same copies, one per model.
     """
 
     parts: Parts
@@ -61,6 +64,12 @@ class RunState:
     tracked: Mapping[str, Any]
     describe: Callable[[], dict[str, Any]]
     recipe_toml: str | None
+    copies: Sequence[Copies] = ()
+
+    def check_copies(self) -> None:
+        """Compare all tensors that ranks hold copies of; collective; raises PL418."""
+        for each in self.copies:
+            each.check_all()
 
 
 def prepare_full(world: World, state: RunState) -> full.PreparedFull | None:
@@ -157,6 +166,7 @@ def agree_on_share(world: World, state: RunState) -> PreparedShare:
     return prepared
 
 
+@torch.no_grad()  # with gradients, a DTensor's local part goes through autograd
 def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     """Return this rank's share, and a digest of the holdings that all ranks have planned from."""
     model = state.parts.list_model()
@@ -179,11 +189,11 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     structures["state"] = _encode(rest, "state", named)
 
     own = {name: value for name, value in sorted(named.items()) if isinstance(value, OwnPart)}
-    holdings = [each for name, value in own.items() for each in _list_holdings(state.parts, name, value)]
+    holdings, writers, digest = _plan(state.parts, own)
     tensors: dict[str, Tensor] = {}
     parts = {}
     late = set()
-    for holding, writer in zip(holdings, plan_writers(holdings), strict=True):
+    for holding, writer in zip(holdings, writers, strict=True):
         if writer == world.rank:
             tensors[holding.name] = local(own[holding.name].tensor)
             if _only_steps_change(state.parts, holding.name):
@@ -196,7 +206,7 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     num_bytes = sum(holding.num_bytes for holding in holdings)
     if not world.is_main:
         share = PreparedShare(world.rank, tensors, parts, num_bytes, late=frozenset(late))
-        return share, digest_holdings(holdings)
+        return share, digest
     num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in plain.values())
     share = PreparedShare(
         world.rank,
@@ -208,7 +218,23 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
         state.recipe_toml,
         late=frozenset(late),
     )
-    return share, digest_holdings(holdings)
+    return share, digest
+
+
+def _plan(parts: Parts, own: Mapping[str, OwnPart]) -> tuple[list[Holding], list[int], str]:
+    """Return the holdings of all ranks, the writer of each, and a digest of what the plan depends on."""
+    decisive = (
+        (name, value.name, value.tensor.shape, value.tensor.dtype, type(value.tensor))
+        for name, value in own.items()
+    )
+    key = tuple((*each, parts.is_parameter(each[1])) for each in decisive)
+    plans = parts.known.plans
+    if key not in plans:
+        plans.clear()  # one is enough, unless the state changes
+        holdings = [each for name, value in own.items() for each in _list_holdings(parts, name, value)]
+        plans[key] = holdings, plan_writers(holdings), digest_holdings(holdings)
+    found: tuple[list[Holding], list[int], str] = plans[key]
+    return found
 
 
 def _list_holdings(parts: Parts, name: str, own: OwnPart) -> Iterator[Holding]:
