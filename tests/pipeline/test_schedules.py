@@ -8,10 +8,11 @@ import pytest
 
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.pipeline.check import check_schedule
-from paceline.pipeline.orders import LOOPING, NAMES, make_schedule
+from paceline.pipeline.orders import NAMES, make_schedule
 from paceline.pipeline.picture import draw_svg, draw_text
 from paceline.pipeline.schedule import Action, ActionKind, Schedule, read_schedule
 from paceline.pipeline.simulate import Costs, Simulation, simulate
+from paceline.recipe.layout import LOOPING
 
 SIZES = [(ranks, count) for ranks in (2, 4, 8) for count in (4, 8, 16, 32)]
 

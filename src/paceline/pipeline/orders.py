@@ -21,17 +21,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 from paceline.errors import PacelineError
+from paceline.pipeline.files import read_schedule_file
 from paceline.pipeline.schedule import Action, ActionKind, Schedule
 from paceline.pipeline.simulate import simulate
+from paceline.recipe.layout import AS_V, LOOPING, SCHEDULES
 
-Name = Literal["gpipe", "1f1b", "interleaved", "bfs", "zero_bubble", "zbv", "dualpipev"]
-NAMES: tuple[str, ...] = get_args(Name)
-# Those with several stages per rank, one after the other around the ranks; and those with two, as a V.
-LOOPING = ("interleaved", "bfs")
-AS_V = ("zbv", "dualpipev")
+NAMES: tuple[str, ...] = SCHEDULES
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
 
 
@@ -95,6 +92,22 @@ def check_chunks(name: str, chunks: int | None) -> int:
             fix="Leave chunks out, or set schedule=interleaved.",
         )
     return fixed
+
+
+def find_homes(name: str, num_ranks: int, chunks: int) -> tuple[int, ...]:
+    """Return the rank of every stage, as `make_schedule` or the list in a file places them.
+
+    Args:
+        name: of a schedule, or the path of a file.
+        num_ranks: of the pipeline.
+        chunks: stages per rank of schedules that loop.
+
+    Raises:
+        PacelineError: as `read_schedule_file`, for a list.
+    """
+    if name not in NAMES:
+        return read_schedule_file(name, num_ranks).homes
+    return place_stages(name, num_ranks, chunks if name in LOOPING else 1)
 
 
 def place_stages(name: str, num_ranks: int, chunks: int) -> tuple[int, ...]:

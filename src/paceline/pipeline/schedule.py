@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from paceline.errors import PacelineError
@@ -78,6 +78,13 @@ class Schedule:
     def list_stages(self, rank: int) -> list[int]:
         """Return the stages that a rank holds."""
         return [stage for stage, home in enumerate(self.homes) if home == rank]
+
+    def keep_first(self, num_microbatches: int) -> Schedule:
+        """Return the same order with the first microbatches alone."""
+        if num_microbatches >= self.num_microbatches:
+            return self
+        actions = tuple(tuple(a for a in own if a.microbatch < num_microbatches) for own in self.actions)
+        return replace(self, num_microbatches=num_microbatches, actions=actions)
 
     @property
     def splits_backward(self) -> bool:

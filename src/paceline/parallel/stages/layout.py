@@ -9,22 +9,27 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.dropout.find import find_random
 from paceline.parallel.dropout.replacements import Masks
+from paceline.parallel.placement import local
+from paceline.parallel.stages.by_hand import add_named, find_named
 from paceline.parallel.stages.plan import StageCut, find_starts
 from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
+from paceline.parallel.stages.shards import StageShards
 from paceline.parallel.stages.stage import run_stage
 from paceline.phrases import name_some
-from paceline.pipeline.orders import make_schedule, place_stages
+from paceline.pipeline.files import read_schedule_file, shorten
+from paceline.pipeline.orders import NAMES, make_schedule
 from paceline.pipeline.schedule import Schedule
 from paceline.recipe.layout import Layout
 from paceline.torch_seams.modules import own_parameters
@@ -45,12 +50,14 @@ class Stages:
         example: calls the model on a batch of a few samples.
         masks: the model's dropout.
         device: of the laid-out model.
+        has_modes: see `run_stage`.
 
     Attributes:
         homes: by stage, the rank of pp that holds it.
         own: the stages of this rank.
         shared: by name of a weight that several stages use, these stages.
         holders: by name of a parameter, the ranks of pp that hold it, that of its first stage first.
+        shards: of the parameters over dp_shard, if it has several ranks.
 
     Raises:
         PacelineError: PL481, PL483, PL484 and PL487 for models that cannot be cut.
@@ -63,6 +70,8 @@ class Stages:
         example: Callable[[nn.Module], Any] | None,
         masks: Masks,
         device: torch.device,
+        *,
+        has_modes: bool = False,
     ) -> None:
         if example is None:
             raise PacelineError(
@@ -72,19 +81,23 @@ class Stages:
                 fix="Pass example= to Trainer, a batch of the form that step gets.",
             )
         layout = mesh.layout
-        self.homes = place_stages(layout.schedule, layout.pp, layout.chunks)
+        self.homes = mesh.homes
         self.own = [stage for stage, home in enumerate(self.homes) if home == mesh.pp.rank]
         self._rank = mesh.pp.rank
         self._layout: Layout = layout
         self._model = model
         self._device = device
-        self._blocks = [name for name, _ in find_blocks(model)]
+        self._has_modes = has_modes
+        blocks = [name for name, _ in find_blocks(model)]
+        self._blocks = add_named(model, blocks, layout)
+        self.shards: StageShards | None = None
         self._records: OrderedDict[Any, StageCut] = OrderedDict()
         self._schedules: dict[int, Schedule] = {}
+        self._list = None if layout.schedule in NAMES else read_schedule_file(layout.schedule, layout.pp)
         record = self._try(example, masks)
         if record.num_segments < len(self.homes):
-            raise _few_blocks_error(record.num_segments - 1, layout)
-        self._starts = find_starts(record.costs, len(self.homes))
+            raise _few_blocks_error(record.num_segments - 1, len(self.homes), layout)
+        self._starts = find_named(record.entered, layout) or find_starts(record.costs, len(self.homes))
         cut = StageCut(record, self._starts)
         cut.check_writes()
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -109,9 +122,15 @@ class Stages:
     def make_schedule(self, num_microbatches: int) -> Schedule:
         """Return the schedule of a step in which this pipeline runs so many microbatches."""
         if num_microbatches not in self._schedules:
-            chunks = self._layout.chunks
+            name, num_ranks = self._layout.schedule, self._layout.pp
+            if self._list is not None:
+                self._schedules[num_microbatches] = shorten(self._list, num_microbatches)
+                return self._schedules[num_microbatches]
+            if name == "dualpipev" and num_microbatches < 2 * num_ranks:
+                log.info("pp: steps of %d microbatches run in the order of zbv", num_microbatches)
+                name = "zbv"  # with the stages in the same places
             self._schedules[num_microbatches] = make_schedule(
-                self._layout.schedule, self._layout.pp, num_microbatches, chunks
+                name, num_ranks, num_microbatches, len(self.homes) // num_ranks
             )
         return self._schedules[num_microbatches]
 
@@ -124,14 +143,18 @@ class Stages:
             if not self.holds(name):
                 small = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(parameter.shape)
                 self._replace(parameter, nn.Parameter(small, requires_grad=parameter.requires_grad))
-        self._names = {id(p): name for name, p in self._model.named_parameters()}
+
+    def shard(self, mesh: Mesh, shapes: Mapping[str, torch.Size], *, zero: int, prefetch: bool) -> None:
+        """Divide the parameters over dp_shard; see `StageShards`."""
+        self.shards = StageShards(
+            self._model, mesh, shapes, self.users, self.own, zero=zero, prefetch=prefetch
+        )
 
     def vacate(self) -> None:
         """Move the parameters of other stages to the meta device, where computing with them is an error."""
         for name, parameter in self._model.named_parameters():
             if not self.holds(name):
-                empty = torch.empty_like(parameter, device="meta")
-                other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                other = nn.Parameter(_empty_like(parameter), requires_grad=parameter.requires_grad)
                 other.__dict__.update(parameter.__dict__)
                 with contextlib.suppress(RuntimeError):  # nn.LSTM has weak references to its weights
                     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
@@ -154,6 +177,7 @@ class Stages:
         key = tuple(leaves), hash(training), torch.is_grad_enabled()
         found = self._records.get(key)
         if found is None:
+            self._names = {id(p): name for name, p in self._model.named_parameters()}
             record = record_forward(self._model, self._blocks, run, self._device)
             found = StageCut(record, (*self._starts[:-1], record.num_segments))
             if record.num_segments != self._starts[-1]:
@@ -170,15 +194,31 @@ class Stages:
         self, cut: StageCut, stage: int, received: dict[Made, Tensor], run: Callable[[], Any]
     ) -> tuple[dict[Made, Tensor], Any]:
         """Run one stage; see `run_stage`."""
-        return run_stage(self._model, self._blocks, cut, stage, received, run, self._device)
+        return run_stage(
+            self._model,
+            self._blocks,
+            cut,
+            stage,
+            received,
+            run,
+            self._device,
+            has_modes=self._has_modes,
+        )
 
     def list_summed(self, stage: int) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters whose gradients are added up on a stage: those it uses first."""
+        """Return the parameters whose gradients are added up on a stage: those it uses first.
+
+        Sharded ones as they are in steps, whole.
+        """
         return [
-            (name, p)
+            (name, self.whole(p))
             for name, p in self._model.named_parameters()
             if self.users[name][0] == stage and p.requires_grad
         ]
+
+    def whole(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that stands for one of the model in steps."""
+        return parameter if self.shards is None else self.shards.whole(parameter)
 
     def _try(self, example: Callable[[nn.Module], Any], masks: Masks) -> ForwardRecord:
         found: list[ForwardRecord] = []
@@ -243,11 +283,24 @@ class Stages:
         return text
 
 
-def _few_blocks_error(num_blocks: int, layout: Layout) -> PacelineError:
+def _empty_like(parameter: Tensor) -> Tensor:
+    """Return a tensor on the meta device that is laid out like a parameter."""
+    if not isinstance(parameter, DTensor):
+        return torch.empty_like(parameter, device="meta")
+    return DTensor.from_local(
+        torch.empty_like(local(parameter.detach()), device="meta"),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _few_blocks_error(num_blocks: int, num_stages: int, layout: Layout) -> PacelineError:
     return PacelineError(
         "PL491",
-        saw=f"layout.pp={layout.pp} with chunks={layout.chunks}, for a forward that calls "
-        f"{num_blocks} blocks.",
+        saw=f"layout.pp={layout.pp} with {num_stages} stages, for a forward that calls {num_blocks} blocks.",
         rule="Each stage begins with a block of its own.",
         fix="Lower pp or chunks, or put the model's layers into an nn.ModuleList.",
     )

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from paceline.errors import PacelineError
 from paceline.parallel.flops import FlopCounter
 from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_function
-from paceline.torch_seams.fake import FakeTensorMode
+from paceline.torch_seams.fake import FakeTensorMode, RunFake
+from paceline.torch_seams.modules import NormBase, list_forward_hooks
 from paceline.torch_seams.trees import tree_flatten, tree_map_only
 
 # Functions that turn a tensor into a value of Python.
@@ -95,21 +96,25 @@ class ForwardRecord:
 
     Attributes:
         num_segments: one more than blocks were called.
+        entered: the blocks that were called, in order.
         functions: what every call of a function returned.
         modules: what every call of a module returned, by path.
         learned: the tensors that depend on parameters, by name, in the order in which they were made.
         opened: calls of modules out of which more than their result is used; these are followed inside.
         parameters: by the id of a parameter, the segments that use it.
+        readers: by the id of a parameter, the full names of the modules that compute with it.
         costs: floating-point operations by segment.
         writes: tensors that a later segment changes in place: (name, segment, module).
     """
 
     num_segments: int = 0
+    entered: list[str] = field(default_factory=list)
     functions: dict[Call, Result] = field(default_factory=dict)
     modules: dict[str, Result] = field(default_factory=dict)
     learned: dict[Made, LearnedTensor] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
     parameters: dict[int, set[int]] = field(default_factory=dict)
+    readers: dict[int, set[str]] = field(default_factory=dict)
     costs: list[float] = field(default_factory=list)
     writes: list[tuple[Made, int, str]] = field(default_factory=list)
 
@@ -129,9 +134,9 @@ def record_forward(
         PacelineError: PL481 for a decision by a computed value, PL484 for a tensor kept on a module.
     """
     recorder = _Recorder(model, blocks, device)
-    with _kept_attributes(model), FlopCounter() as counter:
+    with _kept_attributes(model), _kept_statistics(model), FlopCounter() as counter:
         recorder.count = counter.get_total_flops
-        with recorder.following():
+        with recorder.following(), RunFake():  # type: ignore[no-untyped-call]
             output = run()
     return recorder.finish(output)
 
@@ -167,6 +172,7 @@ class _Recorder(Walker):
 
     def enter_block(self, name: str) -> None:
         self._count_segment()
+        self._record.entered.append(name)
         super().enter_block(name)
 
     def _count_segment(self) -> None:
@@ -185,6 +191,9 @@ class _Recorder(Walker):
         outputs = list_tensors(output)
         if not outputs:
             return output
+        for tensor in inputs:
+            if id(tensor) in self._origins:
+                self._record.readers.setdefault(self._origins[id(tensor)], set()).add(self.module_name)
         if is_learned:
             self._note_write(name, inputs[0])
         self._keep += outputs
@@ -277,8 +286,13 @@ class _Recorder(Walker):
 
 @contextmanager
 def _kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Refuse a forward that puts tensors into attributes of modules; restore what it changed."""
+    """Refuse a forward that puts tensors into attributes of modules; restore what it changed.
+
+    A first forward may add hooks, and an attribute that says so (transformers, to collect the scores of
+    routers). If only the attribute were restored, the next forward would add the hooks once more.
+    """
     before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    hooks = [(found, set(found)) for _, module, _ in before for found in list_forward_hooks(module)]
     try:
         yield
         for name, module, attributes in before:
@@ -288,10 +302,26 @@ def _kept_attributes(model: nn.Module) -> Iterator[None]:
                 if list_tensors(value):
                     raise _kept_error(name, key)
     finally:
+        for found, kept in hooks:
+            for key in set(found) - kept:
+                del found[key]
         for _, module, attributes in before:
             for key in [key for key in vars(module) if key not in attributes]:
                 del module.__dict__[key]
             module.__dict__.update(attributes)
+
+
+@contextmanager
+def _kept_statistics(model: nn.Module) -> Iterator[None]:
+    """Restore the running statistics that a forward has changed, among them the number of batches."""
+    layers = [layer for layer in model.modules() if isinstance(layer, NormBase)]
+    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False) if not buffer.is_meta]
+    saved = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, saved, strict=True):
+            buffer.data.copy_(value)
 
 
 def _decision_error(module: str, name: str) -> PacelineError:

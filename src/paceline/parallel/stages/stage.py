@@ -33,6 +33,8 @@ def run_stage(
     received: dict[Made, Tensor],
     run: Callable[[], Any],
     device: torch.device,
+    *,
+    has_modes: bool = False,
 ) -> tuple[dict[Made, Tensor], Any]:
     """Run one stage.
 
@@ -44,6 +46,8 @@ def run_stage(
         received: the tensors of `cut.crossings[stage]`.
         run: calls the model.
         device: of the model.
+        has_modes: whether the model's modules use modes for functions of torch, as tp does; these see the
+            calls inside of blocks too.
 
     Returns:
         The tensors of `cut.crossings[stage + 1]`, and the model's output on the last stage, else `None`.
@@ -51,7 +55,7 @@ def run_stage(
     Raises:
         PacelineError: PL482 if the forward takes another path than the recorded one.
     """
-    runner = _StageRun(model, blocks, cut, stage, received, device)
+    runner = _StageRun(model, blocks, cut, stage, received, device, has_modes)
     output = None
     try:
         with runner.following():
@@ -76,8 +80,10 @@ class _StageRun(Walker):
         stage: int,
         received: dict[Made, Tensor],
         device: torch.device,
+        has_modes: bool,
     ) -> None:
         super().__init__(model, blocks)
+        self._has_modes = has_modes
         self.wanted = [tensor.made for tensor in cut.crossings[stage + 1]]
         self.sent = {made: received[made] for made in self.wanted if made in received}
         self._record = cut.record
@@ -91,7 +97,7 @@ class _StageRun(Walker):
     def enter_block(self, name: str) -> None:
         super().enter_block(name)
         if self.segment >= self._end and not self._is_last:
-            raise _Left
+            raise _Left  # before the hooks of recompute, which would wait for the end of the block
 
     def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = self.path
@@ -108,7 +114,7 @@ class _StageRun(Walker):
             self.segment = result.end
             return self._answer(result, list_tensors((args, kwargs)))
         if name in self._blocks and not is_open and self.segment >= self._first:
-            with without_functions():
+            with self.hidden() if self._has_modes else without_functions():
                 output = call(*args, **kwargs)
             for leaf, value in zip(result.leaves, tree_leaves(output), strict=True):
                 self._take(leaf.made, value)

@@ -42,6 +42,8 @@ class Walker(TorchFunctionMode):
         self._stack: list[str] = []
         self._numbers: list[Counter[str]] = [Counter()]
         self._calls: list[Counter[str]] = [Counter()]
+        self._is_hidden = False
+        self._begun = ""
 
     @property
     def path(self) -> str:
@@ -54,8 +56,17 @@ class Walker(TorchFunctionMode):
         return self._stack[-1].rpartition("~")[0] if self._stack else ""
 
     def enter_block(self, name: str) -> None:
-        """Note that a block begins."""
+        """Note that a block begins. None of its hooks has run."""
         self.segment += 1
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Follow no functions inside the context; other modes still see them."""
+        before, self._is_hidden = self._is_hidden, True
+        try:
+            yield
+        finally:
+            self._is_hidden = before
 
     def run_module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module's forward."""
@@ -66,6 +77,8 @@ class Walker(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_hidden:
+            return func(*args, **(kwargs or {}))
         name = name_function(func)
         number = self._numbers[-1][name]
         self._numbers[-1][name] += 1
@@ -75,23 +88,38 @@ class Walker(TorchFunctionMode):
     def following(self) -> Iterator[None]:
         """Follow the forward inside the context."""
         replaced: list[tuple[nn.Module, Any]] = []
+        handles = []
         for name, module in self._model.named_modules():
+            if name in self._blocks:
+                handles.append(module.register_forward_pre_hook(self._begin(name), prepend=True))
             replaced.append((module, vars(module).get("forward")))
             module.forward = self._wrap(name, module.forward)
         try:
             with self:
                 yield
         finally:
+            for handle in handles:
+                handle.remove()
             for module, own in replaced:
                 if own is None:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = own
 
+    def _begin(self, name: str) -> Callable[..., None]:
+        """Return a hook that runs before all others of a block: they belong to its segment."""
+
+        def begin(*_: Any) -> None:
+            self._begun = name
+            self.enter_block(name)
+
+        return begin
+
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if name in self._blocks:
-                self.enter_block(name)
+            if name in self._blocks and self._begun != name:
+                self.enter_block(name)  # called without its hooks
+            self._begun = ""
             number = self._calls[-1][name]
             self._calls[-1][name] += 1
             self._stack.append(f"{name}~{number}")

@@ -320,10 +320,15 @@ class Runner(ABC):
             loss_sum, weight = self._compute(work.objective, batch)
         if not loss_sum.requires_grad:
             raise _constant_loss_error(self._name, index)
-        statistics = self._statistics.read_microbatch() if self._statistics.num_values else None
         if self.reports:
-            work.launch.agreement.put_microbatch(index, loss_sum, weight, statistics)
+            work.launch.agreement.put_microbatch(index, loss_sum, weight)
+        self._report_statistics(work, index)
         return loss_sum
+
+    def _report_statistics(self, work: Work, index: int) -> None:
+        """Add BatchNorm's statistics of microbatch `index` to its slot of the agreement."""
+        if self.reports and self._statistics.num_values:
+            work.launch.agreement.add_statistics(index, self._statistics.read_microbatch())
 
     def _backward(self, loss_sum: Tensor, unit: float) -> float:
         scaled = loss_sum / unit

@@ -8,6 +8,9 @@ A rank does the actions of its schedule in order (`pipeline/schedule.py`). Proto
    that passes through gets its gradient in the same way, as in one process: before those of its own uses.
 3. It sends what other stages need, and does not wait for it.
 
+A divided backward is two actions. The first one is a whole backward, in which linear layers and convolutions
+keep back the gradients of their weights; the second one computes these (`parallel/stages/deferred.py`).
+
 Gradients are set aside per stage and microbatch (`parallel/stages/reduction.py`). The gradient of a weight
 that several stages use goes from its last use to its first, microbatch by microbatch, where one process adds
 it. The sum then goes back to the other stages, which apply the same update.
@@ -17,10 +20,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -32,13 +36,16 @@ from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.generators import seed_generators
 from paceline.mesh import Mesh
-from paceline.parallel.exact import nothing_like
+from paceline.parallel.exact import Gradients, nothing_like
 from paceline.parallel.flops import FlopCounter
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
+from paceline.parallel.placement import local
+from paceline.parallel.recompute import explaining_recompute
+from paceline.parallel.stages.deferred import WeightGradients, deferring, list_deferrable
 from paceline.parallel.stages.plan import StageCut
 from paceline.parallel.stages.record import LearnedTensor, Made
-from paceline.parallel.stages.reduction import StageReduction, build_exchange
+from paceline.parallel.stages.reduction import CutStageSum, build_sums
 from paceline.parallel.stages.transfer import Form, StageTransfer
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.schedule import Action, ActionKind, Schedule
@@ -80,17 +87,48 @@ class _Gradient:
 
 @dataclass
 class _Kept:
-    """What is kept between a stage's forward and its backward.
+    """The values kept between a stage's forward and its backward.
 
     Attributes:
         received: gradients of what was received and needs one, in the order of the crossing.
         made: what the next stage received and needs a gradient, in the order of that crossing.
         loss: on the last stage.
+        weights: keeps back the gradients of weights; `None` if the backward is not divided.
     """
 
     received: list[_Gradient]
     made: list[Tensor]
     loss: Tensor | None
+    weights: WeightGradients | None
+
+
+@dataclass
+class _Progress:
+    """The state of one step's actions on this rank.
+
+    Attributes:
+        work: of the step.
+        batches: by microbatch, on the device.
+        divided: stages and microbatches whose backward is divided.
+        kept: by stage and microbatch, between forward and backward.
+        due: by stage and microbatch, between the two halves of a backward.
+        weights: keeps back the gradients of weights in the action that runs.
+    """
+
+    work: Work
+    batches: list[Any]
+    divided: set[tuple[int, int]]
+    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    due: dict[tuple[int, int], _Due] = field(default_factory=dict)
+    weights: WeightGradients | None = None
+
+
+@dataclass
+class _Due:
+    """The gradients from the first half of a backward, and the work left for the second half."""
+
+    gradients: Gradients
+    weights: WeightGradients
 
 
 class StagedRunner(Runner):
@@ -109,16 +147,25 @@ class StagedRunner(Runner):
         self._stages = laid_out.stages
         self._pp = mesh.pp
         device = self._precision.device
-        exchange = None if laid_out.lent is None else build_exchange(laid_out.lent, device)
-        self._reductions = {
-            stage: StageReduction([p for _, p in self._stages.list_summed(stage)], exchange, mesh.dp.rank)
-            for stage in self._stages.own
-        }
-        self._weights = dict(model.named_parameters())
+        # The last stage first, in which order sums over the data ranks are started.
+        self._reductions = build_sums(
+            {stage: [p for _, p in self._stages.list_summed(stage)] for stage in reversed(self._stages.own)},
+            mesh,
+            laid_out.lent,
+            device,
+            laid_out.stages.shards,
+            is_exact=laid_out.is_exact,
+        )
+        self._num_started = 0
+        self._shards = laid_out.stages.shards
+        # As they are in a step, whole.
+        self._weights = {name: self._stages.whole(p) for name, p in model.named_parameters()}
         self._shared = {
             n: users for n, users in self._stages.shared.items() if self._weights[n].requires_grad
         }
         self._cuts: list[StageCut] = []
+        self._deferrable = list_deferrable(model)
+        self._excluded = {id(self._weights[name]) for name in self._shared}
 
     def silenced(self) -> AbstractContextManager[None]:
         raise PacelineError(
@@ -138,17 +185,53 @@ class StagedRunner(Runner):
         share = work.share
         if self.scaler is not None:
             self.scaler.scale(torch.zeros((), device=self._precision.device))  # every rank needs its state
+        self._num_started = 0
         for reduction in self._reductions.values():
             reduction.begin(share.num_owned)
         waited_s = 0.0
-        if share.microbatches:
-            waited_s = self._run_schedule(work, count_flops=count_flops)
+        if self._count_rounds(share):
+            with self._whole():
+                waited_s = self._run_schedule(work, count_flops=count_flops)
         work.launch.now()
         started_s = time.perf_counter()
+        self._start_sums()
         for reduction in self._reductions.values():
             reduction.end()
         self._spread_shared()
         return waited_s + time.perf_counter() - started_s
+
+    def _count_rounds(self, share: Share) -> int:
+        """Return the number of microbatches of the step's schedule.
+
+        If stages are gathered or gradients summed for each action, data ranks with fewer microbatches take
+        part in the actions of the others, without computing.
+        """
+        if self._shards is None:
+            return len(share.microbatches)
+        return max(share.num_owned, default=0)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Have whole parameters in the model inside the context, though gathered only when they are used."""
+        if self._shards is None:
+            yield
+            return
+        self._shards.enter()
+        try:
+            yield
+        finally:
+            self._shards.leave()
+
+    def _join(self, action: Action, following: Action | None) -> None:
+        """Take part in the collectives of an action of other data ranks."""
+        assert self._shards is not None
+        next_stage = None if following is None else following.stage
+        self._shards.gather(action.stage, next_stage)
+        self._shards.free(action.stage, next_stage)
+        reduction = self._reductions[action.stage]
+        adds = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)
+        if adds and isinstance(reduction, CutStageSum):
+            reduction.add_nothing()
 
     def _run_schedule(self, work: Work, *, count_flops: bool) -> float:
         """Do this rank's actions in order; return the seconds that it waited for other stages."""
@@ -158,44 +241,75 @@ class StagedRunner(Runner):
             self._find_cut(work.objective, batch, self._drawing(work, samples))
             for batch, samples in zip(batches, share.samples, strict=True)
         ]
-        schedule = self._stages.make_schedule(len(batches))
-        transfer = self._begin_transfer(schedule, self._shared)
+        schedule = self._stages.make_schedule(self._count_rounds(share))
+        transfer = self._begin_transfer(schedule.keep_first(len(batches)), self._shared)
         actions = schedule.actions[self._pp.rank]
-        kept: dict[tuple[int, int], _Kept] = {}
+        divided = {(a.stage, a.microbatch) for a in actions if a.kind is ActionKind.WEIGHT}
+        state = _Progress(work, batches, divided)
         num_flops, waited_s = 0.0, 0.0
-        for number, action in enumerate(actions):
-            for ahead in actions[number : number + 2]:
-                for message in list_needs(ahead, schedule.num_stages, self._shared):
-                    transfer.expect(message)
-            started_s = time.perf_counter()
-            needs = {m: transfer.take(m) for m in list_needs(action, schedule.num_stages, self._shared)}
-            waited_s += time.perf_counter() - started_s
-            with ExitStack() as stack:
-                counter = None
-                if count_flops and action.microbatch == 0:
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
-                    counter = stack.enter_context(FlopCounter())
-                place = action.stage, action.microbatch
-                if action.kind is ActionKind.FORWARD:
-                    given, kept[place] = self._run_forward(work, action, batches[action.microbatch], needs)
-                else:
-                    given = self._run_backward(work, action, kept.pop(place), needs)
-            if counter is not None:
-                num_flops += counter.get_total_flops()
-            for message, tensors in given.items():
-                transfer.give(message, tensors)
+        with ExitStack() as whole:
+            if divided:
+                whole.enter_context(deferring(self._deferrable, lambda: state.weights))
+            for number, action in enumerate(actions):
+                following = actions[number + 1] if number + 1 < len(actions) else None
+                if action.microbatch >= len(batches):
+                    self._join(action, following)
+                    continue
+                next_stage = None if following is None else following.stage
+                for ahead in actions[number : number + 2]:
+                    if ahead.microbatch >= len(batches):
+                        continue
+                    for message in list_needs(ahead, schedule.num_stages, self._shared):
+                        transfer.expect(message)
+                started_s = time.perf_counter()
+                needs = {m: transfer.take(m) for m in list_needs(action, schedule.num_stages, self._shared)}
+                waited_s += time.perf_counter() - started_s
+                with ExitStack() as stack:
+                    counter = None
+                    if count_flops and action.microbatch == 0:
+                        stack.enter_context(torch.compiler.set_stance("force_eager"))
+                        counter = stack.enter_context(FlopCounter())
+                    if self._shards is not None:
+                        self._shards.gather(action.stage, next_stage)
+                    given = self._run_action(state, action, needs)
+                    if self._shards is not None:
+                        self._shards.free(action.stage, next_stage)
+                if counter is not None:
+                    num_flops += counter.get_total_flops()
+                for message, tensors in given.items():
+                    transfer.give(message, tensors)
         started_s = time.perf_counter()
         transfer.finish()
-        if count_flops:
+        if count_flops and batches:
             self._note_flops(num_flops, share)
         self._cuts = []
         return waited_s + time.perf_counter() - started_s
 
+    def _run_action(
+        self, state: _Progress, action: Action, needs: dict[Message, list[Tensor]]
+    ) -> dict[Message, list[Tensor]]:
+        """Do one action; return what it gives to others."""
+        place = action.stage, action.microbatch
+        if action.kind is ActionKind.FORWARD:
+            if place in state.divided:
+                readers = self._cuts[action.microbatch].record.readers
+                state.weights = WeightGradients(readers, self._excluded)
+            given, state.kept[place] = self._run_forward(state, action, needs)
+        elif action.kind is ActionKind.WEIGHT:
+            given = {}
+            self._compute_weights(state, action)
+        else:
+            state.weights = state.kept[place].weights  # a block that is computed again keeps back the same
+            given = self._run_backward(state, action, state.kept.pop(place), needs)
+        state.weights = None
+        return given
+
     def _run_forward(
-        self, work: Work, action: Action, batch: Any, needs: dict[Message, list[Tensor]]
+        self, state: _Progress, action: Action, needs: dict[Message, list[Tensor]]
     ) -> tuple[dict[Message, list[Tensor]], _Kept]:
         """Run one stage's forward; return what it gives to others, and what its backward needs."""
         stage, number = action.stage, action.microbatch
+        work, batch = state.work, state.batches[number]
         cut, index = self._cuts[number], work.share.microbatches[number][0]
         crossing = cut.crossings[stage]
         received, gradients = _receive(crossing, *needs.values())
@@ -207,17 +321,27 @@ class StagedRunner(Runner):
             if stage + 1 == self._stages.num_stages:
                 done: Loss = Objective(lambda _: output, work.objective.loss)
                 loss = self._forward(_with_objective(work, done), index, batch)
+            self._report_stage_statistics(work, index)
         following = cut.crossings[stage + 1]
         outputs = [made[tensor.made] for tensor in following]
         roots = [tensor for tensor, each in zip(outputs, following, strict=True) if each.needs_grad]
         results = list_results(action, self._stages.num_stages, self._shared)
-        return dict.fromkeys(results, outputs), _Kept(gradients, roots, loss)
+        return dict.fromkeys(results, outputs), _Kept(gradients, roots, loss, state.weights)
+
+    def _report_statistics(self, work: Work, index: int) -> None:
+        """Do nothing: each stage reports the layers that it has run."""
+
+    def _report_stage_statistics(self, work: Work, index: int) -> None:
+        """Add the statistics of the layers that this stage has run to a microbatch; the others are zeros."""
+        assert self._mesh is not None
+        if self._mesh.tp.rank == 0 and self._statistics.num_values:
+            work.launch.agreement.add_statistics(index, self._statistics.read_microbatch())
 
     def _run_backward(
-        self, work: Work, action: Action, kept: _Kept, needs: dict[Message, list[Tensor]]
+        self, state: _Progress, action: Action, kept: _Kept, needs: dict[Message, list[Tensor]]
     ) -> dict[Message, list[Tensor]]:
         """Run one stage's backward, and set its gradients aside; return what it gives to others."""
-        stage, number = action.stage, action.microbatch
+        stage, number, work = action.stage, action.microbatch, state.work
         roots, gradients = list(kept.made), []
         for message, tensors in needs.items():
             gradients += tensors
@@ -229,7 +353,8 @@ class StagedRunner(Runner):
                 assert not roots
                 self._backward(kept.loss, work.unit)
             elif roots:
-                torch.autograd.backward(roots, gradients)
+                with explaining_recompute():
+                    torch.autograd.backward(roots, gradients)
         given: dict[Message, list[Tensor]] = {}
         for message in list_results(action, self._stages.num_stages, self._shared):
             if message.content is Payload.SHARED:
@@ -238,8 +363,32 @@ class StagedRunner(Runner):
                 weight.grad = None
             else:
                 given[message] = [gradient.read() for gradient in kept.received]
-        self._reductions[stage].set_aside(work.share.microbatches[number][0])
+        gradients_of_stage = self._reductions[stage].take()
+        if kept.weights is None:
+            self._reductions[stage].put(work.share.microbatches[number][0], gradients_of_stage)
+            self._start_sums()
+        else:
+            state.due[stage, number] = _Due(gradients_of_stage, kept.weights)
         return given
+
+    def _compute_weights(self, state: _Progress, action: Action) -> None:
+        """Compute the gradients that a backward has kept back, and set all of them aside."""
+        due = state.due.pop((action.stage, action.microbatch))
+        due.weights.compute()
+        reduction = self._reductions[action.stage]
+        # A weight is in one of both: all of its gradients are kept back, or none.
+        both = zip(due.gradients, reduction.take(), strict=True)
+        gradients = [first if late is None else late for first, late in both]
+        reduction.put(state.work.share.microbatches[action.microbatch][0], gradients)
+        self._start_sums()
+
+    def _start_sums(self) -> None:
+        """Start the sums of stages that are complete, in an order that is the same on all data ranks."""
+        for reduction in list(self._reductions.values())[self._num_started :]:
+            if not reduction.is_complete:
+                return
+            reduction.start_sum()
+            self._num_started += 1
 
     def _spread_shared(self) -> None:
         """Send the sums for weights on several stages from the first of these stages to the others."""
@@ -249,15 +398,21 @@ class StagedRunner(Runner):
             if self._pp.rank not in homes:
                 continue
             weight = self._weights[name]
+            if self._shards is not None:
+                weight = self._shards.shard(weight)
             if self._pp.rank == homes[0]:
-                sent = _gradient_of(weight).contiguous()
+                sent = local(_gradient_of(weight)).contiguous()
                 works += [
                     (dist.isend(sent, group=self._pp.group, group_dst=peer), sent) for peer in homes[1:]
                 ]
             else:
-                found = torch.empty_like(weight, memory_format=torch.contiguous_format)
+                own = local(weight.detach())
+                found = torch.empty_like(own, memory_format=torch.contiguous_format)
                 dist.recv(found, group=self._pp.group, group_src=homes[0])
-                weight.grad = found
+                if self._shards is None:
+                    weight.grad = found
+                else:
+                    self._shards.keep_gradient(self._weights[name], found)
         for work, _ in works:
             assert work is not None
             work.wait()
@@ -266,7 +421,11 @@ class StagedRunner(Runner):
         """Add up the operations of all stages in one microbatch."""
         total = torch.tensor(num_flops, dtype=torch.float64, device=self._precision.device)
         dist.all_reduce(total, group=self._pp.group)
-        self.flops_per_sample = total.item() / math.ceil(share.num_samples / share.num_microbatches)
+        assert self._mesh is not None
+        num_parts = self._mesh.layout.num_sample_parts // self._pp.size  # tp's ranks do equal parts
+        self.flops_per_sample = (
+            total.item() * num_parts / math.ceil(share.num_samples / share.num_microbatches)
+        )
 
     # Forwards alone
 
@@ -281,6 +440,17 @@ class StagedRunner(Runner):
         """Run all microbatches through one stage after another; the results are on the last stage's rank."""
         batches = [self._precision.place_batch(batch) for _, batch in share.microbatches]
         indices = [index for index, _ in share.microbatches]
+        with self._whole():
+            return self._run_forwards(objective, batches, indices, seed_of, around)
+
+    def _run_forwards(
+        self,
+        objective: Objective[Result],
+        batches: list[Any],
+        indices: list[int],
+        seed_of: Callable[[int], int],
+        around: Callable[[int, Any], AbstractContextManager[None]],
+    ) -> list[Result]:
         self._cuts = [
             self._find_cut(objective, batch, around(index, batch))
             for index, batch in zip(indices, batches, strict=True)
@@ -288,18 +458,22 @@ class StagedRunner(Runner):
         schedule = _list_forwards(self._stages.homes, self._pp.size, len(batches))
         transfer = self._begin_transfer(schedule, {})
         results: list[Result] = []
-        for action in schedule.actions[self._pp.rank]:
-            stage, number = action.stage, action.microbatch
-            batch, cut = batches[number], self._cuts[number]
-            needs = [transfer.take(m) for m in list_needs(action, schedule.num_stages, {})]
-            received, _ = _receive(cut.crossings[stage], *needs)
-            seed_generators(seed_of(indices[number]), self._precision.device)
-            with around(indices[number], batch), self._precision.autocast():
-                made, output = self._stages.run(cut, stage, received, partial(objective.forward, batch))
-                if stage + 1 == schedule.num_stages:
-                    results.append(objective.loss(output, batch))
-            for message in list_results(action, schedule.num_stages, {}):
-                transfer.give(message, [made[tensor.made] for tensor in cut.crossings[stage + 1]])
+        for stage, following in zip_longest(self._stages.own, self._stages.own[1:]):
+            if self._shards is not None:  # also on a data rank without microbatches
+                self._shards.gather(stage, following)
+            for number, batch in enumerate(batches):
+                action, cut = Action(ActionKind.FORWARD, stage, number), self._cuts[number]
+                needs = [transfer.take(m) for m in list_needs(action, schedule.num_stages, {})]
+                received, _ = _receive(cut.crossings[stage], *needs)
+                seed_generators(seed_of(indices[number]), self._precision.device)
+                with around(indices[number], batch), self._precision.autocast():
+                    made, output = self._stages.run(cut, stage, received, partial(objective.forward, batch))
+                    if stage + 1 == schedule.num_stages:
+                        results.append(objective.loss(output, batch))
+                for message in list_results(action, schedule.num_stages, {}):
+                    transfer.give(message, [made[tensor.made] for tensor in cut.crossings[stage + 1]])
+            if self._shards is not None:
+                self._shards.free(stage, following)
         transfer.finish()
         self._cuts = []
         return results

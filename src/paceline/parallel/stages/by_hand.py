@@ -1,0 +1,99 @@
+"""Cuts a model where the user says: by the names of modules, or by the numbers of blocks per stage."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from torch import nn
+
+from paceline.errors import PacelineError
+from paceline.phrases import name_some
+from paceline.recipe.layout import Layout
+
+
+def add_named(model: nn.Module, blocks: Sequence[str], layout: Layout) -> list[str]:
+    """Return the modules that may begin a stage: the blocks, and those that the layout names.
+
+    Raises:
+        PacelineError: PL498 for a name of nothing, or of a module inside of a block.
+    """
+    found = list(blocks)
+    names = [name for name, _ in model.named_modules() if name]
+    for word in layout.stages_by_hand:
+        if isinstance(word, int) or word in found:
+            continue
+        if word not in names:
+            near = difflib.get_close_matches(word, [*blocks, *names], 3, 0.4) or list(blocks[:3])
+            raise _name_error(layout, f"the model has no module {word!r}", near)
+        around = [block for block in blocks if word.startswith(f"{block}.")]
+        if around:
+            raise _name_error(layout, f"{word} is inside of the block {around[0]}", around)
+        inside = [block for block in blocks if block.startswith(f"{word}.")]
+        if inside:
+            raise _name_error(layout, f"{word} has blocks inside, such as {inside[0]}", inside)
+        found.append(word)
+    return found
+
+
+def find_named(entered: Sequence[str], layout: Layout) -> tuple[int, ...] | None:
+    """Return the first segment of every stage and the number of segments; `None` if nothing is given by hand.
+
+    Args:
+        entered: the blocks that the trial forward called, in order.
+        layout: with `stages`.
+
+    Raises:
+        PacelineError: PL498 for a module that the forward does not call, PL499 for stages that begin twice or
+            go backwards, PL497 for numbers that do not add up to the blocks.
+    """
+    words = layout.stages_by_hand
+    if not words:
+        return None
+    if isinstance(words[0], int):
+        return _find_by_numbers([int(word) for word in words], len(entered), layout)
+    starts = [0]
+    for word in map(str, words):
+        if word not in entered:
+            raise _name_error(layout, f"the forward does not call {word}", list(entered[1:]))
+        start = 1 + entered.index(word)
+        if start <= starts[-1]:
+            raise PacelineError(
+                "PL499",
+                saw=f'layout.stages="{layout.stages}": {word} is not called after the module before it.',
+                rule="Stages follow each other in the order in which the forward calls their modules, and "
+                "none of them is empty.",
+                fix="Name each module once, in the order of calls: "
+                f"{'+'.join(sorted({str(w) for w in words}, key=entered.index))}.",
+            )
+        starts.append(start)
+    return (*starts, len(entered) + 1)
+
+
+def _find_by_numbers(numbers: Sequence[int], num_blocks: int, layout: Layout) -> tuple[int, ...]:
+    if sum(numbers) != num_blocks or min(numbers) < 1:
+        even = [
+            num_blocks * (n + 1) // len(numbers) - num_blocks * n // len(numbers) for n in range(len(numbers))
+        ]
+        raise PacelineError(
+            "PL497",
+            saw=f'layout.stages="{layout.stages}" has {sum(numbers)} blocks, the smallest stage '
+            f"{min(numbers)}, and the forward calls {num_blocks}.",
+            rule="Every block is on one stage, and every stage has at least one.",
+            fix=f"Write for example {'+'.join(map(str, even))}.",
+        )
+    starts = [0]
+    for number in numbers[:-1]:
+        # The first stage also has what comes before the first block.
+        starts.append((starts[-1] or 1) + number)
+    return (*starts, num_blocks + 1)
+
+
+def _name_error(layout: Layout, reason: str, near: Sequence[str]) -> PacelineError:
+    return PacelineError(
+        "PL498",
+        saw=f'layout.stages="{layout.stages}": {reason}.',
+        rule="A stage begins with a repeated block, or with a module outside of all blocks, that the forward "
+        "calls.",
+        fix=f"Use for example {name_some(list(near), 3)}.",
+    )
