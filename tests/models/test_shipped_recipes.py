@@ -13,7 +13,12 @@ from paceline.models import build_model
 from paceline.recipe import load_recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes"
-MODELS = {"gpt-stdlib": "Gpt", "encoder-dropout": "Encoder", "resnet-digits": "Resnet"}
+MODELS = {
+    "gpt-stdlib": "Gpt",
+    "moe-stdlib": "MoeGpt",
+    "encoder-dropout": "Encoder",
+    "resnet-digits": "Resnet",
+}
 
 
 @pytest.mark.parametrize(("name", "kind"), MODELS.items())
@@ -32,7 +37,9 @@ def test_recipe_builds_and_learns(name: str, kind: str, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(6):
-        loss = functional.cross_entropy(model(batch[inputs]).flatten(0, -2), batch[targets].flatten())
+        output = model(batch[inputs])
+        logits = output.logits if kind == "MoeGpt" else output
+        loss = functional.cross_entropy(logits.flatten(0, -2), batch[targets].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

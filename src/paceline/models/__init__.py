@@ -7,11 +7,12 @@ from typing import Protocol
 from torch import nn
 
 from paceline.models.encoder import Encoder
-from paceline.models.gpt import Gpt
+from paceline.models.gpt import Decoder, Gpt
+from paceline.models.moe import MoeGpt
 from paceline.models.resnet import Resnet
-from paceline.recipe.schema import EncoderModel, GptModel, Recipe
+from paceline.recipe.schema import EncoderModel, GptModel, MoeModel, Recipe
 
-__all__ = ["Encoder", "Gpt", "Resnet", "build_model"]
+__all__ = ["Decoder", "Encoder", "Gpt", "MoeGpt", "Resnet", "build_model"]
 
 
 class TaskShape(Protocol):
@@ -44,11 +45,13 @@ def build_model(recipe: Recipe, data: TaskShape) -> nn.Module:
         data: the data it trains on (`build_data(recipe)`), which gives vocabulary and shapes.
     """
     section = recipe.model
-    if isinstance(section, GptModel | EncoderModel):
+    if isinstance(section, GptModel | MoeModel | EncoderModel):
         assert data.vocab_size is not None, "the recipe pairs this model with text"
         assert data.tokens_per_sample is not None, "the recipe pairs this model with text"
         if isinstance(section, GptModel):
             return Gpt(section, data.vocab_size, data.tokens_per_sample)
+        if isinstance(section, MoeModel):
+            return MoeGpt(section, data.vocab_size, data.tokens_per_sample)
         return Encoder(section, data.vocab_size, data.tokens_per_sample)
     assert data.image_shape is not None, "the recipe pairs this model with images"
     assert data.num_classes is not None, "the recipe pairs this model with images"

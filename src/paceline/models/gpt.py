@@ -3,8 +3,7 @@
 Names: put `model.` before every parameter's name except `lm_head.weight`, and it is the Hugging Face
 name. Shapes and meanings are equal (separate q, k, v, gate, up and down matrices without biases;
 rotary positions turn the first half of a head's features against the second half). With
-`tie_embeddings` there is no `lm_head.weight`, as in Hugging Face's files. `Gpt.llama_config` gives
-the matching configuration.
+`tie_embeddings` there is no `lm_head.weight`, as in Hugging Face's files.
 
 Sources: Touvron et al. 2023, "LLaMA", section 2.2 (pre-norm, SwiGLU, rotary); Su et al. 2021,
 "RoFormer", section 3.2; Shazeer 2020, "GLU Variants"; Ainslie et al. 2023, "GQA"; Radford et al.
@@ -14,18 +13,17 @@ Sources: Touvron et al. 2023, "LLaMA", section 2.2 (pre-norm, SwiGLU, rotary); S
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
-from paceline.recipe.schema import GptModel, default_ffn_hidden
+from paceline.recipe.schema import DecoderFields, GptModel, default_ffn_hidden
 
 
-class Gpt(nn.Module):
-    """A decoder that returns next-token logits.
+class Decoder(nn.Module):
+    """The parts that all decoders share: embedding, positions, a list of blocks, and the head.
 
     Args:
         section: the recipe's `[model]`.
@@ -33,14 +31,14 @@ class Gpt(nn.Module):
         max_seq_len: longest sequence that `forward` takes.
     """
 
-    def __init__(self, section: GptModel, vocab_size: int, max_seq_len: int) -> None:
+    def __init__(self, section: DecoderFields, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
         self.section = section
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.embed_tokens = nn.Embedding(vocab_size, section.hidden)
         self.rotary = Rotary(section.hidden // section.heads, max_seq_len, section.rope_theta)
-        self.layers = nn.ModuleList(GptBlock(section) for _ in range(section.layers))
+        self.layers = nn.ModuleList(self.build_block(number) for number in range(section.layers))
         self.norm = nn.RMSNorm(section.hidden, eps=section.norm_eps)
         self.lm_head = None if section.tie_embeddings else nn.Linear(section.hidden, vocab_size, bias=False)
         self._init_weights()
@@ -55,25 +53,29 @@ class Gpt(nn.Module):
             scale = 1 / math.sqrt(2 * self.section.layers) if _is_residual_output(name) else 1.0
             nn.init.normal_(parameter, std=std * scale)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits of the next token at every position.
+    def build_block(self, number: int) -> nn.Module:
+        """Return a new block, by its place in the list."""
+        return GptBlock(self.section)
 
-        Args:
-            ids: token ids, int64 [batch, seq_len], seq_len at most `max_seq_len`.
-
-        Returns:
-            [batch, seq_len, vocab_size].
+    def embed(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the input of the first block [batch, seq_len, hidden], and the cosines and sines.
 
         Raises:
-            PacelineError: PL220 for a longer sequence.
+            PacelineError: PL220 for a sequence longer than `max_seq_len`.
         """
         check_seq_len(ids, self.max_seq_len)
         x = F.dropout(self.embed_tokens(ids), self.section.dropout, self.training)
-        cos, sin = self.rotary(ids.shape[1])
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        return x, *self.rotary(ids.shape[1])
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Return the logits for the output of the last block."""
         x = self.norm(x)
         return F.linear(x, self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+
+    def predict(self, ids: Tensor) -> Tensor:
+        """Return the logits alone, [batch, seq_len, vocab_size]."""
+        logits: Tensor = self(ids)
+        return logits
 
     @torch.no_grad()
     def generate(
@@ -112,7 +114,7 @@ class Gpt(nn.Module):
         try:
             ids = prompt_ids
             for _ in range(num_tokens):
-                logits = self(ids[:, -self.max_seq_len :])[:, -1].float()
+                logits = self.predict(ids[:, -self.max_seq_len :])[:, -1].float()
                 if temperature == 0:
                     chosen = logits.argmax(dim=-1, keepdim=True)
                 else:
@@ -124,35 +126,40 @@ class Gpt(nn.Module):
         finally:
             self.train(was_training)
 
-    def llama_config(self) -> dict[str, Any]:
-        """Return the keyword arguments of Hugging Face's `LlamaConfig` under which these weights compute the
-        same logits (dropout off)."""
-        section = self.section
-        return {
-            "vocab_size": self.vocab_size,
-            "hidden_size": section.hidden,
-            "intermediate_size": section.ffn_hidden or default_ffn_hidden(section.hidden),
-            "num_hidden_layers": section.layers,
-            "num_attention_heads": section.heads,
-            "num_key_value_heads": section.kv_heads or section.heads,
-            "head_dim": section.hidden // section.heads,
-            "hidden_act": "silu",
-            "max_position_embeddings": self.max_seq_len,
-            "initializer_range": section.init_std,
-            "rms_norm_eps": section.norm_eps,
-            "rope_theta": section.rope_theta,
-            "tie_word_embeddings": section.tie_embeddings,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "attention_dropout": section.dropout,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
+
+class Gpt(Decoder):
+    """A decoder that returns next-token logits.
+
+    Args:
+        section: the recipe's `[model]`.
+        vocab_size: number of token ids.
+        max_seq_len: longest sequence that `forward` takes.
+    """
+
+    section: GptModel
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits of the next token at every position.
+
+        Args:
+            ids: token ids, int64 [batch, seq_len], seq_len at most `max_seq_len`.
+
+        Returns:
+            [batch, seq_len, vocab_size].
+
+        Raises:
+            PacelineError: PL220 for a longer sequence.
+        """
+        x, cos, sin = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.unembed(x)
 
 
 def _is_residual_output(name: str) -> bool:
-    return name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight"))
+    return name.endswith(
+        ("self_attn.o_proj.weight", "mlp.down_proj.weight", "experts.down_proj", "shared.down_proj.weight")
+    )
 
 
 def check_seq_len(ids: Tensor, max_seq_len: int) -> None:
@@ -204,26 +211,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class GptBlock(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, section: GptModel) -> None:
+    def __init__(self, section: DecoderFields, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.dropout = section.dropout
         self.input_layernorm = nn.RMSNorm(section.hidden, eps=section.norm_eps)
         self.self_attn = Attention(section)
         self.post_attention_layernorm = nn.RMSNorm(section.hidden, eps=section.norm_eps)
-        self.mlp = FeedForward(section)
+        inner = section.ffn_hidden or default_ffn_hidden(section.hidden)
+        self.mlp = FeedForward(section.hidden, inner) if mlp is None else mlp
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Apply the dropout of the block's outputs."""
+        return F.dropout(x, self.dropout, self.training)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return `x` [batch, seq_len, hidden] with both outputs added."""
         attended = self.self_attn(self.input_layernorm(x), cos, sin)
-        x = x + F.dropout(attended, self.dropout, self.training)
-        fed = self.mlp(self.post_attention_layernorm(x))
-        return x + F.dropout(fed, self.dropout, self.training)
+        x = x + self.drop(attended)
+        return x + self.drop(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a key and value head."""
 
-    def __init__(self, section: GptModel) -> None:
+    def __init__(self, section: DecoderFields) -> None:
         super().__init__()
         self.head_dim = section.hidden // section.heads
         self.dropout = section.dropout
@@ -258,12 +269,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """The SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, section: GptModel) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        inner = section.ffn_hidden or default_ffn_hidden(section.hidden)
-        self.gate_proj = nn.Linear(section.hidden, inner, bias=False)
-        self.up_proj = nn.Linear(section.hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, section.hidden, bias=False)
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for `x` [batch, seq_len, hidden], in the same shape."""

@@ -1,0 +1,167 @@
+"""A decoder whose feed-forwards are mixtures of experts: each token goes through a few of many.
+
+With no shared expert and no dense layers it computes what Hugging Face's `MixtralForCausalLM` does. Experts
+are dropless: each takes all tokens that choose it.
+
+Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2; Fedus et al. 2021, "Switch
+Transformers", section 2.2 (auxiliary loss); Jiang et al. 2024, "Mixtral of Experts", section 2.1 (weights
+normalised over the chosen); Dai et al. 2024, "DeepSeekMoE", section 3.2 (shared expert).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.models.gpt import Decoder, FeedForward, GptBlock
+from paceline.models.grouped import multiply_groups
+from paceline.recipe.schema import MoeModel, default_ffn_hidden
+
+
+class MoeOutput(NamedTuple):
+    """The result of a decoder with experts, for one microbatch.
+
+    Attributes:
+        logits: of the next token at every position, [batch, seq_len, vocab_size].
+        balance: the auxiliary loss, weighted by `model.balance_loss`: a mean over the mixtures. Zero in eval
+            mode.
+        fullest: the share of the choices that the fullest expert gets; a mean over the mixtures.
+    """
+
+    logits: Tensor
+    balance: Tensor
+    fullest: Tensor
+
+
+class MoeGpt(Decoder):
+    """A decoder with experts, which returns next-token logits, the auxiliary loss and the balance.
+
+    Args:
+        section: the recipe's `[model]`.
+        vocab_size: number of token ids.
+        max_seq_len: longest sequence that `forward` takes.
+    """
+
+    section: MoeModel
+
+    def __init__(self, section: MoeModel, vocab_size: int, max_seq_len: int) -> None:
+        super().__init__(section, vocab_size, max_seq_len)
+        self.num_mixtures = section.layers - section.dense_layers
+
+    def build_block(self, number: int) -> MoeBlock:
+        """Return a new block; the first `dense_layers` of them have no experts."""
+        return MoeBlock(self.section, is_dense=number < self.section.dense_layers)
+
+    def forward(self, ids: Tensor) -> MoeOutput:
+        """Return logits and balance.
+
+        Args:
+            ids: token ids, int64 [batch, seq_len], seq_len at most `max_seq_len`.
+
+        Raises:
+            PacelineError: PL220 for a longer sequence.
+        """
+        x, cos, sin = self.embed(ids)
+        balance = fullest = torch.zeros((), device=ids.device)
+        for layer in self.layers:
+            x, balance, fullest = layer(x, cos, sin, balance, fullest)
+        factor = self.section.balance_loss / self.num_mixtures if self.training else 0.0
+        return MoeOutput(self.unembed(x), balance * factor, fullest / self.num_mixtures)
+
+    def predict(self, ids: Tensor) -> Tensor:
+        """Return the logits alone."""
+        logits: Tensor = self(ids).logits
+        return logits
+
+
+class MoeBlock(GptBlock):
+    """Attention and a mixture (or, in a dense layer, one feed-forward), each added to the residual stream."""
+
+    def __init__(self, section: MoeModel, *, is_dense: bool) -> None:
+        super().__init__(section, None if is_dense else Mixture(section))
+        self.is_dense = is_dense
+
+    def forward(  # type: ignore[override]  # it adds to the sums over mixtures, too
+        self, x: Tensor, cos: Tensor, sin: Tensor, balance: Tensor, fullest: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `x` [batch, seq_len, hidden] with both outputs added, and the sums over mixtures so far."""
+        x = x + self.drop(self.self_attn(self.input_layernorm(x), cos, sin))
+        fed = self.mlp(self.post_attention_layernorm(x))
+        if not self.is_dense:
+            fed, own_balance, own_fullest = fed
+            balance, fullest = balance + own_balance, fullest + own_fullest
+        return x + self.drop(fed), balance, fullest
+
+
+class Mixture(nn.Module):
+    """Experts of which a router chooses a few for each token, and an optional expert for all tokens."""
+
+    def __init__(self, section: MoeModel) -> None:
+        super().__init__()
+        self.num_choices = section.experts_per_token
+        self.gate = nn.Linear(section.hidden, section.experts, bias=False)
+        inner = section.expert_hidden or default_ffn_hidden(section.hidden)
+        self.experts = Experts(section.experts, section.hidden, inner)
+        self.shared = None
+        if section.shared_hidden is not None:
+            self.shared = FeedForward(section.hidden, section.shared_hidden)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mix the experts' outputs.
+
+        Args:
+            x: [batch, seq_len, hidden].
+
+        Returns:
+            The output in the same shape, the auxiliary loss (1 if all experts get the same), and the share of
+            the choices that the fullest expert gets.
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        scores = self.gate(tokens)
+        chances = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights, chosen = chances.topk(self.num_choices, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        choices = chosen.reshape(-1)
+        numbers = torch.arange(self.gate.out_features, device=x.device)
+        counts = (choices.unsqueeze(1) == numbers).sum(0)
+        # Rows are sorted by expert, and in their order within an expert. Each row is moved, never added to
+        # another one, so no order of sums depends on the device.
+        order = choices.argsort(stable=True)
+        rows = tokens.unsqueeze(1).expand(-1, self.num_choices, -1).reshape(-1, x.shape[-1])
+        answers = self.experts(rows.index_select(0, order), counts)
+        answers = answers.index_select(0, order.argsort())
+        answers = answers.view(-1, self.num_choices, x.shape[-1])
+        output = (answers * weights.unsqueeze(-1).type_as(answers)).sum(1).view_as(x)
+        if self.shared is not None:
+            output = output + self.shared(x)
+        shares = counts / choices.shape[0]
+        balance = self.gate.out_features * (shares.type_as(chances) * chances.mean(0)).sum()
+        return output, balance, shares.max()
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards side by side; those of `gate_up_proj` are gate and up, one above the other.
+
+    Args:
+        num_experts: their number.
+        hidden: width of a token.
+        inner: width inside an expert.
+    """
+
+    def __init__(self, num_experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return each expert's answers to its rows.
+
+        Args:
+            rows: [rows, hidden], sorted by expert.
+            counts: rows of each expert, int64 [num_experts].
+        """
+        gate, up = multiply_groups(rows, self.gate_up_proj, counts).chunk(2, dim=-1)
+        return multiply_groups(F.silu(gate) * up, self.down_proj, counts)

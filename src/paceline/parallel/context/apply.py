@@ -1,0 +1,134 @@
+"""Carries out a plan of cp: adds hooks where sequences are divided and exchanged, and changes lengths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paceline.mesh import Axis
+from paceline.parallel.context.exchange import Rows, join_rows, take_rows, to_heads, to_rows
+from paceline.parallel.context.lengths import change_given
+from paceline.parallel.context.plan import ContextPlan, Crossing, SizeChange
+from paceline.parallel.dropout.replacements import Cut, Masks
+from paceline.parallel.split import Split
+from paceline.parallel.tensor.calls import CallSite, change_calls, change_operand
+from paceline.parallel.tensor.calls import Change as CallChange
+from paceline.parallel.tensor.collectives import copy
+from paceline.parallel.tensor.gradients import show_whole_gradients
+from paceline.parallel.tensor.hooks import Change, change_input, change_output
+from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
+
+
+def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks | None = None) -> None:
+    """Run a model's blocks on a part of the sequence, in place. No collective runs here; forwards have some.
+
+    Args:
+        model: the same weights on every rank, or on meta.
+        plan: of the same model.
+        axis: cp.
+        masks: the model's dropout.
+
+    Raises:
+        PacelineError: PL434 for hooks on accumulated gradients.
+    """
+    assert plan.num_ranks == axis.size
+    show_whole_gradients(dict(model.named_parameters()), model, {}, plan.partial, axis)
+    modules = dict(model.named_modules())
+    rows = [Rows(axis) for _ in plan.stretches]
+    inside: dict[str, dict[CallSite, CallChange]] = defaultdict(dict)
+    for name, sizes in plan.sizes.items():
+        for spot, changes in sizes.items():
+            inside[name][spot] = _change_sizes(changes, rows[plan.stretch_of[name]])
+    for crossing in plan.crossings:
+        module, change = modules[crossing.module], _cross(crossing, rows[crossing.stretch])
+        if crossing.spot is not None:
+            inside[crossing.module][crossing.spot] = _cross_call(crossing, change, axis)
+        elif crossing.kind == "to_rows":
+            change_input(module, crossing.keys, change)
+        else:
+            if crossing.sums:
+                change_input(module, crossing.keys, _add_up_gradient(axis))
+            change_output(module, change)
+    for name, found in inside.items():
+        listed = {
+            site: [found.get(CallSite(site, number)) for number in range(count)]
+            for site, count in plan.sites[name].items()
+        }
+        change_calls(modules[name], WATCHED, listed)
+    for stretch, own in zip(plan.stretches, rows, strict=True):
+        change_input(modules[stretch.first], stretch.keys, _take(own, stretch.dim))
+        change_output(modules[stretch.last], _join(own, stretch.dim))
+    for key, (index, cut) in plan.draws.items():
+        assert masks is not None
+        masks.splits[key] = [_cut(cut, rows[index])]
+
+
+def _take(rows: Rows, dim: int) -> Change:
+    return lambda tensor: take_rows(tensor, dim, rows)
+
+
+def _join(rows: Rows, dim: int) -> Change:
+    return lambda tensor: join_rows(tensor, dim, rows)
+
+
+def _add_up_gradient(axis: Axis) -> Change:
+    return lambda tensor: copy(tensor, axis)
+
+
+def _cross(crossing: Crossing, rows: Rows) -> Change:
+    dim, split, rank = crossing.dim, crossing.split, rows.axis.rank
+    if crossing.kind == "to_heads":
+        return lambda tensor: to_heads(tensor, dim, split, rows)
+    if crossing.kind == "to_rows":
+        return lambda tensor: to_rows(tensor, dim, split, rows)
+    return lambda tensor: split.take(tensor, rank)
+
+
+def _cross_call(crossing: Crossing, change: Change, axis: Axis) -> CallChange:
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if crossing.kind == "to_rows":
+            return func(*change_operand(func, args, change), **kwargs)
+        if crossing.sums:
+            args = change_operand(func, args, _add_up_gradient(axis))
+        return change(func(*args, **kwargs))
+
+    return run
+
+
+def _change_sizes(changes: list[SizeChange], rows: Rows) -> CallChange:
+    def size(kind: str) -> Callable[[int], int]:
+        if kind == "heads":
+            return lambda given: given // rows.axis.size
+        return lambda given: given // rows.own * rows.whole
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for change in changes:
+            args, kwargs = change_given(func, args, kwargs, change.dim, size(change.kind))
+        return func(*args, **kwargs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class _RowsCut:
+    """The rows of a dropped tensor that this rank has, as the forward that runs now divides them."""
+
+    dim: int
+    rows: Rows
+
+    def __call__(self) -> Cut:
+        return Cut(self.dim, 1, self.rows.axis.size, self.rows.axis.rank, (self.rows.start, self.rows.whole))
+
+
+def _cut(cut: int | Split, rows: Rows) -> Cut | Callable[[], Cut]:
+    """Return the part of a dropped tensor that this rank has: the rows of a dimension, or some heads."""
+    axis = rows.axis
+    if isinstance(cut, int):
+        return _RowsCut(cut, rows)
+    # Samples that share a dimension with the heads, outside of them, are counted per sample there.
+    outer = cut.outer // NUM_SAMPLES if cut.dim == 0 else cut.outer
+    return Cut(cut.dim, max(1, outer), axis.size, axis.rank)

@@ -1,0 +1,36 @@
+"""Finds the plan of cp for a model, from one trial forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from paceline.parallel.context.plan import ContextPlan
+from paceline.parallel.context.rehearsal import Rehearsal
+from paceline.parallel.context.walk import Walk
+from paceline.parallel.dropout.replacements import Masks
+from paceline.parallel.tensor.rules import read_dims
+from paceline.parallel.tensor.trace import trace_forward
+
+
+def find_context_plan(
+    model: nn.Module, example: Callable[[nn.Module], Any], num_ranks: int, masks: Masks | None = None
+) -> ContextPlan:
+    """Find out how a model can run on a part of the sequence, without changing it.
+
+    Args:
+        model: in training mode, whole; may be on meta.
+        example: calls the model on a batch of a few samples.
+        num_ranks: degree of cp.
+        masks: the model's dropout, so that the plan knows which dropouts see parts.
+
+    Raises:
+        PacelineError: PL460 if the forward cannot be traced, PL630 if the sequence cannot be divided.
+    """
+    trace = trace_forward(model, example, masks=masks)
+    walk = Walk(model, num_ranks, trace, read_dims(trace))
+    walk.walk()
+    Rehearsal(walk).rehearse(example, masks)
+    return walk.plan

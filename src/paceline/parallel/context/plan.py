@@ -1,0 +1,109 @@
+"""The plan of cp: where the sequence of a model is divided, and what is exchanged where."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from paceline.parallel.split import Split
+from paceline.parallel.tensor.calls import CallSite, Site
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A run of blocks that pass on rows.
+
+    Attributes:
+        first: the module whose input is cut.
+        keys: the arguments of its call that are the stream.
+        last: the module whose output is joined.
+        dim: the dimension of the sequence, 1, or 0 in models that have the sequence first.
+    """
+
+    first: str
+    keys: tuple[int | str, ...]
+    last: str
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A place where a tensor changes between rows and heads.
+
+    Attributes:
+        module: full name.
+        kind: `"to_heads"`: its output, rows before; `"take_heads"`: its output, computed whole on every rank
+            before; `"to_rows"`: its input.
+        spot: the call in the module's own forward that is meant, in place of the module.
+        keys: the arguments of the module's call that are the tensor it takes.
+        dim: the dimension of the sequence in the crossing tensor.
+        split: how the heads are cut.
+        stretch: number of the stretch.
+        sums: whether backward sums the gradient of the whole tensor that it takes.
+    """
+
+    module: str
+    kind: str
+    spot: CallSite | None
+    keys: tuple[int | str, ...]
+    dim: int
+    split: Split
+    stretch: int
+    sums: bool = False
+
+
+@dataclass(frozen=True)
+class SizeChange:
+    """A size that a call in a module's forward is given and that is another one on a rank.
+
+    Attributes:
+        dim: of the call's result.
+        kind: `"heads"`: it counts all heads; `"whole"`: it is the length of the rows where that of the whole
+            sequence is needed.
+    """
+
+    dim: int
+    kind: str
+
+
+@dataclass
+class ContextPlan:
+    """The plan for running one model on a part of the sequence.
+
+    Attributes:
+        num_ranks: degree of cp.
+        stretches: runs of blocks.
+        crossings: places where rows and heads are exchanged.
+        sizes: by module, the calls that are given changed sizes, and of which stretch.
+        sites: by module, the places in the source where its forward makes changed calls, each with the number
+            of calls that the trial made there.
+        stretch_of: by module with changed calls, the number of its stretch.
+        partial: names of parameters that get a part of their gradient on each rank.
+        draws: by key of a dropout (`dropout/masks.py`) that sees rows or heads: the dimension of the rows, or
+            the split of the heads, with the number of the stretch.
+    """
+
+    num_ranks: int
+    stretches: list[Stretch] = field(default_factory=list)
+    crossings: list[Crossing] = field(default_factory=list)
+    sizes: dict[str, dict[CallSite, list[SizeChange]]] = field(default_factory=dict)
+    sites: dict[str, dict[Site, int]] = field(default_factory=dict)
+    stretch_of: dict[str, int] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    draws: dict[str, tuple[int, int | Split]] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Return the plan as text: a line per stretch, then one per kind of module."""
+        lines = [f"cp={self.num_ranks}: sequences are divided over {self.num_ranks} ranks"]
+        lines += [f"  rows: from {stretch.first} to {stretch.last}" for stretch in self.stretches]
+        counted: dict[str, int] = defaultdict(int)
+        words = {
+            "to_heads": "rows to heads, after",
+            "take_heads": "whole to heads, after",
+            "to_rows": "heads to rows, before",
+        }
+        for crossing in self.crossings:
+            name = ".".join("*" if part.isdigit() else part for part in crossing.module.split("."))
+            counted[f"{words[crossing.kind]} {name}"] += 1
+        lines += [f"  {text} ({count})" for text, count in counted.items()]
+        return "\n".join(lines)

@@ -1,0 +1,36 @@
+"""`cp` beside other axes is the same as one process, dropout included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.recipe import parse_recipe
+from paceline.verifying.check import resolve_layout, verify_recipe
+from tests.dist.pool import Pool
+from tests.verifying.runs import PoolRunner
+from tests.verifying.test_faults import recipe_table
+
+LAYOUTS = {
+    # Those without recompute are among `tests/verifying/test_all_layouts.py`'s.
+    "gpt": ["cp=2 recompute=block"],
+    "encoder": ["cp=2 dp_shard=2 zero=2 recompute=selective"],
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_sequences_are_divided_as_in_one_process(ranks: Pool, tmp_path: Path, kind: str) -> None:
+    recipe = parse_recipe(recipe_table(kind, tmp_path, "exact"))
+    layouts = [resolve_layout(text) for text in LAYOUTS[kind]]
+    verified = verify_recipe(recipe, layouts, steps=2, run=PoolRunner(ranks))
+    assert {result.status for result in verified.results} == {"ok"}, list(map(str, verified.findings))
+    assert max(result.worst for result in verified.results) < 1
+
+
+def test_tp_recomputes_blocks_from_whole_sequences(ranks: Pool, tmp_path: Path) -> None:
+    """The second forward of the first block begins with the sequence before it is cut."""
+    recipe = parse_recipe(recipe_table("gpt", tmp_path))
+    layouts = [resolve_layout("tp=2 sequence=true recompute=block")]
+    (result,) = verify_recipe(recipe, layouts, steps=1, run=PoolRunner(ranks)).results
+    assert result.status == "ok", list(map(str, result.findings))
