@@ -22,6 +22,7 @@ from paceline.generators import (
     write_python_state,
 )
 from paceline.seeds import derive_seed
+from tests.checkpoint.states import load_newest
 
 CPU = torch.device("cpu")
 
@@ -145,7 +146,7 @@ def test_states_survive_a_checkpoint(tmp_path: Any) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     folder.save(1, full.prepare({"w": torch.zeros(1)}, {}, {"rng": read_generators(CPU)}, None), identity={})
     expected = [draw() for _ in range(3)]
-    loaded = folder.load_newest()
+    loaded = load_newest(folder)
     assert loaded is not None
     write_generators(loaded.state["rng"], CPU)
     assert [draw() for _ in range(3)] == expected

@@ -1,8 +1,8 @@
 """Turns a layout's degrees into groups of ranks; only this file and `world.py` make groups.
 
 The axes, and their order in the rank number, are those of the table in `recipe/axes.py`. Rank =
-(((stage * dp_replicate) + replica) * dp_shard + shard) * tp + tp rank, so the ranks of the last axis have
-consecutive numbers.
+((((stage * dp_replicate) + replica) * dp_shard + shard) * cp + cp rank) * tp + tp rank, so the ranks of the
+last axis have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from paceline.pipeline.orders import find_homes
 from paceline.recipe.axes import list_axes
 from paceline.recipe.layout import Layout
 from paceline.torch_seams.groups import flatten
@@ -41,10 +42,11 @@ class Mesh:
     Attributes:
         layout: the degrees, resolved.
         axes: every axis of the layout, by name.
-        pp, dp_replicate, dp_shard, tp: each of them.
+        pp, dp_replicate, dp_shard, cp, tp: each of them.
         dp: the ranks that run different microbatches and have this rank's place on the other axes.
         replicas: the ranks of dp that hold the same parts of the model.
         model: the ranks that together hold one copy of the model.
+        homes: by stage of the model, the rank of pp that holds it.
         device_mesh: torch's mesh, with one dimension per axis, of the same name.
     """
 
@@ -53,21 +55,22 @@ class Mesh:
         self._spare = world.spare_groups
         self.device_mesh = device_mesh
         self.axes = {name: _read_axis(name, device_mesh[name]) for name in list_axes()}
-        self.pp, self.dp_replicate, self.dp_shard, self.tp = (
-            self.axes[name] for name in ("pp", "dp_replicate", "dp_shard", "tp")
+        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
+            self.axes[name] for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         )
         self.dp = self._join("dp", list_axes(shares_data=True))
         self.replicas = self._join("replicas", list_axes(shares_data=True, divides_model=False))
         self.model = self._join("model", list_axes(divides_model=True))
+        self.homes = find_homes(layout.schedule, layout.pp, layout.chunks)
 
     @property
     def reports(self) -> bool:
         """Whether this rank reports its samples' results, so that a sum over ranks counts each sample once.
 
         Of the ranks that run the same microbatches, the first that has the model's output reports. Under pp
-        that is on the last rank.
+        that is the rank of the last stage.
         """
-        if self.pp.rank != self.pp.size - 1:
+        if self.pp.rank != self.homes[-1]:
             return False
         return all(self.axes[name].rank == 0 for name in list_axes(shares_data=False) if name != "pp")
 

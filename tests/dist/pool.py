@@ -41,7 +41,13 @@ from typing import Any
 MAX_RANKS = 8
 # How long the others may go on after one rank has failed: it tells more when they fail by themselves.
 _GRACE_S = 3.0
-_PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "paceline.world", "pytest"]
+# A busy machine may take this many times as long as an idle one.
+_PATIENCE = 3
+# The trainer alone takes 1 s to import, in every rank and in each that replaces another.
+_PRELOAD = [
+    *("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest"),
+    *("paceline.world", "paceline.train.trainer", "paceline.train.run", "paceline.verifying.check"),
+]
 
 
 class RankError(AssertionError):
@@ -127,7 +133,8 @@ class Pool:
             fn: a function at the top level of a test module.
             nproc: number of ranks, up to 8.
             args: pickled to every rank.
-            timeout_s: of the whole call; then stuck ranks are killed and their stacks shown.
+            timeout_s: of the whole call on an idle machine; a busy one gets `_PATIENCE` times as long. Then
+                stuck ranks are killed and their stacks shown.
             start: settings for `paceline.start`; without them one thread per rank on CPU.
             world: False calls `fn(*args)` in the ranks' environment, without starting a world.
             env: more environment variables; an empty value unsets one.
@@ -136,7 +143,7 @@ class Pool:
             RankError: a rank raised, died or hung.
         """
         with _without_name_server():
-            return self._run(fn, nproc, args, timeout_s, start, world, env)
+            return self._run(fn, nproc, args, _PATIENCE * timeout_s, start, world, env)
 
     def _run(
         self,

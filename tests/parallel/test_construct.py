@@ -241,9 +241,13 @@ def build_tied() -> nn.Module:
 
 
 def build_and_run() -> nn.Module:
-    """Runs itself, as models do to find out shapes or statistics, and takes a step."""
+    """Runs itself, as models do to find out shapes or statistics, and takes a step.
+
+    The loss must have a gradient: without the targets, BatchNorm's output has the same sum of squares for any
+    weights, so that the step would add nothing but rounding, which has no distribution to compare.
+    """
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    model(torch.randn(5, 3)).square().sum().backward()
+    (model(torch.randn(5, 3)) - torch.randn(5, 4)).square().sum().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     model.zero_grad()
     return model

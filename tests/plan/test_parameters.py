@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.models.encoder import Encoder
 from paceline.models.gpt import Gpt
+from paceline.models.moe import MoeGpt
 from paceline.models.resnet import Resnet
 from paceline.parallel.blocks import separable_blocks
 from paceline.plan.parameters import Parameter, count_parameters, list_parameters
@@ -30,6 +31,18 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"kind": "text", "tokenizer": "bpe", "vocab_size": 1000},
     ),
+    "moe": ({"kind": "moe"}, {"kind": "text"}),
+    "moe with all its own": (
+        {
+            "kind": "moe",
+            "layers": 3,
+            "experts": 300,
+            "expert_hidden": 48,
+            "shared_hidden": 40,
+            "dense_layers": 1,
+        },
+        {"kind": "text"},
+    ),
     "encoder": ({"kind": "encoder"}, {"kind": "masked_text", "seq_len": 64}),
     "narrow encoder": ({"kind": "encoder", "layers": 1, "ffn_hidden": 96}, {"kind": "masked_text"}),
     "resnet": ({"kind": "resnet"}, {"kind": "digits"}),
@@ -46,6 +59,8 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
         assert facts.seq_len is not None
         if model.kind == "gpt":
             return Gpt(model, facts.vocab_size, facts.seq_len)
+        if model.kind == "moe":
+            return MoeGpt(model, facts.vocab_size, facts.seq_len)
         return Encoder(model, facts.vocab_size, facts.seq_len)
 
 

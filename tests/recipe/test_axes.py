@@ -56,12 +56,12 @@ assert str(layout) == "dp_replicate=auto echo=2 dp_shard=3 spread=2"
 assert layout.fewest_ranks == 12
 layout = layout.resolve(24)
 assert list(layout.degrees.items()) == [
-    ("pp", 1), ("dp_replicate", 2), ("echo", 2), ("dp_shard", 3), ("spread", 2), ("tp", 1)
+    ("pp", 1), ("dp_replicate", 2), ("echo", 2), ("dp_shard", 3), ("cp", 1), ("spread", 2), ("tp", 1)
 ]
 assert (layout.num_ranks, layout.dp, layout.num_replicas, layout.num_sample_parts) == (24, 12, 4, 1)
 assert layout.divides_model and layout.keeps_bits
 assert layout.find_place(23) == {
-    "pp": 0, "dp_replicate": 1, "echo": 1, "dp_shard": 2, "spread": 1, "tp": 0
+    "pp": 0, "dp_replicate": 1, "echo": 1, "dp_shard": 2, "cp": 0, "spread": 1, "tp": 0
 }
 assert [layout.find_dp_rank(rank) for rank in (0, 5, 6, 11, 12, 23)] == [0, 5, 0, 5, 6, 11]
 assert layout.list_dp_ranks(6) == [12, 18]
@@ -77,7 +77,7 @@ else:
 try:
     Layout.parse("ecco=3")
 except PacelineError as error:
-    assert "pp, dp_replicate, echo, dp_shard, spread, tp, cp" in str(error), error
+    assert "pp, dp_replicate, echo, dp_shard, cp, spread, tp, ep" in str(error), error
 
 candidates = list(list_candidates(4, ("none",), ("none",)))
 assert {c.num_ranks for c in candidates} == {4} and len(set(candidates)) == len(candidates)
@@ -135,10 +135,10 @@ def test_a_row_is_all_that_training_needs(made_up: Path) -> None:
 
 
 def test_the_table() -> None:
-    assert list_axes() == ("pp", "dp_replicate", "dp_shard", "tp")
+    assert list_axes() == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     assert list_axes(shares_data=True) == ("dp_replicate", "dp_shard")
     assert list_axes(shares_data=True, divides_model=False) == (OPEN,)
-    assert list_axes(divides_sample=True) == ("pp", "tp")
+    assert list_axes(divides_sample=True) == ("pp", "cp", "tp")
     assert all(axis.help.endswith(".") and "\n" not in axis.help for axis in AXES)
 
 
@@ -157,4 +157,6 @@ def test_places_and_groups(text: str) -> None:
         assert rank == (replica * layout.dp_shard + place["dp_shard"]) * layout.tp + place["tp"]
     assert layout.list_groups(()) == [[rank] for rank in range(layout.num_ranks)]
     assert layout.list_groups(list_axes()) == [list(range(layout.num_ranks))]
-    assert [layout.list_dp_ranks(place) for place in range(layout.dp)] == layout.list_groups(("pp", "tp"))
+    assert [layout.list_dp_ranks(place) for place in range(layout.dp)] == layout.list_groups(
+        ("pp", "cp", "tp")
+    )

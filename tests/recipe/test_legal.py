@@ -360,10 +360,10 @@ def test_nothing_to_remark() -> None:
 
 
 COUNTS = {
-    # Of 4 blocks: pp=2 and pp=4, alone or with dp_replicate; of 2 blocks: pp=2; none with BatchNorm.
-    "gpt-stdlib": [(1, 6), (7, 24), (19, 60), (34, 120)],
-    "encoder-dropout": [(1, 6), (7, 24), (18, 60), (33, 120)],
-    "resnet-digits": [(1, 6), (4, 24), (7, 60), (10, 120)],
+    # Of 4 blocks: pp=2 and pp=4; of 2 blocks: pp=2; alone or with dp_replicate, dp_shard and tp (not ResNet).
+    "gpt-stdlib": [(1, 6), (8, 30), (29, 90), (66, 210)],
+    "encoder-dropout": [(1, 6), (8, 30), (28, 90), (60, 210)],
+    "resnet-digits": [(1, 6), (5, 30), (11, 90), (17, 210)],
 }
 
 
@@ -380,10 +380,10 @@ def test_counts_of_the_shipped_recipes(name: str) -> None:
 def test_recompute_and_offload_are_counted_where_asked_for() -> None:
     asked = recipe(GPT)
     legal, total = enumerate_layouts(asked, 4, recompute=CHOICES["recompute"], offload=("none", "cpu"))
-    assert total == 60 * 3 * 2
-    # Offloading needs shards: dp_shard=4 and dp_shard=2 have 3 each, dp_shard=2 tp=2 has 6. A pipeline
-    # recomputes nothing: pp=2 and pp=4.
-    assert len(legal) == 3 * (17 + 3 + 3 + 6) + 2
+    assert total == 90 * 3 * 2
+    # Offloading needs shards: dp_shard=4 and dp_shard=2 have 3 each, dp_shard=2 tp=2 has 6, dp_shard=2 cp=2
+    # has 3. A pipeline has 7, and offloads nothing; cp has 5 in memory.
+    assert len(legal) == 3 * (17 + 3 + 3 + 6 + 3 + 7 + 5)
 
 
 sizes = st.integers(1, 8).map(lambda power: 2**power) | st.sampled_from([1, 3, 6, 12, 30, 48, 100])
@@ -467,6 +467,6 @@ def test_what_is_offered_works(model: ModelFacts, run: RunFacts, layout: Layout,
 def test_many_ranks_are_answered_at_once() -> None:
     asked = recipe(GPT)
     legal, total = enumerate_layouts(asked, 4096)
-    assert total == 455 * 6
+    assert total == 1820 * 6
     assert 0 < len(legal) < total
     assert nearest(asked, Layout.parse("tp=64"), 4096)[0].tp == 4

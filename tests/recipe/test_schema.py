@@ -155,3 +155,8 @@ def test_any_table_gives_a_recipe_or_recipe_errors(table: dict[str, Any]) -> Non
     except RecipeErrors as error:
         problems = error.problems or pytest.fail("refused without a problem")
     assert all(problem.saw and problem.rule and problem.fix for problem in problems)
+
+
+def test_an_unknown_schedule_is_refused_with_its_name() -> None:
+    with pytest.raises(PacelineError, match=r"layout\.schedule=1f1 was given"):
+        parse_recipe({"model": {"kind": "gpt"}, "train": {"steps": 1}, "layout": {"schedule": "1f1"}})

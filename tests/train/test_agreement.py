@@ -23,11 +23,10 @@ def agree(
     board = NumberBoard(group) if on_board and group is not None else None
     agreement = Agreement(num_microbatches, num_statistics, 3, torch.device("cpu"), group, board)
     for index in range(world.rank, num_microbatches, world.world_size):
-        statistics = (
-            torch.arange(num_statistics, dtype=torch.float64) * 0.1 + index if num_statistics else None
-        )
+        statistics = torch.arange(num_statistics, dtype=torch.float64) * 0.1 + index
         loss = torch.tensor(math.nan if index == 2 else 0.1 * 3**index, dtype=torch.float64)
-        agreement.put_microbatch(index, loss, torch.tensor(float(index)), statistics)
+        agreement.put_microbatch(index, loss, torch.tensor(float(index)))
+        agreement.add_statistics(index, statistics)
     agreement.put_used([True, world.rank == 1, False])
     agreement.launch(RankMessage(signums[world.rank], 7, settings=2**63 + world.rank, copies=[5, 0, 6]))
     if board is not None:
@@ -97,7 +96,7 @@ def agree_on_boards(world: Any, lengths: list[int]) -> list[float]:
     for turn, length in enumerate(lengths):
         agreement = Agreement(length, 0, 0, torch.device("cpu"), group, board)
         for index in range(world.rank, length, world.world_size):
-            agreement.put_microbatch(index, torch.tensor(turn + 0.5), torch.tensor(1.0), None)
+            agreement.put_microbatch(index, torch.tensor(turn + 0.5), torch.tensor(1.0))
         agreement.launch(RankMessage(0, turn))
         world.barrier()
         time.sleep(0.002 * ((turn + world.rank) % 3))

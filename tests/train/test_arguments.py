@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.parallel.replicate import ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
@@ -15,6 +15,7 @@ from paceline.recipe import Layout
 from paceline.recipe.ranks import DdpSection, ShardSection
 from paceline.train.arguments import Arguments
 from paceline.train.trainer import Trainer
+from paceline.world import start
 
 # Compared otherwise (models and optimizers by what they are), or only about what rank 0 writes.
 NOT_LISTED = {"model", "optimizer", "keep", "tensorboard", "tokens_per_sample", "peak_flops"}
@@ -24,10 +25,24 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
+def lose(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.sum(), len(output)
+
+
 def build(**settings: Any) -> Arguments:
     known = {name: each.default for name, each in inspect.signature(Trainer).parameters.items()}
     del known["example"]
     return Arguments(**{**known, "model": nn.Linear(2, 2), "optimizer": sgd, "seed": 0, **settings})
+
+
+def test_a_trainer_keeps_every_argument_that_it_is_given() -> None:
+    known = set(inspect.signature(Trainer).parameters)
+    assert known - {field.name for field in fields(Arguments)} == {"example"}
+    with start(device="cpu", seed=5):
+        given = Trainer(nn.Linear(2, 2), optimizer=sgd, loss=lose, clip_norm=0.5, keep=7)._given
+        other = Trainer(nn.Linear(2, 2), optimizer=sgd, loss=lose, seed=6)._given
+    assert (given.loss, given.clip_norm, given.keep, given.seed) == (lose, 0.5, 7, 5)
+    assert (other.clip_norm, other.keep, other.seed) == (0.0, 3, 6)
 
 
 def test_every_argument_is_compared_or_known_not_to_be() -> None:

@@ -156,7 +156,7 @@ SHARDED = {
 def test_a_model_called_several_times_has_the_bits_of_one_process(ranks: Pool, num_ranks: int) -> None:
     kinds = list(LOSSES)
     (one,) = ranks.run(train_all, nproc=1, args=([""], kinds))
-    many = ranks.run(train_all, nproc=num_ranks, args=(SHARDED[num_ranks], kinds))
+    many = ranks.run(train_all, nproc=num_ranks, args=(SHARDED[num_ranks], kinds), timeout_s=100)
     for layout in SHARDED[num_ranks]:
         for kind in kinds:
             steps, weights = one["", kind]

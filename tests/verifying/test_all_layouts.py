@@ -31,4 +31,4 @@ def test_all_layouts_are_the_same_as_one_process(
     worst = max(verified.results, key=lambda result: result.worst_noise)
     assert worst.worst_noise < 20, f"{worst.layout}: the margin of the tolerance is gone"
     for layout, result in zip(legal, verified.results, strict=True):
-        assert result.same_bits == (reduction == "exact" and layout.tp == 1) or num_ranks == 1
+        assert result.same_bits == (reduction == "exact" and layout.keeps_bits) or num_ranks == 1

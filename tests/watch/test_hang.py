@@ -6,9 +6,11 @@ import dataclasses
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.phrases import name_ranks
 from paceline.watch.protocol.report import Frame, Group, Stack, Verdict
 from paceline.watch.reasoning.hang import explain_hang
@@ -527,6 +529,17 @@ def test_a_return_and_a_swallowed_exception() -> None:
     first, second = explain(job, LOOP).more
     assert "`except RuntimeError:` (/job/train.py:10) continues without raising" in first
     assert "by `if y is None:` (/job/train.py:4) with `return`" in second
+
+
+def test_no_line_of_the_package_is_a_cause() -> None:
+    """`paceline train` has no frames of a user: those of the package stand for them."""
+    ours = str(Path(paceline.__file__).parent / "parallel" / "exact.py")
+    job = Job(2)
+    job.waits(0, call(1, at=[user(7, "train", file=ours)], inside=BACKWARD))
+    job.ends(1)
+    assert explain(job, LOOP).more == ()
+    job.is_in(1, user(11, "train", "print('skipped')", file=ours))
+    assert not any(ours in text or "exact.py" in text for text in explain(job, LOOP).more)
 
 
 def test_a_rank_in_a_handler() -> None:

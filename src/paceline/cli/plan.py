@@ -11,15 +11,13 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.pipeline.check import check_schedule
-from paceline.pipeline.orders import NAMES, make_schedule
+from paceline.pipeline.files import read_list
 from paceline.pipeline.picture import draw_svg, draw_text
-from paceline.pipeline.schedule import Schedule, read_schedule
+from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Costs, Simulation, simulate
-from paceline.reading import read_file
 
 # A simulated action takes about 10 microseconds; a step of more would keep the terminal waiting.
 _MOST_ACTIONS = 200_000
-_MOST_BYTES = 10_000_000
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,7 +34,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "name",
         nargs="?",
         metavar="NAME",
-        help=f"{', '.join(NAMES)}, or a file with a line of actions per rank, such as 0F0,0F1,0B0,0B1",
+        help="1f1b or another known schedule, or a file with a line of actions per rank, such as "
+        "0F0,0F1,0B0,0B1",
     )
     schedule.add_argument(
         "--ranks", metavar="P", type=int, default=4, help="ranks of the pipeline (default 4)"
@@ -89,25 +88,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_schedule(name: str, num_ranks: int, num_microbatches: int, chunks: int | None) -> Schedule:
+    from paceline.pipeline.orders import NAMES, make_schedule  # loads all of recipes, too slow for --help
+
     if name in NAMES or not Path(name).exists():
         schedule = make_schedule(name, num_ranks, num_microbatches, chunks)
     else:
-        schedule = read_schedule(_read(Path(name)), name)
+        schedule = read_list(Path(name))
     check_schedule(schedule)
     return schedule
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_file(path, _MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PacelineError(
-            "PL470",
-            saw=f"{path} cannot be read: {reason}.",
-            rule="A list of actions is a text file with a line for each rank.",
-            fix=f"Choose another file, or one of {', '.join(NAMES)}.",
-        ) from None
 
 
 def _spread(costs: Costs, schedule: Schedule) -> Costs:
@@ -118,6 +106,8 @@ def _spread(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _compare(args: argparse.Namespace, costs: Costs) -> int:
+    from paceline.pipeline.orders import NAMES, make_schedule
+
     rows: list[dict[str, object]] = []
     for name in NAMES:
         chunks = args.chunks if name in ("interleaved", "bfs") else None

@@ -162,8 +162,10 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
 
 
 def _list_all(recipe: Recipe, nproc: int) -> Asked:
+    from paceline.recipe.layout import check_ranks
     from paceline.recipe.legal import check_layout, enumerate_layouts, list_candidates
 
+    check_ranks(nproc)  # before the smaller numbers are tried
     asked = Asked([])
     for ranks in list_ranks(nproc):
         legal, num_candidates = enumerate_layouts(recipe, ranks)

@@ -86,13 +86,8 @@ def _add_rows(
 ) -> Tensor:
     """Return the sum of squares in an order that only tp may change."""
     # A weight on several stages counts on the first of them.
-    counted = [
-        None if placement.holders and g is not None and not placement.counts(name, g) else g
-        for name, g in gradients
-    ]
+    counted = [g if placement.is_on_first_stage(name) else None for name, g in gradients]
     rows = [_measure_rows(g, p, device) for g, p in zip(counted, parameters, strict=True)]
-    if mesh is not None and placement.holders:
-        rows = _fill_in_stages(rows, mesh)
     if mesh is not None and mesh.dp_shard.size > 1:
         # Replaces the rows of a shard that a rank has; a whole tensor has all of its rows already.
         shards = [place for place, p in enumerate(parameters) if isinstance(p, DTensor)]
@@ -100,6 +95,8 @@ def _add_rows(
         ordered = _order_rows([rows[place] for place in shards], totals, mesh) if shards else []
         for place, whole in zip(shards, ordered, strict=True):
             rows[place] = whole
+    if mesh is not None and placement.holders:
+        rows = _fill_in_stages(rows, mesh)
     # By the axis whose ranks hold the parts of a split tensor; the empty name has those that no split cuts.
     by_axis: dict[str, list[Tensor]] = {}
     for (name, _), own in zip(gradients, rows, strict=True):

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import PacelineError
-from paceline.mesh import Mesh
+from paceline.mesh import Axis, Mesh
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import Construction
 from paceline.parallel.construct.values import place_values
+from paceline.parallel.context.apply import apply_context
+from paceline.parallel.context.find import find_context_plan
+from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
@@ -26,7 +30,7 @@ from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.parallel.stages.layout import Stages
-from paceline.parallel.tensor.apply import apply_plan
+from paceline.parallel.tensor.apply import apply_plan, divide_stretches
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
 from paceline.recipe.layout import Layout
@@ -47,7 +51,7 @@ class Settings:
         comm_hook: the user's `(state, hook)` for the gradients of replicas.
         sync_batchnorm: whether to convert BatchNorm to `SyncBatchNorm`.
         compile: whether to `torch.compile` the model; under dp_shard, tp or recompute, each of its blocks.
-        example: calls the model on a batch of a few samples; needed for tp and pp.
+        example: calls the model on a batch of a few samples; needed for cp, tp and pp.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
     """
 
@@ -80,6 +84,7 @@ class LaidOut:
         plan: how tp splits it.
         lent: the exact reduction's group, borrowed from the mesh.
         stages: those of pp, if there are several ranks of it.
+        is_exact: whether gradients are summed in an order that does not depend on dp.
     """
 
     replica: Replica | None
@@ -90,6 +95,7 @@ class LaidOut:
     plan: SplitPlan | None
     lent: dist.ProcessGroup | None
     stages: Stages | None = None
+    is_exact: bool = False
 
 
 def parallelize(
@@ -113,7 +119,8 @@ def parallelize(
     Raises:
         PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
             models that cannot be sharded, PL455 to PL459 for factories that cannot be built on meta, PL460 to
-            PL465 for models that tp and recompute cannot handle.
+            PL465 for models that tp and recompute cannot handle, PL630 and PL634 for
+            sequences that cp cannot divide.
     """
     _check_trains(model)
     layout = settings.layout
@@ -125,22 +132,28 @@ def parallelize(
         align_with_main(model)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
-    if layout.pp > 1:
+    plan, context = None, None
+    if layout.cp > 1:
         assert mesh is not None
-        return _cut(model, mesh, settings, masks, device, construction)
-    plan = None
+        # Planned on the whole model.
+        context = _plan_sequences(model, mesh, settings, masks)
     if layout.tp > 1:
         assert mesh is not None
-        # On whole modules: sharding cuts the remaining parts, and blocks must be recomputed with their
-        # collectives.
+        # On whole modules: stages and sharding cut the remaining parts, and blocks must be recomputed with
+        # their collectives.
         plan = _split(model, mesh, settings, masks)
     if layout.recompute != "none":
         # Before sharding: a block is gathered again before it is recomputed.
         apply_recompute(model, find_blocks(model), layout.recompute)
         log.info("recompute: %s", layout.recompute)
-    placement = Placement(model, mesh)
-    if plan is not None:
-        placement = Placement(model, mesh, plan.splits, dict.fromkeys(plan.partial, "tp"))
+    if mesh is not None:
+        # After recompute, whose second forward of a block must begin with the same input as the first one:
+        # the sequence that is not divided yet.
+        _divide_activations(model, mesh, plan, context, masks)
+    if layout.pp > 1:
+        assert mesh is not None
+        return _cut(model, mesh, settings, masks, plan, device, construction)
+    placement = Placement(model, mesh, plan.splits if plan else None, _list_partial(plan, context))
     replica: Replica | None = None
     shards: Shards | None = None
     exact: ExactReduction | None = None
@@ -182,7 +195,7 @@ def parallelize(
             )
         elif settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank does not communicate")
-    return LaidOut(replica, shards, exact, placement, masks, plan, lent)
+    return LaidOut(replica, shards, exact, placement, masks, plan, lent, is_exact=settings.exact)
 
 
 def align_with_main(model: nn.Module) -> None:
@@ -203,6 +216,38 @@ def _check_trains(model: nn.Module) -> None:
     )
 
 
+def _divide_activations(
+    model: nn.Module, mesh: Mesh, plan: SplitPlan | None, context: ContextPlan | None, masks: Masks
+) -> None:
+    """Cut the activations between the blocks along the sequence, over tp or cp."""
+    if plan is not None:
+        divide_stretches(model, plan, mesh.tp)
+    if context is not None:
+        apply_context(model, context, mesh.cp, masks)
+
+
+def _list_partial(plan: SplitPlan | None, context: ContextPlan | None) -> dict[str, tuple[str, ...]]:
+    """Return, by name of a parameter, the axes along which each rank has an addend of its gradient."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(plan.partial if plan else (), ("tp",))
+    for name in context.partial if context else ():
+        found[name] = (*found.get(name, ()), "cp")
+    return dict(sorted(found.items()))
+
+
+def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> ContextPlan:
+    open_attention(model)
+    if settings.example is None:
+        raise PacelineError(
+            "PL463",
+            saw=f"cp={mesh.cp.size} without an example batch.",
+            rule="To find out where cp can divide sequences, one forward is traced.",
+            fix="Pass example=batch: tensors as the training loop provides them, with a few samples.",
+        )
+    plan = find_context_plan(model, settings.example, mesh.cp.size, masks)
+    log.info("%s", plan.describe())
+    return plan
+
+
 def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> SplitPlan:
     open_attention(model)
     plan = find_plan(
@@ -218,22 +263,40 @@ def _cut(
     mesh: Mesh,
     settings: Settings,
     masks: Masks,
+    plan: SplitPlan | None,
     device: torch.device,
     construction: Construction | None,
 ) -> LaidOut:
     """Cut a model into stages, on the whole model; then drop, or never make, what is on other ranks."""
-    stages = Stages(model, mesh, settings.example, masks, device)
+    # After tp and recompute: the trial forward must take the path that later ones take.
+    has_modes = plan is not None
+    stages = Stages(model, mesh, settings.example, masks, device, has_modes=has_modes)
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     holders = {
         name: stages.holders[names[id(p)]] for name, p in model.named_parameters(remove_duplicate=False)
     }
-    placement = Placement(model, mesh, holders=holders)
+    splits = plan.splits if plan is not None else None
+    placement = Placement(model, mesh, splits, _list_partial(plan, None), holders)
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     stages.drop_others()
+    is_sharded = settings.layout.dp_shard > 1
     if construction is not None:
-        place_values(construction, device)  # of other stages nothing is on the meta device any more
-    lent = mesh.borrow_group(mesh.dp) if mesh.dp.size > 1 else None
-    return LaidOut(None, None, None, placement, masks, None, lent, stages)
+        # Of other stages nothing is on the meta device any more. One whole tensor exists at a time.
+        rows = partial(_cut_rows, shapes, mesh.dp_shard) if is_sharded else lambda _, part: part
+        place_values(construction, device, lambda n, whole: rows(n, placement.part(n, whole, whole)))
+    if is_sharded:
+        stages.shard(mesh, shapes, zero=settings.layout.zero, prefetch=settings.shard.prefetch > 0)
+    lent = mesh.borrow_group(mesh.dp) if settings.exact and mesh.dp.size > 1 else None
+    return LaidOut(None, None, None, placement, masks, plan, lent, stages, settings.exact)
+
+
+def _cut_rows(shapes: Mapping[str, torch.Size], axis: Axis, name: str, whole: Tensor) -> Tensor:
+    """Return this rank's rows of a parameter; buffers and numbers are whole on every rank."""
+    if not shapes.get(name):
+        return whole
+    most = -(-len(whole) // axis.size)
+    return whole[axis.rank * most : (axis.rank + 1) * most]
 
 
 def _fill(model: nn.Module, construction: Construction, placement: Placement, device: torch.device) -> None:

@@ -32,7 +32,7 @@ class Placement:
         model: laid out.
         mesh: the ranks, or `None` for one.
         splits: by full name, the `Split` that divides a parameter or buffer; tied names each.
-        partial: by name of a whole parameter, the axis whose ranks each have a part of its gradient only.
+        partial: by name of a parameter, the axes along which each rank has only an addend of its gradient.
         holders: by full name of a parameter, tied names each, the ranks of pp that hold it; on the others it
             is on the meta device. Empty without pp.
     """
@@ -42,7 +42,7 @@ class Placement:
         model: nn.Module,
         mesh: Mesh | None,
         splits: Mapping[str, Split] | None = None,
-        partial: Mapping[str, str] | None = None,
+        partial: Mapping[str, tuple[str, ...]] | None = None,
         holders: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.splits = dict(splits or {})
@@ -74,6 +74,10 @@ class Placement:
         """Return whether this rank has a part of a parameter or buffer, or all of it."""
         return name not in self.holders or self._axis("pp").rank in self.holders[name]
 
+    def is_on_first_stage(self, name: str) -> bool:
+        """Return whether this rank has the first of the stages that use a parameter."""
+        return name not in self.holders or self.holders[name][0] == self._axis("pp").rank
+
     def counts(self, name: str, tensor: Tensor) -> bool:
         """Return whether this rank counts a tensor in a sum that counts each part of one copy once.
 
@@ -84,8 +88,8 @@ class Placement:
         parted = {axis.name for axis in self.part_axes(name, tensor)}
         if name in self.holders:
             parted.add("pp")
-            if self.holders[name][0] != self._axis("pp").rank:
-                return False
+        if not self.is_on_first_stage(name):
+            return False
         return all(self._axis(axis).rank == 0 for axis in list_axes(divides_model=True) if axis not in parted)
 
     def _axis(self, name: str) -> Axis:
@@ -105,9 +109,13 @@ class Placement:
             tensor: laid out like that one (itself, its gradient, a moment). A plain number, such as a count
                 of steps, is whole already.
         """
-        split = self.splits.get(name)
         if name in self.holders and tensor.dim():
             return self._send_from_holder(name, tensor)
+        return self._join_parts(name, tensor)
+
+    def _join_parts(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the whole tensor, from its parts on ranks of the same stage."""
+        split = self.splits.get(name)
         if isinstance(tensor, DTensor):
             tensor = self._join_rows(tensor)
         elif tensor.dim() == 0:
@@ -124,11 +132,13 @@ class Placement:
         """Return the tensor of the first rank of pp that holds it; collective over pp."""
         axis, holder = self._axis("pp"), self.holders[name][0]
         if axis.rank == holder:
+            whole = self._join_parts(name, tensor)
             # As bytes, which every library sends.
-            sent = tensor.detach().contiguous()
+            sent = whole.detach().contiguous()
             dist.broadcast(sent.reshape(-1).view(torch.uint8), group=axis.group, group_src=holder)
-            return tensor
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            return whole
+        shape = self.whole_shape(name, tensor)
+        found = torch.empty(shape, dtype=tensor.dtype, device=self._device)
         dist.broadcast(found.reshape(-1).view(torch.uint8), group=axis.group, group_src=holder)
         return found
 
@@ -195,26 +205,46 @@ class Placement:
             and list(whole.shape) == self.whole_shape(name, parameter)
         )
 
-    def add_up_partial(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Sum the ranks' partial gradients of whole parameters over the axes of `partial`; collective.
+    def stand_in(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of one number, laid out like a parameter of another stage.
 
-        Costs one all-reduce per axis and dtype. A missing gradient counts as zero if another rank cannot know
-        that it is missing.
+        Args:
+            name: of the parameter.
+            shape: of the tensor as it is on ranks of the parameter's stage.
+            dtype: its own.
         """
-        if not self.partial:
-            return
-        found: dict[tuple[str, torch.dtype], list[Tensor]] = {}
-        for name, gradient in gradients.items():
-            if name in self.partial and gradient is not None:
-                part = local(gradient)
-                found.setdefault((self.partial[name], part.dtype), []).append(part)
-        for (axis, _), parts in found.items():
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            dist.all_reduce(flat, group=self._axis(axis).group)
-            start = 0
-            for part in parts:
-                part.copy_(flat[start : start + part.numel()].view_as(part))
-                start += part.numel()
+        like = dict(self._model.named_parameters(remove_duplicate=False))[name]
+        one = torch.zeros((), dtype=dtype)
+        if not isinstance(like, DTensor) or shape != like.shape:
+            return one.expand(shape)
+        return DTensor.from_local(
+            one.expand(local(like.detach()).shape),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    def add_up_partial(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Sum the ranks' partial gradients over the axes of `partial`; collective.
+
+        Costs one all-reduce per axis and dtype, whose result has the same bits on all ranks. A missing
+        gradient counts as zero if another rank cannot know that it is missing.
+        """
+        for axis in dict.fromkeys(axis for axes in self.partial.values() for axis in axes):
+            found: dict[torch.dtype, list[Tensor]] = {}
+            for name, gradient in gradients.items():
+                if axis in self.partial.get(name, ()) and gradient is not None:
+                    part = local(gradient)
+                    found.setdefault(part.dtype, []).append(part)
+            for parts in found.values():
+                flat = torch.cat([part.reshape(-1) for part in parts])
+                dist.all_reduce(flat, group=self._axis(axis).group)
+                start = 0
+                for part in parts:
+                    part.copy_(flat[start : start + part.numel()].view_as(part))
+                    start += part.numel()
 
     def fill(self, make: Callable[[str], Tensor], device: torch.device) -> None:
         """Fill a model in place; each rank makes one whole tensor at a time and keeps its part.

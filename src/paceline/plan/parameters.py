@@ -15,9 +15,10 @@ from paceline.recipe import Recipe
 from paceline.recipe.facts import NUM_CLASSES, count_vocab
 from paceline.recipe.schema import (
     Cifar10Data,
+    DecoderFields,
     EncoderModel,
-    GptModel,
     MaskedTextData,
+    MoeModel,
     ResnetModel,
     TextData,
     default_ffn_hidden,
@@ -60,8 +61,8 @@ def list_parameters(recipe: Recipe, vocab_size: int | None = None) -> list[Param
     assert isinstance(data, TextData | MaskedTextData)
     vocab_size = count_vocab(data) if vocab_size is None else vocab_size
     assert vocab_size is not None, "a tokenizer file: give vocab_size"
-    if isinstance(model, GptModel):
-        return list(_list_gpt(model, vocab_size))
+    if isinstance(model, DecoderFields):
+        return list(_list_decoder(model, vocab_size))
     return list(_list_encoder(model, vocab_size, data.seq_len))
 
 
@@ -70,7 +71,7 @@ def count_parameters(parameters: list[Parameter]) -> int:
     return sum(math.prod(parameter.shape) for parameter in parameters)
 
 
-def _list_gpt(model: GptModel, vocab_size: int) -> Iterator[Parameter]:
+def _list_decoder(model: DecoderFields, vocab_size: int) -> Iterator[Parameter]:
     hidden, inner = model.hidden, model.ffn_hidden or default_ffn_hidden(model.hidden)
     kv = hidden // model.heads * (model.kv_heads or model.heads)
     yield Parameter("embed_tokens.weight", (vocab_size, hidden), tp_dim=0)
@@ -83,14 +84,32 @@ def _list_gpt(model: GptModel, vocab_size: int) -> Iterator[Parameter]:
             ("self_attn.v_proj", (kv, hidden), 0),
             ("self_attn.o_proj", (hidden, hidden), 1),
             ("post_attention_layernorm", (hidden,), None),
-            ("mlp.gate_proj", (inner, hidden), 0),
-            ("mlp.up_proj", (inner, hidden), 0),
-            ("mlp.down_proj", (hidden, inner), 1),
         ):
             yield Parameter(f"{block}.{name}.weight", shape, block, tp_dim)
+        if isinstance(model, MoeModel) and number >= model.dense_layers:
+            yield from _list_mixture(model, block)
+        else:
+            yield from _list_feed_forward(f"{block}.mlp", hidden, inner, block)
     yield Parameter("norm.weight", (hidden,))
     if not model.tie_embeddings:
         yield Parameter("lm_head.weight", (vocab_size, hidden), tp_dim=0)
+
+
+def _list_feed_forward(name: str, hidden: int, inner: int, block: str) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.gate_proj.weight", (inner, hidden), block, 0)
+    yield Parameter(f"{name}.up_proj.weight", (inner, hidden), block, 0)
+    yield Parameter(f"{name}.down_proj.weight", (hidden, inner), block, 1)
+
+
+def _list_mixture(model: MoeModel, block: str) -> Iterator[Parameter]:
+    """Yield router and experts, which tp leaves whole, and the shared expert."""
+    hidden, name = model.hidden, f"{block}.mlp"
+    inner = model.expert_hidden or default_ffn_hidden(hidden)
+    yield Parameter(f"{name}.gate.weight", (model.experts, hidden), block)
+    yield Parameter(f"{name}.experts.gate_up_proj", (model.experts, 2 * inner, hidden), block)
+    yield Parameter(f"{name}.experts.down_proj", (model.experts, hidden, inner), block)
+    if model.shared_hidden is not None:
+        yield from _list_feed_forward(f"{name}.shared", hidden, model.shared_hidden, block)
 
 
 def _list_encoder(model: EncoderModel, vocab_size: int, seq_len: int) -> Iterator[Parameter]:

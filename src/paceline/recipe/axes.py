@@ -71,6 +71,15 @@ class Degrees:
         divides_model=True,
         change_cost=1.25,
     )
+    # A sequence is exchanged twice per attention: less than tp sends, more than shards do.
+    cp: int = _ranks(
+        "Ranks that each hold a part of every sequence, between the first block and the head; any attention "
+        "code works.",
+        kw_only=True,
+        divides_sample=True,
+        keeps_bits=False,  # The gradients of weights are sums over the sequence.
+        change_cost=1.5,
+    )
     tp: int = _ranks(
         "Ranks that split the matrix products of one copy; must divide the heads.",
         divides_model=True,
@@ -84,7 +93,6 @@ class Degrees:
 OPEN = "dp_replicate"
 # Named so that a recipe with one of these gets a clear answer instead of "unknown key"; each with its help.
 PLANNED = {
-    "cp": "Ranks that share the sequence of a sample; not in this version.",
     "ep": "Ranks that each hold some of the experts; not in this version.",
 }
 AXES = tuple(AxisKind(row.name, **row.metadata) for row in fields(Degrees))

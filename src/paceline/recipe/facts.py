@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from paceline.recipe.schema import (
     DdpSection,
+    DecoderFields,
     EncoderModel,
-    GptModel,
     MaskedTextData,
+    MoeModel,
     Recipe,
     ResnetModel,
     ShardSection,
@@ -35,6 +36,7 @@ class ModelFacts:
         num_blocks: repeated blocks, which recompute works on.
         num_cuts: places at which pp can cut it, each before the call of a block.
         has_batchnorm: whether statistics over samples belong to it.
+        has_router: whether it sorts the tokens of a microbatch, among all positions.
     """
 
     splits: bool = True
@@ -47,6 +49,7 @@ class ModelFacts:
     num_blocks: int | None = None
     num_cuts: int | None = None
     has_batchnorm: bool | None = None
+    has_router: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -104,25 +107,36 @@ def count_vocab(data: TextData | MaskedTextData) -> int | None:
     return of_text if of_text is None else of_text + isinstance(data, MaskedTextData)
 
 
-def _read_transformer(model: GptModel | EncoderModel, data: TextData | MaskedTextData) -> ModelFacts:
+def _read_transformer(model: DecoderFields | EncoderModel, data: TextData | MaskedTextData) -> ModelFacts:
     vocab_size = count_vocab(data)
-    if isinstance(model, GptModel):
+    if isinstance(model, DecoderFields):
         ffn_hidden = model.ffn_hidden or default_ffn_hidden(model.hidden)
         kv_heads, rows = model.kv_heads or model.heads, [model.hidden, ffn_hidden]
     else:
         ffn_hidden = model.ffn_hidden or 4 * model.hidden
         kv_heads, rows = model.heads, [3 * model.hidden, ffn_hidden, data.seq_len]
+    inner = [("model.ffn_hidden", ffn_hidden)]
+    if isinstance(model, MoeModel):
+        # Experts stay whole under tp.
+        inner = inner if model.dense_layers else []
+        rows = [model.hidden, model.experts, *(size for _, size in inner), *_list_shared(model)]
+        inner += [("model.shared_hidden", size) for size in _list_shared(model)]
     return ModelFacts(
         heads=model.heads,
         kv_heads=kv_heads,
-        inner=(("model.ffn_hidden", ffn_hidden),),
+        inner=tuple(inner),
         vocab_size=vocab_size,
         seq_len=data.seq_len,
         max_rows=None if vocab_size is None else max(vocab_size, *rows),
         num_blocks=model.layers,
         num_cuts=model.layers,
         has_batchnorm=False,
+        has_router=isinstance(model, MoeModel),
     )
+
+
+def _list_shared(model: MoeModel) -> list[int]:
+    return [] if model.shared_hidden is None else [model.shared_hidden]
 
 
 def _read_resnet(model: ResnetModel) -> ModelFacts:

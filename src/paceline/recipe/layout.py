@@ -15,15 +15,21 @@ from paceline.recipe.axes import AXES, OPEN, PLANNED, Degrees, list_axes
 Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
 Offload = Literal["none", "cpu", "disk"]
-Schedule = Literal["1f1b", "gpipe", "interleaved", "bfs"]
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs", "zero_bubble", "zbv", "dualpipev")
+# Schedules that go around the ranks several times; and those with two stages per rank, placed as a V.
+LOOPING = ("interleaved", "bfs")
+AS_V = ("zbv", "dualpipev")
+# Schedules that compute the gradients of weights apart.
+DIVIDED = ("zero_bubble", *AS_V)
 MOST_CHUNKS = 16
 CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": get_args(Zero),
     "sequence": (False, True),
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
-    "schedule": get_args(Schedule),
+    "schedule": SCHEDULES,  # or the path of a file
     "chunks": tuple(range(1, MOST_CHUNKS + 1)),
+    "stages": ("",),  # or any list
 }
 MOST_RANKS = 1 << 20
 
@@ -41,16 +47,20 @@ class Layout(Degrees):
         recompute: which activations are computed again in backward instead of kept: none, all of each
             block, or (selective) all but matrix products and attention.
         offload: where dp_shard keeps parameters and optimizer state between uses.
-        schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`.
+        schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`; or the
+            path of a file with a list of actions per rank.
         chunks: stages of the model that each rank of pp holds.
+        stages: where the model is cut, joined by "+": the names of the modules that all stages but the first
+            begin with, or the numbers of blocks of all stages; "" to cut by cost.
     """
 
     zero: Zero = 3
     sequence: bool = False
     recompute: Recompute = "none"
     offload: Offload = "none"
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     chunks: int = 1
+    stages: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -124,6 +134,20 @@ class Layout(Degrees):
     def num_sample_parts(self) -> int:
         """The number of ranks among which the work on one sample is divided."""
         return self._multiply(divides_sample=True)
+
+    @property
+    def num_stages(self) -> int | None:
+        """The number of stages of the model; `None` if a file with a list of actions says it."""
+        if self.schedule not in SCHEDULES:
+            return None
+        return self.pp * (2 if self.schedule in AS_V else self.chunks)
+
+    @property
+    def stages_by_hand(self) -> list[int] | list[str]:
+        """The parts of `stages`: numbers of blocks, or names of modules."""
+        parts = self.stages.split("+") if self.stages else []
+        is_number = all(part.isascii() and part.isdigit() for part in parts)
+        return [int(part) for part in parts] if is_number else parts
 
     @property
     def divides_model(self) -> bool:
@@ -240,7 +264,14 @@ def _read_degree(axis: str, text: str) -> int | None:
     return int(text)
 
 
+def is_file(schedule: str) -> bool:
+    """Return whether a value of `schedule` is meant as a path; the names have neither dots nor slashes."""
+    return "." in schedule or "/" in schedule
+
+
 def _read_choice(name: str, text: str) -> Any:
+    if name == "stages" or (name == "schedule" and is_file(text)):
+        return text
     known = {str(choice).lower(): choice for choice in CHOICES[name]}
     if text.lower() not in known:
         raise PacelineError(

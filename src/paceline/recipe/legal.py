@@ -98,16 +98,19 @@ class Rules:
 
         Words other than degrees are as requested, or left out.
         """
-        recompute, offload = (sorted({"none", word}) for word in (layout.recompute, layout.offload))
-        near = [
+        recompute, offload, zeros, sequence = (
+            sorted({getattr(Layout, word), getattr(layout, word)})
+            for word in ("recompute", "offload", "zero", "sequence")
+        )
+        near = (
             candidate
             for candidate in sorted(
-                list_candidates(world_size, recompute, offload),
+                list_candidates(world_size, recompute, offload, zeros, sequence),
                 key=lambda candidate: (_measure_distance(layout, candidate), str(candidate)),
             )
-            if _has_no_other_words(layout, candidate) and not any(self._break(candidate))
-        ]
-        return near[:_MOST_OFFERED]
+            if not any(self._break(candidate))
+        )
+        return list(itertools.islice(near, _MOST_OFFERED))
 
     def enumerate(
         self, world_size: int, recompute: Sequence[str] = ("none",), offload: Sequence[str] = ("none",)
@@ -125,10 +128,16 @@ class Rules:
         return (finding for rule in RULES for finding in rule(self.model, self.run, layout))
 
 
-def list_candidates(world_size: int, recompute: Sequence[str], offload: Sequence[str]) -> Iterator[Layout]:
+def list_candidates(
+    world_size: int,
+    recompute: Sequence[str],
+    offload: Sequence[str],
+    zeros: Sequence[int] = tuple(reversed(CHOICES["zero"])),
+    sequence: Sequence[bool] = CHOICES["sequence"],
+) -> Iterator[Layout]:
     """Yield every combination of words whose degrees multiply to `world_size`, legal or not."""
     for degrees in _list_degrees(world_size, [axis for axis in reversed(list_axes()) if axis != OPEN]):
-        for words in itertools.product(reversed(CHOICES["zero"]), CHOICES["sequence"], recompute, offload):
+        for words in itertools.product(zeros, sequence, recompute, offload):
             names = ("zero", "sequence", "recompute", "offload")
             chosen: dict[str, Any] = dict(zip(names, words, strict=True))
             yield Layout(**degrees, **chosen)
@@ -176,10 +185,6 @@ def enumerate_layouts(
 ) -> tuple[list[Layout], int]:
     """Return all legal layouts for a recipe on this number of ranks, and the number of candidates."""
     return Rules.of(recipe).enumerate(world_size, recompute, offload)
-
-
-def _has_no_other_words(asked: Layout, candidate: Layout) -> bool:
-    return all(getattr(candidate, word) in (getattr(asked, word), getattr(Layout, word)) for word in CHOICES)
 
 
 def _measure_distance(asked: Layout, candidate: Layout) -> float:

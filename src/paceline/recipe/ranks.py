@@ -9,7 +9,16 @@ from pydantic import Field, PositiveFloat, create_model, model_validator
 
 from paceline.errors import PacelineError
 from paceline.recipe.axes import AXES, OPEN, PLANNED, list_axes
-from paceline.recipe.layout import MOST_CHUNKS, Layout, Offload, Recompute, Schedule, Zero, check_degree
+from paceline.recipe.layout import (
+    MOST_CHUNKS,
+    SCHEDULES,
+    Layout,
+    Offload,
+    Recompute,
+    Zero,
+    check_degree,
+    is_file,
+)
 from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
 
 if TYPE_CHECKING:
@@ -30,7 +39,7 @@ else:
 
 
 class LayoutSection(_DegreesSection):
-    """How ranks are divided among the axes of parallelism; the product of the degrees is the number of ranks.
+    """Numbers of ranks along the axes of parallelism; the product of these degrees is the number of ranks.
 
     Affects speed and memory, not the result. `docs/layouts.md` explains how to choose.
     """
@@ -43,16 +52,29 @@ class LayoutSection(_DegreesSection):
     """Activations that backward recomputes instead of keeping them: `"none"`, `"block"` (all of each block),
     or `"selective"` (all except matrix products and attention)."""
     offload: Offload = Layout.offload
-    """Where `dp_shard` keeps parameters and optimizer state between uses: `"none"` (on the device), `"cpu"`
-    (in the CPU's memory), or `"disk"` (in memory-mapped files, see `shard.offload_folder`)."""
-    schedule: Schedule = Layout.schedule
-    """The order in which ranks of `pp` run forwards and backwards. `"interleaved"` and `"bfs"` go around the
-    ranks `chunks` times. `paceline plan schedule` draws them."""
+    """Place in which `dp_shard` keeps parameters and optimizer state between uses: `"none"` (the device),
+    `"cpu"` (the CPU's memory), or `"disk"` (memory-mapped files, see `shard.offload_folder`)."""
+    schedule: str = Layout.schedule
+    """The order in which ranks of `pp` run forwards and backwards. `"1f1b"` and `"gpipe"` have one stage per
+    rank. `"interleaved"` and `"bfs"` go around the ranks `chunks` times. `"zero_bubble"`, `"zbv"` and
+    `"dualpipev"` compute the gradients of weights apart. A word with a dot or a slash is the path of a file
+    with a list of actions. `paceline plan schedule` draws them all."""
     chunks: Annotated[PositiveInt, Field(le=MOST_CHUNKS)] = Layout.chunks
     """Stages of the model that each rank of `pp` holds; 2 or more for schedules that go around the ranks."""
 
+    stages: str = Layout.stages
+    """Cuts of the model, joined by `+`: the names of the modules that all stages but the first begin
+    with (`"blocks.2+blocks.5"`), or the numbers of blocks of all stages (`"2+3+3"`). `""`: by cost."""
+
     @model_validator(mode="after")
     def _check(self) -> LayoutSection:
+        if self.schedule not in SCHEDULES and not is_file(self.schedule):
+            raise broken_rule(
+                "PL118",
+                f"layout.schedule={self.schedule} was given.",
+                f"schedule is one of {', '.join(SCHEDULES)}, or the path of a file.",
+                "Leave it out for schedule=1f1b, or use one of these.",
+            )
         for axis in (*list_axes(), *PLANNED):
             degree = getattr(self, axis)
             try:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from paceline.finding import Finding
 from paceline.recipe.axes import list_axes
 from paceline.recipe.facts import ModelFacts, RunFacts
-from paceline.recipe.layout import Layout
+from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, Layout
 
 # The one key of [shard] with a rule of its own.
 FOLDER = frozenset({"offload_folder"})
@@ -73,6 +73,14 @@ def sequence_has_tp(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[
     """Yield `sequence` without tp, or unequal parts: the ranks of tp share the sequence equally."""
     if not layout.sequence:
         return
+    if model.has_router:
+        yield Finding(
+            "PL652",
+            "layout.sequence",
+            'layout.sequence=true with model.kind="moe".',
+            "A mixture sorts the tokens of all positions by expert, so it needs the whole sequence.",
+            "Leave sequence out; tp alone works.",
+        )
     if layout.tp == 1:
         yield Finding(
             "PL136",
@@ -215,7 +223,7 @@ def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterat
     if layout.pp == 1:
         changed = [
             f"layout.{word}={getattr(layout, word)}"
-            for word in ("schedule", "chunks")
+            for word in ("schedule", "chunks", "stages")
             if getattr(layout, word) != getattr(Layout, word)
         ]
         if changed and layout.num_ranks > 1:
@@ -227,26 +235,55 @@ def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterat
                 "Set pp=2 or more, or leave them out.",
             )
         return
-    loops = layout.schedule in ("interleaved", "bfs")
-    if loops != (layout.chunks > 1):
+    loops = layout.schedule in LOOPING
+    is_fixed = layout.schedule in AS_V and layout.chunks == 2
+    num_stages = layout.num_stages
+    if num_stages is None:
+        if layout.chunks > 1:
+            yield Finding(
+                "PL475",
+                "layout.chunks",
+                f"layout.chunks={layout.chunks} with layout.schedule={layout.schedule}.",
+                "The list in the file says which rank holds which stages.",
+                "Leave chunks out.",
+            )
+        return
+    yield from _check_stages(layout, num_stages)
+    if loops != (layout.chunks > 1) and not is_fixed:
         yield Finding(
             "PL475",
             "layout.chunks",
             f"layout.schedule={layout.schedule} with layout.chunks={layout.chunks}.",
             "interleaved and bfs go around the ranks several times, so each rank holds at least 2 stages; "
-            "under 1f1b and gpipe it holds 1.",
+            "under zbv and dualpipev it holds 2, and under the others 1.",
             "Set chunks=2." if loops else "Leave chunks out, or set schedule=interleaved.",
         )
-    num_stages = layout.pp * layout.chunks
     if model.num_cuts is not None and num_stages > max(model.num_cuts, 1):
         yield Finding(
             "PL491",
             "layout.pp",
-            f"layout.pp={layout.pp} with chunks={layout.chunks}, for a model of {model.num_cuts} repeated "
-            "blocks.",
+            f"layout.pp={layout.pp} with {num_stages // layout.pp} stages per rank, for a model of "
+            f"{model.num_cuts} repeated blocks.",
             f"Each of the {num_stages} stages begins with a block of its own.",
-            f"Set pp to at most {max(1, model.num_cuts // layout.chunks)}, or put the model's layers into "
-            "an nn.ModuleList.",
+            f"Set pp to at most {max(1, model.num_cuts * layout.pp // num_stages)}, or put the model's "
+            "layers into an nn.ModuleList.",
+        )
+
+
+def _check_stages(layout: Layout, num_stages: int) -> Iterator[Finding]:
+    """Yield a list of stages of another length than there are stages, or one that is no list."""
+    found = layout.stages_by_hand
+    if not found:
+        return
+    expected = num_stages if isinstance(found[0], int) else num_stages - 1
+    if len(found) != expected:
+        what = "numbers of blocks" if isinstance(found[0], int) else "names"
+        yield Finding(
+            "PL497",
+            "layout.stages",
+            f'layout.stages="{layout.stages}" has {len(found)} {what} for {num_stages} stages.',
+            "Give the number of blocks of every stage, or the first module of every stage but the first.",
+            f"Give {num_stages} numbers, or {num_stages - 1} names.",
         )
 
 
@@ -255,41 +292,28 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
     if layout.pp == 1:
         return
     has = f"layout.pp={layout.pp} with "
+    changed = list_changed(run.shard, besides=frozenset({"prefetch"}))
     for is_there, key, saw, rule, fix in (
         (
-            layout.dp_shard > 1,
-            "layout.dp_shard",
-            f"layout.dp_shard={layout.dp_shard}",
-            "A stage is replicated, not sharded.",
-            f"Set dp_shard=1 and dp_replicate={layout.dp_shard}.",
+            layout.offload != "none",
+            "layout.offload",
+            f"layout.offload={layout.offload}",
+            "A stage keeps its shards in the memory in which it computes.",
+            "Leave offload out.",
         ),
         (
-            layout.tp > 1,
-            "layout.tp",
-            f"layout.tp={layout.tp}",
-            "The matrix products inside of a stage are not split.",
-            f"Set tp=1 and pp={layout.pp * layout.tp}.",
+            layout.dp_shard > 1 and bool(changed),
+            "shard",
+            changed,
+            "A stage is gathered as a whole, in the type of the model; of [shard] it knows prefetch alone.",
+            "Leave these settings out.",
         ),
         (
-            layout.recompute != "none",
-            "layout.recompute",
-            f"layout.recompute={layout.recompute}",
-            "A stage keeps its activations.",
-            "Leave recompute out.",
-        ),
-        (
-            run.reduction != "exact",
-            "train.reduction",
-            f'train.reduction="{run.reduction}"',
-            "Gradients of a pipeline are added in the exact order.",
-            'Set train.reduction="exact".',
-        ),
-        (
-            bool(model.has_batchnorm),
-            "layout.pp",
-            "BatchNorm",
-            "Its running statistics would be those of one stage on every rank.",
-            "Use dp_replicate or dp_shard, or a norm without running statistics.",
+            run.sync_batchnorm,
+            "train.sync_batchnorm",
+            "train.sync_batchnorm=true",
+            "Its collectives would be in the middle of a stage's work.",
+            "Leave it out: statistics are then per microbatch, the same on every layout.",
         ),
         (
             run.compile,
@@ -301,6 +325,90 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
     ):
         if is_there:
             yield Finding("PL492", key, f"{has}{saw}.", f"{rule} This version has no other way.", fix)
+    if layout.schedule in DIVIDED and layout.recompute != "none":
+        yield Finding(
+            "PL478",
+            "layout.recompute",
+            f"layout.recompute={layout.recompute} with layout.schedule={layout.schedule}.",
+            "The schedule computes gradients of weights later, from activations that recompute drops.",
+            "Leave recompute out, or set schedule=1f1b.",
+        )
+
+
+def context_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield heads that cp and tp together do not divide, and sequences shorter than cp: inside of attention a
+    rank has whole sequences of some heads."""
+    if layout.cp == 1:
+        return
+    if not model.splits:
+        yield Finding(
+            "PL632",
+            "layout.cp",
+            f"layout.cp={layout.cp} for a model without attention.",
+            "cp divides sequences between blocks with attention; this model has none.",
+            f"Set cp=1 and give its {layout.cp} ranks to dp_replicate or dp_shard.",
+        )
+    ranks = layout.cp * layout.tp
+    for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
+        if name == "kv_heads" and size == model.heads:
+            continue  # Reported already.
+        if size is not None and size % ranks and not size % layout.tp:
+            given = f"layout.cp={layout.cp}" + (f" with layout.tp={layout.tp}" if layout.tp > 1 else "")
+            yield Finding(
+                "PL632",
+                "layout.cp",
+                f"{given} does not divide model.{name}={size}.",
+                f"Inside of attention each rank has whole sequences of some of {size // layout.tp} heads, "
+                f"so cp must be {_list(divisors(size // layout.tp))}.",
+                f"Set cp to one of these, or model.{name} to a multiple of {ranks}.",
+            )
+    if model.seq_len is not None and model.seq_len < layout.cp:
+        yield Finding(
+            "PL631",
+            "layout.cp",
+            f"layout.cp={layout.cp} with data.seq_len={model.seq_len}.",
+            "Every rank of cp has at least one position of each sequence.",
+            f"Set cp to at most {model.seq_len}.",
+        )
+
+
+def context_goes_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield what cp does not go with in this version."""
+    if layout.cp == 1:
+        return
+    has = f"layout.cp={layout.cp} with "
+    for is_there, key, saw, rule, fix in (
+        (
+            layout.pp > 1,
+            "layout.pp",
+            f"layout.pp={layout.pp}",
+            "A stage of a pipeline passes on whole sequences.",
+            f"Set pp=1 and cp={layout.cp * layout.pp}, or cp=1 and pp={layout.cp * layout.pp}.",
+        ),
+        (
+            layout.tp > 1,
+            "layout.tp",
+            f"layout.tp={layout.tp}",
+            "Both would change the same calls of an attention.",
+            f"Set tp=1 and cp={layout.cp * layout.tp}, or cp=1 and tp={layout.cp * layout.tp}.",
+        ),
+        (
+            layout.sequence,
+            "layout.sequence",
+            "layout.sequence=true",
+            "cp divides the same activations along the same dimension already.",
+            "Leave sequence out.",
+        ),
+        (
+            run.compile,
+            "train.compile",
+            "train.compile=true",
+            "The compiler cannot read the positions in the source by which cp recognises calls.",
+            "Leave compile out.",
+        ),
+    ):
+        if is_there:
+            yield Finding("PL633", key, f"{has}{saw}.", f"{rule} This version has no other way.", fix)
 
 
 def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
@@ -361,6 +469,8 @@ RULES: tuple[Rule, ...] = (
     batchnorm_is_there,
     stages_have_blocks,
     stages_go_with,
+    context_divides_heads,
+    context_goes_with,
 )
 
 

@@ -50,11 +50,9 @@ def default_ffn_hidden(hidden: int) -> int:
     return -(-8 * hidden // (3 * 32)) * 32
 
 
-class GptModel(Section):
-    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+class DecoderFields(Section):
+    """The fields that every kind of decoder has."""
 
-    kind: Literal["gpt"]
-    """`"gpt"`."""
     layers: Layers = 4
     """Number of blocks."""
     hidden: Width = 128
@@ -68,7 +66,7 @@ class GptModel(Section):
     dropout: Probability = 0.0
     """Dropout on the embedding, attention weights and both outputs of a block."""
     tie_embeddings: bool = True
-    """Whether the output head is the embedding matrix."""
+    """Use the embedding matrix as the output head."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     norm_eps: PositiveFloat = 1e-5
@@ -77,7 +75,7 @@ class GptModel(Section):
     """Standard deviation of the initial weights."""
 
     @model_validator(mode="after")
-    def _check(self) -> GptModel:
+    def _check(self) -> DecoderFields:
         _check_heads(self.hidden, self.heads, even=True)
         if self.kv_heads is not None and self.heads % self.kv_heads != 0:
             raise broken_rule(
@@ -86,6 +84,54 @@ class GptModel(Section):
                 "Every key and value head serves the same number of query heads.",
                 f"Set kv_heads to one of "
                 f"{', '.join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)}.",
+            )
+        return self
+
+
+class GptModel(DecoderFields):
+    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+
+    kind: Literal["gpt"]
+    """`"gpt"`."""
+
+
+class MoeModel(DecoderFields):
+    """A decoder like `gpt` whose feed-forwards are mixtures of experts, without a limit of tokens per
+    expert."""
+
+    kind: Literal["moe"]
+    """`"moe"`."""
+    experts: Annotated[int, Field(gt=0, le=65_536)] = 8
+    """Experts of a mixture."""
+    experts_per_token: PositiveInt = 2
+    """Experts that the router chooses for each token; at most `experts`."""
+    expert_hidden: Width | None = None
+    """Width inside an expert. Default: 8/3 of `hidden`, rounded up to a multiple of 32."""
+    shared_hidden: Width | None = None
+    """Width inside the expert that all tokens go through besides. Default: there is none."""
+    dense_layers: NonNegativeInt = 0
+    """First blocks that have one feed-forward, of width `ffn_hidden`, in place of a mixture; less than
+    `layers`."""
+    balance_loss: NonNegativeFloat = 0.01
+    """Weight of the auxiliary loss that keeps experts equally full, in training: with E experts, E times the
+    sum over experts of (share of the choices x mean probability), per microbatch, a mean over the mixtures
+    (Fedus et al. 2021, section 2.2)."""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> MoeModel:
+        if self.experts_per_token > self.experts:
+            raise broken_rule(
+                "PL650",
+                f"model.experts_per_token={self.experts_per_token} with model.experts={self.experts}.",
+                "A token goes to different experts.",
+                f"Set experts_per_token to {self.experts} or less, or add experts.",
+            )
+        if self.dense_layers >= self.layers:
+            raise broken_rule(
+                "PL651",
+                f"model.dense_layers={self.dense_layers} with model.layers={self.layers}.",
+                "At least one block has experts.",
+                f'Set dense_layers to {self.layers - 1} or less, or kind = "gpt" for no experts.',
             )
         return self
 
@@ -106,7 +152,7 @@ class EncoderModel(Section):
     dropout: Probability = 0.1
     """Dropout inside every layer."""
     norm_first: bool = True
-    """Whether norms come before attention and feed-forward (pre-norm) or after them."""
+    """Apply norms before attention and feed-forward (pre-norm), not after them."""
 
     @model_validator(mode="after")
     def _check(self) -> EncoderModel:
@@ -125,7 +171,7 @@ class ResnetModel(Section):
     """Channels of the first stage."""
 
 
-ModelSection = Annotated[GptModel | EncoderModel | ResnetModel, Field(discriminator="kind")]
+ModelSection = Annotated[GptModel | MoeModel | EncoderModel | ResnetModel, Field(discriminator="kind")]
 
 
 class TokenFiles(Section):
@@ -229,10 +275,10 @@ class TrainSection(Section):
     """Type to compute in. `"fp64"`, `"fp32"`: for everything. `"bf16"`, `"fp16"`: autocast over fp32 weights;
     fp16 also scales gradients."""
     reduction: Literal["fast", "exact"] = "exact"
-    """How gradients are summed over microbatches and ranks. `"exact"`: in an order that does not depend on
-    the number of ranks, so the weights have the same bits on any number of ranks (`docs/exact.md`).
-    `"fast"`: by accumulation and the library's all-reduce, which keeps fewer gradients in memory if a rank
-    has several microbatches, and supports communication hooks."""
+    """Order in which gradients are summed over microbatches and ranks. `"exact"` does not depend on the
+    number of ranks, so the weights have the same bits on any number of ranks (`docs/exact.md`). `"fast"`
+    uses accumulation and the library's all-reduce. It keeps fewer gradients in memory if a rank has several
+    microbatches, and supports communication hooks."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the order of samples, and dropout."""
     clip_norm: NonNegativeFloat = 1.0
@@ -373,17 +419,21 @@ class CheckpointSection(Section):
     keep: PositiveInt = 3
     """Number of checkpoints to keep on disk; the newest valid one is always kept."""
     mode: Literal["full", "sharded"] = "full"
-    """Who writes. `"full"`: rank 0 gathers and writes whole tensors. `"sharded"`: every rank writes its
+    """Ranks that write. `"full"`: rank 0 gathers and writes whole tensors. `"sharded"`: every rank writes its
     share. Checkpoints of either kind load under any layout."""
     copies: PositiveInt | Literal["auto"] = "auto"
-    """Where nodes have disks of their own: the number of disks that get each file of a checkpoint. More than
-    there are disks is refused. `"auto"`: two, or one if there is one disk or a folder that all nodes see."""
+    """Number of disks that get each file of a checkpoint, if nodes have disks of their own. More than there
+    are is refused. `"auto"`: two, or one if there is one disk or if all nodes see the folder."""
     asynchronous: bool = False
-    """Write while training goes on. Each rank copies what it writes into memory of that size, during the next
-    forward and backward, and a process beside it writes from there. What was copied is committed even if all
-    ranks are killed. Nodes with disks of their own save while training waits."""
+    """Write checkpoints while training continues. During the next forward and backward, each rank copies its
+    share into memory, from which a separate process writes it. A complete copy is committed even if all ranks
+    are killed. If nodes have disks of their own, training waits for each save."""
+    memory_every: NonNegativeInt = 0
+    """Steps between two states that stay in memory, in a process beside each rank; 0: none. If the launcher
+    starts the ranks of the node again, the run continues from there. Takes memory for two copies of what a
+    rank writes in mode `"sharded"`. For runs on one node."""
     max_failed: PositiveInt = 3
-    """A save that the disk refuses is reported, and training goes on; so many in a row end the run (PL508).
+    """Number of failed saves in a row that ends the run (PL508). Fewer are reported, and training continues.
     The save at the end of a run, or when it is stopped, must succeed."""
 
 
@@ -413,13 +463,18 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        needs = {"gpt": ("text",), "encoder": ("masked_text",), "resnet": ("digits", "cifar10")}
+        needs = {
+            "gpt": ("text",),
+            "moe": ("text",),
+            "encoder": ("masked_text",),
+            "resnet": ("digits", "cifar10"),
+        }
         if self.data.kind not in needs[self.model.kind]:
             raise broken_rule(
                 "PL116",
                 f"model.kind={self.model.kind!r} with data.kind={self.data.kind!r}.",
-                "gpt predicts the next token of text, encoder the masked tokens of masked_text, resnet "
-                "the class of images (digits, cifar10).",
+                "gpt and moe predict the next token of text, encoder the masked tokens of masked_text, "
+                "resnet the class of images (digits, cifar10).",
                 f"Set data.kind to {' or '.join(repr(kind) for kind in needs[self.model.kind])}.",
             )
         if self.train.steps is not None and self.optimizer.warmup_steps > self.train.steps:

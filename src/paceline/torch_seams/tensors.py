@@ -23,6 +23,14 @@ def find_base(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no numbers, because an operation runs for the shape of its result alone.
+
+    Its class is not imported for that, which would be slow.
+    """
+    return type(tensor).__name__ == "FakeTensor"
+
+
 def identify(storage: torch.UntypedStorage) -> int:
     """Return the address of a storage's own record, the same for all of its Python objects."""
     return int(storage._cdata)

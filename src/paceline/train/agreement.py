@@ -133,7 +133,7 @@ class Agreement:
         self._work: dist.Work | None = None
         self._sent = RankMessage(0, 0)
 
-    def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor, statistics: Tensor | None) -> None:
+    def put_microbatch(self, index: int, loss_sum: Tensor, weight: Tensor) -> None:
         """Fill the slot of microbatch `index` without waiting for the device."""
         start = self._first + index * self._width
         if self._array is not None:
@@ -142,8 +142,11 @@ class Agreement:
         else:
             self._vector[start + _LOSS] = loss_sum.detach()
             self._vector[start + _WEIGHT] = weight.detach()
-        if statistics is not None:
-            self._vector[start + _NUM_FIXED : start + self._width] = statistics
+
+    def add_statistics(self, index: int, statistics: Tensor) -> None:
+        """Add to the statistics in the slot of microbatch `index`; stages each have those of some layers."""
+        start = self._first + index * self._width
+        self._vector[start + _NUM_FIXED : start + self._width] += statistics.to(self._vector.device)
 
     def put_used(self, used: list[bool]) -> None:
         """Mark the parameters that got a gradient on this rank."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from paceline.errors import PacelineError
 from paceline.parallel.order import Settings
 from paceline.parallel.replicate import CommHook, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
@@ -199,3 +200,13 @@ class Arguments:
             RunSetting("comm_hook", self.comm_hook and self.comm_hook[1], is_kept=True, is_code=True),
             RunSetting("recipe", self.recipe_toml),
         ]
+
+
+def missing_loss_error() -> PacelineError:
+    """Return PL405, for a call that needs the loss of one model."""
+    return PacelineError(
+        "PL405",
+        saw="the trainer has no loss=.",
+        rule="This needs the loss of one model.",
+        fix="Pass loss=lambda output, batch: (sum_of_losses, weight) to Trainer.",
+    )

@@ -176,7 +176,8 @@ def build_runner(name: str, model: nn.Module, laid_out: LaidOut, settings: Updat
     }
     if laid_out.stages is not None:
         assert settings.mesh is not None
-        return StagedRunner(name, model, laid_out, settings.mesh, **common)
+        # The sums of gradients say which parameters were used.
+        return StagedRunner(name, model, laid_out, settings.mesh, **{**common, "track_used": False})
     if laid_out.shards is not None:
         assert settings.mesh is not None
         return ShardedRunner(name, model, laid_out, settings.mesh, **common)

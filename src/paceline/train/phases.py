@@ -158,8 +158,9 @@ class Phases:
         """Check how the cut into microbatches affects a model, before its first update; collective."""
         if update.runner.is_staged:
             return  # no rank can run a whole forward; the trial forward has refused changing buffers
-        is_divided = update.placement.is_divided
         models, mesh = list(self._models.values()), self._mesh
+        # Ranks of cp hold copies, but their forwards communicate.
+        is_divided = update.placement.is_divided or (mesh is not None and mesh.cp.size > 1)
         probe = Probe(models, update.runner, mesh, is_divided=is_divided, dtype=self._precision.name)
         run = objective if self._global_loss is None else self._global_loss.run
         self._statistics.keep(probe.find_buffers(run, share), None if mesh is None else mesh.dp)

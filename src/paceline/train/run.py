@@ -14,7 +14,7 @@ from torch.utils.data import Subset, default_collate
 
 from paceline.data import TaskData, build_data, measure_bigram
 from paceline.generators import preserved_generators, seed_generators
-from paceline.models import Gpt, build_model
+from paceline.models import Decoder, build_model
 from paceline.recipe import Recipe, dump_recipe, list_settings
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
@@ -288,6 +288,8 @@ class _RecipeRun:
             self._evaluate()
         if is_end or _is_due(step.number, self._recipe.checkpoint.every):
             self._trainer.save(wait=is_end)
+        elif _is_due(step.number, self._recipe.checkpoint.memory_every):
+            self._trainer.save_to_memory()
 
     def _finish_complete(self) -> None:
         """Read or compute the evaluation of a run that was complete before this start; train nothing."""
@@ -319,7 +321,7 @@ class _RecipeRun:
         )
 
     def _write_sample(self, model: nn.Module) -> str | None:
-        if not isinstance(model, Gpt):
+        if not isinstance(model, Decoder):
             return None
         seed, device = derive_seed(self._recipe.train.seed, "sample"), self._world.device
         prompt = torch.tensor([self._data.encode("def ")], device=device)

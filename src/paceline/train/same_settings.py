@@ -126,6 +126,13 @@ class StepSettings:
             check_same_settings(self._describe(), self._group)
 
 
+def all_ranks() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def digest_text(text: str) -> int:
     """Return a 64-bit digest of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

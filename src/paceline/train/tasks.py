@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from paceline.models.moe import MoeOutput
 from paceline.recipe.schema import AdamW, Recipe, Sgd
 from paceline.train.evaluation import Metric
 from paceline.train.kernels import rounds_by_place
@@ -24,18 +26,21 @@ class Task:
     """The functions of `Trainer` for one kind of data.
 
     Attributes:
-        forward: (model, batch) to logits.
+        forward: (model, batch) to logits, or to an output with logits.
         loss: (logits, batch) to (sum of cross-entropies in nats, number of targets).
         metrics: other means to report when evaluating.
     """
 
-    forward: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    loss: Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, Tensor]]
+    forward: Callable[[nn.Module, dict[str, Tensor]], Any]
+    loss: Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor]]
     metrics: dict[str, Metric]
 
 
 def build_task(recipe: Recipe) -> Task:
     """Return the task for a recipe's data."""
+    if recipe.model.kind == "moe":
+        metrics: dict[str, Metric] = {"fullest_expert": share_of_fullest}
+        return Task(lambda model, batch: model(batch["ids"]), balanced_token_loss, metrics)
     if recipe.data.kind in ("text", "masked_text"):
         return Task(lambda model, batch: model(batch["ids"]), token_loss, {})
     return Task(lambda model, batch: model(batch["images"]), class_loss, {"accuracy": class_accuracy})
@@ -48,6 +53,21 @@ def token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
     return losses, (targets != IGNORED).sum()
+
+
+def balanced_token_loss(output: MoeOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum the cross-entropy, and add the microbatch's auxiliary loss once per target.
+
+    Divided by the number of targets, that is their mean cross-entropy plus the auxiliary loss.
+    """
+    total, num_targets = token_loss(output.logits, batch)
+    return total + output.balance * num_targets, num_targets
+
+
+def share_of_fullest(output: MoeOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the share of the fullest expert in each microbatch, weighted by its number of tokens."""
+    num_tokens = torch.tensor(float(batch["ids"].numel()))
+    return output.fullest * num_tokens, num_tokens
 
 
 def class_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

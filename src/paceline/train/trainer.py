@@ -7,18 +7,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.data.check import check_data, warn_of_oversized_batch
 from paceline.data.loader import Loader, Position
 from paceline.data.share import Share
-from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.generators import preserved_generators
 from paceline.mesh import build_mesh
@@ -29,7 +28,7 @@ from paceline.parallel.tensor.trace import cut_batch
 from paceline.recipe import Layout
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.seeds import derive_seed
-from paceline.train.arguments import Arguments
+from paceline.train.arguments import Arguments, missing_loss_error
 from paceline.train.batches import RawBatches, weigh
 from paceline.train.building import (
     Model,
@@ -52,6 +51,7 @@ from paceline.train.probe import explain_single_sample
 from paceline.train.recording import SkippedSteps, StepRecords
 from paceline.train.same_settings import (
     StepSettings,
+    all_ranks,
     check_same_settings,
     describe_model,
     describe_step_settings,
@@ -166,38 +166,10 @@ class Trainer(TrainedModels):
         peak_flops: float | None = None,
         recipe_toml: str | None = None,
     ) -> None:
+        named = dict(locals())  # every argument; must be the first line
         world = current_world()
-        self._given = given = Arguments(
-            model=model,
-            optimizer=optimizer,
-            forward=forward,
-            loss=loss,
-            step=step,
-            layout=layout,
-            tp_plan=tp_plan,
-            shard=shard,
-            schedule=schedule,
-            dtype=dtype,
-            reduction=reduction,
-            microbatch_size=microbatch_size,
-            loss_over=loss_over,
-            clip_norm=clip_norm,
-            seed=world.seed if seed is None else seed,
-            ddp=ddp,
-            comm_hook=comm_hook,
-            sync_batchnorm=sync_batchnorm,
-            compile=compile,
-            max_skipped_in_a_row=max_skipped_in_a_row,
-            keep=keep,
-            checkpoint_mode=checkpoint_mode,
-            checkpoint_copies=checkpoint_copies,
-            asynchronous_saves=asynchronous_saves,
-            max_failed_saves=max_failed_saves,
-            tensorboard=tensorboard,
-            tokens_per_sample=tokens_per_sample,
-            peak_flops=peak_flops,
-            recipe_toml=recipe_toml,
-        )
+        named["seed"] = world.seed if seed is None else seed
+        self._given = given = Arguments(**{each.name: named[each.name] for each in fields(Arguments)})
         self.layout = given.resolve_layout(world.world_size)
         self.microbatch_size, self._sync_batchnorm = microbatch_size, sync_batchnorm
         self.step_number = self.num_samples = 0
@@ -214,7 +186,7 @@ class Trainer(TrainedModels):
             texts = given.describe_for_ranks(self.layout)
             for name, each in built.items():
                 texts |= describe_model(name, each.model)
-            check_same_settings(texts, _all_ranks())
+            check_same_settings(texts, all_ranks())
         self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
         self._dp = self._mesh.dp if self._mesh is not None else None
         trial = None if example is None else partial(self._try_forward, batch=example)
@@ -273,7 +245,7 @@ class Trainer(TrainedModels):
         self._last_loss = math.nan
         self._loaders: dict[str, Loader] = {}
         self._source: Loader | None = None
-        self._settings = StepSettings(_all_ranks() if self._mesh else None, self._describe_settings)
+        self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
         self._raw_batches = RawBatches(self._dp)
         self._requests = StopRequests()
         self._stop_signum = 0
@@ -396,26 +368,26 @@ class Trainer(TrainedModels):
             A handle with `path` and `wait()`; it can be used as a path.
 
         Raises:
-            PacelineError: PL403 before `resume` was called, PL418 if copies on ranks differ, PL433 after
+            PacelineError: PL403 before `resume` was called, PL418 if copies on ranks differ
+                (of an asynchronous save, raised by `wait` or the next save), PL433 after
                 `without_communication`, PL545 inside of a step, PL5xx if saving fails.
         """
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
-        for update in self._updates.values():
-            update.check_copies()
         self._records.flush()  # the file then has all steps that the checkpoint has
-        return self._saver.save(
-            self.models,
-            self._updates,
-            {
-                "step": self.step_number,
-                "samples": self.num_samples,
-                "skipped_in_a_row": self._skipped.num_in_a_row,
-                "loss": self._last_loss,
-            },
-            # A loader that has not moved, such as one for evaluation, has no position to save.
-            {name: x for name, x in self._loaders.items() if x.position != Position()},
-            wait=wait,
-        )
+        return self._saver.save(self.models, self._updates, *self._describe_progress(), wait=wait)
+
+    def save_to_memory(self) -> None:
+        """Keep this step's state in memory, for ranks that the launcher starts again; collective.
+
+        A process beside each rank holds the last two. `resume` goes on from the newest whole state, in memory
+        or on the disk. Call it where `save` could be called.
+
+        Raises:
+            PacelineError: PL561 where no memory can be kept, PL562 if there is too little; as `save`.
+        """
+        refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
+        self._records.flush()
+        self._saver.save_to_memory(self.models, self._updates, *self._describe_progress())
 
     def step(self, batch: Share | Any) -> Step:
         """Run one optimizer step on a global batch; collective.
@@ -568,18 +540,24 @@ class Trainer(TrainedModels):
         """Add time that the loop waited for data to the next step's metrics."""
         self._data_s += seconds
 
+    def _describe_progress(self) -> tuple[dict[str, Any], dict[str, Loader]]:
+        """Return the counters to save, and the loaders that have a position."""
+        counters = {
+            "step": self.step_number,
+            "samples": self.num_samples,
+            "skipped_in_a_row": self._skipped.num_in_a_row,
+            "loss": self._last_loss,
+        }
+        # A loader that has not moved, such as one for evaluation, has no position to save.
+        return counters, {name: x for name, x in self._loaders.items() if x.position != Position()}
+
     def _describe_settings(self) -> dict[str, str]:
         hooks = {name: (each.optimizer, each.gradient_hooks) for name, each in self._updates.items()}
         return describe_step_settings(self._saver.tracked.own_names, hooks, self._source)
 
     def _require_loss(self) -> None:
         if self._loss is None:
-            raise PacelineError(
-                "PL405",
-                saw="the trainer has no loss=.",
-                rule="This needs the loss of one model.",
-                fix="Pass loss=lambda output, batch: (sum_of_losses, weight) to Trainer.",
-            )
+            raise missing_loss_error()
 
     def _try_forward(self, model: nn.Module, batch: Any) -> Any:
         with self._precision.autocast():
@@ -592,9 +570,3 @@ class Trainer(TrainedModels):
         return Objective(
             lambda batch: forward(model, batch), lambda output, batch: weigh(loss(output, batch), batch)
         )
-
-
-def _all_ranks() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group

@@ -197,9 +197,10 @@ class Update:
             self.hook_state.write(hook_memory, self._precision.device)  # else it would add inf to later steps
         return updated
 
-    def check_copies(self) -> None:
-        """Compare all tensors that ranks hold copies of; collective."""
-        self._copies.check_all()
+    @property
+    def copies(self) -> Copies:
+        """The check of what ranks hold copies of."""
+        return self._copies
 
     def silenced(self) -> AbstractContextManager[None]:
         """Return a context in which `run` computes this rank's share and communicates nothing."""

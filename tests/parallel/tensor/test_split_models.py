@@ -11,7 +11,7 @@ from paceline.errors import PacelineError
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
 from paceline.parallel.dropout.replacements import apply_dropout
-from paceline.parallel.tensor.apply import apply_plan
+from paceline.parallel.tensor.apply import apply_plan, divide_stretches
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.collectives import all_reduce
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
@@ -38,6 +38,7 @@ def compare(world: Any, name: str, sequence: bool = False) -> dict[str, float]:
     model, plan = split(name, world.world_size, sequence=sequence)
     axis = build_mesh(Layout.parse(f"tp={world.world_size}"), world).tp
     apply_plan(model, plan, axis)
+    divide_stretches(model, plan, axis)
     loss = compute_loss(name, model)
     loss.backward()
     wrong = {"loss": abs(loss.item() / expected.item() - 1)}

@@ -22,12 +22,12 @@ from paceline.train.runners.work import Work
 
 
 def _summing(change: Callable[..., None]) -> AbstractContextManager[Any]:
-    right = gradient_exchange._sum_rows
+    right = gradient_exchange.sum_rows
 
     def sum_rows(chunk: Tensor, rows: Tensor, group: Any) -> None:
         change(right, chunk, rows, group)
 
-    return mock.patch.object(gradient_exchange, "_sum_rows", sum_rows)
+    return mock.patch.object(gradient_exchange, "sum_rows", sum_rows)
 
 
 def _gathering(change: Callable[..., Any]) -> AbstractContextManager[Any]:

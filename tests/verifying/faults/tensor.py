@@ -128,7 +128,8 @@ def whole_parts_counted_on_every_rank() -> Iterator[None]:
     right = norm.measure_norm
 
     def measure(gradients: Any, parameters: Any, placement: Any, mesh: Any, **settings: Any) -> Tensor:
-        return right(gradients, parameters, placement, _FirstOfTp(mesh), **settings)
+        names = [name for name, _ in gradients]
+        return right(gradients, parameters, _AllDivided(placement, names), mesh, **settings)
 
     from paceline.train import update
 
@@ -136,15 +137,18 @@ def whole_parts_counted_on_every_rank() -> Iterator[None]:
         yield
 
 
-class _FirstOfTp:
-    """A mesh on which every rank takes itself for the first of tp."""
+class _AllDivided:
+    """A placement that takes every parameter for one that tp divides."""
 
-    def __init__(self, mesh: Any) -> None:
-        self._mesh = mesh
+    def __init__(self, placement: Any, names: list[str]) -> None:
+        self._placement = placement
+        self.splits = dict.fromkeys(names, next(iter(placement.splits.values())))
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._mesh, name)
-        return replace(found, rank=0) if name == "tp" else found
+        return getattr(self._placement, name)
+
+    def counts(self, *_: Any) -> bool:
+        return True
 
 
 @contextlib.contextmanager

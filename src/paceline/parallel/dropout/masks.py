@@ -41,12 +41,19 @@ class Cut:
         outer: how often the divided part repeats.
         num_parts: number of parts.
         part: number of this rank's part.
+        rows: of parts of unequal length, the first position of this rank's part and the length of the whole;
+            `num_parts` and `part` are then not used.
     """
 
     dim: int
     outer: int
     num_parts: int
     part: int
+    rows: tuple[int, int] | None = None
+
+    def whole(self, length: int) -> int:
+        """Return the length of the whole dimension, from that of this rank's part."""
+        return length * self.num_parts if self.rows is None else self.rows[1]
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ def place_samples(size: Sequence[int], num_samples: int, cuts: Sequence[Cut] = (
     """
     whole = list(size)
     for cut in cuts:
-        whole[cut.dim] *= cut.num_parts
+        whole[cut.dim] = cut.whole(whole[cut.dim])
     if whole and whole[0] == num_samples:
         return SampleDim(0)
     if len(whole) > 1 and whole[1] == num_samples:
@@ -174,7 +181,9 @@ def _number_dim(length: int, cut: Cut | None) -> tuple[Tensor, int]:
     """Return this rank's places along a whole dimension, and the length of the whole dimension."""
     if cut is None:
         return torch.arange(length), length
-    whole = length * cut.num_parts
+    whole = cut.whole(length)
+    if cut.rows is not None:
+        return torch.arange(cut.rows[0], cut.rows[0] + length), whole
     assert length % cut.outer == 0, (length, cut)
     return torch.arange(whole).view(cut.outer, cut.num_parts, -1)[:, cut.part].flatten(), whole
 

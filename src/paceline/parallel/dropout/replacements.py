@@ -79,7 +79,7 @@ class Masks:
     """
 
     def __init__(self, token: str) -> None:
-        self.splits: dict[str, list[Cut]] = {}
+        self.splits: dict[str, list[Cut | Callable[[], Cut]]] = {}
         self.sample_dims: dict[str, int] = {}
         self.unsafe: list[Finding] = []
         self.on_draw: OnDraw | None = None
@@ -115,7 +115,7 @@ class Masks:
     def draw(self, key: str, size: Sequence[int], p: float, device: torch.device) -> Tensor:
         """Return the mask of a tensor's kept elements: bool of `size`, on `device`. Only inside `drawing`."""
         seed, samples = self._active[-1]
-        cuts = _look_up(self.splits, key, ())
+        cuts = [cut if isinstance(cut, Cut) else cut() for cut in _look_up(self.splits, key, ())]
         dim = _look_up(self.sample_dims, key, None)
         place = place_samples(size, len(samples), cuts) if dim is None else SampleDim(dim)
         if place.dim is None:

@@ -34,7 +34,7 @@ from paceline.comm.tree import ReductionPlan, TreeSum, plan_reduction
 from paceline.torch_seams.fsdp import AllGather, ReduceScatter
 
 # torch 2.13 renamed both and deprecates the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Combines the numbers of groups into one; any odd 64-bit constant works (this one is Knuth's).
 _MULTIPLIER = 6364136223846793005
@@ -107,7 +107,7 @@ class GatherChunks(AllGather):
                     row.copy_(input_tensor)
             return None
         self._rounds.note(2 * self._number)
-        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or self._on_cpu)
+        work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op or self._on_cpu)
         return _TimedWork(work, self._rounds) if self._on_cpu else work
 
 
@@ -188,7 +188,7 @@ class SumChunks(GradientChunks):
             return
         rounds.note(2 * self._number + 1)
         started_s = time.perf_counter()
-        _sum_rows(output_tensor, input_tensor, group)
+        sum_rows(output_tensor, input_tensor, group)
         if self._replicas is not None:
             self._sum_replicas(output_tensor)
         rounds.waited_s += time.perf_counter() - started_s
@@ -294,7 +294,7 @@ class ChunkExchange:
         chunk.copy_(total.view(self._num_shards, -1)[self._shard])
 
 
-def _sum_rows(chunk: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
+def sum_rows(chunk: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
     """Sum row r of all ranks' `rows` [num_ranks, chunk] into the `chunk` of rank r."""
     if rows.is_cuda:
         _reduce_scatter(chunk, rows, group=group)

@@ -14,16 +14,16 @@ from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.dropout.replacements import Cut, Masks
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.calls import CallSite, change_calls
+from paceline.parallel.tensor.calls import SUMMED, CallSite, change_calls
 from paceline.parallel.tensor.calls import Change as CallChange
 from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
 from paceline.parallel.tensor.gradients import show_whole_gradients
 from paceline.parallel.tensor.hooks import Change, change_input, change_output
 from paceline.parallel.tensor.plan import SplitPlan
 from paceline.parallel.tensor.sequence import DIM, Sequence
-from paceline.parallel.tensor.sizes import divide_size
+from paceline.parallel.tensor.sizes import SIZED, divide_size
 from paceline.parallel.tensor.sums import add_up_call, add_up_lookup
-from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
+from paceline.parallel.tensor.trace import NUM_SAMPLES
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up
 from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.torch_seams.trees import tree_flatten, tree_unflatten
@@ -75,10 +75,7 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
             site: [changes.get(CallSite(site, number)) for number in range(count)]
             for site, count in plan.sites[name].items()
         }
-        change_calls(modules[name], WATCHED, listed)
-    for stretch in along.stretches:
-        change_input(modules[stretch.first], stretch.keys, _take_rows(axis))
-        change_output(modules[stretch.last], _join_rows(axis))
+        change_calls(modules[name], SIZED | SUMMED, listed)
     for key, split in plan.draws.items():
         assert masks is not None
         if split is None:
@@ -92,6 +89,17 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
         masks.splits[key] = [Cut(DIM, 1, axis.size, axis.rank)]
     if plan.outputs:
         _cut_outputs(model, plan.outputs, axis)
+
+
+def divide_stretches(model: nn.Module, plan: SplitPlan, axis: Axis) -> None:
+    """Cut the activations between the blocks along the sequence, if the plan says so; see `apply_plan`.
+
+    After recompute: the second forward of a block must begin with the same input as the first one, before it
+    is cut.
+    """
+    for stretch in (plan.sequence or Sequence()).stretches:
+        change_input(model.get_submodule(stretch.first), stretch.keys, _take_rows(axis))
+        change_output(model.get_submodule(stretch.last), _join_rows(axis))
 
 
 def _take_parts(model: nn.Module, splits: dict[str, Split], rank: int) -> None:

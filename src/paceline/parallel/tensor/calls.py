@@ -84,7 +84,7 @@ def find_site() -> Site | None:
         if code.co_filename == _CHECKPOINT:
             return None
         if not code.co_filename.startswith(_TORCH):
-            if not found and code.co_filename.startswith(_OWN):
+            if not found and code.co_filename.startswith(_OWN) and code.co_filename != _ATTENTION:
                 return None
             found.append((code.co_filename, code.co_qualname, frame.f_lasti))
         frame = frame.f_back
@@ -129,6 +129,17 @@ def change_calls(
     module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
 
 
+def change_operand(func: Any, args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """Return the arguments of a product of `SUMMED` with its left operand, the activation, changed."""
+    place = find_operand(func)
+    return (*args[:place], change(args[place]), *args[place + 1 :])
+
+
+def find_operand(func: Any) -> int:
+    """Return the place of the left operand among the arguments of a product."""
+    return 1 if func is torch.addmm else 0
+
+
 class _Changing(TorchFunctionMode):
     """A mode that replaces calls during one forward."""
 
@@ -165,3 +176,5 @@ _FORWARD = _bind(lambda: None, lambda: None).__code__
 _TORCH = str(Path(CALL.co_filename).parents[2]) + os.sep
 _CHECKPOINT = CheckpointFunction.forward.__code__.co_filename
 _OWN = str(Path(_FORWARD.co_filename).parents[1]) + os.sep
+# It holds a forward that replaces one of torch's.
+_ATTENTION = str(Path(_FORWARD.co_filename).with_name("attention.py"))

@@ -9,6 +9,9 @@
 | `add_up_rows` | reduce-scatter                   | all-gather                       |
 | `take_rows`   | this rank's part                 | all-gather                       |
 
+Modes for functions of torch see them like torch's own. On tensors without numbers they return shapes and
+communicate nothing.
+
 The last three are those of sequence parallelism (Korthikanti et al. 2022, section 4.2.2): an all-gather and a
 reduce-scatter together carry the bytes of the all-reduce that they replace. All ranks of the axis must call
 these functions in the same order.
@@ -16,55 +19,78 @@ these functions in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
+from paceline.torch_seams.tensors import is_fake
 
 
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the tensor; its gradient is summed over the ranks."""
+    if has_torch_function_unary(tensor):
+        return _show(copy, tensor, axis)
     result: Tensor = _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
 
 
 def add_up(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the sum of the ranks' tensors."""
+    if has_torch_function_unary(tensor):
+        return _show(add_up, tensor, axis)
     result: Tensor = _AddUp.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' parts joined along a dimension; all ranks then compute the same with them."""
+    if has_torch_function_unary(tensor):
+        return _show(gather, tensor, axis, dim)
     result: Tensor = _Gather.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' parts joined along a dimension; each rank then uses its part of the parameters."""
+    if has_torch_function_unary(tensor):
+        return _show(gather_rows, tensor, axis, dim)
     result: Tensor = _GatherRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
 def add_up_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's part, along a dimension, of the sum of the ranks' tensors."""
+    if has_torch_function_unary(tensor):
+        return _show(add_up_rows, tensor, axis, dim)
     result: Tensor = _AddUpRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
 def take_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's part of a tensor that all ranks have."""
+    if has_torch_function_unary(tensor):
+        return _show(take_rows, tensor, axis, dim)
     result: Tensor = _TakeRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _show(function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
+    """Call a function of this module through the modes that are active."""
+    result: Tensor = handle_torch_function(function, (tensor,), tensor, *args)
     return result
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the sum over the ranks in a new tensor; no autograd."""
     total = tensor.clone(memory_format=torch.contiguous_format)
+    if is_fake(tensor):
+        return total
     dist.all_reduce(total, group=axis.group)
     return total
 
@@ -73,6 +99,8 @@ def all_gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' tensors, which have the same shape, joined along a dimension; no autograd."""
     tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in range(axis.size)]
+    if is_fake(tensor):
+        return torch.cat(parts, dim)
     dist.all_gather(parts, tensor, group=axis.group)
     return torch.cat(parts, dim)
 
@@ -81,6 +109,8 @@ def reduce_scatter(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's part, along a dimension, of the sum over the ranks; no autograd."""
     parts = [part.contiguous() for part in tensor.chunk(axis.size, dim)]
     own = parts[axis.rank]
+    if is_fake(tensor):
+        return own.clone()
     if tensor.is_cuda:
         total = torch.empty_like(own)
         dist.reduce_scatter(total, parts, group=axis.group)

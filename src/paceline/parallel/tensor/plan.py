@@ -40,7 +40,7 @@ from paceline.parallel.tensor.calls import CallSite, Site
 from paceline.parallel.tensor.flow import CutBoundary, Exit, Flow, UnreachableError, Uses
 from paceline.parallel.tensor.rules import Dims, atoms_of, read_dims
 from paceline.parallel.tensor.sequence import DIM, Sequence, mismatch_error, plan_sequence, rehearse
-from paceline.parallel.tensor.sizes import change_size
+from paceline.parallel.tensor.sizes import SIZED, change_size
 from paceline.parallel.tensor.trace import Trace, TracedOp, trace_forward
 
 STYLES = ("colwise", "rowwise", "replicate")
@@ -320,7 +320,7 @@ class _Planner:
 
         def resize(number: int, func: Any, args: Any, kwargs: Any) -> Any:
             call = self.trace.written[number] if number < len(self.trace.written) else None
-            if call is None or call.func is not func:
+            if call is None or call.func is not func or func not in SIZED:
                 return args, kwargs
             kept[(call.module, call.spot)] = call.first
             cut = [n for n in call.outputs if n in splits]

@@ -367,6 +367,31 @@ _RULES: dict[str, Rule] = {
 }
 
 
+def keeps_apart(trace: Trace, op: TracedOp, tensor: int, place: int, outer: int, size: int) -> bool:
+    """Return whether an operation treats every position of a dimension by itself.
+
+    Args:
+        trace: the forward.
+        op: of it.
+        tensor: number of one of its inputs.
+        place: the dimension of that input in which the positions are.
+        outer: product of the sizes outside of the positions in that dimension.
+        size: number of positions.
+    """
+    rule = _RULES.get(op.name)
+    if rule is None:
+        return False
+    dims = Dims(trace)  # new ones, so that only this operation has an effect
+    positions = new_dim(size)
+    inner = trace.shapes[tensor][place] // (outer * size)
+    dims[tensor][place] = (*new_dim(outer), *positions, *new_dim(inner))
+    rule(dims, 0, op)
+    found = leaves(positions)
+    if any(atom.pinned for atom in found) or set(found) & set(leaves(dims.products.get(0, ()))):
+        return False
+    return all(set(found) <= {a for dim in dims[output] for a in leaves(dim)} for output in op.outputs)
+
+
 def atoms_of(dims: Dims, tensor: int) -> list[tuple[int, int, Atom]]:
     """Return all atoms of a tensor as (dimension, product of the sizes outside of it there, atom)."""
     found = []

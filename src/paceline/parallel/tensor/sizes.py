@@ -24,6 +24,8 @@ _SPLITS = {Tensor.split, torch.split}
 _UNFLATTENS = {Tensor.unflatten, torch.unflatten}
 _CREATORS = {torch.zeros, torch.ones, torch.empty, torch.randn, torch.rand}
 SIZED = _VIEWS | _SPLITS | _UNFLATTENS | _CREATORS
+# Calls whose arguments may hold the length of a sequence; cp changes them (`context/lengths.py`).
+LENGTHY = frozenset({torch.arange, Tensor.__getitem__})
 
 
 def change_size(

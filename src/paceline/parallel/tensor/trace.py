@@ -24,14 +24,13 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PacelineError
 from paceline.parallel.dropout.replacements import Masks
-from paceline.parallel.tensor.calls import SUMMED, CallSite, Site, find_site, run_inside
+from paceline.parallel.tensor.calls import SUMMED, CallSite, Site, change_operand, find_site, run_inside
 from paceline.parallel.tensor.collectives import second_gradient_error
 from paceline.parallel.tensor.hooks import change_input, change_output
-from paceline.parallel.tensor.sizes import SIZED
+from paceline.parallel.tensor.sizes import LENGTHY, SIZED
 from paceline.phrases import first_line
 from paceline.torch_seams.dispatch import TorchDispatchMode
-from paceline.torch_seams.fake import LOGGER, FakeTensorMode
-from paceline.torch_seams.operators import GROUPED_MM
+from paceline.torch_seams.fake import LOGGER, FakeTensorMode, run_fake
 from paceline.torch_seams.trees import tree_leaves, tree_map_only
 
 # torch's file with the implementations of operations for tensors without numbers.
@@ -39,7 +38,7 @@ _META_KERNELS = "torch/_meta_registrations.py"
 # Number of samples in an example batch; 2, because a dimension of size 1 would disappear.
 NUM_SAMPLES = 2
 # Functions whose calls in the model's code may have to be changed.
-WATCHED = SIZED | SUMMED
+WATCHED = SIZED | SUMMED | LENGTHY
 Resize = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 # Gives the shape of a parameter or buffer in a trace, by name: a check uses it to see a rank's parts.
 Reshape = Callable[[str, Tensor], tuple[int, ...]]
@@ -104,12 +103,14 @@ class Detour:
         keys: arguments of its call that are the tensor; empty for its first output.
         change: returns the tensor to use instead; not recorded.
         spot: the call in the module's forward whose result is changed, in place of the module's.
+        takes: whether the activation that this call takes is changed instead of its result.
     """
 
     module: str
     keys: tuple[int | str, ...]
     change: Callable[[Tensor], Tensor]
     spot: CallSite | None = None
+    takes: bool = False
 
 
 @dataclass
@@ -124,6 +125,7 @@ class Written:
         first: number of the first operation that ran inside,
         last: number after the last one.
         outputs: numbers of the tensors that it returned.
+        taken: by place of an argument, the number of that tensor; `None` for anything else.
     """
 
     module: str
@@ -134,6 +136,7 @@ class Written:
     first: int
     last: int = -1
     outputs: list[int] = field(default_factory=list)
+    taken: list[int | None] = field(default_factory=list)
 
 
 @dataclass
@@ -357,7 +360,7 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         refs, ref_keywords = tree_map_only(
             Tensor, lambda tensor: Ref(self.number(tensor)), (tuple(args), keywords)
         )
-        result = _run_fake(func, args, keywords)
+        result = run_fake(func, args, keywords)
         outputs = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         if outputs:  # not a query, such as for the device
@@ -427,24 +430,14 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
 
 
-def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation to find the shapes of its result."""
-    if func is not GROUPED_MM or args[0].dtype == torch.bfloat16:
-        return func(*args, **kwargs)
-    # On fake tensors it requires bf16, though its kernel accepts the types that mixtures of experts use.
-    narrow = tree_map_only(
-        Tensor, lambda tensor: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor, args
-    )
-    return func(*narrow, **kwargs).to(args[0].dtype)
-
-
 class _Functions(TorchFunctionMode):
     def __init__(self, recorder: _ForwardRecorder, resize: Resize | None, detours: Sequence[Detour]) -> None:
         super().__init__()
         self.calls: list[Written] = []
         self._recorder = recorder
         self._resize = resize
-        self._detours = {(d.module, d.spot): d.change for d in detours if d.spot is not None}
+        self._detours = {(d.module, d.spot): d.change for d in detours if d.spot and not d.takes}
+        self._entering = {(d.module, d.spot): d.change for d in detours if d.spot and d.takes}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -452,9 +445,14 @@ class _Functions(TorchFunctionMode):
         if site is None:
             return func(*args, **kwargs)
         call = Written(*self._recorder.find_call(site), func, args, kwargs, len(self._recorder.ops))
-        if self._resize is not None and func in SIZED:
+        call.taken = [self._recorder.number(x) if isinstance(x, Tensor) else None for x in args]
+        if self._resize is not None and func not in SUMMED:
             args, kwargs = self._resize(len(self.calls), func, args, kwargs)
         self.calls.append(call)
+        entering = self._entering.get((call.module, call.spot))
+        if entering is not None:
+            with self._recorder.pausing():
+                args = change_operand(func, args, entering)
         result = func(*args, **kwargs)
         call.last = len(self._recorder.ops)
         call.outputs = [

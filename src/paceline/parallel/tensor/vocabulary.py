@@ -20,7 +20,7 @@ from paceline.mesh import Axis
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.collectives import all_gather, all_reduce, refuse_graph
 from paceline.parallel.tensor.trace import words
-from paceline.torch_seams.tensors import find_base
+from paceline.torch_seams.tensors import find_base, is_fake
 
 
 def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Axis) -> Tensor:
@@ -36,7 +36,8 @@ def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Axis) -> Tens
         IndexError: for an id outside of the whole vocabulary, as torch does.
     """
     rows = table.shape[0]
-    if not ids.is_cuda and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows * axis.size:
+    is_known = not ids.is_cuda and not is_fake(ids)
+    if is_known and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows * axis.size:
         raise IndexError(f"index out of range in self: ids up to {int(ids.max())}, {rows * axis.size} rows")
     own = ids - axis.rank * rows
     elsewhere = (own < 0) | (own >= rows)
@@ -261,7 +262,8 @@ class _CutCrossEntropy(torch.autograd.Function):
         num_own = part.shape[1]
         highest = part.max(dim=1).values
         # The largest logit of all ranks is subtracted, so that no exponential overflows.
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=axis.group)
+        if not is_fake(highest):
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=axis.group)
         shifted = part - highest.unsqueeze(1)
         weights = shifted.exp()
         own = target - axis.rank * num_own

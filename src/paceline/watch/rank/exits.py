@@ -28,6 +28,8 @@ ReportEnd = Callable[[Ending, tuple[Frame, ...]], None]
 
 _LIBRARY = "libstdc++.so.6"
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate(void (*)())
+# Kept for good: C++ has their addresses, and a thread may be in one while it is replaced.
+_callbacks: list[Any] = []
 
 
 class Exits:
@@ -44,8 +46,8 @@ class Exits:
         self._exits: tuple[Any, Any] | None = None
         self._set_terminate: Any = None
         self._terminate: int | None = None
-        # Kept for good, because C++ has its address and may be in it.
         self._callback = ctypes.CFUNCTYPE(None)(self._on_terminate)
+        _callbacks.append(self._callback)
 
     def watch_exit(self) -> None:
         """Report every later call of `os._exit` that the user's code leads to."""

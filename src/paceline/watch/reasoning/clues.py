@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.phrases import join, name_ranks
+from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Frame
 from paceline.watch.protocol.words import name_line, pick
 from paceline.watch.reasoning.source import Loop, Source, SourceSpot
@@ -91,12 +92,17 @@ def _line(frame: Frame) -> tuple[str, int]:
 
 
 def _up_to(frames: Sequence[Frame], others: set[tuple[str, int]]) -> list[Frame]:
-    """Return the frames from the innermost one up to the first that others share."""
+    """Return the frames from the innermost one up to the first that others share.
+
+    The package's own frames, which stand for a script that has none, are left out: their conditions and
+    handlers are the same on all ranks and cause nothing.
+    """
     found = []
     for frame in frames:
         if _line(frame) in others:
             break
-        found.append(frame)
+        if is_own(frame.file):
+            found.append(frame)
     return found
 
 
