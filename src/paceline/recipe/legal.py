@@ -1,7 +1,7 @@
 """Decides which layouts work: all reasons against one, the nearest legal ones, and their number.
 
 This needs no torch and no ranks, so that an impossible layout is refused before a process starts. The rules
-are in `rules.py`; `Rules` applies them to a recipe, or to any model whose facts are known.
+are in `rules`; `Rules` applies them to a recipe, or to any model whose facts are known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from paceline.finding import Finding
 from paceline.recipe.axes import AXES, OPEN, list_axes
 from paceline.recipe.facts import ModelFacts, RunFacts, read_facts
 from paceline.recipe.layout import CHOICES, Layout, check_ranks
-from paceline.recipe.rules import REMARKS, RULES, divisors
+from paceline.recipe.rules import REMARKS, RULES
+from paceline.recipe.rules.words import divisors
 from paceline.recipe.schema import Recipe
 
 # The cost of changing a word other than a degree; see `AxisKind.change_cost`.

@@ -1,0 +1,58 @@
+"""The rules for legal layouts, each defined once: a function per rule, which yields what breaks it.
+
+A rule reads facts and a layout whose degrees are all known. It yields a `Finding` with the value, the rule
+and the next move for whatever breaks it. `RULES` refuse; `REMARKS` report what works and may surprise. A file
+has the rules of one family of axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from paceline.finding import Finding
+from paceline.recipe.facts import ModelFacts, RunFacts
+from paceline.recipe.layout import Layout
+from paceline.recipe.rules.context import context_divides_heads, context_goes_with
+from paceline.recipe.rules.remarks import (
+    exact_bits_depend_on_axes,
+    ranks_are_idle,
+    settings_wait_for_ranks,
+    vocabulary_stays_whole,
+)
+from paceline.recipe.rules.replicas import batchnorm_is_there, replication_applies
+from paceline.recipe.rules.shards import (
+    offload_has_shards,
+    recompute_has_blocks,
+    shard_settings_apply,
+    shards_have_rows,
+    zero_has_shards,
+)
+from paceline.recipe.rules.stages import stages_go_with, stages_have_blocks
+from paceline.recipe.rules.tensor import sequence_has_tp, tp_divides_heads, tp_divides_widths, tp_has_matrices
+
+Rule = Callable[[ModelFacts, RunFacts, Layout], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    tp_has_matrices,
+    tp_divides_heads,
+    tp_divides_widths,
+    sequence_has_tp,
+    zero_has_shards,
+    offload_has_shards,
+    recompute_has_blocks,
+    shards_have_rows,
+    shard_settings_apply,
+    replication_applies,
+    batchnorm_is_there,
+    stages_have_blocks,
+    stages_go_with,
+    context_divides_heads,
+    context_goes_with,
+)
+
+REMARKS: tuple[Rule, ...] = (
+    vocabulary_stays_whole,
+    ranks_are_idle,
+    exact_bits_depend_on_axes,
+    settings_wait_for_ranks,
+)

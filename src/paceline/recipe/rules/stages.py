@@ -1,0 +1,128 @@
+"""Rules for pipelines: what makes stages, and what `pp` does not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.finding import Finding
+from paceline.recipe.facts import ModelFacts, RunFacts
+from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, Layout
+from paceline.recipe.rules.words import list_changed
+
+
+def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield more stages than blocks, and words of pp that do not fit each other: a stage begins with a
+    block."""
+    if layout.pp == 1:
+        changed = [
+            f"layout.{word}={getattr(layout, word)}"
+            for word in ("schedule", "chunks", "stages")
+            if getattr(layout, word) != getattr(Layout, word)
+        ]
+        if changed and layout.num_ranks > 1:
+            yield Finding(
+                "PL490",
+                "layout.schedule",
+                f"{' '.join(changed)} with layout.pp=1.",
+                "They say how the stages of a pipeline run; without pp there are none.",
+                "Set pp=2 or more, or leave them out.",
+            )
+        return
+    loops = layout.schedule in LOOPING
+    is_fixed = layout.schedule in AS_V and layout.chunks == 2
+    num_stages = layout.num_stages
+    if num_stages is None:
+        if layout.chunks > 1:
+            yield Finding(
+                "PL475",
+                "layout.chunks",
+                f"layout.chunks={layout.chunks} with layout.schedule={layout.schedule}.",
+                "The list in the file says which rank holds which stages.",
+                "Leave chunks out.",
+            )
+        return
+    yield from _check_stages(layout, num_stages)
+    if loops != (layout.chunks > 1) and not is_fixed:
+        yield Finding(
+            "PL475",
+            "layout.chunks",
+            f"layout.schedule={layout.schedule} with layout.chunks={layout.chunks}.",
+            "interleaved and bfs go around the ranks several times, so each rank holds at least 2 stages; "
+            "under zbv and dualpipev it holds 2, and under the others 1.",
+            "Set chunks=2." if loops else "Leave chunks out, or set schedule=interleaved.",
+        )
+    if model.num_cuts is not None and num_stages > max(model.num_cuts, 1):
+        yield Finding(
+            "PL491",
+            "layout.pp",
+            f"layout.pp={layout.pp} with {num_stages // layout.pp} stages per rank, for a model of "
+            f"{model.num_cuts} repeated blocks.",
+            f"Each of the {num_stages} stages begins with a block of its own.",
+            f"Set pp to at most {max(1, model.num_cuts * layout.pp // num_stages)}, or put the model's "
+            "layers into an nn.ModuleList.",
+        )
+
+
+def _check_stages(layout: Layout, num_stages: int) -> Iterator[Finding]:
+    """Yield a list of stages of another length than there are stages, or one that is no list."""
+    found = layout.stages_by_hand
+    if not found:
+        return
+    expected = num_stages if isinstance(found[0], int) else num_stages - 1
+    if len(found) != expected:
+        what = "numbers of blocks" if isinstance(found[0], int) else "names"
+        yield Finding(
+            "PL497",
+            "layout.stages",
+            f'layout.stages="{layout.stages}" has {len(found)} {what} for {num_stages} stages.',
+            "Give the number of blocks of every stage, or the first module of every stage but the first.",
+            f"Give {num_stages} numbers, or {num_stages - 1} names.",
+        )
+
+
+def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield what pp does not go with in this version."""
+    if layout.pp == 1:
+        return
+    has = f"layout.pp={layout.pp} with "
+    changed = list_changed(run.shard, besides=frozenset({"prefetch"}))
+    for is_there, key, saw, rule, fix in (
+        (
+            layout.offload != "none",
+            "layout.offload",
+            f"layout.offload={layout.offload}",
+            "A stage keeps its shards in the memory in which it computes.",
+            "Leave offload out.",
+        ),
+        (
+            layout.dp_shard > 1 and bool(changed),
+            "shard",
+            changed,
+            "A stage is gathered as a whole, in the type of the model; of [shard] it knows prefetch alone.",
+            "Leave these settings out.",
+        ),
+        (
+            run.sync_batchnorm,
+            "train.sync_batchnorm",
+            "train.sync_batchnorm=true",
+            "Its collectives would be in the middle of a stage's work.",
+            "Leave it out: statistics are then per microbatch, the same on every layout.",
+        ),
+        (
+            run.compile,
+            "train.compile",
+            "train.compile=true",
+            "A stage runs a part of the model's forward, which a compiled forward does not have.",
+            "Leave compile out.",
+        ),
+    ):
+        if is_there:
+            yield Finding("PL492", key, f"{has}{saw}.", f"{rule} This version has no other way.", fix)
+    if layout.schedule in DIVIDED and layout.recompute != "none":
+        yield Finding(
+            "PL478",
+            "layout.recompute",
+            f"layout.recompute={layout.recompute} with layout.schedule={layout.schedule}.",
+            "The schedule computes gradients of weights later, from activations that recompute drops.",
+            "Leave recompute out, or set schedule=1f1b.",
+        )
