@@ -1,0 +1,299 @@
+"""Computes from the traces of all ranks where the time of each step went, and who waited for whom."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.errors import PacelineError
+from paceline.phrases import name_ranks
+from paceline.profiling.blame import Blame, find_blame
+from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
+from paceline.profiling.matching import MatchedCollective, Waiting, find_waits, match_collectives
+from paceline.profiling.trace import (
+    BACKWARD,
+    HOST,
+    PHASES,
+    RankTrace,
+    TracedCollective,
+    TracedStep,
+    divide_time,
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one operation of a group in a step of a rank.
+
+    Attributes:
+        group: its name.
+        operation: such as `all_reduce`.
+        count: how many ended in the step.
+        num_bytes: their inputs; `None` if some size is unknown.
+        busy_ns: for how long at least one was under way.
+    """
+
+    group: str
+    operation: str
+    count: int
+    num_bytes: int | None
+    busy_ns: int
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The time of one step of a rank, in nanoseconds.
+
+    Attributes:
+        rank: global.
+        step: number.
+        total_ns: duration.
+        phases: by name, and the rest as `host`; they add up to the total.
+        compute_ns: in which it computed.
+        comm_ns: in which a collective was under way, from its issue to its end.
+        exposed_ns: in which one was under way, and it did not compute.
+        waiting_ns: of the exposed time, by the rank that it waited for.
+        backward_comm_ns: of the backward, in which a collective was under way.
+        traffic: by group and operation.
+    """
+
+    rank: int
+    step: int
+    total_ns: int
+    phases: Mapping[str, int]
+    compute_ns: int
+    comm_ns: int
+    exposed_ns: int
+    waiting_ns: Mapping[int, int]
+    backward_comm_ns: int
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of recorded steps went.
+
+    Attributes:
+        world_size: ranks of the job; the traces may be of fewer.
+        ranks: those with a trace.
+        steps: the numbers of the steps that all of these have.
+        rows: one per rank and step.
+        blames: who kept others waiting, and with what, the worst first.
+        num_matched: collectives found on at least two ranks.
+        num_unmatched: parts of collectives found on one rank only, in the common steps.
+        num_uncertain: waits that are shorter than the error of the clocks.
+        clock_error_ns: the largest error of a rank's clock.
+        slowdown: how much longer steps took while recorded, the largest over ranks; `None` if unknown.
+        remarks: facts that limit what can be said.
+    """
+
+    world_size: int
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    rows: tuple[RankStep, ...]
+    blames: tuple[Blame, ...]
+    num_matched: int
+    num_unmatched: int
+    num_uncertain: int
+    clock_error_ns: int
+    slowdown: float | None
+    remarks: tuple[str, ...] = field(default=())
+
+    def step_ns(self, step: int) -> int:
+        """Return the duration of a step: that of the rank that took longest."""
+        return max(row.total_ns for row in self.rows if row.step == step)
+
+    @property
+    def median_step(self) -> int:
+        """The step of median duration, the shorter of two."""
+        return sorted(self.steps, key=self.step_ns)[(len(self.steps) - 1) // 2]
+
+    @property
+    def worst_step(self) -> int:
+        """The longest step."""
+        return max(self.steps, key=self.step_ns)
+
+    @property
+    def exposed_rank(self) -> int:
+        """The rank with the largest exposed share."""
+        return max(self.ranks, key=self._expose)
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of that rank's time in which a collective was under way and it did not compute."""
+        return self._expose(self.exposed_rank)
+
+    @property
+    def overlap(self) -> float | None:
+        """The share of communication that computation hides; `None` without communication."""
+        comm_ns = self._add("comm_ns")
+        return 1 - self._add("exposed_ns") / comm_ns if comm_ns else None
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of that rank's time that is exposed waiting for other ranks."""
+        rows = [row for row in self.rows if row.rank == self.exposed_rank]
+        return sum(sum(row.waiting_ns.values()) for row in rows) / sum(row.total_ns for row in rows)
+
+    @property
+    def backward_comm_share(self) -> float | None:
+        """The share of all backwards with a collective under way; `None` without a backward."""
+        backward_ns = sum(row.phases.get(BACKWARD, 0) for row in self.rows)
+        return self._add("backward_comm_ns") / backward_ns if backward_ns else None
+
+    def _expose(self, rank: int) -> float:
+        rows = [row for row in self.rows if row.rank == rank]
+        return sum(row.exposed_ns for row in rows) / sum(row.total_ns for row in rows)
+
+    def _add(self, name: str) -> int:
+        return sum(int(getattr(row, name)) for row in self.rows)
+
+
+def analyse(traces: Sequence[RankTrace]) -> Profile:
+    """Return where the time went in the steps that all traces have.
+
+    Raises:
+        PacelineError: PL903 if no step is in all traces, PL904 if their collectives contradict each other.
+    """
+    traces = sorted(traces, key=lambda trace: trace.rank)
+    numbers = _find_common(traces)
+    matched, num_unlike = match_collectives(traces)
+    if num_unlike > len(matched):
+        raise contradiction_error(
+            [trace.rank for trace in traces],
+            f"{num_unlike} collectives of the same group and number are different operations",
+        )
+    compute = {trace.rank: Coverage(trace.compute) for trace in traces}
+    waits = find_waits(matched, compute, {trace.rank: trace.clock_error_ns for trace in traces})
+    rows = []
+    for trace in traces:
+        chosen = [step for step in trace.steps if step.number in numbers]
+        rows += _measure_steps(trace, chosen, compute[trace.rank], waits[trace.rank])
+    return Profile(
+        world_size=max(trace.world_size for trace in traces) or len(traces),
+        ranks=tuple(trace.rank for trace in traces),
+        steps=tuple(sorted(numbers)),
+        rows=tuple(rows),
+        blames=find_blame(traces, matched, waits, sorted(numbers)),
+        num_matched=len(matched),
+        num_unmatched=_count_unmatched(traces, matched, numbers),
+        num_uncertain=sum(not wait.is_certain for own in waits.values() for wait in own),
+        clock_error_ns=max(trace.clock_error_ns for trace in traces),
+        slowdown=max((trace.slowdown for trace in traces if trace.slowdown is not None), default=None),
+        remarks=tuple(dict.fromkeys(remark for trace in traces for remark in trace.remarks)),
+    )
+
+
+def _find_common(traces: Sequence[RankTrace]) -> set[int]:
+    numbers = set.intersection(*({step.number for step in trace.steps} for trace in traces))
+    if numbers:
+        return numbers
+    without = [trace.rank for trace in traces if not trace.steps]
+    if without:
+        raise PacelineError(
+            "PL903",
+            saw=f"the trace of {name_ranks(without)} has no step.",
+            rule="A step ends with an optimizer's step or with a call of the profiler's step().",
+            fix="Record more steps: profile from before one optimizer step until after another.",
+        )
+    spans = ", ".join(
+        f"rank {trace.rank} has {trace.steps[0].number} to {trace.steps[-1].number}" for trace in traces
+    )
+    raise PacelineError(
+        "PL903",
+        saw=f"no step is in all traces: {spans}.",
+        rule="Ranks are compared within the same steps.",
+        fix="Give the traces of one run, recorded over the same steps.",
+    )
+
+
+def contradiction_error(ranks: Sequence[int], reason: str) -> PacelineError:
+    """Return the error for traces that cannot belong to one run: PL904."""
+    return PacelineError(
+        "PL904",
+        saw=f"the traces of {name_ranks(ranks)} contradict each other: {reason}.",
+        rule="All ranks of a run call the same collectives, and none ends before the last rank has entered.",
+        fix="Give the traces of one run, recorded over the same steps.",
+    )
+
+
+def _measure_steps(
+    trace: RankTrace, steps: Sequence[TracedStep], compute: Coverage, waits: Sequence[Waiting]
+) -> list[RankStep]:
+    comm = unite(as_spans((part.issued_ns, part.end_ns) for part in trace.collectives))
+    phases = divide_time(trace, as_spans([]))
+    under_way, exposed = Coverage(comm), Coverage(subtract(comm, compute.spans))
+    backward = phases.get(BACKWARD, Coverage(as_spans([])))
+    outside = Coverage(subtract(comm, backward.spans))
+    by_last: dict[int, Coverage] = {}
+    for last in {wait.collective.last for wait in waits}:
+        spans = unite(as_spans((w.begin_ns, w.end_ns) for w in waits if w.collective.last == last))
+        by_last[last] = Coverage(subtract(spans, compute.spans))
+    rows = []
+    ended = sorted(trace.collectives, key=lambda part: part.end_ns)
+    ends = [part.end_ns for part in ended]
+    for step in steps:
+        window = step.begin_ns, step.end_ns
+        total = step.end_ns - step.begin_ns
+        parts = {name: phases[name].measure(*window) for name in PHASES if name in phases}
+        rows.append(
+            RankStep(
+                rank=trace.rank,
+                step=step.number,
+                total_ns=total,
+                phases={**parts, HOST: total - sum(parts.values())},
+                compute_ns=compute.measure(*window),
+                comm_ns=under_way.measure(*window),
+                exposed_ns=exposed.measure(*window),
+                waiting_ns={
+                    last: length
+                    for last, spans in sorted(by_last.items())
+                    if (length := spans.measure(*window))
+                },
+                backward_comm_ns=under_way.measure(*window) - outside.measure(*window),
+                traffic=_count_traffic(
+                    step, ended[bisect_right(ends, window[0]) : bisect_right(ends, window[1])]
+                ),
+            )
+        )
+    return rows
+
+
+def _count_traffic(step: TracedStep, ended: Sequence[TracedCollective]) -> tuple[Traffic, ...]:
+    kinds: dict[tuple[str, str], list[tuple[int, int, int | None]]] = {}
+    for part in ended:
+        begin = max(part.issued_ns, step.begin_ns)
+        kinds.setdefault((part.group, part.operation), []).append((begin, part.end_ns, part.num_bytes))
+    found = []
+    for (group, operation), parts in sorted(kinds.items()):
+        sizes = [size for _, _, size in parts]
+        known = [size for size in sizes if size is not None]
+        busy = unite(as_spans((begin, end) for begin, end, _ in parts))
+        found.append(
+            Traffic(
+                group,
+                operation,
+                len(parts),
+                sum(known) if len(known) == len(sizes) else None,
+                measure(busy),
+            )
+        )
+    return tuple(found)
+
+
+def _count_unmatched(
+    traces: Sequence[RankTrace], matched: Sequence[MatchedCollective], numbers: set[int]
+) -> int:
+    if len(traces) < 2:
+        return 0
+    keys = {next(iter(collective.parts.values())).key for collective in matched}
+    count = 0
+    for trace in traces:
+        steps = [step for step in trace.steps if step.number in numbers]
+        begin, end = steps[0].begin_ns, steps[-1].end_ns
+        count += sum(
+            part.key not in keys and begin <= part.issued_ns and part.end_ns <= end
+            for part in trace.collectives
+        )
+    return count

@@ -1,0 +1,386 @@
+"""Builds the trace of a rank from the events of its file: steps, phases, computation and collectives.
+
+On CPU, computation is what operators do that call no other operator. On CUDA it is kernels other than NCCL's.
+Files that Paceline recorded have marks for forward, backward and garbage collection, and the group and number
+of each collective. In other files these follow from the order of events, as far as they can be known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.profiling.intervals import NOTHING, Spans, as_spans, unite
+from paceline.profiling.kineto import MARK, EventKind, TraceFile, decode_arguments
+from paceline.profiling.trace import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    PHASES,
+    READING,
+    RankTrace,
+    TracedCollective,
+    TracedStep,
+)
+
+_TYPE_BYTES = {
+    **dict.fromkeys(("byte", "char", "bool", "unsigned char", "signed char", "int8"), 1),
+    **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "short", "short int"), 2),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("double", "long", "long int", "c10::complex<float>"), 8),
+}
+_OPERATIONS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
+_TRANSFERS = ("send", "recv")
+_UNMATCHED = "unmatched"
+
+
+def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
+    """Return the trace of a rank.
+
+    Args:
+        file: its events.
+        rank: whose it is.
+
+    Raises:
+        OverflowError: if a number that the recorder wrote has more than 64 bits.
+    """
+    spans = np.stack((file.begins_ns, file.ends_ns), axis=1)
+    order = np.lexsort((-file.ends_ns, file.begins_ns, file.threads))
+    is_top, is_leaf = _find_nesting(file, order)
+    has_kernels = bool((file.kinds == EventKind.KERNEL).any())
+    steps = _find_steps(file, spans)
+    if has_kernels:
+        computes = file.kinds == EventKind.KERNEL
+        collectives, remarks = _list_kernels(file)
+    else:
+        computes = is_leaf & np.isin(file.kinds, (EventKind.OPERATOR, EventKind.ITEM))
+        collectives, remarks = _list_spans(file, rank, steps)
+    recorded = file.recorded
+    if recorded is not None:  # Raises OverflowError: numbers in JSON have any length.
+        as_spans((begin, end) for _, begin, end in recorded.steps)
+        as_spans((issued, number) for issued, _, number, _, _ in recorded.calls)
+        as_spans([(recorded.clock_ahead_ns, recorded.clock_error_ns)])
+    if recorded is None and steps and steps[0].number == 1:
+        remarks = [*remarks, "Steps are numbered within the traces: the files do not say which of the run."]
+    ahead = 0 if recorded is None else recorded.clock_ahead_ns
+    trace = RankTrace(
+        rank=rank,
+        world_size=file.world_size,
+        steps=steps,
+        phases=_find_phases(file, spans, order[is_top[order]], collectives),
+        compute=unite(spans[computes]),
+        collectives=collectives,
+        host=file.host,
+        clock_error_ns=0 if recorded is None else recorded.clock_error_ns,
+        slowdown=None if recorded is None else recorded.slowdown,
+        remarks=tuple(remarks),
+    )
+    return move_trace(trace, -ahead)
+
+
+def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
+    """Return a trace with all times moved."""
+    if not by_ns:
+        return trace
+    fields: dict[str, Any] = dict(vars(trace))
+    fields["steps"] = tuple(TracedStep(s.number, s.begin_ns + by_ns, s.end_ns + by_ns) for s in trace.steps)
+    fields["phases"] = {name: spans + by_ns for name, spans in trace.phases.items()}
+    fields["compute"] = trace.compute + by_ns
+    fields["collectives"] = tuple(
+        TracedCollective(
+            part.operation,
+            part.group,
+            part.sequence,
+            part.number,
+            part.issued_ns + by_ns,
+            part.end_ns + by_ns,
+            part.num_bytes,
+        )
+        for part in trace.collectives
+    )
+    return RankTrace(**fields)
+
+
+def _find_nesting(file: TraceFile, order: NDArray[np.intp]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return which events of the host lie in no other one of their thread, and which contain no other one."""
+    is_top, is_leaf = np.zeros(len(order), dtype=bool), np.zeros(len(order), dtype=bool)
+    # Marks and steps contain everything; gloo's spans belong to no thread's calls.
+    nests = ~np.isin(file.kinds, (EventKind.COLLECTIVE, EventKind.KERNEL, EventKind.STEP, EventKind.MARKED))
+    chosen = order[nests[order]]
+    if not len(chosen):
+        return is_top, is_leaf
+    begins, ends, threads = file.begins_ns[chosen], file.ends_ns[chosen], file.threads[chosen]
+    is_new = np.concatenate(([True], threads[1:] != threads[:-1]))
+    is_leaf[chosen] = np.concatenate((is_new[1:] | (begins[1:] >= ends[:-1]), [True]))
+    for first, last in _runs(is_new):
+        reach = np.maximum.accumulate(ends[first:last])
+        is_top[chosen[first:last]] = np.concatenate(([True], begins[first + 1 : last] >= reach[:-1]))
+    return is_top, is_leaf
+
+
+def _runs(is_first: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Return begin and end of each run of entries, where it is known which begin one."""
+    firsts = [*np.flatnonzero(is_first).tolist(), len(is_first)]
+    yield from itertools.pairwise(firsts)
+
+
+def _find_steps(file: TraceFile, spans: Spans) -> tuple[TracedStep, ...]:
+    if file.recorded is not None:
+        return tuple(TracedStep(*step) for step in file.recorded.steps if step[2] > step[1])
+    marks = np.flatnonzero(file.kinds == EventKind.STEP)
+    if len(marks):
+        numbers = {int(spans[i, 0]): file.names[i].rpartition("#")[2] for i in marks}
+        ends = {int(spans[i, 0]): int(spans[i, 1]) for i in marks}
+        return tuple(
+            TracedStep(int(number), begin, ends[begin])
+            for begin, number in sorted(numbers.items())
+            if number.isdigit() and len(number) < 10 and ends[begin] > begin
+        )
+    updates = [i for i in np.flatnonzero(file.kinds == EventKind.OPTIMIZER) if ".step#" in file.names[i]]
+    if not updates:
+        return ()
+    updates.sort(key=lambda i: int(spans[i, 1]))
+    first = file.names[updates[0]]  # a job of several optimizers ends a step with the first one's
+    ends_ns = [int(spans[i, 1]) for i in updates if file.names[i] == first]
+    edges = [int(spans[:, 0].min()), *ends_ns]
+    return tuple(TracedStep(n, *pair) for n, pair in enumerate(itertools.pairwise(edges), 1))
+
+
+# ---- phases
+
+
+def _find_phases(
+    file: TraceFile, spans: Spans, tops: NDArray[np.intp], collectives: Sequence[TracedCollective]
+) -> dict[str, Spans]:
+    """Return the spans of each phase.
+
+    Args:
+        file: all events.
+        spans: theirs.
+        tops: events of the host that lie in no other one, by thread and time.
+        collectives: of the rank.
+    """
+    found: dict[str, list[Spans]] = defaultdict(list)
+    marked = np.flatnonzero(file.kinds == EventKind.MARKED)
+    for name in {file.names[i] for i in marked}:
+        phase = name.removeprefix(MARK)
+        if phase in PHASES:
+            found[phase].append(spans[[i for i in marked if file.names[i] == name]])
+    tops = tops[np.isin(file.threads[tops], _find_main_threads(file))]
+    tops = tops[np.argsort(file.begins_ns[tops], kind="stable")]
+    kinds = file.kinds[tops]
+    found[DATA].append(spans[tops[kinds == EventKind.DATA]])
+    found[OPTIMIZER].append(spans[tops[kinds == EventKind.OPTIMIZER]])
+    found[READING].append(_join_runs(spans[tops], kinds == EventKind.ITEM))
+    if not len(marked):
+        # Calls that issue collectives belong to whatever is around them.
+        tops = tops[kinds != EventKind.CALL]
+        kinds = file.kinds[tops]
+        computes = np.isin(kinds, (EventKind.OPERATOR, EventKind.ANNOTATION, EventKind.ITEM))
+        found[FORWARD].append(_join_runs(spans[tops], computes))
+        backward = _join_runs(spans[tops], kinds == EventKind.WRAPPER)
+        found[BACKWARD].append(_extend(backward, spans[tops], collectives))
+    return {name: unite(*parts) for name, parts in found.items()}
+
+
+def _find_main_threads(file: TraceFile) -> list[int]:
+    """Return the thread of the training loop, and those that run backwards."""
+    loop = np.isin(file.kinds, (EventKind.OPTIMIZER, EventKind.DATA, EventKind.STEP))
+    if not loop.any():
+        loop = file.kinds == EventKind.OPERATOR
+    main = Counter(file.threads[loop].tolist()).most_common(1)
+    backward = set(file.threads[file.kinds == EventKind.WRAPPER].tolist())
+    return [*backward, *(thread for thread, _ in main)]
+
+
+def _join_runs(spans: Spans, is_in: NDArray[np.bool_]) -> Spans:
+    """Return one span for each run of chosen ones without another between them."""
+    if not is_in.any():
+        return NOTHING
+    is_new = np.concatenate(([True], is_in[1:] != is_in[:-1]))
+    runs = [(first, last) for first, last in _runs(is_new) if is_in[first]]
+    return as_spans((int(spans[a, 0]), int(spans[a:b, 1].max())) for a, b in runs)
+
+
+def _extend(backward: Spans, tops: Spans, collectives: Sequence[TracedCollective]) -> Spans:
+    """Return backwards up to the end of the collectives that they issued, or to what follows on the host.
+
+    A backward of DDP waits for its buckets after its last operator.
+    """
+    extended = []
+    by_issue = sorted(collectives, key=lambda part: part.issued_ns)
+    issues = [part.issued_ns for part in by_issue]
+    for begin, end in backward.tolist():
+        own = [part.end_ns for part in by_issue[bisect_left(issues, begin) : bisect_right(issues, end)]]
+        place = int(np.searchsorted(tops[:, 0], end))
+        following = int(tops[place, 0]) if place < len(tops) else end
+        extended.append((begin, max(end, min(max(own, default=end), following))))
+    return as_spans(extended)
+
+
+# ---- collectives
+
+
+def _list_kernels(file: TraceFile) -> tuple[tuple[TracedCollective, ...], list[str]]:
+    """Return NCCL's kernels; older versions of torch do not record what they are."""
+    found, remarks, counts = [], [], Counter[tuple[str, str]]()
+    indices = np.flatnonzero(file.kinds == EventKind.COLLECTIVE)
+    for i in indices[np.argsort(file.begins_ns[indices], kind="stable")].tolist():
+        arguments = decode_arguments(file.arguments[i])
+        operation, group = arguments.get("Collective name"), arguments.get("Process Group Name")
+        sequence = ""
+        if not isinstance(operation, str) or not isinstance(group, str):
+            operation, group, sequence = file.names[i].partition("(")[0], "", _UNMATCHED
+            remarks.append("NCCL's kernels of this torch do not name their group: ranks are not compared.")
+        elif operation.lower() in _TRANSFERS:
+            sequence = _UNMATCHED
+        # Only a number on one rank: that rank's transfers are matched with nobody's.
+        counts[group, sequence] += 1
+        number = counts[group, sequence] if not sequence else -1 - i
+        num_bytes = _count_elements(arguments.get("In msg nelems"), arguments.get("dtype"))
+        ends = int(file.ends_ns[i])
+        found.append(
+            TracedCollective(
+                _name(operation), group, sequence, number, int(file.begins_ns[i]), ends, num_bytes
+            )
+        )
+    return tuple(found), list(dict.fromkeys(remarks))
+
+
+def _list_spans(
+    file: TraceFile, rank: int, steps: Sequence[TracedStep]
+) -> tuple[tuple[TracedCollective, ...], list[str]]:
+    """Return gloo's spans, which have no group, with the calls that issued them as far as both agree."""
+    indices = np.flatnonzero(file.kinds == EventKind.COLLECTIVE)
+    indices = indices[np.argsort(file.begins_ns[indices], kind="stable")].tolist()
+    is_transfer = [file.names[i].rpartition(":")[2] in _TRANSFERS for i in indices]
+    transfers = [i for i, moves in zip(indices, is_transfer, strict=True) if moves]
+    others = [i for i, moves in zip(indices, is_transfer, strict=True) if not moves]
+    known, remarks = _join_calls(file, others), []
+    if known is None:
+        if file.recorded is not None:
+            remarks.append("Some collectives are not in torch's Flight Recorder: they are taken in order.")
+        known = _number_in_steps(file, others, steps)
+        if len(set(file.groups)) > 1:
+            remarks.append("gloo's spans have no group: with several groups, ranks are not compared.")
+            known = [TracedCollective(*_unmatched(p, i), p.num_bytes) for i, p in enumerate(known)]
+    known += _list_transfers(file, rank, transfers, steps)
+    known.sort(key=lambda part: part.issued_ns)
+    return tuple(known), remarks
+
+
+def _unmatched(part: TracedCollective, index: int) -> tuple[str, str, str, int, int, int]:
+    return part.operation, part.group, f"{_UNMATCHED} {index}", index, part.issued_ns, part.end_ns
+
+
+def _join_calls(file: TraceFile, indices: Sequence[int]) -> list[TracedCollective] | None:
+    """Return the spans with what the recorder knows of their calls, if both lists are the same calls."""
+    if file.recorded is None or len(file.recorded.calls) != len(indices):
+        return None
+    joined = []
+    for i, (issued, group, number, operation, num_bytes) in zip(indices, file.recorded.calls, strict=True):
+        if _name(file.names[i]) != _name(operation):
+            return None
+        end = int(file.ends_ns[i])
+        joined.append(TracedCollective(_name(operation), group, "", number, min(issued, end), end, num_bytes))
+    return joined
+
+
+def _number_in_steps(
+    file: TraceFile, indices: Sequence[int], steps: Sequence[TracedStep]
+) -> list[TracedCollective]:
+    """Return the spans numbered by step and order, issued when the calls began, if there is one per span."""
+    calls = [
+        i for i in np.flatnonzero(file.kinds == EventKind.CALL).tolist() if not _is_transfer(file.names[i])
+    ]
+    calls.sort(key=lambda i: int(file.begins_ns[i]))
+    issues = calls if len(calls) == len(indices) else indices
+    found, counts = [], Counter[int]()
+    for i, issue in zip(indices, issues, strict=True):
+        end = int(file.ends_ns[i])
+        issued = min(int(file.begins_ns[issue]), end)
+        step = _find_step(steps, issued)
+        counts[step] += 1
+        number = step * 1_000_000 + counts[step]
+        size = _measure_input(file, i)
+        found.append(TracedCollective(_name(file.names[i]), "", "", number, issued, end, size))
+    return found
+
+
+def _list_transfers(
+    file: TraceFile, rank: int, indices: Sequence[int], steps: Sequence[TracedStep]
+) -> list[TracedCollective]:
+    """Return sends and receives, matched where the peer is known: the shapes of calls, or a world of two."""
+    calls = [i for i in np.flatnonzero(file.kinds == EventKind.CALL).tolist() if _is_transfer(file.names[i])]
+    calls.sort(key=lambda i: int(file.begins_ns[i]))
+    whole = tuple(range(file.world_size))
+    # A peer is a number within a group, which the call does not name.
+    is_one_group = all(ranks in (whole, (rank,)) for ranks in file.groups) and bool(file.groups)
+    found, counts = [], Counter[tuple[str, int]]()
+    for place, i in enumerate(indices):
+        operation, sequence = _name(file.names[i]), f"{_UNMATCHED} {place}"
+        peer = 1 - rank if file.world_size == 2 else None
+        if peer is None and is_one_group and len(calls) == len(indices):
+            peer = _find_peer(file, calls[place])
+        begin, end = int(file.begins_ns[i]), int(file.ends_ns[i])
+        step = _find_step(steps, begin)
+        if peer is not None:
+            sequence = f"{rank}>{peer}" if operation == "send" else f"{peer}>{rank}"
+        counts[sequence, step] += 1
+        number = step * 1_000_000 + counts[sequence, step]
+        size = _measure_input(file, i)
+        found.append(TracedCollective(operation, "", sequence, number, begin, end, size))
+    return found
+
+
+def _find_step(steps: Sequence[TracedStep], instant_ns: int) -> int:
+    """Return the number of the step in which an instant lies, or of the one before it."""
+    place = bisect_right(steps, instant_ns, key=lambda step: step.begin_ns)
+    return steps[place - 1].number if place else 0
+
+
+def _is_transfer(name: str) -> bool:
+    return name.startswith(("c10d::send", "c10d::recv"))
+
+
+def _find_peer(file: TraceFile, index: int) -> int | None:
+    """Return the peer of a call of send or receive: its third argument, if shapes were recorded."""
+    inputs = decode_arguments(file.arguments[index]).get("Concrete Inputs")
+    if isinstance(inputs, list) and len(inputs) > 2 and re.fullmatch(r"\d{1,6}", str(inputs[2])):
+        return int(inputs[2])
+    return None
+
+
+def _measure_input(file: TraceFile, index: int) -> int | None:
+    """Return the bytes of a span's first input, if shapes were recorded."""
+    arguments = decode_arguments(file.arguments[index])
+    dims, types = arguments.get("Input Dims"), arguments.get("Input type")
+    if not (isinstance(dims, list) and dims and isinstance(types, list) and types):
+        return None
+    count = 1
+    for size in dims[0] if isinstance(dims[0], list) else [None]:
+        if not isinstance(size, int):
+            return None
+        count *= size
+    return _count_elements(count, types[0])
+
+
+def _count_elements(count: object, dtype: object) -> int | None:
+    size = _TYPE_BYTES.get(dtype.lower()) if isinstance(dtype, str) else None
+    return count * size if isinstance(count, int) and size is not None else None
+
+
+def _name(recorded: str) -> str:
+    """Return an operation's name as users call it: without backend, underscore and suffixes."""
+    name = recorded.rpartition(":")[2].lower().removeprefix("_")
+    for suffix in ("_base", "_coalesced"):
+        name = name.removesuffix(suffix)
+    return _OPERATIONS.get(name, name)

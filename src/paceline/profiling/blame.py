@@ -1,0 +1,152 @@
+"""Names the cause of waiting: which rank came last, and what it did that the waiting rank did not.
+
+A rank that comes last to a collective may be a victim, of its data, of another rank, of a pause. The method
+follows the delay analysis of Böhme, Geimer, Wolf and Arnold ("Identifying the root causes of wait states in
+large-scale parallel applications", ICPP 2010): both ranks left an earlier collective together, so what the
+late rank did longer since then, by phase, is what made it late. A phase is blamed for its part of the excess.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.profiling.intervals import Coverage, as_spans, unite
+from paceline.profiling.matching import MatchedCollective, Waiting
+from paceline.profiling.trace import HOST, RankTrace, divide_time
+
+# In a phase of a rank that waited for another one, the other one is the cause.
+WAITING = "waiting"
+# A rank is blamed if it costs at least this share of the step, after subtracting what the other ranks cost by
+# the same phase: ranks on a busy machine delay each other in turn.
+LEAST_SHARE = 0.1
+# And if it was late in at least this share of the steps by at least this share of the step.
+_LEAST_STEPS, _LEAST_SHARE_OF_STEP = 0.5, 0.05
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A cause of waiting.
+
+    Attributes:
+        rank: the late rank.
+        phase: the phase in which it took longer than the ranks that waited.
+        lost_ns: mean over the steps of the exposed waiting, of the rank that waited most for this.
+        share: of the mean step.
+        num_steps: steps in which it was late by this.
+        waiters: the ranks that waited.
+    """
+
+    rank: int
+    phase: str
+    lost_ns: int
+    share: float
+    num_steps: int
+    waiters: tuple[int, ...]
+
+
+class _RankTime:
+    """A rank's time by phase, without its exposed waiting."""
+
+    def __init__(self, trace: RankTrace, waits: Sequence[Waiting], ends: Sequence[int]) -> None:
+        self.begin_ns = trace.steps[0].begin_ns
+        spans = unite(as_spans((wait.begin_ns, wait.end_ns) for wait in waits))
+        self._parts = {WAITING: Coverage(spans), **divide_time(trace, spans)}
+        self.ends = ends
+
+    def measure(self, begin_ns: int, end_ns: int) -> dict[str, int]:
+        """Return the nanoseconds by phase between two instants."""
+        found = {name: spans.measure(begin_ns, end_ns) for name, spans in self._parts.items()}
+        return {**found, HOST: max(0, end_ns - begin_ns - sum(found.values()))}
+
+
+def find_causes(own: Mapping[str, int], late: Mapping[str, int], exposed_ns: int) -> dict[str, int]:
+    """Divide a wait by what the late rank did longer than the waiting one.
+
+    Args:
+        own: the waiting rank's nanoseconds by phase since both were together.
+        late: the late rank's.
+        exposed_ns: the wait to divide.
+    """
+    excess = {name: longer for name in late if (longer := late[name] - own.get(name, 0)) > 0}
+    total = sum(excess.values())
+    return {name: round(exposed_ns * longer / total) for name, longer in excess.items()} if total else {}
+
+
+def find_blame(
+    traces: Sequence[RankTrace],
+    matched: Sequence[MatchedCollective],
+    waits: Mapping[int, Sequence[Waiting]],
+    numbers: Sequence[int],
+) -> tuple[Blame, ...]:
+    """Return the causes that cost at least `LEAST_SHARE` of a step, the worst first.
+
+    Args:
+        traces: of all ranks.
+        matched: their collectives, in order of arrival.
+        waits: by rank, in order of issue.
+        numbers: of the steps to count.
+    """
+    times = {
+        trace.rank: _RankTime(trace, waits[trace.rank], _list_ends(trace.rank, matched)) for trace in traces
+    }
+    steps = {trace.rank: [step for step in trace.steps if step.number in set(numbers)] for trace in traces}
+    # By late rank, phase, step and waiting rank.
+    lost: dict[tuple[int, str], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, own in waits.items():
+        begins = [step.begin_ns for step in steps[rank]]
+        for wait in own:
+            place = bisect_right(begins, wait.begin_ns) - 1
+            if not wait.is_certain or place < 0 or wait.begin_ns >= steps[rank][place].end_ns:
+                continue
+            step = steps[rank][place].number
+            for phase, length in _explain(wait, times, matched).items():
+                by_waiter = lost[wait.collective.last, phase][step]
+                by_waiter[rank] = by_waiter.get(rank, 0) + length
+    mean_ns = sum(s.end_ns - s.begin_ns for own in steps.values() for s in own) / len(traces) / len(numbers)
+    return _choose(lost, mean_ns, len(numbers), len(traces))
+
+
+def _list_ends(rank: int, matched: Sequence[MatchedCollective]) -> list[int]:
+    return [c.parts[rank].end_ns if rank in c.parts else -1 for c in matched]
+
+
+def _explain(
+    wait: Waiting, times: Mapping[int, _RankTime], matched: Sequence[MatchedCollective]
+) -> dict[str, int]:
+    rank, last = wait.rank, wait.collective.last
+    issued, arrived = wait.collective.parts[rank].issued_ns, wait.collective.arrived_ns
+    begin, begin_last = times[rank].begin_ns, times[last].begin_ns
+    # The latest collective that both had left before they came to this one.
+    place = bisect_right(matched, arrived, key=lambda collective: collective.arrived_ns)
+    for index in range(place - 1, -1, -1):
+        end, end_last = times[rank].ends[index], times[last].ends[index]
+        if 0 <= end <= issued and 0 <= end_last <= arrived:
+            begin, begin_last = end, end_last
+            break
+    own, late = times[rank].measure(begin, issued), times[last].measure(begin_last, arrived)
+    return find_causes(own, late, wait.exposed_ns)
+
+
+def _choose(
+    lost: Mapping[tuple[int, str], Mapping[int, Mapping[int, int]]],
+    mean_ns: float,
+    num_steps: int,
+    num_ranks: int,
+) -> tuple[Blame, ...]:
+    cost = {key: sum(max(by.values()) for by in steps.values()) / num_steps for key, steps in lost.items()}
+    found = []
+    for (rank, phase), steps in lost.items():
+        if phase == WAITING or num_ranks < 2:
+            continue
+        others = sum(value for (other, same), value in cost.items() if same == phase and other != rank)
+        net_ns = cost[rank, phase] - others / (num_ranks - 1)
+        late = [step for step, by in steps.items() if max(by.values()) >= _LEAST_SHARE_OF_STEP * mean_ns]
+        if net_ns < LEAST_SHARE * mean_ns or len(late) < _LEAST_STEPS * num_steps:
+            continue
+        waiters = tuple(sorted({waiter for by in steps.values() for waiter in by}))
+        lost_ns = round(cost[rank, phase])
+        found.append(Blame(rank, phase, lost_ns, lost_ns / mean_ns, len(late), waiters))
+    return tuple(sorted(found, key=lambda blame: -blame.lost_ns))

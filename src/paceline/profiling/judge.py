@@ -1,0 +1,107 @@
+"""Judges a profile: which numbers are good, and the one next move for each that is not."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from paceline.finding import Finding
+from paceline.phrases import name_ranks
+from paceline.profiling.analysis import Profile
+from paceline.profiling.blame import Blame
+from paceline.profiling.trace import BACKWARD, COLLECTION, DATA, FORWARD, HOST, OPTIMIZER, READING
+from paceline.units import format_seconds
+
+Grade = Literal["good", "acceptable", "poor", "excellent", "limited"]
+
+GOOD_EXPOSED, MOST_EXPOSED = 0.2, 0.4
+"""Exposed communication below the first share of a step is good, up to the second acceptable."""
+GOOD_OVERLAP, EXCELLENT_OVERLAP = 0.5, 0.7
+"""From the first hidden share of communication on, overlap is good, above the second excellent."""
+MOST_OF_BACKWARD = 0.3
+"""Communication in a larger share of the backward makes it a bottleneck."""
+
+_MOVES = {
+    DATA: "Give that rank's loader workers (num_workers=4) or lighter samples.",
+    FORWARD: "Compare that rank's batch and device with the others': the same model computes longer there.",
+    BACKWARD: "Compare that rank's batch and device with the others': the same model computes longer there.",
+    OPTIMIZER: "Look for work that only that rank does in or after the optimizer's step.",
+    COLLECTION: "Collect between steps and on all ranks at once: gc.freeze() after building the model, then "
+    "gc.disable() and gc.collect() every some hundred steps.",
+    READING: "Read values (.item(), float(), printing a tensor) rarely, and on all ranks in the same step.",
+    HOST: "Look for Python code that only that rank runs between the phases, such as logging or saving.",
+}
+_WORDS = {READING: "reading values of tensors (.item())", HOST: "Python code outside of the phases"}
+
+
+def grade_exposed(share: float) -> Grade:
+    """Grade the exposed share of a step."""
+    return "good" if share < GOOD_EXPOSED else "acceptable" if share <= MOST_EXPOSED else "poor"
+
+
+def grade_overlap(share: float) -> Grade:
+    """Grade the hidden share of communication."""
+    return "excellent" if share > EXCELLENT_OVERLAP else "good" if share >= GOOD_OVERLAP else "limited"
+
+
+def judge_profile(profile: Profile) -> list[Finding]:
+    """Return what costs time, the causes first, each with one next move."""
+    found = [_judge_blame(blame) for blame in profile.blames]
+    move = _choose_move(profile)
+    grade = grade_exposed(profile.exposed_share)
+    if grade != "good":
+        found.append(
+            Finding(
+                "PL910",
+                where=name_ranks([profile.exposed_rank]),
+                saw=f"{profile.exposed_share:.0%} of its step is exposed communication, which is {grade}; "
+                f"{profile.waiting_share:.0%} is waiting for other ranks.",
+                rule=f"Below {GOOD_EXPOSED:.0%} is good, above {MOST_EXPOSED:.0%} poor.",
+                fix=move,
+            )
+        )
+    if profile.waiting_share > profile.exposed_share / 2:
+        return found  # a late rank also makes communication long and its overlap small
+    overlap = profile.overlap
+    if grade != "good" and overlap is not None and grade_overlap(overlap) == "limited":
+        found.append(
+            Finding(
+                "PL911",
+                where=name_ranks(profile.ranks),
+                saw=f"{overlap:.0%} of the communication is hidden behind computation.",
+                rule=f"Above {EXCELLENT_OVERLAP:.0%} is excellent, below {GOOD_OVERLAP:.0%} limited.",
+                fix=move,
+            )
+        )
+    share = profile.backward_comm_share
+    if share is not None and share > MOST_OF_BACKWARD and grade != "good":
+        found.append(
+            Finding(
+                "PL912",
+                where=BACKWARD,
+                saw=f"collectives are under way in {share:.0%} of the backward.",
+                rule=f"Above {MOST_OF_BACKWARD:.0%}, communication is a bottleneck.",
+                fix=move,
+            )
+        )
+    return found
+
+
+def _judge_blame(blame: Blame) -> Finding:
+    phase = _WORDS.get(blame.phase, blame.phase)
+    return Finding(
+        "PL913",
+        where=name_ranks([blame.rank]),
+        saw=f"{name_ranks(blame.waiters)} waited {format_seconds(blame.lost_ns / 1e9)} per step "
+        f"({blame.share:.0%} of it) for {name_ranks([blame.rank])}, which took that much longer in: {phase}.",
+        rule="All ranks of a collective wait for the last one.",
+        fix=_MOVES[blame.phase],
+    )
+
+
+def _choose_move(profile: Profile) -> str:
+    """Return the move against exposed communication: against waiting if most of it is that."""
+    if profile.waiting_share > profile.exposed_share / 2:
+        if profile.blames:
+            return f"Speed up {name_ranks([profile.blames[0].rank])} first (PL913)."
+        return "Give all ranks equal work: no rank is always the last, so batches of equal cost help most."
+    return "Communicate less often: a larger microbatch, or more of them per step, for the same reduction."

@@ -1,0 +1,323 @@
+"""Reads one trace file of torch.profiler (Chrome's JSON format, plain or gzipped) into columns.
+
+Only the arguments of collectives are decoded; all others stay bytes, which makes a file of 100 MB readable in
+a second. Files come from anywhere, so every error in them becomes one PL900.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import types
+import zlib
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import PacelineError
+from paceline.phrases import first_line
+from paceline.reading import read_file
+
+METADATA = "paceline"
+"""The key of a trace's own table for what Paceline has recorded beside the events."""
+MARK = "paceline: "
+"""The beginning of the names of spans that Paceline's recorder adds; the rest is a phase."""
+MOST_BYTES = 4 << 30
+"""Text of a trace beyond this is refused; decoding takes about 2.5 times its size in memory."""
+_LARGEST_NS = 4e18
+
+
+class EventKind(IntEnum):
+    """The kinds of events that the analysis distinguishes; events of other kinds are dropped."""
+
+    OPERATOR = 1
+    WRAPPER = 2
+    """Of an operator in backward; it contains the operators that compute."""
+    ITEM = 3
+    CALL = 4
+    """The call that issues a collective on CPU."""
+    COLLECTIVE = 5
+    """A collective under way: gloo's span, or NCCL's kernel."""
+    KERNEL = 6
+    OPTIMIZER = 7
+    DATA = 8
+    STEP = 9
+    MARKED = 10
+    ANNOTATION = 11
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What Paceline's recorder knows beside the events of a trace.
+
+    Attributes:
+        steps: number, begin and end of each.
+        calls: of collectives, in order of issue: instant, group, number, operation and bytes of input.
+        clock_ahead_ns: how far the rank's clock was ahead of the first rank's.
+        clock_error_ns: how far that may be off.
+        slowdown: how much longer a step took while it was recorded.
+    """
+
+    steps: list[tuple[int, int, int]]
+    calls: list[tuple[int, str, int, str, int]]
+    clock_ahead_ns: int = 0
+    clock_error_ns: int = 0
+    slowdown: float | None = None
+
+
+@dataclass
+class TraceFile:
+    """The events of one file in columns, in no order.
+
+    Attributes:
+        path: of the file.
+        kinds: of `EventKind`.
+        begins_ns, ends_ns: since 1970, or since an unknown instant in old files.
+        threads: a number per thread or stream.
+        names: of all events.
+        arguments: by event, JSON of collectives and of the calls that issue them.
+        rank: `None` if the file does not have it.
+        world_size: 0 if unknown.
+        host: empty if unknown.
+        groups: the ranks of each process group; empty if unknown.
+        recorded: what Paceline's recorder has added, if it made the file.
+    """
+
+    path: Path
+    kinds: NDArray[np.int8]
+    begins_ns: NDArray[np.int64]
+    ends_ns: NDArray[np.int64]
+    threads: NDArray[np.int32]
+    names: list[str]
+    arguments: dict[int, bytes] = field(default_factory=dict)
+    rank: int | None = None
+    world_size: int = 0
+    host: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
+    recorded: Recorded | None = None
+
+
+def trace_error(path: Path, reason: str) -> PacelineError:
+    """Return the error for a file that is no readable trace: PL900."""
+    return PacelineError(
+        "PL900",
+        saw=f"{path}: {reason}.",
+        rule="A trace is what torch.profiler exports: JSON with a list traceEvents, plain or gzipped.",
+        fix="Record it again with prof.export_chrome_trace(...), or leave the file out.",
+    )
+
+
+def read_trace_file(path: Path) -> TraceFile:
+    """Return the events of a file.
+
+    Raises:
+        PacelineError: PL900 if the file is no trace, PL901 if msgspec is missing.
+    """
+    msgspec = _import_msgspec()
+    text = _read_text(path)
+    events_type, file_type = _define_structs()
+    try:
+        if text.lstrip()[:1] == b"[":
+            table = file_type(traceEvents=msgspec.json.decode(text, type=events_type))
+        else:
+            table = msgspec.json.decode(text, type=file_type)
+        # The bytes of arguments refer to the text, which therefore stays in memory until they are copied.
+        return _build(path, table)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise trace_error(path, _describe(error)) from None
+    except MemoryError:
+        raise trace_error(path, f"its {len(text):,} bytes do not fit into memory") from None
+
+
+def decode_arguments(data: bytes) -> dict[str, Any]:
+    """Return an event's arguments; empty if they are not a table."""
+    msgspec = _import_msgspec()
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _import_msgspec() -> types.ModuleType:
+    try:
+        import msgspec
+    except ImportError:
+        raise PacelineError(
+            "PL901",
+            saw="msgspec is not installed.",
+            rule="It reads traces, and training does not need it.",
+            fix="Install it: pip install 'paceline[profile]'.",
+        ) from None
+    return msgspec
+
+
+def _read_text(path: Path) -> bytes:
+    try:
+        data = read_file(path, MOST_BYTES)
+        if data[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+                data = stream.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise trace_error(path, f"it unpacks to more than {MOST_BYTES:,} bytes")
+    except MemoryError:
+        raise trace_error(path, "it does not fit into memory") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise trace_error(path, f"its gzip is damaged ({first_line(error)})") from None
+    except OSError as error:
+        raise trace_error(path, error.strerror or first_line(error)) from None
+    if not data.strip():
+        raise trace_error(path, "it is empty")
+    return data
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    return f"it is cut off or not the JSON of a trace ({first_line(error)})"
+
+
+_structs: tuple[Any, Any] | None = None
+
+
+def _define_structs() -> tuple[Any, Any]:
+    """Return the types to decode into, made once: msgspec is imported only where a trace is read."""
+    global _structs
+    if _structs is None:
+        msgspec = _import_msgspec()
+        event = msgspec.defstruct(
+            "event",
+            [
+                ("ph", str, ""),
+                ("cat", str, ""),
+                ("name", str, ""),
+                ("pid", int | float | str | None, None),
+                ("tid", int | float | str | None, None),
+                ("ts", float, 0.0),
+                ("dur", float, 0.0),
+                ("args", msgspec.Raw, msgspec.Raw(b"{}")),
+            ],
+            gc=False,
+        )
+        events = types.GenericAlias(list, (event,))
+        file = msgspec.defstruct(
+            "file",
+            [
+                ("traceEvents", events),
+                ("baseTimeNanoseconds", int, 0),
+                ("host_name", str, ""),
+                ("distributedInfo", dict[str, Any], msgspec.field(default_factory=dict)),
+                (METADATA, Recorded | None, None),
+            ],
+        )
+        _structs = events, file
+    return _structs
+
+
+def _build(path: Path, table: Any) -> TraceFile:
+    kinds: list[EventKind] = []
+    threads: list[int] = []
+    names: list[str] = []
+    times: list[tuple[float, float]] = []
+    arguments: dict[int, bytes] = {}
+    known: dict[tuple[str, str], EventKind | None] = {}
+    numbers: dict[tuple[object, object], int] = {}
+    for event in table.traceEvents:
+        if event.ph != "X":
+            continue
+        key = event.cat, event.name
+        if key not in known:
+            known[key] = _classify(*key)
+        kind = known[key]
+        if kind is None:
+            continue
+        if kind in (EventKind.COLLECTIVE, EventKind.CALL):
+            arguments[len(kinds)] = bytes(event.args)
+        kinds.append(kind)
+        threads.append(numbers.setdefault((event.pid, event.tid), len(numbers)))
+        names.append(event.name)
+        times.append((event.ts, event.dur))
+    columns = np.array(times, dtype=np.float64).reshape(-1, 2)
+    base = table.baseTimeNanoseconds
+    with np.errstate(over="ignore", invalid="ignore"):
+        sane = np.isfinite(columns).all() and (np.abs(columns) < _LARGEST_NS / 1e3).all()
+        sane = sane and (columns[:, 1] >= 0).all() and abs(base) < _LARGEST_NS
+    if not sane:
+        raise trace_error(path, "an event has a negative duration or a time beyond all years")
+    begins = np.round(columns[:, 0] * 1e3).astype(np.int64) + base
+    info = table.distributedInfo
+    rank, world_size = info.get("rank"), info.get("world_size")
+    return TraceFile(
+        path=path,
+        kinds=np.array(kinds, dtype=np.int8),
+        begins_ns=begins,
+        ends_ns=begins + np.round(columns[:, 1] * 1e3).astype(np.int64),
+        threads=np.array(threads, dtype=np.int32),
+        names=names,
+        arguments=arguments,
+        rank=rank if _is_count(rank) else _rank_of_name(path),
+        world_size=world_size if _is_count(world_size) else 0,
+        host=table.host_name,
+        groups=_read_groups(info),
+        recorded=getattr(table, METADATA),
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _rank_of_name(path: Path) -> int | None:
+    found = re.search(r"rank[-_.]?(\d{1,9})(?!\d)", path.name)
+    return int(found[1]) if found else None
+
+
+def _read_groups(info: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    groups = info.get("pg_config")
+    if not isinstance(groups, list):
+        return ()
+    ranks = [group.get("ranks") for group in groups if isinstance(group, dict)]
+    return tuple(tuple(each) for each in ranks if isinstance(each, list) and all(map(_is_count, each)))
+
+
+# What an event is, by the beginning of its name, for the categories of torch's profiler.
+_OPERATORS: tuple[tuple[str, EventKind | None], ...] = (
+    ("autograd::engine::evaluate_function", EventKind.WRAPPER),
+    ("c10d::", EventKind.CALL),
+    ("record_param_comms", None),
+    ("nccl:", None),
+    ("aten::item", EventKind.ITEM),
+    ("", EventKind.OPERATOR),
+)
+_ANNOTATIONS: tuple[tuple[str, EventKind | None], ...] = (
+    ("gloo:", EventKind.COLLECTIVE),
+    ("nccl:", None),  # the host's side; the kernel is what counts
+    (MARK, EventKind.MARKED),
+    ("Optimizer.", EventKind.OPTIMIZER),
+    ("enumerate(DataLoader)", EventKind.DATA),
+    ("ProfilerStep#", EventKind.STEP),
+    ("PyTorch Profiler", None),
+    ("", EventKind.ANNOTATION),
+)
+_KERNELS: tuple[tuple[str, EventKind | None], ...] = (("nccl", EventKind.COLLECTIVE), ("", EventKind.KERNEL))
+_CATEGORIES: dict[str, tuple[tuple[str, EventKind | None], ...]] = {
+    "cpu_op": _OPERATORS,
+    "operator": _OPERATORS,
+    "user_annotation": _ANNOTATIONS,
+    "kernel": _KERNELS,
+    "gpu_op": _KERNELS,
+}
+
+
+def _classify(category: str, name: str) -> EventKind | None:
+    for beginning, kind in _CATEGORIES.get(category.lower(), ()):
+        if name.startswith(beginning):
+            return kind
+    return None

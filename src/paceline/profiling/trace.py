@@ -1,0 +1,107 @@
+"""The trace of one rank as data: its steps, phases, computation and collectives; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.profiling.intervals import Coverage, Spans, subtract, unite
+
+DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
+COLLECTION, READING, HOST = "garbage collection", "reading values", "host"
+
+# The phases of a step. Where several cover an instant, it belongs to the first of them: garbage is collected,
+# and values are read (`.item()`), inside of another phase.
+PHASES = (COLLECTION, READING, DATA, OPTIMIZER, BACKWARD, FORWARD)
+
+# Operations that no rank leaves before all ranks of the group have entered.
+MEETINGS = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCollective:
+    """One rank's part in a collective, or in a transfer between two ranks.
+
+    Attributes:
+        operation: such as `all_reduce`.
+        group: the group's name.
+        sequence: empty for collectives; for transfers the direction, such as `0>1`, in global ranks.
+        number: in that sequence of the group; the same on all of its ranks.
+        issued_ns: the rank's arrival. On CPU it is the call, as threads may begin later; on CUDA, where the
+            host runs ahead, the begin of the kernel.
+        end_ns: the end of the rank's part.
+        num_bytes: size of the rank's input; `None` if unknown.
+    """
+
+    operation: str
+    group: str
+    sequence: str
+    number: int
+    issued_ns: int
+    end_ns: int
+    num_bytes: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What the parts of one collective on different ranks have in common."""
+        return self.group, self.sequence, self.number
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """One optimizer step of a rank.
+
+    Attributes:
+        number: the same on all ranks.
+        begin_ns: the end of the optimizer step before.
+        end_ns: the end of this optimizer step.
+    """
+
+    number: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace of one rank; all times are nanoseconds on the clock of the first rank.
+
+    Attributes:
+        rank: global.
+        world_size: ranks of the job; 0 if unknown.
+        steps: in order, each beginning where the one before ended or later.
+        phases: by name of `PHASES`, disjoint spans.
+        compute: disjoint spans of kernels, or of operators that call no other operator.
+        collectives: in order of issue.
+        host: identifies the machine and its start, so the clock; empty if unknown.
+        clock_error_ns: how far the times may be off those of the first rank.
+        slowdown: how much longer a step took while it was recorded, such as 1.2; `None` if unknown.
+        remarks: facts that limit what can be said.
+    """
+
+    rank: int
+    world_size: int
+    steps: tuple[TracedStep, ...]
+    phases: Mapping[str, Spans]
+    compute: Spans
+    collectives: tuple[TracedCollective, ...]
+    host: str = ""
+    clock_error_ns: int = 0
+    slowdown: float | None = None
+    remarks: tuple[str, ...] = field(default=())
+
+
+def divide_time(trace: RankTrace, elsewhere: Spans) -> dict[str, Coverage]:
+    """Return the phases of a rank such that none overlaps another.
+
+    Args:
+        trace: the rank's.
+        elsewhere: disjoint spans that belong to no phase.
+    """
+    taken, divided = elsewhere, {}
+    for phase in PHASES:
+        spans = trace.phases.get(phase)
+        if spans is not None and len(spans):
+            divided[phase] = Coverage(subtract(spans, taken))
+            taken = unite(taken, spans)
+    return divided

@@ -1,0 +1,212 @@
+"""Reading traces: what torch.profiler writes on CPU and CUDA, and what is damaged, foreign or hostile."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.cli.main import main
+from paceline.errors import PacelineError
+from paceline.profiling.analysis import analyse
+from paceline.profiling.assembly import move_trace
+from paceline.profiling.read import read_traces
+from paceline.profiling.trace import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, RankTrace
+from tests.profiling.chrome import BASE_NS, as_table, event, write
+from tests.profiling.timelines import MS, simulate
+
+
+def job(num_steps: int = 3) -> list[RankTrace]:
+    return simulate(2, num_steps, late={1: (DATA, 40 * MS)})
+
+
+def test_a_cpu_trace_is_read(tmp_path: Path) -> None:
+    """Files without marks, groups or numbers give the same times, up to the thread that begins late."""
+    made = job()
+    read = read_traces(write(tmp_path, made))
+    expected, found = analyse(made), analyse(read)
+    assert [(b.rank, b.phase) for b in found.blames] == [(1, DATA)]
+    for own, other in zip(made, read, strict=True):
+        assert other.rank == own.rank
+        for phase in PHASES:
+            spans = own.phases.get(phase)
+            if spans is not None:
+                assert np.abs(other.phases[phase] - BASE_NS - spans).max() <= 1000, phase
+        assert [part.issued_ns - BASE_NS for part in other.collectives] == [
+            part.issued_ns for part in own.collectives
+        ]
+        assert {part.num_bytes for part in other.collectives} == {400}
+    for row, same in zip(found.rows[1:], expected.rows[1:], strict=True):
+        assert row.exposed_ns == pytest.approx(same.exposed_ns, abs=20_000)
+        assert sum(row.waiting_ns.values()) == pytest.approx(sum(same.waiting_ns.values()), abs=20_000)
+
+
+def test_a_cuda_trace_is_read_from_its_kernels(tmp_path: Path) -> None:
+    made = job()
+    read = read_traces(write(tmp_path, made, cuda=True))
+    for own, other in zip(made, read, strict=True):
+        assert (other.compute - BASE_NS).tolist() == own.compute.tolist()
+        assert {(part.operation, part.group, part.num_bytes) for part in other.collectives} == {
+            ("all_reduce", "0", 400)
+        }
+    profile, expected = analyse(read), analyse(made)
+    assert profile.num_matched == expected.num_matched
+    assert profile.rows[4].exposed_ns == expected.rows[4].exposed_ns
+
+
+def test_a_folder_and_gzip_are_read(tmp_path: Path) -> None:
+    for path in write(tmp_path, job()):
+        (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    (tmp_path / "notes.txt").write_text("not a trace")
+    assert [trace.rank for trace in read_traces([tmp_path])] == [0, 1]
+
+
+def test_steps_of_a_schedule_keep_their_numbers(tmp_path: Path) -> None:
+    (path,) = write(tmp_path, job()[:1])
+    table = json.loads(path.read_text())
+    table["traceEvents"] += [
+        event("user_annotation", f"ProfilerStep#{number}", 10, (number * MS, (number + 1) * MS))
+        for number in (7, 8)
+    ]
+    path.write_text(json.dumps(table))
+    (trace,) = read_traces([path])
+    assert [step.number for step in trace.steps] == [7, 8]
+
+
+def test_reading_values_is_a_phase(tmp_path: Path) -> None:
+    (path,) = write(tmp_path, job()[:1])
+    table = json.loads(path.read_text())
+    table["traceEvents"] = [
+        event("cpu_op", "aten::addmm", 1, (0, 100_000)),
+        *(event("cpu_op", "aten::item", 1, (t, t + 2000)) for t in range(200_000, 300_000, 5000)),
+        event("cpu_op", "aten::addmm", 1, (300_000, 400_000)),
+        event("user_annotation", "Optimizer.step#SGD.step", 1, (400_000, 500_000)),
+    ]
+    path.write_text(json.dumps(table))
+    (row,) = analyse(read_traces([path])).rows
+    assert row.phases["reading values"] == 97_000
+    assert row.phases[FORWARD] == 400_000 - 97_000
+    assert row.phases[OPTIMIZER] == 100_000
+
+
+def test_clocks_that_differ_are_moved_within_a_bound(tmp_path: Path) -> None:
+    first, other = job(5)
+    paths = write(tmp_path, [first])
+    paths += write(tmp_path, [move_trace(other, 2_000 * MS)], host_name="b")
+    read = read_traces(paths)
+    moved = read[1].steps[0].begin_ns - read[0].steps[0].begin_ns
+    assert abs(moved) <= read[1].clock_error_ns <= 30 * MS
+    assert "is ahead of that of rank 0 by" in read[1].remarks[-1]
+
+
+def test_missing_ranks_and_other_lengths_are_remarked(tmp_path: Path) -> None:
+    traces = [replace(trace, world_size=4) for trace in job()]
+    traces[1] = replace(traces[1], phases={**traces[1].phases, OPTIMIZER: traces[1].phases[OPTIMIZER][:2]})
+    profile = analyse(read_traces(write(tmp_path, traces)))
+    assert profile.steps == (1, 2)
+    assert any("No trace of ranks 2 and 3" in remark for remark in profile.remarks)
+    assert any("different numbers of steps (rank 0 3, rank 1 2)" in remark for remark in profile.remarks)
+
+
+def table_of(events: Any, **more: Any) -> bytes:
+    return json.dumps({**as_table(job(1)[0], traceEvents=events), **more}).encode()
+
+
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "it is empty"),
+    "blank": (b" \n ", "it is empty"),
+    "torn": (b'{"traceEvents": [{"ph": "X", "name": "a', "cut off"),
+    "torn gzip": (gzip.compress(b'{"traceEvents": []}' * 100)[:-20], "gzip is damaged"),
+    "not UTF-8": (b'{"traceEvents": [{"name": "\xff\xfe"}]}', "UTF-8|cut off"),
+    "binary": (b"\x00\x01\x02", "cut off or not the JSON"),
+    "a picture": (b"\x89PNG\r\n", "cut off or not the JSON"),
+    "a number": (b"7", "not the JSON of a trace"),
+    "another JSON": (b'{"model": 1}', "traceEvents"),
+    "no events": (b'{"traceEvents": 5}', "traceEvents"),
+    "events of another kind": (b'{"traceEvents": [1, 2]}', "traceEvents"),
+    "a name that is none": (b'{"traceEvents": [{"ph": "X", "name": [1]}]}', "name"),
+    "endless": (table_of([event("kernel", "k", 1, (0, 1)) | {"ts": 1e308}]), "beyond all years"),
+    "backwards": (table_of([event("kernel", "k", 1, (5, 1))]), "negative duration"),
+    "a base of 80 bits": (table_of([], baseTimeNanoseconds=2**80), "years|Integer|integer|int"),
+    "deep": (b'{"x": ' + b"[" * 200_000 + b"]" * 200_000 + b', "traceEvents": []}', "deeply|cut off"),
+    "a table of ours": (table_of([], paceline={"steps": "all"}), "steps"),
+    "numbers of ours": (
+        table_of([event("kernel", "k", 1, (0, 1))], paceline={"steps": [[1, 0, 2**70]], "calls": []}),
+        "64 bits|out of range|cut off",
+    ),
+}
+
+
+@pytest.mark.parametrize(("data", "reason"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_file_that_is_no_trace_is_one_message(
+    data: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rank-0.json"
+    path.write_bytes(data)
+    with pytest.raises(PacelineError, match=reason) as caught:
+        analyse(read_traces([path]))
+    assert caught.value.code == "PL900"
+    assert str(path) in caught.value.saw
+    assert main(["profile", "read", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match=r"No such file.*\[PL900\]"):
+        read_traces([tmp_path / "nothing.json"])
+    with pytest.raises(PacelineError, match=r"no file that ends in .json.*\[PL900\]"):
+        read_traces([tmp_path])
+    first, second = write(tmp_path, job())
+    with pytest.raises(PacelineError, match=r"the same rank as .*worker0.json: 0.*\[PL902\]"):
+        read_traces([first, second, first])
+    for path in (first, second):
+        path.write_text(json.dumps({"traceEvents": json.loads(path.read_text())["traceEvents"]}))
+    with pytest.raises(PacelineError, match=r"no rank, neither.*\[PL902\]"):
+        read_traces([first, second])
+
+
+def test_traces_of_two_runs_contradict_each_other(tmp_path: Path) -> None:
+    first, other = job()
+    paths = write(tmp_path, [first, move_trace(other, 3_600_000 * MS)])
+    with pytest.raises(PacelineError, match=r"ranks 0 and 1 contradict.*\[PL904\]"):
+        read_traces(paths)
+
+
+def test_without_an_optimizer_step_there_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = write(tmp_path, job()[:1])
+    table = json.loads(path.read_text())
+    table["traceEvents"] = [e for e in table["traceEvents"] if "Optimizer" not in e["name"]]
+    path.write_text(json.dumps(table))
+    assert main(["profile", "read", str(path)]) == 2
+    assert "the trace of rank 0 has no step" in (error := capsys.readouterr().err)
+    assert error.rstrip().endswith("[PL903]")
+
+
+def test_msgspec_is_only_needed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "msgspec", None)
+    with pytest.raises(PacelineError, match=r"pip install 'paceline\[profile\]'.*\[PL901\]"):
+        read_traces(write(tmp_path, job()))
+
+
+def test_the_report_names_the_late_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(path) for path in write(tmp_path, job())]
+    assert main(["profile", "read", *paths]) == 1
+    text = capsys.readouterr().out
+    assert "ranks 0 and 1 of 2, steps 1 to 3: 77." in text
+    assert "rank 1: rank 0 waited 39" in text
+    assert "in: data." in text
+    assert "Speed up rank 1 first (PL913). [PL910]" in text
+    assert main(["profile", "read", *paths, "--json"]) == 1
+    table = json.loads(capsys.readouterr().out)
+    assert table["blames"][0]["phase"] == DATA
+    assert table["findings"][0]["code"] == "PL913"
+    assert 0.5 < table["exposed_share"] < 0.6
+    assert table["rows"][0]["phases"][BACKWARD] > 0
