@@ -107,6 +107,11 @@ class World:
         """Whether this is rank 0, the rank that writes and prints."""
         return self.rank == 0
 
+    def wait_for_device(self) -> None:
+        """Wait until this rank's device has done all work that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def barrier(self) -> None:
         """Wait until every rank is here. All ranks must call it."""
         if self.device.type == "cuda" and "nccl" in self.backend:

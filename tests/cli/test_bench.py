@@ -95,3 +95,25 @@ def test_picture_without_matplotlib_is_reported_before_measuring(
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     with pytest.raises(PacelineError, match=r"pip install matplotlib.*PL624"):
         run("scaling", recipe, "--plot", recipe.parent / "scaling.png")
+
+
+def test_waits_of_a_pipeline_are_printed_and_drawn(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = recipe.parent / "run.svg"
+    words = ("--nproc", 2, "--steps", 1, "--schedule", "zero_bubble", "--svg", picture)
+    assert (
+        run("pipeline", recipe, *words, "--set", "train.global_batch_size=8", "--set", "model.layers=2") == 0
+    )
+    out = capsys.readouterr().out
+    assert "on 2 ranks, cpu" in out
+    assert "4 microbatches of 2 samples per step" in out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("zero_bubble ")]
+    assert row[:3] == ["zero_bubble", "2", "-"]
+    assert "zero_bubble, planned: " in out
+    assert "\nmeasured: " in out
+    assert picture.read_text().count("<title>") == 2 * 24, "plan and run, 12 actions on each rank"
+
+
+def test_a_picture_that_can_not_be_written_is_told_before_measuring(recipe: Path) -> None:
+    for path in ("/nowhere/x.svg", recipe.parent):
+        with pytest.raises(PacelineError, match="PL477"):
+            run("pipeline", recipe, "--nproc", 2, "--svg", path)

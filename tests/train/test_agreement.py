@@ -121,5 +121,5 @@ def agree_on_other_lengths(world: Any) -> None:
 
 
 def test_other_numbers_of_microbatches_are_named(ranks: Pool) -> None:
-    with pytest.raises(RankError, match="26 on rank 0, 28 on rank 1"):
+    with pytest.raises(RankError, match="30 on rank 0, 32 on rank 1"):
         ranks.run(agree_on_other_lengths)

@@ -144,7 +144,7 @@ def _run_block(bench: Bench, steps: int, *, alone: bool) -> tuple[float, float]:
     start_s = time.perf_counter()
     with bench.trainer.without_communication() if alone else nullcontext():
         taken = [bench.trainer.step(share) for share in shares]
-    bench.wait_for_device()
+    bench.world.wait_for_device()
     step_s = (time.perf_counter() - start_s) / steps
     return step_s, fmean(step.comm_s for step in taken)
 

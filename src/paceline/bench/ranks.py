@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from paceline.data import build_data
 from paceline.data.share import Share
 from paceline.errors import PacelineError
@@ -82,14 +80,9 @@ class Bench:
     tokens_per_sample: int | None
     num_parameters: int
 
-    def wait_for_device(self) -> None:
-        """Wait until this rank's device is idle."""
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-
     def synchronise(self) -> None:
         """Wait for the device and for all ranks."""
-        self.wait_for_device()
+        self.world.wait_for_device()
         self.world.barrier()
 
 

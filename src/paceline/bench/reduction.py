@@ -131,7 +131,7 @@ def _run_block(bench: Bench, trainer: Trainer, steps: int) -> tuple[float, tuple
     start_s = time.perf_counter()
     for share in shares:
         trainer.step(share)
-    bench.wait_for_device()
+    bench.world.wait_for_device()
     return (time.perf_counter() - start_s) / steps, shares[-1].num_owned
 
 

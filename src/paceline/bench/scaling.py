@@ -165,7 +165,7 @@ def _run(recipe: Recipe, steps: int) -> _ScalingRun:
         bench.synchronise()
         start_s = time.perf_counter()
         taken = [bench.trainer.step(next(bench.shares)) for _ in range(steps)]
-        bench.wait_for_device()
+        bench.world.wait_for_device()
         total_s = time.perf_counter() - start_s
         return _ScalingRun(
             samples_per_s=sum(step.num_samples for step in taken) / total_s,

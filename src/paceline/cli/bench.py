@@ -1,9 +1,10 @@
-"""`paceline bench`: prints measured tables of throughput and of the costs of communication and exactness."""
+"""`paceline bench`: prints measured tables of throughput, and of what communication and pipelines cost."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -63,9 +64,36 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         steps=5,
         repeats=10,
     )
+    pipeline = _add(
+        kinds,
+        "pipeline",
+        "how long the ranks of a pipeline wait, per schedule",
+        "Records when each rank of pp runs which forward and backward. Prints the share of the time in "
+        "which ranks wait: by formula, simulated with equal and with measured times, and measured. "
+        "Microbatches are those of the recipe.",
+        steps=10,
+        repeats=None,
+    )
+    pipeline.add_argument(
+        "--schedule",
+        metavar="NAME",
+        dest="schedules",
+        action="append",
+        default=[],
+        help="1f1b or another known schedule, or the path of a list of actions; may be given several times "
+        "(default: all known ones); one alone is drawn too",
+    )
+    pipeline.add_argument(
+        "--chunks",
+        metavar="V",
+        type=int,
+        default=2,
+        help="stages per rank, for interleaved and bfs (default 2)",
+    )
+    pipeline.add_argument("--svg", metavar="FILE", type=Path, help="also draw plan and run into an .svg file")
 
 
-def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repeats: int) -> Any:
+def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repeats: int | None) -> Any:
     parser = kinds.add_parser(name, help=text, description=description)
     parser.add_argument("recipe", metavar="RECIPE", help="path of a recipe's .toml file")
     parser.add_argument(
@@ -74,14 +102,15 @@ def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repe
         type=int,
         help=f"(most) ranks; default: one per GPU or core, 2 to {_MAX_DEFAULT_RANKS}",
     )
-    block = "per launch" if name == "scaling" else "per block"
+    block = {"scaling": "per launch", "pipeline": "per schedule"}.get(name, "per block")
     again = "launches of each number of ranks" if name == "scaling" else "pairs of blocks"
     parser.add_argument(
         "--steps", metavar="K", type=int, default=steps, help=f"measured steps {block} (default {steps})"
     )
-    parser.add_argument(
-        "--repeats", metavar="R", type=int, default=repeats, help=f"{again} (default {repeats})"
-    )
+    if repeats is not None:
+        parser.add_argument(
+            "--repeats", metavar="R", type=int, default=repeats, help=f"{again} (default {repeats})"
+        )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -104,7 +133,8 @@ def run(args: argparse.Namespace) -> int:
     from paceline.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.settings)
-    return {"scaling": _scaling, "overhead": _overhead, "reduction": _reduction}[args.bench](recipe, args)
+    kinds = {"scaling": _scaling, "overhead": _overhead, "reduction": _reduction, "pipeline": _pipeline}
+    return kinds[args.bench](recipe, args)
 
 
 def _scaling(recipe: Recipe, args: argparse.Namespace) -> int:
@@ -141,6 +171,30 @@ def _reduction(recipe: Recipe, args: argparse.Namespace) -> int:
     from paceline.cli.bench_report import describe_reduction
 
     return _measure_pairs(recipe, args, measure_reduction, describe_reduction)
+
+
+def _pipeline(recipe: Recipe, args: argparse.Namespace) -> int:
+    from paceline.bench.pipeline import measure_pipeline
+    from paceline.cli.bench_report import describe_pipeline
+    from paceline.pipeline.picture import check_svg, draw_panels, draw_times, write_svg
+
+    if args.svg is not None:
+        check_svg(args.svg)
+    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
+    names = " ".join(args.schedules) or "all schedules"
+    _print_note(f"measuring {names} on {num_ranks} ranks, {args.steps} steps each ...")
+    waits, runs = measure_pipeline(recipe, num_ranks, args.schedules, chunks=args.chunks, steps=args.steps)
+    if args.json:
+        print(json.dumps(asdict(waits)))
+    else:
+        print(describe_pipeline(waits))
+        if len(runs) == 1:
+            print("\n" + draw_times(runs[0].list_both(), shutil.get_terminal_size((120, 24)).columns), end="")
+    if args.svg is not None:
+        panels = [(title, run.schedule, each) for run in runs for title, each in run.list_both()]
+        write_svg(args.svg, draw_panels(panels))
+        _print_note(f"drawn into {args.svg}")
+    return 0
 
 
 def _measure_pairs(

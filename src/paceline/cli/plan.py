@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.errors import PacelineError
 from paceline.pipeline.check import check_schedule
 from paceline.pipeline.files import read_list
-from paceline.pipeline.picture import draw_svg, draw_text
+from paceline.pipeline.picture import draw_svg, draw_text, write_svg
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.simulate import Costs, Simulation, simulate
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     schedule = _find_schedule(args.name, args.ranks, args.microbatches, args.chunks)
     result = simulate(schedule, _spread(costs, schedule))
     if args.svg is not None:
-        _write(args.svg, draw_svg(schedule, result))
+        write_svg(args.svg, draw_svg(schedule, result))
     if args.json:
         print(
             json.dumps(
@@ -182,15 +182,3 @@ def _range_error(saw: str, rule: str) -> PacelineError:
     return PacelineError(
         "PL476", saw=saw, rule=rule, fix="Try for example --ranks 4 --microbatches 8 --costs 1,1,1."
     )
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PacelineError(
-            "PL477",
-            saw=f"{path} cannot be written: {error.strerror}.",
-            rule="--svg names a file in a folder that exists.",
-            fix="Choose another path, or make its folder.",
-        ) from None

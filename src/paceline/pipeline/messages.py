@@ -37,6 +37,15 @@ class Message:
     microbatch: int
     name: str = ""
 
+    def __str__(self) -> str:
+        """Return its words: `the gradient of microbatch 5 from stage 3 to stage 2`."""
+        what = {
+            Payload.OUTPUT: "the output",
+            Payload.GRADIENT: "the gradient",
+            Payload.SHARED: f"the gradient of {self.name}",
+        }[self.content]
+        return f"{what} of microbatch {self.microbatch} from stage {self.source} to stage {self.target}"
+
 
 def list_results(action: Action, num_stages: int, shared: Mapping[str, Sequence[int]]) -> list[Message]:
     """Return what an action gives to actions of other stages, in the order of sending.

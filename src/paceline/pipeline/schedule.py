@@ -31,6 +31,14 @@ class ActionKind(StrEnum):
     WEIGHT = "W"  # the gradients of its weights, after INPUT
 
 
+KIND_NAMES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "gradient of the input",
+    ActionKind.WEIGHT: "gradients of the weights",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One piece of work of a rank.
@@ -47,6 +55,11 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def words(self) -> str:
+        """Its words: `the forward of microbatch 3 on stage 0`."""
+        return f"the {KIND_NAMES[self.kind]} of microbatch {self.microbatch} on stage {self.stage}"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ class Costs:
     """Durations of actions, in any unit, and what a microbatch keeps.
 
     Attributes:
-        forward, input, weight: by stage, or one number for all; a whole backward takes `input + weight`.
+        forward, input, weight: by stage, or one number for all.
+        backward: of a whole one, in the same way; default: `input + weight`.
         message: from one rank to another.
         activations: of one microbatch by stage, in any unit.
     """
@@ -29,6 +30,7 @@ class Costs:
     forward: Time | Sequence[Time] = 1
     input: Time | Sequence[Time] = 1
     weight: Time | Sequence[Time] = 1
+    backward: Time | Sequence[Time] | None = None
     message: Time = 0
     activations: float | Sequence[float] = 1
 
@@ -40,6 +42,8 @@ class Costs:
             return _of(self.input, action.stage)
         if action.kind is ActionKind.WEIGHT:
             return _of(self.weight, action.stage)
+        if self.backward is not None:
+            return _of(self.backward, action.stage)
         return _of(self.input, action.stage) + _of(self.weight, action.stage)
 
 
@@ -116,8 +120,22 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         for rank, (own, place) in enumerate(zip(schedule.actions, places, strict=True))
         if place < len(own)
     }
-    kept = tuple(_count_kept(own, costs) for own in spans)
+    kept = tuple(count_kept(own, costs) for own in spans)
     return Simulation(tuple(map(tuple, spans)), max(free), kept, stuck)
+
+
+def find_formula(schedule: Schedule) -> Time | None:
+    """Return the idle share by the formula for equal stages; `None` for an order that has none.
+
+    It is (P-1)/(vM+P-1) for P ranks of v stages and M microbatches (Huang et al. 2019, "GPipe"; Narayanan et
+    al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2).
+    """
+    num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
+    chunks = schedule.num_stages // num_ranks
+    is_whole = chunks == 1 or num_microbatches % num_ranks == 0
+    if schedule.name not in ("gpipe", "1f1b", "interleaved", "bfs") or not is_whole:
+        return None
+    return (num_ranks - 1) / (chunks * num_microbatches + num_ranks - 1)
 
 
 def _result(action: Action) -> Action:
@@ -136,7 +154,13 @@ def _arrival(
     return time + costs.message
 
 
-def _count_kept(spans: Sequence[Span], costs: Costs) -> float:
+def count_kept(spans: Sequence[Span], costs: Costs) -> float:
+    """Return the most activations that a rank keeps at once.
+
+    Args:
+        spans: of the rank, in order.
+        costs: for the activations of a microbatch by stage.
+    """
     split = {(s.action.stage, s.action.microbatch) for s in spans if s.action.kind is ActionKind.WEIGHT}
     now = most = 0.0
     for span in spans:

@@ -25,6 +25,7 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.replicate import CommHook
 from paceline.parallel.tensor.trace import cut_batch
+from paceline.pipeline.timeline import Timeline
 from paceline.recipe import Layout
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.seeds import derive_seed
@@ -39,6 +40,7 @@ from paceline.train.building import (
     build_model,
     build_updates,
     call_model,
+    no_pipeline_error,
     sync_batchnorm_error,
 )
 from paceline.train.evaluation import Evaluation, Metric, evaluate
@@ -49,6 +51,7 @@ from paceline.train.phases import Phases
 from paceline.train.precision import Precision
 from paceline.train.probe import explain_single_sample
 from paceline.train.recording import SkippedSteps, StepRecords
+from paceline.train.runners.staged import StagedRunner
 from paceline.train.same_settings import (
     StepSettings,
     all_ranks,
@@ -514,6 +517,22 @@ class Trainer(TrainedModels):
             for update in self._updates.values():
                 stack.enter_context(update.silenced())
             yield
+
+    @contextmanager
+    def recording_actions(self) -> Iterator[Timeline]:
+        """Record when this rank does the actions of the steps inside, to measure the waits of a pipeline.
+
+        Raises:
+            PacelineError: PL493 without `pp`.
+        """
+        runner = next(iter(self._updates.values())).runner
+        if not isinstance(runner, StagedRunner):
+            raise no_pipeline_error(self.layout)
+        runner.timeline = Timeline(self.world.wait_for_device)
+        try:
+            yield runner.timeline
+        finally:
+            runner.timeline = None
 
     def leave_if_asked(self) -> None:
         """Save and raise `Stopped` if some rank was asked to stop by the last step; collective.

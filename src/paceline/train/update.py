@@ -34,6 +34,7 @@ from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
 from paceline.torch_seams.operators import multiply_each
 from paceline.train.agreement import NUM_COPIES, Agreed, Agreement, RankMessage
+from paceline.train.bubble import find_bubble
 from paceline.train.copies import Copies
 from paceline.train.precision import Precision
 from paceline.train.runners.runner import Runner
@@ -64,6 +65,8 @@ class Updated:
         skipped: the reason why the weights were left unchanged, or `None`.
         stop_signum: the signal that some rank received, or 0.
         comm_s: seconds this rank waited for others and for transfers (0 on CUDA, see `Replica.backward`).
+        bubble: by rank of pp, the share of the update's actions that it waited; `None` without pp and on
+            CUDA.
     """
 
     loss: float
@@ -72,6 +75,7 @@ class Updated:
     skipped: str | None
     stop_signum: int
     comm_s: float
+    bubble: list[float] | None = None
 
 
 class Update:
@@ -312,7 +316,8 @@ class Update:
             self._unit = _power_of_two(weight)
         if self.schedule is not None:
             self._step_schedule(was_skipped=skipped is not None)
-        return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s)
+        bubble = None if self._mesh is None else find_bubble(agreed, self._mesh, self._precision.device)
+        return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble)
 
     def _measure_norm(self) -> Tensor:
         return measure_norm(

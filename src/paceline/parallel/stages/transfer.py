@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.mesh import Axis
 from paceline.pipeline.messages import Message, list_received
 from paceline.pipeline.schedule import Schedule
+from paceline.pipeline.under_way import UNDER_WAY
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class StageTransfer:
         }
         self._posted: dict[Message, list[_Posted]] = {}
         self._local: dict[Message, list[Tensor]] = {}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[Message, dist.Work, Tensor]] = []
         self._tags: dict[tuple[int, int], int] = {}
 
     def give(self, message: Message, tensors: Sequence[Tensor]) -> None:
@@ -84,6 +85,7 @@ class StageTransfer:
         if peer == self._pp.rank:
             self._local[message] = list(tensors)
             return
+        UNDER_WAY.posted = message
         for tensor, form in zip(tensors, self._describe(message), strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == (form.shape, form.dtype), (message, form)
             if not tensor.numel():
@@ -96,8 +98,9 @@ class StageTransfer:
                 sent, group=self._pp.group, group_dst=peer, tag=self._next_tag(self._pp.rank, peer)
             )
             assert work is not None
-            self._sent.append((work, sent))
+            self._sent.append((message, work, sent))
             self.sent_bytes += sent.numel()
+        UNDER_WAY.posted = None
 
     def expect(self, message: Message) -> None:
         """Post the receives of a message, and of those that its sender sends before it."""
@@ -107,19 +110,26 @@ class StageTransfer:
         queue = self._expected[peer]
         while message not in self._posted:
             following = queue.popleft()
+            UNDER_WAY.posted = following
             self._posted[following] = [self._post(form, peer) for form in self._describe(following)]
+        UNDER_WAY.posted = None
 
     def take(self, message: Message) -> list[Tensor]:
         """Return the tensors of a message; waits for them."""
         if self._homes[message.source] == self._pp.rank:
             return self._local.pop(message)
         self.expect(message)
-        return [posted.take() for posted in self._posted.pop(message)]
+        UNDER_WAY.awaited = message
+        found = [posted.take() for posted in self._posted.pop(message)]
+        UNDER_WAY.awaited = None
+        return found
 
     def finish(self) -> None:
         """Wait until everything that was given has left."""
-        for work, _ in self._sent:
+        for message, work, _ in self._sent:
+            UNDER_WAY.awaited = message
             work.wait()
+        UNDER_WAY.awaited = None
         self._sent.clear()
         assert not self._local
         assert not self._posted

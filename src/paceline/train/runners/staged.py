@@ -44,45 +44,17 @@ from paceline.parallel.placement import local
 from paceline.parallel.recompute import explaining_recompute
 from paceline.parallel.stages.deferred import WeightGradients, deferring, list_deferrable
 from paceline.parallel.stages.plan import StageCut
-from paceline.parallel.stages.record import LearnedTensor, Made
+from paceline.parallel.stages.received import ReceivedGradient, receive
 from paceline.parallel.stages.reduction import CutStageSum, build_sums
 from paceline.parallel.stages.transfer import Form, StageTransfer
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
 from paceline.pipeline.schedule import Action, ActionKind, Schedule
+from paceline.pipeline.timeline import Timeline
+from paceline.pipeline.under_way import UNDER_WAY
 from paceline.train.runners.runner import Runner
 from paceline.train.runners.work import Work
 
 Result = TypeVar("Result")
-
-
-class _Door(torch.autograd.Function):
-    """Passes a received tensor on to the model, and keeps its gradient.
-
-    The gradient of a leaf could get other strides than in one process, where there is no leaf; kernels may
-    add in another order then.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: _Gradient) -> Tensor:
-        ctx.kept = kept
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.kept.value = gradients[0]
-        return None, None
-
-
-@dataclass
-class _Gradient:
-    """The gradient of a received tensor, once backward has computed it."""
-
-    received: Tensor
-    value: Tensor | None = None
-
-    def read(self) -> Tensor:
-        """Return it; where nothing flows back, numbers that change no sum."""
-        return nothing_like(self.received) if self.value is None else self.value
 
 
 @dataclass
@@ -96,7 +68,7 @@ class _Kept:
         weights: keeps back the gradients of weights; `None` if the backward is not divided.
     """
 
-    received: list[_Gradient]
+    received: list[ReceivedGradient]
     made: list[Tensor]
     loss: Tensor | None
     weights: WeightGradients | None
@@ -137,6 +109,9 @@ class StagedRunner(Runner):
     Args:
         name, model, mesh, settings: as for `Runner`.
         laid_out: the result of laying out the model.
+
+    Attributes:
+        timeline: records the actions of the following steps, if it is set.
     """
 
     is_staged = True
@@ -144,6 +119,7 @@ class StagedRunner(Runner):
     def __init__(self, name: str, model: nn.Module, laid_out: LaidOut, mesh: Mesh, **settings: Any) -> None:
         super().__init__(name, model, laid_out, mesh, **settings)
         assert laid_out.stages is not None
+        self.timeline: Timeline | None = None
         self._stages = laid_out.stages
         self._pp = mesh.pp
         device = self._precision.device
@@ -188,12 +164,13 @@ class StagedRunner(Runner):
         self._num_started = 0
         for reduction in self._reductions.values():
             reduction.begin(share.num_owned)
-        waited_s = 0.0
+        waited_s, begun_s = 0.0, time.perf_counter()
         if self._count_rounds(share):
             with self._whole():
                 waited_s = self._run_schedule(work, count_flops=count_flops)
-        work.launch.now()
         started_s = time.perf_counter()
+        lasted_s = started_s - begun_s
+        work.launch.now(busy_s=lasted_s - waited_s, lasted_s=lasted_s)
         self._start_sums()
         for reduction in self._reductions.values():
             reduction.end()
@@ -255,6 +232,7 @@ class StagedRunner(Runner):
                 if action.microbatch >= len(batches):
                     self._join(action, following)
                     continue
+                UNDER_WAY.action = action
                 next_stage = None if following is None else following.stage
                 for ahead in actions[number : number + 2]:
                     if ahead.microbatch >= len(batches):
@@ -265,6 +243,8 @@ class StagedRunner(Runner):
                 needs = {m: transfer.take(m) for m in list_needs(action, schedule.num_stages, self._shared)}
                 waited_s += time.perf_counter() - started_s
                 with ExitStack() as stack:
+                    if self.timeline is not None:
+                        stack.enter_context(self.timeline.measuring(action))
                     counter = None
                     if count_flops and action.microbatch == 0:
                         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -274,10 +254,11 @@ class StagedRunner(Runner):
                     given = self._run_action(state, action, needs)
                     if self._shards is not None:
                         self._shards.free(action.stage, next_stage)
+                    for message, tensors in given.items():
+                        transfer.give(message, tensors)
                 if counter is not None:
                     num_flops += counter.get_total_flops()
-                for message, tensors in given.items():
-                    transfer.give(message, tensors)
+        UNDER_WAY.action = None
         started_s = time.perf_counter()
         transfer.finish()
         if count_flops and batches:
@@ -312,7 +293,7 @@ class StagedRunner(Runner):
         work, batch = state.work, state.batches[number]
         cut, index = self._cuts[number], work.share.microbatches[number][0]
         crossing = cut.crossings[stage]
-        received, gradients = _receive(crossing, *needs.values())
+        received, gradients = receive(crossing, *needs.values())
         loss: Tensor | None = None
         self._start(work, index, batch)
         with self._drawing(work, work.share.samples[number]):
@@ -463,8 +444,9 @@ class StagedRunner(Runner):
                 self._shards.gather(stage, following)
             for number, batch in enumerate(batches):
                 action, cut = Action(ActionKind.FORWARD, stage, number), self._cuts[number]
+                UNDER_WAY.action = action
                 needs = [transfer.take(m) for m in list_needs(action, schedule.num_stages, {})]
-                received, _ = _receive(cut.crossings[stage], *needs)
+                received, _ = receive(cut.crossings[stage], *needs)
                 seed_generators(seed_of(indices[number]), self._precision.device)
                 with around(indices[number], batch), self._precision.autocast():
                     made, output = self._stages.run(cut, stage, received, partial(objective.forward, batch))
@@ -474,6 +456,7 @@ class StagedRunner(Runner):
                     transfer.give(message, [made[tensor.made] for tensor in cut.crossings[stage + 1]])
             if self._shards is not None:
                 self._shards.free(stage, following)
+        UNDER_WAY.action = None
         transfer.finish()
         self._cuts = []
         return results
@@ -512,20 +495,6 @@ class StagedRunner(Runner):
 
     def _after_backward(self, work: Work, *, is_last: bool) -> None:
         """Do nothing: gradients are set aside by stage."""
-
-
-def _receive(
-    crossing: list[LearnedTensor], tensors: list[Tensor] | None = None
-) -> tuple[dict[Made, Tensor], list[_Gradient]]:
-    """Return what a stage gets, by name, and the gradients of those that need one."""
-    received: dict[Made, Tensor] = {}
-    gradients: list[_Gradient] = []
-    for each, tensor in zip(crossing, tensors or [], strict=True):
-        if each.needs_grad and torch.is_grad_enabled():
-            gradients.append(_Gradient(tensor))
-            tensor = _Door.apply(tensor.requires_grad_(), gradients[-1])  # type: ignore[no-untyped-call]
-        received[each.made] = tensor
-    return received, gradients
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class Call:
         done: whether it has completed on this rank.
         began_s: seconds since 1970.
         frames: who called it, innermost first.
+        purpose: of a send or receive of a pipeline: `the gradient of microbatch 5 from stage 3 to stage 2`.
     """
 
     group: str
@@ -72,6 +73,7 @@ class Call:
     done: bool
     began_s: float
     frames: tuple[Frame, ...] = ()
+    purpose: str = ""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,8 @@ class Report:
         num_named: how many groups torch has named by counting, among them those that this rank is not in, and
             one that it makes now; 0 where that is not known.
         made_at: by name of a group, the user's line that made it.
+        action: what the rank of a pipeline does or is about to do: `the forward of microbatch 3 on stage 0`.
+        awaited: the purpose of the send or receive for which it waits.
     """
 
     rank: int
@@ -209,6 +213,8 @@ class Report:
     meets: str = ""
     num_named: int = 0
     made_at: dict[str, Frame] = field(default_factory=dict)
+    action: str = ""
+    awaited: str = ""
 
     @property
     def is_closing(self) -> bool:

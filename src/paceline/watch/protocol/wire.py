@@ -162,6 +162,8 @@ def _report_to_json(report: Report) -> dict[str, Any]:
         "meets": report.meets,
         "num_named": report.num_named,
         "made_at": {name: frames.add([frame])[0] for name, frame in report.made_at.items()},
+        "action": report.action,
+        "awaited": report.awaited,
         "frames": frames.to_json(),
     }
 
@@ -184,6 +186,8 @@ def _report_from_json(value: dict[str, Any]) -> Report:
         meets=value["meets"],
         num_named=value["num_named"],
         made_at={name: frames[number] for name, number in value["made_at"].items()},
+        action=value["action"],
+        awaited=value["awaited"],
     )
 
 

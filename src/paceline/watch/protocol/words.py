@@ -89,6 +89,11 @@ def name_call(call: Call, group: str) -> str:
     return f"{call.operation} number {call.number} of {group}"
 
 
+def name_purpose(call: Call) -> str:
+    """Return, to follow "waits", what a rank of a pipeline waits for: `for the gradient of microbatch 5`."""
+    return f"until {call.purpose} is taken" if call.operation.startswith("send") else f"for {call.purpose}"
+
+
 def describe_tensors(call: Call) -> str:
     """Return a call's tensors in words: `float32 [128], sum`, `3 x float32 [128]`; empty if unknown."""
     dtypes = call.dtypes or ("",)

@@ -23,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.pipeline.messages import Message
+from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.watching import find_group_class, hide_from_compiler
 from paceline.watch.rank.threads import Mark, mark_stack
 
@@ -92,6 +94,7 @@ class Transfer:
         dtypes: of its tensors.
         began_ns: since 1970.
         stack: who called it.
+        purpose: the message of a pipeline that it carries; `None` for any other.
         work: torch's handle, as long as it is referenced.
         is_inside: whether the call has not returned yet.
     """
@@ -105,6 +108,7 @@ class Transfer:
     dtypes: tuple[Any, ...]
     began_ns: int
     stack: tuple[Mark, ...]
+    purpose: Message | None = None
     work: weakref.ref[Any] | None = None
     is_inside: bool = True
 
@@ -278,6 +282,7 @@ class Operations:
             dtypes=tuple(tensor.dtype for tensor in tensors),
             began_ns=time.time_ns(),
             stack=mark_stack(sys._getframe(2)),
+            purpose=UNDER_WAY.posted,
         )
         self._transfers.append(transfer)
         return transfer

@@ -322,6 +322,7 @@ def _build_transfer(transfer: Transfer, number: int, groups: Groups, frames: tup
         done=transfer.is_done,
         began_s=transfer.began_ns / 1e9,
         frames=frames,
+        purpose="" if transfer.purpose is None else str(transfer.purpose),
     )
 
 

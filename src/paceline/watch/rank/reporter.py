@@ -27,6 +27,7 @@ from typing import IO
 
 from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
+from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.watching import find_world
 from paceline.watch.protocol.frames import is_own
 from paceline.watch.protocol.report import Beat, Call, Frame, Group, Phase, Report, Stack
@@ -296,6 +297,8 @@ class WatchedProcess:
             meets=meets,
             num_named=num_named,
             made_at=made_at,
+            action="" if UNDER_WAY.action is None else UNDER_WAY.action.words,
+            awaited="" if UNDER_WAY.awaited is None else str(UNDER_WAY.awaited),
         )
 
     def _make_closing_report(self) -> Report:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from paceline.phrases import name_ranks
 from paceline.units import format_wait
 from paceline.watch.protocol.report import Seen, Verdict
-from paceline.watch.protocol.words import is_pairwise, pick
+from paceline.watch.protocol.words import is_pairwise, name_purpose, pick
 from paceline.watch.reasoning.clues import Side, explain_joining, list_clues
 from paceline.watch.reasoning.group_names import explain_building, explain_groups
 from paceline.watch.reasoning.mismatch import (
@@ -23,6 +23,7 @@ from paceline.watch.reasoning.mismatch import (
     find_stuck_mismatch,
 )
 from paceline.watch.reasoning.source import Source
+from paceline.watch.reasoning.stages import FIX, RULE, find_stage_mismatch
 from paceline.watch.reasoning.states import Kind, State, count_transfers, find_states
 from paceline.watch.reasoning.verdict import (
     ADVICE,
@@ -70,7 +71,11 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
         return made_apart
     calls = {rank: report.calls for rank, report in seen.reports.items()}
     merged = {name: group for known in groups.values() for name, group in known.items()}
-    mismatch = find_mismatch(calls, merged, read_source) or find_stuck_mismatch(calls, merged, read_source)
+    mismatch = (
+        find_mismatch(calls, merged, read_source)
+        or find_stage_mismatch(calls)
+        or find_stuck_mismatch(calls, merged, read_source)
+    )
     if mismatch is not None:
         shown = {rank for place in mismatch.places for rank in place.ranks}
         rest = list_places(state for rank, state in states.items() if rank not in shown)
@@ -145,12 +150,15 @@ def _explain_roots(roots: list[State], states: Mapping[int, State], seen: Seen, 
     first, root = direct[0], missing[0]
     code = _choose_code(first, root)
     who, waiting = name_ranks(s.rank for s in missing), _name_waiting(direct, seen)
-    headline = f"{who} {_name_absence(first, root, seen)}, where {waiting}: {name_state(missing)}"
+    is_staged = first.call is not None and bool(first.call.purpose)
+    where = "for which" if is_staged else "where"
+    headline = f"{who} {_name_absence(first, root, seen)}, {where} {waiting}: {name_state(missing)}"
     more = [*count_transfers(direct[:1], seen), *_list_clues(direct, missing, source)]
     more += _describe_others(ranks, direct, states)
-    return build_verdict(
-        code, headline, list_places(states.values()), fix=_name_fix(code, root, seen), more=more
-    )
+    rule, fix = "", _name_fix(code, root, seen)
+    if is_staged and code == "PL808":
+        rule, fix = RULE, f"Check rank {root.rank}{name_at(root.frames)}: why does it not continue there?"
+    return build_verdict(code, headline, list_places(states.values()), rule=rule, fix=fix, more=more)
 
 
 def _pick_waiters(waiting: list[State]) -> list[State]:
@@ -188,6 +196,8 @@ def _name_absence(waiter: State, root: State, seen: Seen) -> str:
     call = waiter.call
     if call is None:
         return f"never reached {waiter.operation}"
+    if call.purpose:
+        return f"never {'took' if call.operation.startswith('send') else 'sent'} {call.purpose}"
     if is_pairwise(call):
         if call.operation.startswith("send"):
             return f"never received what rank {waiter.rank} sends ({name_wait(waiter, seen.world_size)})"
@@ -269,13 +279,28 @@ def _explain_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, 
     is_pairs = any(s.call is not None and is_pairwise(s.call) for s in cycle)
     code = "PL808" if is_pairs else "PL802" if "unrecorded" in kinds else "PL806"
     steps = [
-        f"rank {state.rank} waits in {name_wait(state, seen.world_size)}{name_at(state.frames)} for rank "
-        f"{cycle[(n + 1) % len(cycle)].rank}"
-        for n, state in enumerate(cycle)
+        _name_step(state, cycle[(number + 1) % len(cycle)], seen.world_size)
+        for number, state in enumerate(cycle)
     ]
+    is_staged = any(s.call is not None and s.call.purpose for s in cycle)
     headline = f"{name_ranks(s.rank for s in cycle)} have waited {_name_since(cycle, seen)} for each other: "
     clues = [*count_transfers(cycle, seen), *_list_clues(cycle[:1], cycle[1:2], source)]
-    return build_verdict(code, headline + ", and ".join(steps), list_places(states.values()), more=clues)
+    return build_verdict(
+        code,
+        headline + ", and ".join(steps),
+        list_places(states.values()),
+        rule=RULE if is_staged else "",
+        fix=FIX if is_staged else "",
+        more=clues,
+    )
+
+
+def _name_step(state: State, following: State, world_size: int) -> str:
+    """Return one step of a cycle: `rank 0 waits in recv number 3 from rank 1 at train.py:31 for rank 1`."""
+    where = name_at(state.frames)
+    if state.call is not None and state.call.purpose:
+        return f"rank {state.rank} waits {name_purpose(state.call)} (rank {following.rank}){where}"
+    return f"rank {state.rank} waits in {name_wait(state, world_size)}{where} for rank {following.rank}"
 
 
 def _explain_absent(

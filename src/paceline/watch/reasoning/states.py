@@ -13,6 +13,7 @@ from paceline.watch.protocol.words import (
     name_call,
     name_exit,
     name_label,
+    name_purpose,
     own_frames,
     sequence_of,
 )
@@ -118,7 +119,10 @@ def _find_state(rank: int, seen: Seen, source: Source) -> State:
     call = None if report is None else _find_wait(main, report, process, source)
     if call is not None and report is not None:
         return _describe_wait(rank, call, report, own)
-    return _describe_activity(rank, main, process, source)
+    state = _describe_activity(rank, main, process, source)
+    if report is not None and report.action:
+        state = replace(state, words=f"{state.words}, in {report.action}")
+    return state
 
 
 def _find_main_stack(process: Process | None, report: Report | None, source: Source) -> tuple[Frame, ...]:
@@ -161,6 +165,9 @@ def _find_wait(main: Sequence[Frame], report: Report, process: Process | None, s
     open_calls = [call for call in report.calls if not call.done]
     if not open_calls:
         return None
+    awaited = [call for call in open_calls if report.awaited and call.purpose == report.awaited]
+    if awaited:  # others may be open too: a stage sends without waiting, and receives ahead
+        return min(awaited, key=lambda call: (call.began_s, call.number))
     own = own_frames(main)
     same_line = [
         call for call in open_calls if own and _lines(own_frames(call.frames))[:1] == _lines(own)[:1]
@@ -183,7 +190,10 @@ def _lines(frames: Sequence[Frame]) -> list[tuple[str, int]]:
 def _describe_wait(rank: int, call: Call, report: Report, own: tuple[Frame, ...]) -> State:
     group = report.groups.get(call.group)
     detail = describe_tensors(call)
-    words = f"waits in {name_call(call, name_label(group, call.group))}" + (f" ({detail})" if detail else "")
+    name = name_call(call, name_label(group, call.group))
+    words = f"waits in {name}" + (f" ({detail})" if detail else "")
+    if call.purpose:
+        words = f"waits {name_purpose(call)} ({name})"
     if is_bucket(call.frames):
         words += ", in backward"
     return State(
