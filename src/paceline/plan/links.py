@@ -1,0 +1,150 @@
+"""Describes links between ranks as the seconds that messages take by size, and holds textbook figures.
+
+A link is described by three curves, because collectives use it in three ways:
+
+- `message`: one message to a receiver that waits for it. A chain of forwarded messages pays this per hop.
+- `exchange`: every rank sends one message and receives one, and waits for both. gloo asks the receiver
+  before it sends, so over a long link this takes a round trip and not one way (gloo/transport/tcp/pair.cc).
+- `stream`: seconds per message while every rank keeps two messages to its neighbour in flight, as gloo's
+  rings do (gloo/allreduce.cc, gloo/allgather.cc).
+
+Each curve is a line `alpha + beta * bytes` (Hockney 1994) or, if measured, linear between measured sizes,
+like the gap of parameterized LogP (Kielmann et al. 2000).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by size of message: linear between points, continued beyond the last one.
+
+    Attributes:
+        num_bytes: sizes of the points, ascending; two or more.
+        seconds: of a message of each size.
+    """
+
+    num_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def line(cls, alpha_s: float, s_per_byte: float) -> Curve:
+        """Return the curve `alpha_s + s_per_byte * num_bytes`."""
+        return cls((0.0, 1e6), (alpha_s, alpha_s + 1e6 * s_per_byte))
+
+    @property
+    def alpha_s(self) -> float:
+        """Seconds of the smallest message."""
+        return self.seconds[0]
+
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds of one more byte in a large message; never negative, whatever was measured."""
+        rise = self.seconds[-1] - self.seconds[-2]
+        return max(0.0, rise / (self.num_bytes[-1] - self.num_bytes[-2]))
+
+    def __call__(self, num_bytes: float) -> float:
+        """Return the seconds of a message of this size."""
+        if num_bytes >= self.num_bytes[-1]:
+            return self.seconds[-1] + (num_bytes - self.num_bytes[-1]) * self.s_per_byte
+        if num_bytes <= self.num_bytes[0]:
+            return self.seconds[0]
+        at = bisect_right(self.num_bytes, num_bytes)
+        left, right = self.num_bytes[at - 1], self.num_bytes[at]
+        share = (num_bytes - left) / (right - left)
+        return self.seconds[at - 1] * (1 - share) + self.seconds[at] * share
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link of a class of pairs of ranks; the module's docstring defines the curves."""
+
+    message: Curve
+    exchange: Curve
+    stream: Curve
+
+    @classmethod
+    def of(cls, alpha_s: float, bytes_per_s: float, *, asks_first: bool = True) -> Link:
+        """Return the link with a latency and a bandwidth.
+
+        Args:
+            alpha_s: seconds that an empty message takes, one way.
+            bytes_per_s: one way.
+            asks_first: whether a sender asks the receiver before it sends, as gloo does.
+        """
+        s_per_byte = 1 / bytes_per_s
+        hop_s = 2 * alpha_s if asks_first else alpha_s
+        # Of two messages in flight, the second is sent while the first one's latency passes, up to this size.
+        hidden = max(1.0, hop_s / s_per_byte)
+        points = (0.0, hidden, 2 * hidden)
+        stream = Curve(points, tuple(max(b * s_per_byte, (hop_s + b * s_per_byte) / 2) for b in points))
+        return cls(Curve.line(alpha_s, s_per_byte), Curve.line(hop_s, s_per_byte), stream)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a cluster by class of pair, and the costs inside of a process.
+
+    Attributes:
+        same_node: between two ranks of a node; None if no node has two.
+        between_nodes: between ranks of two nodes; None if there is one node. One flow leaves each node.
+        call_s: seconds of a collective that sends nothing.
+        copy_s_per_byte: of a copy within a process.
+        add_s_per_byte: of adding a received vector to an own one.
+    """
+
+    same_node: Link | None
+    between_nodes: Link | None
+    call_s: float = 0.0
+    copy_s_per_byte: float = 0.0
+    add_s_per_byte: float = 0.0
+
+    def of_class(self, *, between: bool) -> Link:
+        """Return the link of a class that the ranks have."""
+        link = self.between_nodes if between else self.same_node
+        assert link is not None, "the table lacks a class of pairs that the ranks have"
+        return link
+
+
+@dataclass(frozen=True)
+class NamedLink:
+    """Figures of a kind of link, as data sheets and textbooks round them.
+
+    Attributes:
+        name: of the kind.
+        low_gb_s: 10^9 bytes per second of the slowest generation in use.
+        high_gb_s: of the fastest.
+        typical_gb_s: the figure that is usually quoted, between the two.
+        latency_s: to start a transfer; None where no figure is quoted.
+        is_both_ways: whether the figures add both directions; one direction then has half of it.
+        where: the pairs that it usually connects.
+    """
+
+    name: str
+    low_gb_s: float
+    high_gb_s: float
+    typical_gb_s: float
+    latency_s: float | None
+    is_both_ways: bool
+    where: str
+
+    def to_link(self, *, asks_first: bool = False) -> Link:
+        """Return the link with the typical figures of one direction; it needs a latency."""
+        assert self.latency_s is not None, f"no latency is quoted for {self.name}"
+        one_way = self.typical_gb_s * 1e9 / (2 if self.is_both_ways else 1)
+        return Link.of(self.latency_s, one_way, asks_first=asks_first)
+
+
+NAMED_LINKS = {
+    # NVLink 2 (V100) 300, NVLink 3 (A100) 600, NVLink 4 (H100) 900 GB/s per GPU, both directions together.
+    "nvlink": NamedLink("NVLink", 300, 900, 600, 1e-6, True, "GPUs of a node"),
+    # 16 lanes of PCIe 4, one direction.
+    "pcie4": NamedLink("PCIe 4.0", 32, 32, 32, None, False, "GPUs and network cards of a node"),
+    # HDR has 200 Gbit/s, NDR 400 Gbit/s per port.
+    "infiniband": NamedLink("InfiniBand", 25, 50, 50, 1e-6, False, "nodes"),
+    # 10 to 100 Gbit/s.
+    "ethernet": NamedLink("Ethernet", 1, 12.5, 12.5, 50e-6, False, "nodes"),
+}
