@@ -49,7 +49,7 @@ RANGES = {
     "6": "command line and benchmarks",
     "7": "comparing layouts",
     "8": "watching ranks",
-    "9": "profiling",
+    "9": "profiling and collectives",
 }
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.bench_collectives import add_collectives
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command `bench` and its benchmarks to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="measured tables and plots: scaling, overhead, reduction",
-        description="Trains a recipe for a few steps on ranks of this machine and measures. Nothing is "
-        "written into run folders.",
+        help="measured tables and plots: scaling, overhead, reduction, collectives",
+        description="Measures a recipe's training steps on ranks of this machine, or collectives on any "
+        "ranks. Nothing is written into run folders.",
     )
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCHMARK")
     scaling = _add(
@@ -91,6 +92,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="stages per rank, for interleaved and bfs (default 2)",
     )
     pipeline.add_argument("--svg", metavar="FILE", type=Path, help="also draw plan and run into an .svg file")
+    add_collectives(kinds)
 
 
 def _add(kinds: Any, name: str, text: str, description: str, *, steps: int, repeats: int | None) -> Any:

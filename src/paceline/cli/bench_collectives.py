@@ -1,0 +1,198 @@
+"""`paceline bench collectives`: measures each collective beside its prediction, and names slow links."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.bench_report import format_rows
+from paceline.errors import PacelineError
+from paceline.phrases import name_ranks
+from paceline.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from paceline.bench.collectives import Cell, Collectives
+    from paceline.comm.links import SlowLink
+    from paceline.plan.links import Link
+
+_DESCRIPTION = """
+Measures the links between ranks, then each collective at each size: time, algorithm and bus bandwidth as
+nccl-tests define them, and the time that the model predicts from the links. Runs on the CPU with gloo.
+Started by torchrun or `paceline run -m paceline bench collectives`, it joins their ranks.
+"""
+_UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_MOST_BYTES = 1 << 32
+
+
+def add_collectives(kinds: Any) -> None:
+    """Add the benchmark `collectives` to those of `paceline bench`."""
+    text = "every collective's time, bandwidth and predicted time; slow links"
+    parser = kinds.add_parser("collectives", help=text, description=_DESCRIPTION)
+    parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start on this machine (default 2)")
+    parser.add_argument(
+        "--sizes",
+        metavar="SIZE,...",
+        help="sizes in bytes, or with KB, MB or GB, which are powers of 1024 (default 64,4KB,64KB,1MB,8MB)",
+    )
+    parser.add_argument(
+        "--repeats", metavar="R", type=int, default=15, help="calls per operation and size (default 15)"
+    )
+    parser.add_argument(
+        "--links", metavar="FILE", type=Path, help="predict from saved links instead of measuring them"
+    )
+    parser.add_argument("--save-links", metavar="FILE", type=Path, help="save the measured links as JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `paceline bench collectives`; return 0, or 1 if a link is slow.
+
+    Raises:
+        PacelineError: for sizes, files or ranks that do not allow it.
+    """
+    from paceline.bench.collectives import SIZES, measure_collectives
+    from paceline.bench.ranks import check_counts
+    from paceline.comm.links_file import check_links_path, read_links
+    from paceline.place import is_launched
+
+    joins = is_launched(os.environ)
+    if joins and args.nproc is not None:
+        raise PacelineError(
+            "PL601",
+            saw="--nproc under torchrun, srun or mpirun.",
+            rule="The ranks already exist; this process is one of them.",
+            fix="Leave --nproc out, or start `paceline bench collectives` by itself.",
+        )
+    sizes = SIZES if args.sizes is None else parse_sizes(args.sizes)
+    num_ranks = 2 if args.nproc is None else args.nproc
+    check_counts(repeats=args.repeats, nproc=num_ranks)
+    if num_ranks == 1:
+        raise PacelineError(
+            "PL622",
+            saw="nproc=1.",
+            rule="One rank does not communicate.",
+            fix="Use two ranks or more: --nproc 2.",
+        )
+    if args.links is not None and args.save_links is not None:
+        raise PacelineError(
+            "PL956",
+            saw=f"--links {args.links} with --save-links {args.save_links}.",
+            rule="Links are either read or measured and saved.",
+            fix="Leave one of them out.",
+        )
+    is_main = not joins or os.environ.get("RANK", "0") == "0"
+    if is_main and args.links is not None:
+        read_links(args.links)  # before ranks are started; whether it fits them is known later
+    if is_main and args.save_links is not None:
+        check_links_path(args.save_links)
+    found = measure_collectives(
+        None if joins else num_ranks,
+        sizes=sizes,
+        repeats=args.repeats,
+        links_file=args.links,
+        save_to=args.save_links,
+    )
+    if is_main:
+        print(json.dumps(asdict(found)) if args.json else describe_collectives(found))
+    return 1 if found.slow_links else 0
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Return the sizes of `64,4KB,1MB` in bytes, ascending.
+
+    Raises:
+        PacelineError: PL953.
+    """
+    sizes = set()
+    for word in text.split(","):
+        found = re.fullmatch(r"(\d+)\s*(|B|KB|MB|GB)", word.strip().upper())
+        size = int(found[1]) * _UNITS[found[2]] if found else 0
+        if not 0 < size <= _MOST_BYTES:
+            raise PacelineError(
+                "PL953",
+                saw=f"--sizes {text}: {word.strip()!r}.",
+                rule=f"Sizes are whole numbers from 1 byte to {format_bytes(_MOST_BYTES)}, alone or with KB, "
+                "MB or GB.",
+                fix="Write for example --sizes 64,4KB,1MB.",
+            )
+        sizes.add(size)
+    return sorted(sizes)
+
+
+def describe_collectives(found: Collectives) -> str:
+    """Return the links, a row per operation and size, and how far the predictions are off."""
+    rows: list[tuple[str, ...]] = [
+        ("operation", "size", "time", "algbw", "busbw", "predicted", "error", "algorithm")
+    ]
+    rows += [_describe_cell(cell) for cell in found.cells]
+    return "\n\n".join([_describe_links(found), format_rows(rows), _summarise(found)])
+
+
+def _describe_links(found: Collectives) -> str:
+    links = found.links.links
+    ranks, nodes = len(found.nodes), len(found.hosts)
+    origin = f"from {found.links_file}" if found.links_file else f"measured in {found.links.took_s:.1f} s"
+    lines = [
+        f"collectives on {ranks} ranks of {nodes} node{'s' if nodes > 1 else ''}, {found.backend}; "
+        f"median and {found.cells[0].time_s.confidence:.0%} confidence interval",
+        f"  links, {origin}:",
+    ]
+    for name, link in (("same node", links.same_node), ("between nodes", links.between_nodes)):
+        if link is not None:
+            lines.append(f"    {name}: {_describe_link(link)}")
+    lines.append(f"    within a rank: {format_seconds(links.call_s)} per call")
+    if ranks // nodes > found.num_cores:
+        lines.append(f"  more ranks than the {found.num_cores} cores: they wait for each other")
+    return "\n".join(lines)
+
+
+def _describe_link(link: Link) -> str:
+    return (
+        f"{format_seconds(link.message.alpha_s)} one way, {format_seconds(link.exchange.alpha_s)} per "
+        f"exchange, {_rate(1 / link.stream.s_per_byte) if link.stream.s_per_byte else '-'} in a ring"
+    )
+
+
+def _describe_cell(cell: Cell) -> tuple[str, ...]:
+    taken = cell.time_s
+    return (
+        cell.operation,
+        format_bytes(cell.num_bytes) if cell.algorithm_bytes_per_s is not None else "-",
+        f"{format_seconds(taken.median)} ({format_seconds(taken.low)} to {format_seconds(taken.high)})",
+        _rate(cell.algorithm_bytes_per_s),
+        _rate(cell.bus_bytes_per_s),
+        format_seconds(cell.predicted_s),
+        f"{cell.error:+.0%}",
+        cell.algorithm,
+    )
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{bytes_per_s / 1e6:.4g} MB/s"
+
+
+def _summarise(found: Collectives) -> str:
+    lines = [
+        f"median error of the prediction: {found.median_error:.0%}; {found.near_share:.0%} of "
+        f"{len(found.cells)} cells within 25%"
+    ]
+    if not found.slow_links:
+        lines.append("no slow link: no pair takes twice as long as usual in its class")
+    for link in found.slow_links:
+        lines.append(f"slow link: {_name_link(link, found.hosts)}")
+    return "\n".join(lines)
+
+
+def _name_link(link: SlowLink, hosts: tuple[str, ...]) -> str:
+    what = "small messages" if link.by_latency else "large messages"
+    if link.node is not None:
+        where = f"{hosts[link.node]} ({name_ranks(link.ranks)}) with all other nodes"
+    else:
+        where = f"between {name_ranks(link.ranks)}"
+    return f"{where}: {link.times:.1f} times the usual time of {what}"

@@ -1,0 +1,386 @@
+"""Measures the links between the running ranks by messages between pairs, in a few seconds.
+
+Protocol, in the order of every rank; all messages travel on the default group:
+
+1. Ranks exchange the identity of their node: host name, boot and network. Processes of one machine that have
+   network namespaces of their own count as nodes of their own.
+2. Pairs, one after the other while all others wait in a barrier: the first sends a message and the second
+   returns it, for each size. Half of the median round trip is the time of one message. These pairs are all
+   if there are at most 28, else those of the nodes' first ranks, and in each node those of its first rank.
+3. Rings over the ranks of each node, all nodes at once, then over the nodes' first ranks: rounds of one
+   message each (`exchange`), and messages with two in flight (`stream`). The median over rounds counts, of
+   the rank where it is largest. Sizes grow until a message takes long enough to show the bandwidth.
+4. Each rank, all at once: an all-reduce of nothing from a common instant (a call's own cost), a copy and an
+   addition.
+
+The curves of a class of pairs are the medians over its pairs (2) and what its rings took (3), so they include
+the competition for cores and memory that collectives meet too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.common_clock import CommonClock, read_boot
+from paceline.errors import PacelineError
+from paceline.phrases import first_line
+from paceline.plan.links import Curve, Link, Links
+from paceline.world import World
+
+# From a call that is all latency to one that is all bandwidth. Between these sizes curves are straight.
+SIZES = (64, 4096, 65536, 1 << 20, 1 << 22, 1 << 24)
+# Every pair is measured with these sizes, and the first pair of a class with the larger ones too.
+PAIR_SIZES = SIZES[:4]
+# A curve ends with the first size that takes so long: latency and caches no longer matter.
+_LONG_S = 0.05
+_MOST_PAIRS = 28
+# Repetitions of one size last about as long, if that allows as many of them.
+_SAMPLE_S = 0.15
+_FEWEST, _MOST = 5, 100
+_PROBES = 3
+_LOCAL_BYTES = 1 << 22
+_LOCAL_REPEATS = 20
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The link between two ranks.
+
+    Attributes:
+        first: rank.
+        second: rank.
+        message: seconds of a message between them, one way, while nothing else is sent.
+    """
+
+    first: int
+    second: int
+    message: Curve
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """The links of a cluster with the ranks that they belong to.
+
+    Attributes:
+        hosts: each node's host name.
+        nodes: each rank's node, numbered in the order of ranks.
+        backend: that carried the messages.
+        pairs: every pair that was measured by itself.
+        links: the table for `paceline.plan.collectives`.
+        took_s: seconds of the measurement.
+    """
+
+    hosts: tuple[str, ...]
+    nodes: tuple[int, ...]
+    backend: str
+    pairs: tuple[Pair, ...]
+    links: Links
+    took_s: float
+
+
+def measure_links(world: World) -> MeasuredLinks:
+    """Measure the links between all ranks; all ranks must call it, and get the same result.
+
+    Messages are tensors in CPU memory. On a round trip of 50 ms and 100 Mbit/s, four ranks take about a
+    minute; on one machine, one or two seconds.
+
+    Raises:
+        PacelineError: PL622 for one rank, PL954 if a rank does not answer within the group's timeout.
+    """
+    if world.world_size == 1:
+        raise PacelineError(
+            "PL622",
+            saw="one rank.",
+            rule="One rank does not communicate.",
+            fix="Use two ranks or more: --nproc 2.",
+        )
+    start_s = time.perf_counter()
+    try:
+        hosts, nodes = find_nodes(world)
+        pairs = tuple(_measure_pairs(nodes, world.rank))
+        groups = [[rank for rank, node in enumerate(nodes) if node == at] for at in range(len(hosts))]
+        leaders = [group[0] for group in groups]
+        same = _measure_class(groups, pairs, nodes, between=False)
+        between = _measure_class([leaders], pairs, nodes, between=True)
+        call_s, copy_s, add_s = _measure_local(CommonClock(world))
+        took_s = _agree(time.perf_counter() - start_s)
+    except RuntimeError as error:
+        raise PacelineError(
+            "PL954",
+            saw=f"rank {world.rank} got no answer while it measured links ({first_line(error)}).",
+            rule=f"Every rank answers each message within the timeout ({world.timeout_s:g} s).",
+            fix="Look at the ranks' own messages: one of them has failed, or its network drops messages.",
+        ) from error
+    links = Links(same, between, call_s, copy_s, add_s)
+    return MeasuredLinks(hosts, nodes, dist.get_backend(), pairs, links, took_s)
+
+
+def find_nodes(world: World) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the nodes' host names, and each rank's node; all ranks must call it."""
+    found: list[tuple[str, str, int]] = [("", "", 0)] * world.world_size
+    dist.all_gather_object(found, _identify_node())
+    known = list(dict.fromkeys(found))
+    return tuple(host for host, _, _ in known), tuple(known.index(node) for node in found)
+
+
+def _identify_node() -> tuple[str, str, int]:
+    """Return host name, boot and network namespace; the last two are constants except on Linux."""
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        network = 0
+    return socket.gethostname(), read_boot(), network
+
+
+# ---- pairs
+
+
+def list_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs that are measured by themselves."""
+    pairs = [(a, b) for a in range(len(nodes)) for b in range(a + 1, len(nodes))]
+    if len(pairs) <= _MOST_PAIRS:
+        return pairs
+    leaders = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+    firsts = set(leaders.values())
+    return [(a, b) for a, b in pairs if a in firsts and (b in firsts or nodes[a] == nodes[b])]
+
+
+def _measure_pairs(nodes: Sequence[int], rank: int) -> list[Pair]:
+    pairs = list_pairs(nodes)
+    table = torch.zeros(len(pairs), len(PAIR_SIZES), dtype=torch.float64)
+    for row, (first, second) in zip(table, pairs, strict=True):
+        if rank in (first, second):
+            peer = second if rank == first else first
+            for column, size in enumerate(PAIR_SIZES):
+                took_s = _ping(peer, size, begins=rank == first)
+                row[column] = took_s if rank == first else 0.0
+        dist.barrier()
+    dist.all_reduce(table)
+    return [
+        Pair(first, second, _curve(row.tolist())) for (first, second), row in zip(pairs, table, strict=True)
+    ]
+
+
+def _ping(peer: int, size: int, *, begins: bool) -> float:
+    """Return half of the median round trip; the rank that begins decides how often."""
+    data, count = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+
+    def turn() -> None:
+        if begins:
+            dist.send(data, peer)
+            dist.recv(data, peer)
+        else:
+            dist.recv(data, peer)
+            dist.send(data, peer)
+
+    once_s = min(_time(turn) for _ in range(_PROBES))
+    if begins:
+        count[0] = _choose_repeats(once_s)
+        dist.send(count, peer)
+    else:
+        dist.recv(count, peer)
+    return statistics.median(_time(turn) for _ in range(int(count.item()))) / 2
+
+
+# ---- rings
+
+
+def _measure_class(
+    rings: list[list[int]], pairs: Sequence[Pair], nodes: Sequence[int], *, between: bool
+) -> Link | None:
+    """Return the link of a class, or None if it has no pairs; all ranks must call it."""
+    own = [pair for pair in pairs if (nodes[pair.first] != nodes[pair.second]) is between]
+    if not own:
+        return None
+    message = [statistics.median(pair.message(size) for pair in own) for size in PAIR_SIZES]
+    rank = dist.get_rank()
+    message += _measure_large(own[0], rank)
+    ring = next((ring for ring in rings if rank in ring and len(ring) > 1), [])
+    exchange, stream = (_measure_ring_sizes(ring, in_flight) for in_flight in (1, 2))
+    return Link(_curve(message), _curve(exchange), _curve(stream))
+
+
+def _measure_large(pair: Pair, rank: int) -> list[float]:
+    """Return the seconds of the larger messages of one pair, on all ranks."""
+    found: list[float] = []
+    last_s = pair.message.seconds[-1]
+    for size in SIZES[len(PAIR_SIZES) :]:
+        if last_s >= _LONG_S:
+            break
+        took_s = 0.0
+        if rank in (pair.first, pair.second):
+            took_s = _ping(pair.second if rank == pair.first else pair.first, size, begins=rank == pair.first)
+        last_s = _agree(took_s if rank == pair.first else 0.0)
+        found.append(last_s)
+    return found
+
+
+def _measure_ring_sizes(ring: Sequence[int], in_flight: int) -> list[float]:
+    found: list[float] = []
+    for size in SIZES:
+        found.append(_measure_ring(ring, size, in_flight=in_flight))
+        if found[-1] >= _LONG_S:
+            break
+    return found
+
+
+def _measure_ring(ring: Sequence[int], size: int, *, in_flight: int) -> float:
+    """Return the median seconds per message in rings; ranks in none take part in the agreement alone."""
+    dist.barrier()
+    probes = _pass_on(ring, size, in_flight, _PROBES)
+    count = _choose_repeats(_agree(min(probes)) * in_flight)
+    dist.barrier()
+    return _agree(statistics.median(_pass_on(ring, size, in_flight, count)))
+
+
+def _pass_on(ring: Sequence[int], size: int, in_flight: int, rounds: int) -> list[float]:
+    """Return the seconds per message of each round; in a round as many messages move on as are in flight."""
+    if not ring:
+        return [0.0]
+    at = ring.index(dist.get_rank())
+    after, before = ring[(at + 1) % len(ring)], ring[at - 1]
+    sent, received = (torch.zeros(in_flight, size, dtype=torch.uint8) for _ in range(2))
+
+    def begin(slot: int) -> tuple[dist.Work, dist.Work]:
+        receive, send = dist.irecv(received[slot], before), dist.isend(sent[slot], after)
+        assert receive is not None
+        assert send is not None
+        return receive, send
+
+    works = [begin(slot) for slot in range(in_flight)]
+    taken, last_s = [], time.perf_counter()
+    for number in range(rounds):
+        for slot in range(in_flight):
+            _wait(works[slot])
+            if number + 1 < rounds:
+                works[slot] = begin(slot)
+        now_s = time.perf_counter()
+        taken.append((now_s - last_s) / in_flight)
+        last_s = now_s
+    return taken
+
+
+def _wait(works: tuple[dist.Work, dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+# ---- within a process
+
+
+def _measure_local(clock: CommonClock) -> tuple[float, float, float]:
+    """Return the seconds of an empty call, and per byte of a copy and of an addition."""
+    nothing = torch.zeros(0)
+    source, target = torch.zeros(_LOCAL_BYTES // 4), torch.zeros(_LOCAL_BYTES // 4)
+    call_s = statistics.median(clock.time(lambda: dist.all_reduce(nothing)) for _ in range(_LOCAL_REPEATS))
+    per_byte = []
+    for work in (lambda: target.copy_(source), lambda: target.add_(source)):
+        dist.barrier()
+        once_s = _agree(statistics.median(_time(work) for _ in range(_LOCAL_REPEATS)))
+        per_byte.append(once_s / _LOCAL_BYTES)
+    return call_s, per_byte[0], per_byte[1]
+
+
+def _time(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def _choose_repeats(once_s: float) -> int:
+    return max(_FEWEST, min(_MOST, int(_SAMPLE_S / max(once_s, 1e-9))))
+
+
+def _agree(seconds: float) -> float:
+    """Return the largest of the ranks' seconds, on all ranks."""
+    largest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def _curve(seconds: Sequence[float]) -> Curve:
+    """Return the curve through the first sizes. It never falls: a smaller message took longer by chance."""
+    rising = itertools.accumulate(reversed(seconds), min)
+    return Curve(tuple(map(float, SIZES[: len(seconds)])), tuple(reversed(list(rising))))
+
+
+# ---- slow links
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """A pair, or a node all of whose pairs between nodes are slow.
+
+    Attributes:
+        ranks: the pair, or the ranks of the node.
+        node: the node, or None for a pair.
+        times: how many times longer than usual in its class a message takes.
+        by_latency: whether small messages show it, and not only large ones.
+    """
+
+    ranks: tuple[int, ...]
+    node: int | None
+    times: float
+    by_latency: bool
+
+
+# A pair counts as slow from here on: noise of a busy machine is below it, a link at half its speed above.
+_SLOW_TIMES = 2.0
+
+
+def find_slow_links(found: MeasuredLinks) -> list[SlowLink]:
+    """Return the pairs that take much longer than their class, the slowest first.
+
+    The usual time of a class is that of the pair a quarter of the way from the fastest, for small and for
+    large messages: of four nodes, one slow one slows half of all pairs. With two pairs or fewer in a class
+    there is nothing to compare.
+    """
+    slow: list[SlowLink] = []
+    for between in (False, True):
+        pairs = [p for p in found.pairs if (found.nodes[p.first] != found.nodes[p.second]) is between]
+        if len(pairs) >= 3:
+            slow += _compare_pairs(pairs)
+    return sorted(_join_by_node(slow, found), key=lambda link: -link.times)
+
+
+def _compare_pairs(pairs: Sequence[Pair]) -> list[SlowLink]:
+    slow = []
+    usual = {size: sorted(p.message(size) for p in pairs)[len(pairs) // 4] for size in PAIR_SIZES}
+    small, large = PAIR_SIZES[0], PAIR_SIZES[-1]
+    for pair in pairs:
+        by_small, by_large = (pair.message(size) / usual[size] for size in (small, large))
+        if max(by_small, by_large) >= _SLOW_TIMES:
+            slow.append(
+                SlowLink((pair.first, pair.second), None, max(by_small, by_large), by_small >= by_large)
+            )
+    return slow
+
+
+def _join_by_node(slow: list[SlowLink], found: MeasuredLinks) -> list[SlowLink]:
+    """Return one entry for a node all of whose pairs with other nodes are slow."""
+    nodes = found.nodes
+    pairs = [p for p in found.pairs if nodes[p.first] != nodes[p.second]]
+    joined: list[SlowLink] = []
+    rest = slow
+    for node in range(len(found.hosts)) if len(found.hosts) > 2 else ():
+        own = [link for link in rest if _crosses(link, nodes, node)]
+        if own and len(own) == sum(node in (nodes[p.first], nodes[p.second]) for p in pairs):
+            ranks = tuple(rank for rank, at in enumerate(nodes) if at == node)
+            times = statistics.median(link.times for link in own)
+            joined.append(SlowLink(ranks, node, times, own[0].by_latency))
+            rest = [link for link in rest if link not in own]
+    return joined + rest
+
+
+def _crosses(link: SlowLink, nodes: Sequence[int], node: int) -> bool:
+    ends = {nodes[rank] for rank in link.ranks}
+    return len(ends) == 2 and node in ends

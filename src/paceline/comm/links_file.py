@@ -1,0 +1,177 @@
+"""Saves measured links as JSON with their hosts, and refuses a file that does not fit the ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.links import MeasuredLinks, Pair
+from paceline.errors import PacelineError
+from paceline.phrases import first_line, name_some
+from paceline.plan.links import Curve, Link, Links
+from paceline.reading import read_file
+
+_FORMAT = 1
+_MOST_BYTES = 1 << 24
+_CURVES = ("message", "exchange", "stream")
+
+
+def check_links_path(path: Path) -> None:
+    """Raise PL955 if a file of links cannot be written there, before anything is measured."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise PacelineError(
+            "PL955",
+            saw=f"{path}: " + ("it is a folder." if path.is_dir() else f"{folder} is not a folder."),
+            rule="Measured links are written into one file of an existing folder.",
+            fix="Name for example links.json.",
+        )
+
+
+def save_links(found: MeasuredLinks, path: Path) -> None:
+    """Write measured links; one rank calls it.
+
+    Raises:
+        PacelineError: PL955 if the file cannot be written.
+    """
+    links = found.links
+    table = {
+        "paceline_links": _FORMAT,
+        "hosts": found.hosts,
+        "nodes": found.nodes,
+        "backend": found.backend,
+        "took_s": found.took_s,
+        "call_s": links.call_s,
+        "copy_s_per_byte": links.copy_s_per_byte,
+        "add_s_per_byte": links.add_s_per_byte,
+        "same_node": _link_table(links.same_node),
+        "between_nodes": _link_table(links.between_nodes),
+        "pairs": [{"ranks": [p.first, p.second], "message": _curve_table(p.message)} for p in found.pairs],
+    }
+    try:
+        path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PacelineError(
+            "PL955",
+            saw=f"{path}: {error.strerror}.",
+            rule="Measured links are written into one file of an existing folder.",
+            fix="Name a file in a folder with write permission.",
+        ) from None
+
+
+def load_links(path: Path, hosts: Sequence[str], nodes: Sequence[int]) -> MeasuredLinks:
+    """Read links that were measured on these ranks' nodes.
+
+    Args:
+        path: of a file that `save_links` wrote.
+        hosts: the nodes' host names, of `find_nodes`.
+        nodes: each rank's node.
+
+    Raises:
+        PacelineError: PL950 for a file that cannot be read or is damaged, PL951 for one of other hosts,
+            PL952 for one of fewer nodes or of fewer ranks per node.
+    """
+    found = read_links(path)
+    missing = [host for host in hosts if host not in found.hosts]
+    if missing and len(hosts) <= len(found.hosts):
+        raise PacelineError(
+            "PL951",
+            saw=f"{path} has the links of {name_some(found.hosts)}, and this job runs on "
+            f"{name_some(missing)} too.",
+            rule="Links are those of the hosts on which they were measured.",
+            fix="Measure on this job's hosts: leave --links out, and save with --save-links FILE.",
+        )
+    here, there = (max(Counter(ranks).values()) for ranks in (nodes, found.nodes))
+    if len(hosts) > len(found.hosts) or here > there:
+        raise PacelineError(
+            "PL952",
+            saw=f"{path} has {len(found.hosts)} nodes with up to {there} ranks, and this job has "
+            f"{len(hosts)} with up to {here}.",
+            rule="Every class of pairs must have been measured, with as many ranks that share a node.",
+            fix="Measure with this job's ranks: leave --links out, and save with --save-links FILE.",
+        )
+    return found
+
+
+def read_links(path: Path) -> MeasuredLinks:
+    """Read a file of links, of any cluster.
+
+    Raises:
+        PacelineError: PL950 for a file that cannot be read or is damaged.
+    """
+    try:
+        table = json.loads(read_file(path, _MOST_BYTES).decode("utf-8"))
+        return _parse(table)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except KeyError as error:
+        reason = f"{error.args[0]!r} is missing"
+    except (ValueError, TypeError, IndexError) as error:
+        reason = first_line(error)
+    raise PacelineError(
+        "PL950",
+        saw=f"{path} cannot be used as a file of links: {reason}.",
+        rule="It is the JSON that `paceline bench collectives --save-links FILE` writes.",
+        fix="Measure again with --save-links FILE, and do not edit the file.",
+    )
+
+
+def _parse(table: Any) -> MeasuredLinks:
+    if not isinstance(table, dict) or table.get("paceline_links") != _FORMAT:
+        raise ValueError(f"it does not have paceline_links = {_FORMAT}")
+    hosts = tuple(str(host) for host in table["hosts"])
+    nodes = tuple(int(node) for node in table["nodes"])
+    if len(nodes) < 2 or set(nodes) != set(range(len(hosts))):
+        raise ValueError(f"nodes {list(nodes)} do not number {len(hosts)} hosts")
+    sizes = Counter(nodes)
+    links = Links(
+        _parse_link(table["same_node"], needed=max(sizes.values()) > 1, name="same_node"),
+        _parse_link(table["between_nodes"], needed=len(hosts) > 1, name="between_nodes"),
+        *(_positive(table[name], name) for name in ("call_s", "copy_s_per_byte", "add_s_per_byte")),
+    )
+    pairs = tuple(_parse_pair(row, len(nodes)) for row in table["pairs"])
+    return MeasuredLinks(
+        hosts, nodes, str(table["backend"]), pairs, links, _positive(table["took_s"], "took_s")
+    )
+
+
+def _parse_pair(row: Any, num_ranks: int) -> Pair:
+    first, second = (int(rank) for rank in row["ranks"])
+    if not 0 <= first < second < num_ranks:
+        raise ValueError(f"pair {first}, {second} is none of {num_ranks} ranks")
+    return Pair(first, second, _parse_curve(row["message"], f"pair {first}, {second}"))
+
+
+def _parse_link(row: Any, *, needed: bool, name: str) -> Link | None:
+    if row is None:
+        if needed:
+            raise ValueError(f"{name} is null although the ranks have such pairs")
+        return None
+    return Link(*(_parse_curve(row[curve], f"{name}.{curve}") for curve in _CURVES))
+
+
+def _parse_curve(row: Any, name: str) -> Curve:
+    sizes = tuple(_positive(value, f"{name}.num_bytes") for value in row["num_bytes"])
+    seconds = tuple(_positive(value, f"{name}.seconds") for value in row["seconds"])
+    if len(sizes) < 2 or len(sizes) != len(seconds) or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"{name} has {len(sizes)} sizes and {len(seconds)} times, or sizes that do not rise")
+    return Curve(sizes, seconds)
+
+
+def _positive(value: Any, name: str) -> float:
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} is {value!r}, not a number above 0")
+    return number
+
+
+def _link_table(link: Link | None) -> dict[str, Any] | None:
+    return None if link is None else {name: _curve_table(getattr(link, name)) for name in _CURVES}
+
+
+def _curve_table(curve: Curve) -> dict[str, Any]:
+    return {"num_bytes": curve.num_bytes, "seconds": curve.seconds}

@@ -1,0 +1,43 @@
+"""Measured links made up for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.comm.links import PAIR_SIZES, MeasuredLinks, Pair, list_pairs
+from paceline.plan.links import Curve, Link, Links
+
+
+def make_links(
+    nodes: Sequence[int] = (0, 0, 1, 1), slow: Mapping[tuple[int, int], float] | None = None
+) -> MeasuredLinks:
+    """Links of 50 us and 1 GB/s in a node and 1 ms and 10 MB/s between nodes.
+
+    Args:
+        nodes: each rank's.
+        slow: pairs with how many times longer their large messages take.
+    """
+    classes = {False: _sample(Link.of(50e-6, 1e9)), True: _sample(Link.of(1e-3, 1e7))}
+    pairs = []
+    for first, second in list_pairs(nodes):
+        curve = classes[nodes[first] != nodes[second]].message
+        times = (slow or {}).get((first, second), 1.0)
+        seconds = [curve(size) * (times if size > 1000 else 1) for size in PAIR_SIZES]
+        pairs.append(Pair(first, second, Curve(tuple(map(float, PAIR_SIZES)), tuple(seconds))))
+    count = max(nodes) + 1
+    links = Links(
+        classes[False] if len(nodes) > count else None,
+        classes[True] if count > 1 else None,
+        call_s=1e-4,
+        copy_s_per_byte=1e-10,
+        add_s_per_byte=2e-10,
+    )
+    hosts = tuple(f"host{node}" for node in range(count))
+    return MeasuredLinks(hosts, tuple(nodes), "gloo", tuple(pairs), links, 1.5)
+
+
+def _sample(link: Link) -> Link:
+    """The link with points at the measured sizes."""
+    sizes = tuple(map(float, PAIR_SIZES))
+    curves = (link.message, link.exchange, link.stream)
+    return Link(*(Curve(sizes, tuple(map(curve, sizes))) for curve in curves))

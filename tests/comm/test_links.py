@@ -1,0 +1,104 @@
+"""Measured links: on real ranks, and slow ones among made-up ones."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from paceline.comm import links as links_module
+from paceline.comm.common_clock import CommonClock
+from paceline.comm.links import PAIR_SIZES, MeasuredLinks, find_slow_links, list_pairs, measure_links
+from paceline.errors import PacelineError
+from paceline.world import World
+from tests.comm.measured import make_links
+from tests.dist.pool import Pool
+
+
+def measure(world: World) -> MeasuredLinks:
+    return measure_links(world)
+
+
+def test_links_of_one_machine(ranks: Pool) -> None:
+    found, other = ranks.run(measure, nproc=2)
+    assert found == other
+    assert found.nodes == (0, 0)
+    assert len(found.hosts) == 1
+    assert [(pair.first, pair.second) for pair in found.pairs] == [(0, 1)]
+    link = found.links.same_node
+    assert found.links.between_nodes is None
+    assert link is not None
+    for curve in (link.message, link.exchange, link.stream):
+        assert list(curve.seconds) == sorted(curve.seconds)
+        assert curve.num_bytes[: len(PAIR_SIZES)] == PAIR_SIZES
+        assert 1e-7 < curve(64) < 0.2
+        assert 1e6 < 1 / curve.s_per_byte < 1e12
+    assert 1e-6 < found.links.call_s < 0.2
+    assert 0 < found.took_s < 60
+
+
+def time_naps(world: World) -> list[float]:
+    clock = CommonClock(world)
+    return [clock.time(lambda: time.sleep(0.05 * world.rank)) for _ in range(3)]
+
+
+def test_a_call_lasts_until_the_last_rank_ends(ranks: Pool) -> None:
+    first, second, third = ranks.run(time_naps, nproc=3)
+    assert first == second == third
+    assert all(0.1 <= took_s < 5 for took_s in first)
+
+
+def test_one_rank_has_no_links(ranks: Pool) -> None:
+    assert ranks.run(refuse_one, nproc=1) == ["PL622"]
+
+
+def refuse_one(world: World) -> str:
+    with pytest.raises(PacelineError) as caught:
+        measure_links(world)
+    return caught.value.code
+
+
+def test_a_rank_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(world: World) -> Any:
+        raise RuntimeError("Timed out waiting 600000ms for recv operation to complete")
+
+    monkeypatch.setattr(links_module, "find_nodes", time_out)
+
+    class Two:
+        rank, world_size, timeout_s = 1, 2, 600.0
+
+    with pytest.raises(PacelineError, match=r"rank 1 got no answer .*Timed out waiting 600000ms.*PL954"):
+        measure_links(Two())  # type: ignore[arg-type]
+
+
+def test_all_pairs_of_few_ranks_and_the_first_ranks_of_many() -> None:
+    assert len(list_pairs(range(8))) == 28
+    assert list_pairs((0, 0, 0)) == [(0, 1), (0, 2), (1, 2)]
+    many = list_pairs([rank // 4 for rank in range(16)])
+    assert len(many) == 6 + 4 * 3
+    assert (0, 4) in many
+    assert (4, 7) in many
+    assert (1, 5) not in many
+
+
+def test_a_slow_pair_is_named() -> None:
+    (link,) = find_slow_links(make_links((0, 1, 2, 3), slow={(1, 2): 5.0}))
+    assert (link.ranks, link.node, link.by_latency) == ((1, 2), None, False)
+    assert link.times == pytest.approx(5)
+
+
+def test_a_slow_node_is_named_once() -> None:
+    slow = {(0, 2): 5.0, (1, 2): 5.0, (2, 3): 5.0}
+    (link,) = find_slow_links(make_links((0, 1, 2, 3), slow=slow))
+    assert (link.ranks, link.node) == ((2,), 2)
+    assert link.times == pytest.approx(5)
+    slow = dict.fromkeys([(0, 4), (0, 5), (1, 4), (1, 5), (2, 4), (2, 5), (3, 4), (3, 5)], 3.0)
+    (link,) = find_slow_links(make_links((0, 0, 1, 1, 2, 2), slow=slow))
+    assert (link.ranks, link.node) == ((4, 5), 2)
+
+
+def test_equal_links_and_too_few_pairs_are_not_slow() -> None:
+    assert find_slow_links(make_links((0, 0, 1, 1))) == []
+    assert find_slow_links(make_links((0, 0, 0), slow={(0, 1): 1.5})) == []
+    assert find_slow_links(make_links((0, 1), slow={(0, 1): 9.0})) == [], "nothing to compare with"
