@@ -26,7 +26,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command `bench` and its benchmarks to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="measured tables and plots: scaling, overhead, reduction, collectives",
+        help="measured tables and plots: scaling, overhead, reduction, pipeline, collectives",
         description="Measures a recipe's training steps on ranks of this machine, or collectives on any "
         "ranks. Nothing is written into run folders.",
     )
