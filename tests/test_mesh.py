@@ -15,7 +15,8 @@ from tests.dist.pool import Pool
 
 def read_groups(world: Any, text: str) -> tuple[dict[str, list[int]], bool]:
     mesh = build_mesh(Layout.parse(text), world)
-    axes = {**mesh.axes, "dp": mesh.dp, "replicas": mesh.replicas, "model": mesh.model}
+    joined = (mesh.dp, mesh.replicas, mesh.expert_replicas, mesh.model)
+    axes = {**mesh.axes, **{axis.name: axis for axis in joined}}
     for name, axis in axes.items():
         ranks = dist.get_process_group_ranks(axis.group)
         assert (axis.size, axis.rank) == (len(ranks), ranks.index(world.rank)), name
@@ -23,12 +24,16 @@ def read_groups(world: Any, text: str) -> tuple[dict[str, list[int]], bool]:
     return {name: dist.get_process_group_ranks(axis.group) for name, axis in axes.items()}, mesh.reports
 
 
-@pytest.mark.parametrize("text", ["dp_replicate=2 dp_shard=2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2"])
+@pytest.mark.parametrize(
+    "text", ["dp_replicate=2 dp_shard=2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "dp_replicate=4 ep=2"]
+)
 def test_groups_are_those_of_the_layout(ranks: Pool, text: str) -> None:
     layout = Layout.parse(text).resolve(4)
     expected = {name: (name,) for name in list_axes()} | {
         "dp": list_axes(shares_data=True),
-        "replicas": list_axes(shares_data=True, divides_model=False),
+        "dp_replicate": ("dp_replicate", "ep"),
+        "replicas": ("dp_replicate", "ep"),
+        "expert_replicas": ("dp_replicate",),
         "model": list_axes(divides_model=True),
     }
     found = ranks.run(read_groups, nproc=4, args=(text,))

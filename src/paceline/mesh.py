@@ -2,7 +2,8 @@
 
 The axes, and their order in the rank number, are those of the table in `recipe/axes.py`. Rank =
 ((((stage * dp_replicate) + replica) * dp_shard + shard) * cp + cp rank) * tp + tp rank, so the ranks of the
-last axis have consecutive numbers.
+last axis have consecutive numbers. An axis within another one, as ep is within dp_replicate, divides the
+ranks of that one into groups of neighbours.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Axis:
     """This rank's place among the ranks that differ from it only along one or several axes.
 
     Attributes:
-        name: of an axis of the layout, or of several together: `dp`, `replicas`, `model`.
+        name: of an axis of the layout, or of several together: `dp`, `replicas`, `model`; or of every ep-th
+            rank of dp_replicate: `expert_replicas`.
         size: the number of these ranks.
         rank: this rank's number among them.
         group: their process group.
@@ -42,9 +44,10 @@ class Mesh:
     Attributes:
         layout: the degrees, resolved.
         axes: every axis of the layout, by name.
-        pp, dp_replicate, dp_shard, cp, tp: each of them.
+        pp, dp_replicate, ep, dp_shard, cp, tp: each of them.
         dp: the ranks that run different microbatches and have this rank's place on the other axes.
-        replicas: the ranks of dp that hold the same parts of the model.
+        replicas: the ranks of dp that hold the same parts of the model, experts apart.
+        expert_replicas: the ranks of dp_replicate that hold the same experts.
         model: the ranks that together hold one copy of the model.
         homes: by stage of the model, the rank of pp that holds it.
         device_mesh: torch's mesh, with one dimension per axis, of the same name.
@@ -53,12 +56,16 @@ class Mesh:
     def __init__(self, layout: Layout, device_mesh: DeviceMesh, world: World) -> None:
         self.layout = layout
         self._spare = world.spare_groups
+        self._made = world.groups
+        self._rank = world.rank
         self.device_mesh = device_mesh
-        self.axes = {name: _read_axis(name, device_mesh[name]) for name in list_axes()}
-        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
-            self.axes[name] for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        self.axes = {name: _read_axis(name, device_mesh[name]) for name in list_axes(multiplies=True)}
+        self.axes |= {name: self._group(name, (name,)) for name in list_axes(multiplies=False)}
+        self.pp, self.dp_replicate, self.ep, self.dp_shard, self.cp, self.tp = (
+            self.axes[name] for name in ("pp", "dp_replicate", "ep", "dp_shard", "cp", "tp")
         )
-        self.dp = self._join("dp", list_axes(shares_data=True))
+        self.expert_replicas = self._group("expert_replicas", ("dp_replicate",))
+        self.dp = self._join("dp", list_axes(shares_data=True, multiplies=True))
         self.replicas = self._join("replicas", list_axes(shares_data=True, divides_model=False))
         self.model = self._join("model", list_axes(divides_model=True))
         self.homes = find_homes(layout.schedule, layout.pp, layout.chunks)
@@ -97,9 +104,21 @@ class Mesh:
     def _join(self, name: str, axes: tuple[str, ...]) -> Axis:
         """Join several axes into one; make a group only if more than one of them has several ranks."""
         several = [axis for axis in axes if self.axes[axis].size > 1]
+        if any(axis in several for axis in list_axes(multiplies=False)):
+            return self._group(name, tuple(several))
         if len(several) > 1:
             return _read_axis(name, flatten(self.device_mesh[tuple(several)], name))
         return replace(self.axes[several[0] if several else axes[0]], name=name)
+
+    def _group(self, name: str, axes: tuple[str, ...]) -> Axis:
+        """Return the ranks that differ from this one along these axes only; make a group if there is none."""
+        ranks = next(ranks for ranks in self.layout.list_groups(axes) if self._rank in ranks)
+        known = {tuple(dist.get_process_group_ranks(axis.group)): axis.group for axis in self.axes.values()}
+        if tuple(ranks) not in known and tuple(ranks) not in self._made:
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            self._made[tuple(ranks)] = group
+        group = known.get(tuple(ranks)) or self._made[tuple(ranks)]
+        return Axis(name, len(ranks), ranks.index(self._rank), group)
 
 
 def build_mesh(layout: Layout, world: World) -> Mesh:

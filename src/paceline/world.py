@@ -78,6 +78,7 @@ class World:
         threads_per_rank: the argument of `start`.
         device_meshes: the meshes made so far, by their degrees. Trainers of one world share them, because
             every group has its own threads, which wake up until the process ends.
+        groups: other groups made so far, by their ranks.
         spare_groups: groups returned by `Mesh.return_group`, by their ranks.
     """
 
@@ -95,6 +96,7 @@ class World:
     deterministic: bool
     threads_per_rank: int | Literal["auto"] = "auto"
     device_meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     spare_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
     _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _store: Store | None = field(default=None, repr=False)

@@ -121,7 +121,7 @@ CASES = {
     "layout of another size": Case(
         _train("--nproc", "2", "--set", "layout.dp_replicate=3"), ["dp_replicate=3", "2 ranks", "PL113"]
     ),
-    "axis not built": Case(_set("layout.ep=2"), ["layout.ep", "dp_replicate", "PL111"]),
+    "experts of a dense model": Case(_set("layout.ep=2"), ["layout.ep=2", "without experts", "PL653"]),
     "no files match": Case(_set('data.files=["nowhere/*.txt"]'), ["nowhere", "PL2"]),
     "data too short": Case(_set("data.seq_len=100000"), ["100000", "tokens", "PL2"]),
     "tokenizer missing": Case(_set("data.tokenizer=tok.json"), ["tok.json", "PL2"]),

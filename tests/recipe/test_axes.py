@@ -61,7 +61,7 @@ assert list(layout.degrees.items()) == [
 assert (layout.num_ranks, layout.dp, layout.num_replicas, layout.num_sample_parts) == (24, 12, 4, 1)
 assert layout.divides_model and layout.keeps_bits
 assert layout.find_place(23) == {
-    "pp": 0, "dp_replicate": 1, "echo": 1, "dp_shard": 2, "cp": 0, "spread": 1, "tp": 0
+    "pp": 0, "dp_replicate": 1, "echo": 1, "dp_shard": 2, "cp": 0, "spread": 1, "tp": 0, "ep": 0
 }
 assert [layout.find_dp_rank(rank) for rank in (0, 5, 6, 11, 12, 23)] == [0, 5, 0, 5, 6, 11]
 assert layout.list_dp_ranks(6) == [12, 18]
@@ -77,7 +77,7 @@ else:
 try:
     Layout.parse("ecco=3")
 except PacelineError as error:
-    assert "pp, dp_replicate, echo, dp_shard, cp, spread, tp, ep" in str(error), error
+    assert "pp, dp_replicate, ep, echo, dp_shard, cp, spread, tp" in str(error), error
 
 candidates = list(list_candidates(4, ("none",), ("none",)))
 assert {c.num_ranks for c in candidates} == {4} and len(set(candidates)) == len(candidates)
@@ -135,11 +135,26 @@ def test_a_row_is_all_that_training_needs(made_up: Path) -> None:
 
 
 def test_the_table() -> None:
-    assert list_axes() == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    assert list_axes(shares_data=True) == ("dp_replicate", "dp_shard")
+    assert list_axes() == ("pp", "dp_replicate", "ep", "dp_shard", "cp", "tp")
+    assert list_axes(multiplies=True) == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    assert list_axes(shares_data=True, multiplies=True) == ("dp_replicate", "dp_shard")
     assert list_axes(shares_data=True, divides_model=False) == (OPEN,)
     assert list_axes(divides_sample=True) == ("pp", "cp", "tp")
     assert all(axis.help.endswith(".") and "\n" not in axis.help for axis in AXES)
+
+
+def test_an_axis_within_another_numbers_its_neighbours() -> None:
+    layout = Layout.parse("pp=2 dp_replicate=4 ep=2 tp=2").close()
+    assert (layout.num_ranks, layout.dp, layout.num_replicas) == (16, 4, 4)
+    assert layout.list_groups(["ep"])[:2] == [[0, 2], [1, 3]]
+    assert [layout.find_place(rank)["ep"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    # Of the ranks of an axis around it, those at the same place hold the same.
+    assert layout.list_groups(["dp_replicate"])[:2] == [[0, 4], [1, 5]]
+    assert layout.list_groups(["dp_replicate", "ep"])[0] == [0, 2, 4, 6]
+    assert layout.list_groups(list_axes(divides_model=True))[0] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert str(Layout.parse("dp_replicate=4 ep=2")) == "dp_replicate=4 ep=2"
+    assert Layout.parse("ep=2").fewest_ranks == 2
+    assert Layout.parse("ep=2").resolve(6).dp_replicate == 6
 
 
 @pytest.mark.parametrize(

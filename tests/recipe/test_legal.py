@@ -36,6 +36,11 @@ from paceline.recipe.ranks import DdpSection, ShardSection
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "train": {"steps": 10}}
 ENCODER = {"model": {"kind": "encoder"}, "data": {"kind": "masked_text"}, "train": {"steps": 10}}
+MOE = {
+    "model": {"kind": "moe", "experts": 6},
+    "data": {"kind": "text"},
+    "train": {"steps": 10},
+}
 RESNET = {"model": {"kind": "resnet"}, "data": {"kind": "digits"}, "train": {"steps": 10}}
 
 
@@ -111,6 +116,47 @@ IMPOSSIBLE = {
         ENCODER, "tp=4", 4, "PL134", "model.ffn_hidden=510", "equal", "1 or 2", ("model.ffn_hidden=510",)
     ),
     "convolutions": Case(RESNET, "tp=2", 2, "PL135", "tp=2", "linear layers", "tp=1"),
+    "experts of a dense model": Case(
+        GPT, "dp_replicate=2 ep=2", 2, "PL653", "without experts", "mixtures", "Leave ep out"
+    ),
+    "experts of no replica": Case(
+        MOE, "dp_replicate=4 ep=3", 4, "PL654", "dp_replicate=4", "adds no ranks", "multiple of 3"
+    ),
+    "part of an expert": Case(
+        MOE, "dp_replicate=4 ep=4", 4, "PL655", "6 experts", "equally many", "Set ep to 1 or 2."
+    ),
+    "experts of a pipeline": Case(
+        MOE, "pp=2 dp_replicate=2 ep=2", 4, "PL656", "layout.pp=2", "in rounds", "ep=1"
+    ),
+    "experts and parts of sequences": Case(
+        MOE, "cp=2 dp_replicate=2 ep=2", 4, "PL656", "layout.cp=2", "whole sequences", "cp=1"
+    ),
+    "shared experts and shards": Case(
+        MOE, "dp_replicate=2 dp_shard=2 ep=2", 4, "PL656", "layout.dp_shard=2", "replicas", "dp_shard=1"
+    ),
+    "tokens that are sent twice": Case(
+        MOE, "dp_replicate=2 ep=2 recompute=block", 2, "PL656", "recompute=block", "again", "recompute out"
+    ),
+    "experts of a static graph": Case(
+        MOE,
+        "dp_replicate=2 ep=2",
+        2,
+        "PL656",
+        "ddp.static_graph=true",
+        "wait",
+        "ep=1",
+        ("ddp.static_graph=true",),
+    ),
+    "compiled experts": Case(
+        MOE,
+        "dp_replicate=2 ep=2",
+        2,
+        "PL656",
+        "train.compile=true",
+        "compiled graph",
+        "ep=1",
+        ("train.compile=true",),
+    ),
     "sequence of one rank": Case(
         GPT, "dp_replicate=2 sequence=true", 2, "PL136", "tp=1", "over the ranks of tp", "leave sequence out"
     ),
@@ -399,6 +445,7 @@ models = st.builds(
     max_rows=maybe,
     num_blocks=st.none() | st.integers(0, 4),
     has_batchnorm=st.none() | st.booleans(),
+    num_experts=st.just(0) | maybe,
 )
 runs = st.builds(
     RunFacts,
@@ -421,6 +468,7 @@ layouts = st.builds(
     dp_replicate=st.none() | st.integers(1, 9),
     dp_shard=st.integers(1, 9),
     tp=st.integers(1, 9),
+    ep=st.sampled_from([1, 1, 2, 3, 4]),
     **{name: st.sampled_from(choices) for name, choices in CHOICES.items()},
 )
 worlds = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 30])
@@ -433,7 +481,8 @@ def test_what_is_listed_passes_and_what_is_not_does_not(
 ) -> None:
     rules = Rules(model, run)
     legal, total = rules.enumerate(world_size)
-    candidates = list(list_candidates(world_size, ("none",), ("none",)))
+    has_experts = model.num_experts != 0
+    candidates = list(list_candidates(world_size, ("none",), ("none",), has_experts=has_experts))
     assert total == len(candidates)
     for candidate in candidates:
         findings = rules.check(candidate, world_size)

@@ -280,7 +280,6 @@ ONE_PROBLEM = {
         "optimizer.base_batch_size=8",
         "both",
     ),
-    "an axis of later": (small(layout={"tp": 2, "ep": 2}), "PL111", "layout.ep=2", "Leave ep out"),
     "no zero of ours": (small(layout={"zero": 4}), "PL101", "layout.zero=4", "zero = 3"),
     "true as a word": (small(layout={"sequence": "true"}), "PL101", "layout.sequence", "sequence = false"),
     "shard's own key": (small(shard={"prefetch": -1}), "PL101", "shard.prefetch=-1", "prefetch = 1"),

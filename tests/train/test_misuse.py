@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], str]] = {
     ),
     "layout of another world": ("PL113", lambda: build(layout="dp_replicate=2"), "there are 1 ranks"),
     "layout not understood": ("PL110", lambda: build(layout="data=2"), "layout has 'data=2'"),
-    "layout of a later version": ("PL111", lambda: build(layout="ep=2"), "layout.ep=2"),
+    "experts of a model without any": ("PL653", lambda: build(layout="ep=2"), "layout.ep=2"),
     # ---- models, losses, optimizers
     "trainer.model of several": (
         "PL402",

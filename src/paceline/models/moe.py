@@ -163,5 +163,10 @@ class Experts(nn.Module):
             rows: [rows, hidden], sorted by expert.
             counts: rows of each expert, int64 [num_experts].
         """
-        gate, up = multiply_groups(rows, self.gate_up_proj, counts).chunk(2, dim=-1)
-        return multiply_groups(F.silu(gate) * up, self.down_proj, counts)
+        return self.multiply(rows, counts, self.gate_up_proj, self.down_proj)
+
+    @staticmethod
+    def multiply(rows: Tensor, counts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+        """Return the answers of the experts that have these weights; see `forward`."""
+        gate, up = multiply_groups(rows, gate_up_proj, counts).chunk(2, dim=-1)
+        return multiply_groups(F.silu(gate) * up, down_proj, counts)

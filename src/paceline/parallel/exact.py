@@ -53,6 +53,7 @@ class ExactReduction:
         model: its parameters to train.
         group: the ranks, used for nothing else; `None` in a world of one.
         device: of the model.
+        apart: parameters whose gradients are summed elsewhere.
 
     Attributes:
         exchange: sums over ranks; `None` in a world of one.
@@ -61,8 +62,15 @@ class ExactReduction:
         PacelineError: PL425 for sparse gradients.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        apart: Sequence[Tensor] = (),
+    ) -> None:
+        others = {id(parameter) for parameter in apart}
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in others]
         self._parameters = [p for _, p in named]
         self._places = {id(p): place for place, (_, p) in enumerate(named)}
         for name, module in model.named_modules():

@@ -4,8 +4,9 @@ torch's own `clip_grad_norm_` fails if parameters are on different meshes. Here 
 its parts. Tensors that tp or dp_shard leaves whole are counted only on the first rank of that axis. One small
 collective adds the sums.
 
-With the exact reduction the norm must have the same bits for any division of rows over dp_shard. So it is
-computed from the norms of single rows, which no rank divides, in the order of the whole tensor.
+With the exact reduction the norm must have the same bits for any division of rows over dp_shard, or of
+experts over ep. So it is computed from the norms of single rows, which no rank divides, in the order of the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from paceline.parallel.placement import Placement, local
 from paceline.torch_seams.operators import measure_norms
 
 Named = Sequence[tuple[str, Tensor | None]]
+# Divides by whole rows, as dp_shard does.
+_EP = "ep"
 
 
 def measure_norm(
@@ -95,13 +98,15 @@ def _add_rows(
         ordered = _order_rows([rows[place] for place in shards], totals, mesh) if shards else []
         for place, whole in zip(shards, ordered, strict=True):
             rows[place] = whole
+    rows = _join_experts(gradients, rows, placement)
     if mesh is not None and placement.holders:
         rows = _fill_in_stages(rows, mesh)
     # By the axis whose ranks hold the parts of a split tensor; the empty name has those that no split cuts.
     by_axis: dict[str, list[Tensor]] = {}
     for (name, _), own in zip(gradients, rows, strict=True):
         split = placement.splits.get(name)
-        by_axis.setdefault("" if split is None else split.axis, []).append(own)
+        # The rows of experts are whole by now.
+        by_axis.setdefault("" if split is None or split.axis == _EP else split.axis, []).append(own)
     total = _add_squares(by_axis.pop("", []), device)
     for name in sorted(by_axis):
         assert mesh is not None
@@ -110,6 +115,24 @@ def _add_rows(
         dist.all_gather(parts, own, group=axis.group)
         total = torch.stack(parts).sum() + total
     return total
+
+
+def _join_experts(gradients: Named, rows: list[Tensor], placement: Placement) -> list[Tensor]:
+    """Return the rows with those of all experts, from this rank's; one collective over ep."""
+    divided = [
+        place
+        for place, (name, _) in enumerate(gradients)
+        if name in placement.splits and placement.splits[name].axis == _EP
+    ]
+    if not divided:
+        return rows
+    found, lengths = list(rows), [len(rows[place]) for place in divided]
+    own = torch.cat([rows[place] for place in divided])
+    parts = placement.gather(own, _EP)
+    split = zip(*(torch.split(part, lengths) for part in parts), strict=True)
+    for place, pieces in zip(divided, split, strict=True):
+        found[place] = torch.cat(pieces)
+    return found
 
 
 def _count_rows(parameter: Tensor) -> int:

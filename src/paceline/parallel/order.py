@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
+from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
@@ -84,6 +85,7 @@ class LaidOut:
         plan: how tp splits it.
         lent: the exact reduction's group, borrowed from the mesh.
         stages: those of pp, if there are several ranks of it.
+        experts: those of the mixtures, if the ranks of ep share them.
         is_exact: whether gradients are summed in an order that does not depend on dp.
     """
 
@@ -95,6 +97,7 @@ class LaidOut:
     plan: SplitPlan | None
     lent: dist.ProcessGroup | None
     stages: Stages | None = None
+    experts: ExpertLayout | None = None
     is_exact: bool = False
 
 
@@ -120,7 +123,7 @@ def parallelize(
         PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
             models that cannot be sharded, PL455 to PL459 for factories that cannot be built on meta, PL460 to
             PL465 for models that tp and recompute cannot handle, PL630 and PL634 for
-            sequences that cp cannot divide.
+            sequences that cp cannot divide, PL653, PL655 and PL657 for experts that ep cannot share out.
     """
     _check_trains(model)
     layout = settings.layout
@@ -142,6 +145,12 @@ def parallelize(
         # On whole modules: stages and sharding cut the remaining parts, and blocks must be recomputed with
         # their collectives.
         plan = _split(model, mesh, settings, masks)
+    experts: ExpertLayout | None = None
+    if layout.ep > 1:
+        assert mesh is not None
+        # Before replication, which leaves out what is not on all of its ranks.
+        experts = ExpertLayout(model, mesh, is_exact=settings.exact, device=device)
+        log.info("%s", experts.describe())
     if layout.recompute != "none":
         # Before sharding: a block is gathered again before it is recomputed.
         apply_recompute(model, find_blocks(model), layout.recompute)
@@ -153,7 +162,8 @@ def parallelize(
     if layout.pp > 1:
         assert mesh is not None
         return _cut(model, mesh, settings, masks, plan, device, construction)
-    placement = Placement(model, mesh, plan.splits if plan else None, _list_partial(plan, context))
+    splits = {**(plan.splits if plan else {}), **(experts.splits if experts else {})}
+    placement = Placement(model, mesh, splits, _list_partial(plan, context))
     replica: Replica | None = None
     shards: Shards | None = None
     exact: ExactReduction | None = None
@@ -178,24 +188,16 @@ def parallelize(
         _fill(model, construction, placement, device)
     if shards is not None:
         shards.offload()  # the values exist now
+    if experts is not None:
+        experts.complete()
     if layout.dp_shard == 1:
-        replicas = mesh is not None and mesh.replicas.size > 1
-        if settings.exact:
-            lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
-            exact = ExactReduction(model, lent, device)
-        if replicas:
-            assert mesh is not None
-            replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
-            # Last: DDP broadcasts the parameters as they are now, and hooks these very tensors.
-            replica = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook)
-            log.info(
-                "replicate: DistributedDataParallel over %s, %s reduction",
-                " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),
-                "exact" if settings.exact else "fast",
-            )
-        elif settings.comm_hook is not None:
-            log.warning("comm_hook is not used: one rank does not communicate")
-    return LaidOut(replica, shards, exact, placement, masks, plan, lent, is_exact=settings.exact)
+        # Last: DDP broadcasts the parameters as they are now, and hooks these very tensors.
+        replica, exact, lent = _replicate(
+            model, mesh, settings, device, [] if experts is None else experts.parameters
+        )
+    return LaidOut(
+        replica, shards, exact, placement, masks, plan, lent, experts=experts, is_exact=settings.exact
+    )
 
 
 def align_with_main(model: nn.Module) -> None:
@@ -288,7 +290,7 @@ def _cut(
     if is_sharded:
         stages.shard(mesh, shapes, zero=settings.layout.zero, prefetch=settings.shard.prefetch > 0)
     lent = mesh.borrow_group(mesh.dp) if settings.exact and mesh.dp.size > 1 else None
-    return LaidOut(None, None, None, placement, masks, plan, lent, stages, settings.exact)
+    return LaidOut(None, None, None, placement, masks, plan, lent, stages, is_exact=settings.exact)
 
 
 def _cut_rows(shapes: Mapping[str, torch.Size], axis: Axis, name: str, whole: Tensor) -> Tensor:
@@ -297,6 +299,35 @@ def _cut_rows(shapes: Mapping[str, torch.Size], axis: Axis, name: str, whole: Te
         return whole
     most = -(-len(whole) // axis.size)
     return whole[axis.rank * most : (axis.rank + 1) * most]
+
+
+def _replicate(
+    model: nn.Module,
+    mesh: Mesh | None,
+    settings: Settings,
+    device: torch.device,
+    apart: Sequence[Tensor],
+) -> tuple[Replica | None, ExactReduction | None, dist.ProcessGroup | None]:
+    """Sum the gradients of replicas, or of one rank's microbatches; return the group that was borrowed."""
+    replicas = mesh is not None and mesh.replicas.size > 1
+    exact: ExactReduction | None = None
+    lent: dist.ProcessGroup | None = None
+    if settings.exact:
+        lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
+        exact = ExactReduction(model, lent, device, apart)
+    if not replicas:
+        if settings.comm_hook is not None:
+            log.warning("comm_hook is not used: one rank does not communicate")
+        return None, exact, lent
+    assert mesh is not None
+    replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
+    replica = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook, apart)
+    log.info(
+        "replicate: DistributedDataParallel over %s, %s reduction",
+        " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),
+        "exact" if settings.exact else "fast",
+    )
+    return replica, exact, lent
 
 
 def _fill(model: nn.Module, construction: Construction, placement: Placement, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Knows where the parts of a laid-out model are, and makes them whole.
 
-A parameter may be divided twice: over tp by a `Split` (each rank then holds a plain tensor, its part), and
-that part over dp_shard by rows (torch's DTensor). Tensors that belong to a parameter (gradient, optimizer
+A parameter may be divided twice: over tp or ep by a `Split` (each rank then holds a plain tensor, its part),
+and that part over dp_shard by rows (torch's DTensor). Tensors that belong to a parameter (gradient, optimizer
 state) are laid out like the parameter. Checkpoints, `verify` and users see full names and whole tensors.
 """
 
@@ -120,13 +120,14 @@ class Placement:
             tensor = self._join_rows(tensor)
         elif tensor.dim() == 0:
             return tensor
-        if split is None:
-            return tensor
-        axis = self._axis(split.axis)
-        own = tensor.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in range(axis.size)]
-        dist.all_gather(parts, own, group=axis.group)
-        return split.join(parts)
+        return tensor if split is None else split.join(self.gather(tensor, split.axis))
+
+    def gather(self, tensor: Tensor, axis: str) -> list[Tensor]:
+        """Return the tensors of all ranks of an axis, which have the same shape; collective over it."""
+        ranks, own = self._axis(axis), tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(ranks.size)]
+        dist.all_gather(parts, own, group=ranks.group)
+        return parts
 
     def _send_from_holder(self, name: str, tensor: Tensor) -> Tensor:
         """Return the tensor of the first rank of pp that holds it; collective over pp."""

@@ -39,6 +39,7 @@ from paceline.parallel.exact import ExactReduction
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Compute
 from paceline.phrases import name_some
+from paceline.torch_seams.modules import hide_from_ddp
 from paceline.torch_seams.tensors import read_version
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -85,14 +86,18 @@ class LossModule(nn.Module):
     the model several times is still one forward for DDP.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, apart: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self.model = model
+        others = {id(parameter) for parameter in apart}
+        self.trained = [p for p in model.parameters() if p.requires_grad and id(p) not in others]
+        named = self.named_parameters(remove_duplicate=False)
+        hide_from_ddp(self, [name for name, p in named if id(p) in others])
 
     def forward(self, compute: Compute | None, batch: Any) -> tuple[Tensor, Tensor]:
         """Return `compute(batch)`, or without `compute` a zero that reaches every parameter."""
         if compute is None:
-            zero = _zero_loss([p for p in self.model.parameters() if p.requires_grad])
+            zero = _zero_loss(self.trained)
             return zero, zero.detach()
         return compute(batch)
 
@@ -125,6 +130,7 @@ class Replica:
         exact: sums the buckets in place of the library's all-reduce.
         comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
             average over the ranks, which is what torch's own hooks do.
+        apart: parameters that differ between the ranks; their gradients are summed elsewhere.
 
     Attributes:
         group: the ranks that hold copies.
@@ -132,6 +138,7 @@ class Replica:
         hook_state: the state that the communication hook keeps between steps, if any.
         silent: whether backwards reduce nothing at the moment, see `silenced`.
         is_used: whether the last forward was that of a microbatch.
+        trained: the parameters whose gradients are summed here.
         left_out: the parameters that the last reducing backward has left out and that no earlier one of the
             step has given a gradient.
 
@@ -146,9 +153,10 @@ class Replica:
         settings: ReplicaSettings,
         exact: ExactReduction | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
+        apart: Sequence[Tensor] = (),
     ) -> None:
         assert exact is None or comm_hook is None
-        self._loss_module = LossModule(model)
+        self._loss_module = LossModule(model, apart)
         self.group = axis.group
         self._exact = exact
         self._averaging_hook: tuple[Any, CommHook] | None = None
@@ -159,7 +167,7 @@ class Replica:
         self.last_bucket_launched = False
         self.is_used = False
         self.left_out: list[Tensor] = []
-        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self.trained = self._loss_module.trained
         # With a static graph DDP expects every step to use what the first one used; with a search for unused
         # parameters it completes buckets itself.
         self._completes = not settings.static_graph and not settings.find_unused_parameters
@@ -183,6 +191,11 @@ class Replica:
         if not settings.find_unused_parameters:  # with it, DDP neither orders buckets nor keeps a graph
             for _ in range(2 if settings.static_graph else 1):
                 self._show_graph()
+        if apart:
+            # DDP's next forward waits for all ranks, to order its buckets. In a step, ranks may wait for each
+            # other inside of that forward.
+            with self._ddp.no_sync():
+                self.forward_nothing()
         self._averaging_hook = comm_hook
 
     @property
@@ -249,7 +262,7 @@ class Replica:
         self._last_launch_s = 0.0
         self.left_out = []
         completes = self._is_reducing and self._completes
-        before = [_read_version(p) for p in self._trained] if completes else []
+        before = [_read_version(p) for p in self.trained] if completes else []
         loss.backward()  # type: ignore[no-untyped-call]
         if completes and not self.last_bucket_launched:
             self._complete(before)
@@ -259,7 +272,7 @@ class Replica:
 
     def _complete(self, before: list[int]) -> None:
         """Give a gradient to the parameters that backward has left out, because DDP waits for it."""
-        missing = [p for p, old in zip(self._trained, before, strict=True) if _read_version(p) == old]
+        missing = [p for p, old in zip(self.trained, before, strict=True) if _read_version(p) == old]
         self.left_out = [p for p in missing if p.grad is None]
         if missing:
             _zero_loss(missing, -0.0).backward()  # type: ignore[no-untyped-call]

@@ -7,11 +7,13 @@ all ranks. Checkpoints, gradient hooks and `verify` see full names and whole ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from paceline.torch_seams.modules import own_buffers, own_parameters
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,30 @@ class Split:
     def whole_shape(self, part: Sequence[int]) -> list[int]:
         """Return the shape of the whole tensor, from that of a part."""
         return [size * (self.num_ranks if dim == self.dim else 1) for dim, size in enumerate(part)]
+
+
+def take_parts(model: nn.Module, splits: Mapping[str, Split], rank: int) -> None:
+    """Replace the divided parameters and buffers of a model by a rank's parts, in place.
+
+    Args:
+        model: whole, or on meta.
+        splits: by full name; tied names each.
+        rank: of the axis over which all of them are split.
+    """
+    taken: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for store in (own_parameters(module), own_buffers(module)):
+            for key, tensor in store.items():
+                split = splits.get(f"{prefix}.{key}" if prefix else key)
+                if split is None or tensor is None:
+                    continue
+                if id(tensor) not in taken:
+                    part = split.take(tensor.detach(), rank)
+                    if isinstance(tensor, nn.Parameter):
+                        part = nn.Parameter(part, requires_grad=tensor.requires_grad)
+                    taken[id(tensor)] = part
+                    taken[id(part)] = part  # reached again if a module has several names
+                store[key] = taken[id(tensor)]
 
 
 def _fold(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:

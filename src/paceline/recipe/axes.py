@@ -25,6 +25,8 @@ class AxisKind:
             all of it.
         keeps_bits: with the exact reduction, weights have the same bits under any of its degrees.
         change_cost: how far a layout moves from the requested one, per factor of 2 in this degree.
+        within: the axis whose neighbouring ranks this one counts a second time; "" for an axis of ranks of
+            its own.
     """
 
     name: str
@@ -34,6 +36,12 @@ class AxisKind:
     divides_sample: bool = False
     keeps_bits: bool = True
     change_cost: float = 1.5
+    within: str = ""
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the degree is a factor of the number of ranks."""
+        return not self.within
 
 
 def _ranks(help_text: str, *, default: int | None = 1, kw_only: bool = False, **facts: Any) -> Any:
@@ -65,6 +73,17 @@ class Degrees:
         shares_data=True,
         change_cost=1.0,
     )
+    # Copies of the experts are fewer than copies of the rest. Neighbours share them, because each token is
+    # sent to its experts and back.
+    ep: int = _ranks(
+        "Neighbouring ranks of `dp_replicate` that share the experts of a mixture among them; must divide "
+        "both.",
+        kw_only=True,
+        shares_data=True,
+        divides_model=True,
+        change_cost=1.25,
+        within="dp_replicate",
+    )
     dp_shard: int = _ranks(
         "Ranks over which each copy is sharded; these too train on their shares of the global batch.",
         shares_data=True,
@@ -91,17 +110,14 @@ class Degrees:
 
 # The axis whose degree may be left open: it gets the ranks that the others leave.
 OPEN = "dp_replicate"
-# Named so that a recipe with one of these gets a clear answer instead of "unknown key"; each with its help.
-PLANNED = {
-    "ep": "Ranks that each hold some of the experts; not in this version.",
-}
 AXES = tuple(AxisKind(row.name, **row.metadata) for row in fields(Degrees))
 
 
 def list_axes(**facts: bool) -> tuple[str, ...]:
     """Return the names of the axes with these properties, outermost first.
 
-    Example: `list_axes(shares_data=True, divides_model=False)`.
+    Example: `list_axes(shares_data=True, divides_model=False)`. With `multiplies=True` these are axes of the
+    mesh, whose degrees multiply to the number of ranks.
     """
     return tuple(
         axis.name for axis in AXES if all(getattr(axis, fact) == value for fact, value in facts.items())

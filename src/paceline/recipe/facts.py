@@ -36,6 +36,7 @@ class ModelFacts:
         num_blocks: repeated blocks, which recompute works on.
         num_cuts: places at which pp can cut it, each before the call of a block.
         has_batchnorm: whether statistics over samples belong to it.
+        num_experts: of each mixture, or their greatest common divisor; 0 for a model without mixtures.
         has_router: whether it sorts the tokens of a microbatch, among all positions.
     """
 
@@ -49,6 +50,7 @@ class ModelFacts:
     num_blocks: int | None = None
     num_cuts: int | None = None
     has_batchnorm: bool | None = None
+    num_experts: int | None = None
     has_router: bool | None = None
 
 
@@ -131,6 +133,7 @@ def _read_transformer(model: DecoderFields | EncoderModel, data: TextData | Mask
         num_blocks=model.layers,
         num_cuts=model.layers,
         has_batchnorm=False,
+        num_experts=model.experts if isinstance(model, MoeModel) else 0,
         has_router=isinstance(model, MoeModel),
     )
 
@@ -146,4 +149,5 @@ def _read_resnet(model: ResnetModel) -> ModelFacts:
         num_blocks=sum(model.blocks),
         num_cuts=sum(model.blocks),
         has_batchnorm=True,
+        num_experts=0,
     )

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from paceline.errors import PacelineError
-from paceline.recipe.axes import AXES, OPEN, PLANNED, Degrees, list_axes
+from paceline.recipe.axes import AXES, OPEN, Degrees, list_axes
 
 # The values of a layout's other words: the only list, which the recipe's [layout] uses too.
 Zero = Literal[1, 2, 3]
@@ -69,12 +69,11 @@ class Layout(Degrees):
         `dp_replicate=auto`, or none, means as many copies as there are ranks left.
 
         Raises:
-            PacelineError: PL110 for text that is not `word=value` or has a word twice, PL111 for an
-                axis that this version cannot lay out, PL112 for a degree below 1, PL118 for a value that its
-                word does not take.
+            PacelineError: PL110 for text that is not `word=value` or has a word twice, PL112 for a degree
+                below 1, PL118 for a value that its word does not take.
         """
         values: dict[str, Any] = {}
-        known = (*list_axes(), *PLANNED)
+        known = list_axes()
         for word in text.replace(",", " ").split():
             name, _, value = word.partition("=")
             if name not in (*known, *CHOICES) or not value:
@@ -96,19 +95,18 @@ class Layout(Degrees):
         for axis in known:
             if values.get(axis) is not None:
                 check_degree(axis, values[axis])
-        return cls(**{name: value for name, value in values.items() if name not in PLANNED})
+        return cls(**values)
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Every axis with its degree, outermost first; none may be open."""
-        degrees = {axis.name: getattr(self, axis.name) for axis in AXES}
+        """Every axis of the mesh with its degree, outermost first; none may be open."""
+        degrees = {axis.name: getattr(self, axis.name) for axis in AXES if axis.multiplies}
         assert None not in degrees.values()
         return degrees
 
     def list_several(self, **facts: bool) -> dict[str, int]:
         """Return the axes with these properties and more than one rank, with their degrees."""
-        degrees = self.degrees
-        return {axis: degrees[axis] for axis in list_axes(**facts) if degrees[axis] > 1}
+        return {axis: getattr(self, axis) for axis in list_axes(**facts) if getattr(self, axis) > 1}
 
     @property
     def num_ranks(self) -> int:
@@ -117,13 +115,13 @@ class Layout(Degrees):
 
     @property
     def fewest_ranks(self) -> int:
-        """The product of the degrees, an open one counted as 1."""
+        """The product of the degrees, an open one as small as possible."""
         return self.close().num_ranks
 
     @property
     def dp(self) -> int:
         """The number of ranks that train on different microbatches; no degree may be open."""
-        return self._multiply(shares_data=True)
+        return self._multiply(shares_data=True, multiplies=True)
 
     @property
     def num_replicas(self) -> int:
@@ -164,12 +162,15 @@ class Layout(Degrees):
         place = self.degrees
         for axis in reversed(place):
             rank, place[axis] = divmod(rank, place[axis])
+        for kind in AXES:
+            if kind.within:
+                place[kind.name] = place[kind.within] % getattr(self, kind.name)
         return place
 
     def find_dp_rank(self, rank: int) -> int:
         """Return a rank's number among those that train on different microbatches."""
         place, number = self.find_place(rank), 0
-        for axis in list_axes(shares_data=True):
+        for axis in list_axes(shares_data=True, multiplies=True):
             number = number * self.degrees[axis] + place[axis]
         return number
 
@@ -178,17 +179,24 @@ class Layout(Degrees):
         return [rank for rank in range(self.num_ranks) if self.find_dp_rank(rank) == dp_rank]
 
     def list_groups(self, axes: Collection[str]) -> list[list[int]]:
-        """Return all ranks in groups: those of a group differ in their numbers along these axes only."""
+        """Return all ranks in groups: those of a group differ in their numbers along these axes only.
+
+        With an axis but not the one within it, ranks at different places of the inner one are apart.
+        """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
             place = self.find_place(rank)
+            for kind in AXES:
+                if kind.within and kind.name in axes:
+                    place[kind.within] //= getattr(self, kind.name)
             fixed = tuple(number for axis, number in place.items() if axis not in axes)
             groups.setdefault(fixed, []).append(rank)
         return list(groups.values())
 
     def close(self) -> Layout:
-        """Return the layout with an open degree set to 1."""
-        return self.set_open(getattr(self, OPEN) or 1)
+        """Return the layout with an open degree as small as the axes within it allow."""
+        least = max((getattr(self, axis.name) for axis in AXES if axis.within == OPEN), default=1)
+        return self.set_open(getattr(self, OPEN) or least)
 
     def set_open(self, degree: int) -> Layout:
         """Return the layout with this degree of the axis that may be open."""
@@ -234,20 +242,13 @@ def check_ranks(world_size: int) -> None:
 
 
 def check_degree(axis: str, degree: int) -> None:
-    """Raise PL112 for a degree below 1 and PL111 for an axis that this version cannot lay out."""
+    """Raise PL112 for a degree below 1."""
     if degree < 1:
         raise PacelineError(
             "PL112",
             saw=f"layout.{axis}={degree}.",
             rule="A degree counts ranks, so it is at least 1.",
             fix=f"Set {axis}=1 to leave that axis out.",
-        )
-    if axis in PLANNED and degree > 1:
-        raise PacelineError(
-            "PL111",
-            saw=f"layout.{axis}={degree}.",
-            rule=f"This version supports only {', '.join(list_axes())}.",
-            fix=f"Leave {axis} out and give its ranks to the other axes.",
         )
 
 
@@ -287,7 +288,7 @@ def _product_error(layout: Layout, world_size: int) -> PacelineError:
     inner = layout.set_open(1).num_ranks
     given = " x ".join(
         f"{axis}={degree}"
-        for axis in list_axes()
+        for axis in list_axes(multiplies=True)
         if (degree := getattr(layout, axis)) is not None and (degree > 1 or axis == OPEN)
     )
     if getattr(layout, OPEN) is None:

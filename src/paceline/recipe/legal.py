@@ -106,7 +106,9 @@ class Rules:
         near = (
             candidate
             for candidate in sorted(
-                list_candidates(world_size, recompute, offload, zeros, sequence),
+                list_candidates(
+                    world_size, recompute, offload, zeros, sequence, has_experts=self._has_experts
+                ),
                 key=lambda candidate: (_measure_distance(layout, candidate), str(candidate)),
             )
             if not any(self._break(candidate))
@@ -122,8 +124,13 @@ class Rules:
         `recompute` and `offload`.
         """
         check_ranks(world_size)
-        candidates = list(list_candidates(world_size, recompute, offload))
+        has_experts = self._has_experts
+        candidates = list(list_candidates(world_size, recompute, offload, has_experts=has_experts))
         return [layout for layout in candidates if not any(self._break(layout))], len(candidates)
+
+    @property
+    def _has_experts(self) -> bool:
+        return self.model.num_experts != 0
 
     def _break(self, layout: Layout) -> Iterator[Finding]:
         return (finding for rule in RULES for finding in rule(self.model, self.run, layout))
@@ -135,9 +142,16 @@ def list_candidates(
     offload: Sequence[str],
     zeros: Sequence[int] = tuple(reversed(CHOICES["zero"])),
     sequence: Sequence[bool] = CHOICES["sequence"],
+    *,
+    has_experts: bool = False,
 ) -> Iterator[Layout]:
-    """Yield every combination of words whose degrees multiply to `world_size`, legal or not."""
-    for degrees in _list_degrees(world_size, [axis for axis in reversed(list_axes()) if axis != OPEN]):
+    """Yield every combination of words whose degrees multiply to `world_size`, legal or not.
+
+    Axes within others are combined too if the model may have experts.
+    """
+    axes = [axis for axis in reversed(list_axes(multiplies=True)) if axis != OPEN]
+    candidates = _list_degrees(world_size, axes)
+    for degrees in _list_inner(candidates) if has_experts else candidates:
         for words in itertools.product(zeros, sequence, recompute, offload):
             names = ("zero", "sequence", "recompute", "offload")
             chosen: dict[str, Any] = dict(zip(names, words, strict=True))
@@ -152,6 +166,15 @@ def _list_degrees(world_size: int, axes: Sequence[str]) -> Iterator[dict[str, An
     for degree in divisors(world_size):
         for others in _list_degrees(world_size // degree, axes[1:]):
             yield {axes[0]: degree, **others}
+
+
+def _list_inner(candidates: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the degrees with every degree of the axes that are within others."""
+    inner = [axis for axis in AXES if axis.within]
+    for degrees in candidates:
+        choices = [divisors(degrees[axis.within]) for axis in inner]
+        for chosen in itertools.product(*choices):
+            yield degrees | dict(zip((axis.name for axis in inner), chosen, strict=True))
 
 
 def check_layout(recipe: Recipe, layout: Layout, world_size: int) -> list[Finding]:

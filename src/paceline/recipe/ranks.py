@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, create_model, model_validator
 
 from paceline.errors import PacelineError
-from paceline.recipe.axes import AXES, OPEN, PLANNED, list_axes
+from paceline.recipe.axes import AXES, OPEN, list_axes
 from paceline.recipe.layout import (
     MOST_CHUNKS,
     SCHEDULES,
@@ -34,7 +34,6 @@ else:
             else (PositiveInt, Field(getattr(Layout, axis.name), description=axis.help))
             for axis in AXES
         },
-        **{name: (PositiveInt, Field(1, description=text)) for name, text in PLANNED.items()},
     )
 
 
@@ -75,7 +74,7 @@ class LayoutSection(_DegreesSection):
                 f"schedule is one of {', '.join(SCHEDULES)}, or the path of a file.",
                 "Leave it out for schedule=1f1b, or use one of these.",
             )
-        for axis in (*list_axes(), *PLANNED):
+        for axis in list_axes():
             degree = getattr(self, axis)
             try:
                 check_degree(axis, 1 if degree == "auto" else degree)

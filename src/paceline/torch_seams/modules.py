@@ -8,6 +8,7 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.torch_seams.check import checked, set_existing
 
@@ -29,6 +30,7 @@ __all__ = [
     "DropoutBase",
     "NormBase",
     "find_call",
+    "hide_from_ddp",
     "list_forward_hooks",
     "list_hooks",
     "own_buffers",
@@ -46,6 +48,14 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dict in which a module itself keeps its buffers, those that are None included."""
     return module._buffers
+
+
+def hide_from_ddp(module: nn.Module, names: list[str]) -> None:
+    """Make a later `DistributedDataParallel(module)` ignore these parameters and buffers."""
+    if names:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+            module, names
+        )
 
 
 def list_forward_hooks(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]:

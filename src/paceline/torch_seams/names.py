@@ -218,6 +218,10 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch.nn.modules.batchnorm._NormBase", "finds layers with running statistics"),
         TorchName("torch.nn.modules.dropout._DropoutNd", "finds torch's dropouts of any kind"),
         TorchName("torch.nn.init._no_grad_trunc_normal_", "records a draw of unknown length as one call"),
+        TorchName(
+            "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+            "experts differ between the replicas of the rest",
+        ),
     ),
     "operators": (
         TorchName("torch._C._nn.scaled_dot_product_attention", "tells torch's attention from a user's"),

@@ -17,6 +17,7 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import Construction, construct
 from paceline.parallel.construct.values import place_values
+from paceline.parallel.experts.layout import count_experts
 from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
 from paceline.recipe import Layout
 from paceline.recipe.facts import ModelFacts, RunFacts
@@ -27,6 +28,7 @@ from paceline.torch_seams.modules import BatchNormBase
 from paceline.train.factories import check_optimizer, check_schedule
 from paceline.train.kernels import REGISTER, rounds_by_place
 from paceline.train.precision import Precision
+from paceline.train.runners.routed import RoutedRunner
 from paceline.train.runners.runner import Runner
 from paceline.train.runners.sharded import ShardedRunner
 from paceline.train.runners.staged import StagedRunner
@@ -113,7 +115,7 @@ def build_update(name: str, built: Built, factory: OptimizerFactory, settings: U
             "part.",
             fix="Use an elementwise optimizer (AdamW, SGD, Lion ...), or dp_replicate.",
         )
-    if laying_out.exact and laying_out.layout.dp_shard > 1:
+    if laying_out.exact and (laying_out.layout.dp_shard > 1 or laying_out.layout.ep > 1):
         _check_kernels(optimizer, laying_out.layout)
     as_built = BuiltOptimizer(optimizer, {id(p): place for place, p in enumerate(model.parameters())})
     schedule = settings.schedule(optimizer) if settings.schedule is not None else None
@@ -181,7 +183,8 @@ def build_runner(name: str, model: nn.Module, laid_out: LaidOut, settings: Updat
     if laid_out.shards is not None:
         assert settings.mesh is not None
         return ShardedRunner(name, model, laid_out, settings.mesh, **common)
-    return WholeRunner(name, model, laid_out, settings.mesh, **common)
+    kind = WholeRunner if laid_out.experts is None else RoutedRunner
+    return kind(name, model, laid_out, settings.mesh, **common)
 
 
 def refuse_illegal(built: Built, settings: Settings, precision: Precision, world_size: int) -> None:
@@ -202,6 +205,7 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
         num_blocks=len(blocks),
         num_cuts=None if blocks else 0,  # a block may be called several times: the trial forward counts
         has_batchnorm=any(isinstance(module, BatchNormBase) for module in built.model.modules()),
+        num_experts=count_experts(built.model),
     )
     run = RunFacts(
         dtype=precision.name,

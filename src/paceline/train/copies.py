@@ -1,7 +1,7 @@
 """Checks that copies of weights and optimizer state have the same bits on all ranks that hold them.
 
 Ranks along an axis that does not divide the model, such as dp_replicate, hold copies of all their tensors.
-Ranks of tp hold copies of those parameters that tp does not divide. Copies have the same bits by
+Ranks of tp and ep hold copies of those parameters that these do not divide. Copies have the same bits by
 construction: each rank applies the same arithmetic to the same reduced gradients. They differ if a rank runs
 other code, or if memory or a processor fails.
 
@@ -43,7 +43,7 @@ from paceline.train.agreement import NUM_COPIES, Numbers
 from paceline.train.same_settings import is_comparing
 
 # Digests of one step, in the order of the message. Optimizer state is compared like the parameters that tp
-# divides.
+# and ep divide.
 _WHOLE, _CUT, _STATE = range(NUM_COPIES)
 _STATE_TURNS = 4
 _MAX_ON_DEVICE = 32
@@ -225,7 +225,7 @@ class Copies:
         """Return the groups of ranks that hold the same values of cut tensors, or of whole ones."""
         assert self._mesh is not None
         axes = list_axes(divides_model=False)
-        return self._mesh.layout.list_groups(axes if is_cut else (*axes, "tp"))
+        return self._mesh.layout.list_groups(axes if is_cut else (*axes, "tp", "ep"))
 
     def _state_of(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
         state = self._optimizer.state.get(parameter)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.dropout.replacements import Cut, Masks
-from paceline.parallel.split import Split
+from paceline.parallel.split import Split, take_parts
 from paceline.parallel.tensor.calls import SUMMED, CallSite, change_calls
 from paceline.parallel.tensor.calls import Change as CallChange
 from paceline.parallel.tensor.collectives import add_up, add_up_rows, copy, gather, gather_rows, take_rows
@@ -25,7 +25,6 @@ from paceline.parallel.tensor.sizes import SIZED, divide_size
 from paceline.parallel.tensor.sums import add_up_call, add_up_lookup
 from paceline.parallel.tensor.trace import NUM_SAMPLES
 from paceline.parallel.tensor.vocabulary import CutTensor, look_up
-from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.torch_seams.trees import tree_flatten, tree_unflatten
 
 
@@ -43,7 +42,7 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
     """
     assert plan.num_ranks == axis.size
     before = dict(model.named_parameters())
-    _take_parts(model, plan.splits, axis.rank)
+    take_parts(model, plan.splits, axis.rank)
     show_whole_gradients(before, model, plan.splits, plan.partial, axis)
     modules = dict(model.named_modules())
     along = plan.sequence or Sequence()
@@ -100,23 +99,6 @@ def divide_stretches(model: nn.Module, plan: SplitPlan, axis: Axis) -> None:
     for stretch in (plan.sequence or Sequence()).stretches:
         change_input(model.get_submodule(stretch.first), stretch.keys, _take_rows(axis))
         change_output(model.get_submodule(stretch.last), _join_rows(axis))
-
-
-def _take_parts(model: nn.Module, splits: dict[str, Split], rank: int) -> None:
-    taken: dict[int, Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for store in (own_parameters(module), own_buffers(module)):
-            for key, tensor in store.items():
-                split = splits.get(f"{prefix}.{key}" if prefix else key)
-                if split is None or tensor is None:
-                    continue
-                if id(tensor) not in taken:
-                    part = split.take(tensor.detach(), rank)
-                    if isinstance(tensor, nn.Parameter):
-                        part = nn.Parameter(part, requires_grad=tensor.requires_grad)
-                    taken[id(tensor)] = part
-                    taken[id(part)] = part  # reached again if a module has several names
-                store[key] = taken[id(tensor)]
 
 
 def _add_up_linear(module: nn.Module, change: Change) -> None:

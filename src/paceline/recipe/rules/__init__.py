@@ -13,6 +13,7 @@ from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
 from paceline.recipe.rules.context import context_divides_heads, context_goes_with
+from paceline.recipe.rules.experts import experts_are_there, experts_divide_replicas, experts_go_with
 from paceline.recipe.rules.remarks import (
     exact_bits_depend_on_axes,
     ranks_are_idle,
@@ -48,6 +49,9 @@ RULES: tuple[Rule, ...] = (
     stages_go_with,
     context_divides_heads,
     context_goes_with,
+    experts_are_there,
+    experts_divide_replicas,
+    experts_go_with,
 )
 
 REMARKS: tuple[Rule, ...] = (

@@ -132,7 +132,7 @@ class WholeRunner(Runner):
         replica = self._replica
 
         def agree() -> None:
-            self._left_out = list(replica.left_out if replica.is_used else self._trained)
+            self._left_out = list(replica.left_out if replica.is_used else replica.trained)
             if self._exact is not None:
                 self._left_out = [p for p in self._left_out if not self._exact.is_used(p)]
             launch.now(leaves_out=bool(self._left_out))

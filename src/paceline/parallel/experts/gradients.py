@@ -1,0 +1,203 @@
+"""Sums the gradients of a rank's experts: over the microbatches that sent tokens, then over copies.
+
+The ranks of ep run their microbatches in rounds. In each round, a rank's experts get tokens of one microbatch
+of each rank of ep. Those gradients are complete: they are not summed over ep. Only the ranks that hold the
+same experts (every ep-th of dp_replicate) add theirs.
+
+- `OrderedExpertSum` keeps the gradient of each microbatch apart and adds them in the order of the tree
+  (`comm/tree.py`), so that the sum has the bits of one process.
+- `QuickExpertSum` lets backward add them, and sums copies by an all-reduce.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.exchange import Exchange, MessageExchange
+from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm.tree import TreeSum, plan_reduction
+from paceline.mesh import Axis
+from paceline.parallel.exact import Gradients, add_gradients, nothing_like
+
+
+class ExpertSum(ABC):
+    """The gradients of the experts that a rank holds.
+
+    Args:
+        parameters: this rank's parts.
+        axis: ep.
+        copies: the ranks that hold the same experts.
+
+    Usage per step: `begin`; per round, `use` in forwards and `end_round` after backward; `end`.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], axis: Axis, copies: Axis) -> None:
+        self._parameters = list(parameters)
+        self._axis = axis
+        self._copies = copies
+        self._num_owned: tuple[int, ...] = ()
+
+    def begin(self, num_owned: tuple[int, ...]) -> None:
+        """Start a global batch.
+
+        Args:
+            num_owned: per rank of dp_replicate, the number of microbatches that it computes.
+        """
+        self._num_owned = num_owned
+
+    @abstractmethod
+    def use(self, parameter: Tensor, source: int) -> Tensor:
+        """Return a parameter for a product with rows from one rank of ep.
+
+        Args:
+            parameter: this rank's part.
+            source: the rank of ep.
+        """
+
+    @abstractmethod
+    def end_round(self, microbatches: Sequence[int | None]) -> None:
+        """End a round after its backward.
+
+        Args:
+            microbatches: per rank of ep, the number of the microbatch that it ran, or `None`.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Put the sums into the parameters; collective over the copies."""
+
+    def list_sources(self) -> range:
+        """Return the ranks of dp_replicate that share one copy of the experts with this rank."""
+        start = self._copies.rank * self._axis.size
+        return range(start, start + self._axis.size)
+
+
+class OrderedExpertSum(ExpertSum):
+    """A sum in the order of the tree over the microbatches of the global batch.
+
+    Memory: per rank of ep up to log2(microbatches of a rank) + 1 gradients of this rank's experts. That is
+    as much as an exact reduction of all experts takes without ep.
+
+    Args:
+        parameters, axis, copies: as for `ExpertSum`.
+        group: the copies, used for nothing else; `None` for one.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        axis: Axis,
+        copies: Axis,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(parameters, axis, copies)
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._exchange: Exchange | None = None
+        if group is not None:
+            on_cpu = device.type == "cpu"
+            self._exchange = SharedMemoryExchange(group) if on_cpu else MessageExchange(group, device)
+        self._round: list[Gradients] = []
+        self._sums: list[TreeSum[Gradients]] = []
+
+    def begin(self, num_owned: tuple[int, ...]) -> None:
+        super().begin(num_owned)
+        self._sums = [TreeSum(sum(num_owned), add_gradients) for _ in range(self._axis.size)]
+        self._clear_round()
+
+    def use(self, parameter: Tensor, source: int) -> Tensor:
+        leaf: Tensor = _Leaf.apply(parameter, self, source)  # type: ignore[no-untyped-call]
+        return leaf
+
+    def keep(self, place: int, source: int, gradient: Tensor) -> None:
+        """Keep the gradient of a microbatch; a second use of the same parameter adds to it."""
+        before = self._round[source][place]
+        self._round[source][place] = gradient if before is None else before + gradient
+
+    @torch.no_grad()
+    def end_round(self, microbatches: Sequence[int | None]) -> None:
+        for index, gradients, total in zip(microbatches, self._round, self._sums, strict=True):
+            if index is not None:
+                total.push((index, index + 1), gradients)
+        self._clear_round()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        num_leaves = sum(self._num_owned)
+        joined: TreeSum[Gradients] = TreeSum(num_leaves, add_gradients)
+        for total in self._sums:  # the ranks of ep have consecutive microbatches
+            for subtree, gradients in total.subtrees:
+                joined.push(subtree, gradients)
+        self._sums = []
+        if not num_leaves:
+            return
+        own = [gradients for _, gradients in joined.subtrees]
+        if self._exchange is None:
+            [found] = own
+        else:
+            found = self._sum_copies(own, self._exchange)
+        for parameter, gradient in zip(self._parameters, found, strict=True):
+            parameter.grad = gradient
+
+    def _sum_copies(self, own: list[Gradients], exchange: Exchange) -> Gradients:
+        size = self._axis.size
+        starts = range(0, len(self._num_owned), size)
+        plan = plan_reduction(tuple(sum(self._num_owned[start : start + size]) for start in starts))
+        found: Gradients = []
+        for place, parameter in enumerate(self._parameters):
+            flat = [[_flatten(gradients[place], parameter)] for gradients in own]
+            total = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            exchange.sum_subtrees(flat, plan, total)
+            found.append(total.view(parameter.shape))
+        return found
+
+    def _clear_round(self) -> None:
+        self._round = [[None] * len(self._parameters) for _ in range(self._axis.size)]
+
+    def find_place(self, parameter: Tensor) -> int:
+        """Return the number of a parameter."""
+        return self._places[id(parameter)]
+
+
+class QuickExpertSum(ExpertSum):
+    """A sum in the order in which backward adds, then over the copies by an all-reduce."""
+
+    def use(self, parameter: Tensor, source: int) -> Tensor:
+        return parameter
+
+    def end_round(self, microbatches: Sequence[int | None]) -> None:
+        """Do nothing: backward has added the gradients."""
+
+    @torch.no_grad()
+    def end(self) -> None:
+        if not sum(self._num_owned) or self._copies.size == 1:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self._copies.group)
+
+
+def _flatten(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    return (nothing_like(parameter) if gradient is None else gradient).reshape(-1)
+
+
+class _Leaf(torch.autograd.Function):
+    """A parameter whose gradient goes to an `OrderedExpertSum` instead of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, total: OrderedExpertSum, source: int) -> Tensor:
+        ctx.total, ctx.source, ctx.place = total, source, total.find_place(parameter)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.total.keep(ctx.place, ctx.source, gradient)
+        return None, None, None

@@ -1,0 +1,70 @@
+"""Runs microbatches of replicas that share the experts of their mixtures.
+
+The ranks of ep run equally many rounds, because each of them has experts that the others' tokens need. A rank
+with fewer microbatches runs idle rounds first, without tokens. So all ranks run their last microbatch, in
+which the replicas sum gradients, in the same round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data.share import Share
+from paceline.mesh import Mesh
+from paceline.parallel.objective import Objective
+from paceline.parallel.order import LaidOut
+from paceline.train.runners.runner import Result
+from paceline.train.runners.whole import WholeRunner
+from paceline.train.runners.work import Work
+
+
+class RoutedRunner(WholeRunner):
+    """The runner of a model whose experts are on other ranks too.
+
+    Args:
+        name, model, mesh, settings: as for `Runner`.
+        laid_out: the result of laying out the model.
+    """
+
+    def __init__(
+        self, name: str, model: nn.Module, laid_out: LaidOut, mesh: Mesh | None, **settings: Any
+    ) -> None:
+        super().__init__(name, model, laid_out, mesh, **settings)
+        assert laid_out.experts is not None
+        self._experts = laid_out.experts
+
+    def close(self) -> None:
+        self._experts.close()
+        super().close()
+
+    def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
+        """Run the rank's own microbatches after its idle rounds, and sum the experts' gradients."""
+        self._experts.begin(work.share.num_owned)
+        self._run_idle(work.share, backward=True)
+        comm_s = super()._run_rounds(work, count_flops=count_flops)
+        self._experts.end()
+        return comm_s
+
+    def _after_backward(self, work: Work, *, is_last: bool) -> None:
+        super()._after_backward(work, is_last=is_last)
+        self._experts.end_round()
+
+    @torch.no_grad()
+    def _forward_all(
+        self,
+        objective: Objective[Result],
+        share: Share,
+        seed_of: Callable[[int], int],
+        around: Callable[[int, Any], AbstractContextManager[None]],
+    ) -> list[Result]:
+        self._run_idle(share, backward=False)
+        return super()._forward_all(objective, share, seed_of, around)
+
+    def _run_idle(self, share: Share, *, backward: bool) -> None:
+        for _ in range(self._experts.count_rounds(share.num_owned) - len(share.microbatches)):
+            self._experts.run_idle(self._precision.autocast, backward=backward)
