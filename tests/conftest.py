@@ -28,14 +28,23 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the slow ones of slow.txt; tests marked `gpu` skip where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the slow ones of slow.txt, each of which must exist; tests marked `gpu` skip where there is no
+    CUDA device."""
     lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
     slow = {line for line in lines if line and not line.startswith("#")}
+    found: set[str] = set()
     for item in items:
         name = item.nodeid
-        if slow.intersection((name, name.partition("[")[0], name.partition("::")[0])):
+        names = {name, name.partition("[")[0], name.partition("::")[0]}
+        found |= names
+        if names & slow:
             item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args):
+        files = {name for name in found if "::" not in name}
+        unknown = [line for line in sorted(slow - found) if line.partition("::")[0] in files]
+        if unknown:
+            raise pytest.UsageError(f"tests/slow.txt names tests that do not exist: {', '.join(unknown)}")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -20,7 +20,20 @@ TESTS = Path("tests")
 # Of about the same length; what is in no list is in the last part.
 PARTS = (
     ("launching", "cli", "verifying"),
-    ("watch", "data", "checkpoint", "comm", "bench", "models", "dist", "torch_seams"),
+    (
+        "watch",
+        "data",
+        "checkpoint",
+        "comm",
+        "bench",
+        "models",
+        "dist",
+        "torch_seams",
+        "profiling",
+        "recipe",
+        "plan",
+        "pipeline",
+    ),
     (),
 )
 _NO_TESTS = 5
