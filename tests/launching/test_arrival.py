@@ -41,6 +41,18 @@ def test_is_called_once_it_is_there_and_leaves_no_trace(package: Path) -> None:
     assert met == [module, module], "at once, where it is imported already"
 
 
+def test_two_may_listen(package: Path) -> None:
+    package.write_text("value = 3\n")
+    finders = list(sys.meta_path)
+    met: list[tuple[str, ModuleType]] = []
+    when_imported(NAME, lambda module: met.append(("first", module)))
+    when_imported(NAME, lambda module: met.append(("second", module)))
+    module = __import__(NAME)
+    assert sorted(met) == [("first", module), ("second", module)]
+    assert sys.meta_path == finders
+    assert "exec_module" not in vars(module.__spec__.loader)
+
+
 @pytest.mark.parametrize("error", ["ImportError", "KeyboardInterrupt"])
 def test_an_import_that_fails_has_pythons_own_traceback(package: Path, error: str) -> None:
     package.write_text(f"raise {error}\n")

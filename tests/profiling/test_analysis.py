@@ -100,16 +100,12 @@ def test_every_number_is_that_of_brute_force(num_ranks: int, seed: int) -> None:
         place = row.step - 7
         phases = {name: n for name, n in row.phases.items() if n or name == HOST}
         assert replace(row, traffic=(), phases=phases) == count(traces, row.rank, place)
-        ended = [
-            part
-            for part in traces[row.rank].collectives
-            if traces[row.rank].steps[place].begin_ns < part.end_ns <= traces[row.rank].steps[place].end_ns
-        ]
-        assert sum(traffic.count for traffic in row.traffic) == len(ended)
+        begin, end = (getattr(traces[row.rank].steps[place], name) for name in ("begin_ns", "end_ns"))
+        issued = [part for part in traces[row.rank].collectives if begin <= part.issued_ns < end]
+        assert sum(traffic.count for traffic in row.traffic) == len(issued)
         for traffic in row.traffic:
-            same = [p for p in ended if (p.group, p.operation) == (traffic.group, traffic.operation)]
-            begin = traces[row.rank].steps[place].begin_ns
-            spans = [(max(begin, part.issued_ns), part.end_ns) for part in same]
+            same = [p for p in issued if (p.group, p.operation) == (traffic.group, traffic.operation)]
+            spans = [(part.issued_ns, min(end, part.end_ns)) for part in same]
             assert traffic.busy_ns == len(instants(spans))
             sizes = [part.num_bytes for part in same]
             assert traffic.num_bytes == (None if None in sizes else sum(sizes))  # type: ignore[arg-type]

@@ -202,7 +202,7 @@ def test_the_report_names_the_late_rank(tmp_path: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert "ranks 0 and 1 of 2, steps 1 to 3: 77." in text
     assert "rank 1: rank 0 waited 39" in text
-    assert "in: data." in text
+    assert "took longer in its data loader." in text
     assert "Speed up rank 1 first (PL913). [PL910]" in text
     assert main(["profile", "read", *paths, "--json"]) == 1
     table = json.loads(capsys.readouterr().out)

@@ -130,7 +130,7 @@ def _describe_limits(profile: Profile) -> list[str]:
             f"{profile.num_unmatched} parts of collectives are in one trace only; they count as transfer."
         )
     if profile.slowdown is not None:
-        lines.append(f"Recording made steps {profile.slowdown:.2f} times as long as before it.")
+        lines.append(f"Steps took {profile.slowdown:.2f} times as long while they were recorded as before.")
     return [f"note: {line}" for line in lines]
 
 

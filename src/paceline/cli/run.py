@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.cli.profiling import add_profile_flags, add_recording, print_recording, refuse_recording
 from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error
 from paceline.errors import PacelineError
 
@@ -38,6 +39,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="OMP_NUM_THREADS of every rank (default: from the environment, else cores / ranks)",
     )
     add_watching_flags(ours)
+    add_profile_flags(ours)
     ours.add_argument(
         "--json",
         action="store_true",
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     except PacelineError as error:
         _print_end(args, as_table(error), str(error))
         code = error.exit_code
+    print_recording(args)
     # All files and processes are closed. Python's normal exit, with torch loaded, would delay the shell's
     # prompt, and the agent's thread may be waiting in torch for a lost node.
     sys.stdout.flush()
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     from paceline.launching.run import run_script
+    from paceline.place import read_environment
 
     if args.threads_per_rank is not None and args.threads_per_rank < 1:
         raise PacelineError(
@@ -91,7 +95,11 @@ def _run(args: argparse.Namespace) -> None:
             rule="A rank computes with at least one thread.",
             fix="Leave it out for cores divided by ranks.",
         )
-    run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=build_watcher(args))
+    place = read_environment(os.environ)
+    if place.launcher == "torchrun" or (place.launcher != "single" and args.nproc_per_node is None):
+        refuse_recording(args)
+    watcher = add_recording(args, build_watcher(args))
+    run_script(args, cold=args.cold, threads=args.threads_per_rank, watcher=watcher)
 
 
 def _print_end(args: argparse.Namespace, table: Mapping[str, Any], text: str) -> None:

@@ -10,6 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.profiling import (
+    add_profile_flags,
+    add_recording,
+    print_recording,
+    refuse_recording,
+    report_recording,
+)
 from paceline.cli.watching import add_watching_flags, build_watcher, print_remark
 
 if TYPE_CHECKING:
@@ -57,6 +64,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
     add_watching_flags(parser)
+    add_profile_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -76,13 +84,14 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
     if is_launched(os.environ):
         _refuse_launcher_flags(args)
+        refuse_recording(args)
         return _join(recipe, remarks, folder, args)
     nproc, layout_remarks = _choose_nproc(args.nproc, recipe)
 
     from paceline.cli.preflight import check_memory
     from paceline.launching.local import check_launch, launch, warm_up
 
-    watcher = build_watcher(args)
+    watcher = add_recording(args, build_watcher(args))
     warm_up()  # It imports torch while the folder and the data are checked here.
     check_run_folder(folder, recipe, args.accept)
     prepare_data(recipe)
@@ -94,15 +103,19 @@ def run(args: argparse.Namespace) -> int:
         from paceline.cli.report import describe_recipe
 
         print(describe_recipe(recipe, args.recipe, folder, nproc), flush=True)
-    results = launch(
-        train_on_rank,
-        nproc,
-        args=(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
-        device=recipe.train.device,
-        log_dir=folder / "logs",
-        hang_after_s=None,
-        watcher=watcher,
-    )
+    try:
+        results = launch(
+            train_on_rank,
+            nproc,
+            args=(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
+            device=recipe.train.device,
+            log_dir=folder / "logs",
+            hang_after_s=None,
+            watcher=watcher,
+        )
+    except BaseException:
+        print_recording(args)
+        raise
     return _report(recipe, results[0], nproc, args)
 
 
@@ -190,11 +203,16 @@ def _report(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.
     if args.json:
         from dataclasses import asdict
 
-        print(json.dumps(summary | {"scaling": None if scaling is None else asdict(scaling)}))
+        table = summary | {"scaling": None if scaling is None else asdict(scaling)}
+        if args.profile is not None:
+            table["profile"] = report_recording(args)[1]
+        print(json.dumps(table))
         return 0
     from paceline.cli.report import describe_summary
 
     print(describe_summary(summary, scaling))
+    if args.profile is not None:
+        print(f"\n{report_recording(args)[0]}")
     return 0
 
 

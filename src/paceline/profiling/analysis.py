@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,9 +29,9 @@ class Traffic:
     Attributes:
         group: its name.
         operation: such as `all_reduce`.
-        count: how many ended in the step.
+        count: how many the rank issued in the step.
         num_bytes: their inputs; `None` if some size is unknown.
-        busy_ns: for how long at least one was under way.
+        busy_ns: for how long at least one of them was under way in the step.
     """
 
     group: str
@@ -231,18 +231,18 @@ def _measure_steps(
         spans = unite(as_spans((w.begin_ns, w.end_ns) for w in waits if w.collective.last == last))
         by_last[last] = Coverage(subtract(spans, compute.spans))
     rows = []
-    ended = sorted(trace.collectives, key=lambda part: part.end_ns)
-    ends = [part.end_ns for part in ended]
+    parts = sorted(trace.collectives, key=lambda part: part.issued_ns)
+    issues = [part.issued_ns for part in parts]
     for step in steps:
         window = step.begin_ns, step.end_ns
         total = step.end_ns - step.begin_ns
-        parts = {name: phases[name].measure(*window) for name in PHASES if name in phases}
+        times = {name: phases[name].measure(*window) for name in PHASES if name in phases}
         rows.append(
             RankStep(
                 rank=trace.rank,
                 step=step.number,
                 total_ns=total,
-                phases={**parts, HOST: total - sum(parts.values())},
+                phases={**times, HOST: total - sum(times.values())},
                 compute_ns=compute.measure(*window),
                 comm_ns=under_way.measure(*window),
                 exposed_ns=exposed.measure(*window),
@@ -253,18 +253,18 @@ def _measure_steps(
                 },
                 backward_comm_ns=under_way.measure(*window) - outside.measure(*window),
                 traffic=_count_traffic(
-                    step, ended[bisect_right(ends, window[0]) : bisect_right(ends, window[1])]
+                    step, parts[bisect_left(issues, window[0]) : bisect_left(issues, window[1])]
                 ),
             )
         )
     return rows
 
 
-def _count_traffic(step: TracedStep, ended: Sequence[TracedCollective]) -> tuple[Traffic, ...]:
+def _count_traffic(step: TracedStep, issued: Sequence[TracedCollective]) -> tuple[Traffic, ...]:
     kinds: dict[tuple[str, str], list[tuple[int, int, int | None]]] = {}
-    for part in ended:
-        begin = max(part.issued_ns, step.begin_ns)
-        kinds.setdefault((part.group, part.operation), []).append((begin, part.end_ns, part.num_bytes))
+    for part in issued:
+        own = part.issued_ns, min(part.end_ns, step.end_ns), part.num_bytes
+        kinds.setdefault((part.group, part.operation), []).append(own)
     found = []
     for (group, operation), parts in sorted(kinds.items()):
         sizes = [size for _, _, size in parts]

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.profiling.elements import count_bytes
 from paceline.profiling.intervals import NOTHING, Spans, as_spans, unite
-from paceline.profiling.kineto import MARK, EventKind, TraceFile, decode_arguments
+from paceline.profiling.kineto import EventKind, TraceFile, decode_arguments
+from paceline.profiling.rank.marks import MARK
 from paceline.profiling.trace import (
     BACKWARD,
     DATA,
@@ -31,12 +33,6 @@ from paceline.profiling.trace import (
     TracedStep,
 )
 
-_TYPE_BYTES = {
-    **dict.fromkeys(("byte", "char", "bool", "unsigned char", "signed char", "int8"), 1),
-    **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "short", "short int"), 2),
-    **dict.fromkeys(("float", "int"), 4),
-    **dict.fromkeys(("double", "long", "long int", "c10::complex<float>"), 8),
-}
 _OPERATIONS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
 _TRANSFERS = ("send", "recv")
 _UNMATCHED = "unmatched"
@@ -112,7 +108,7 @@ def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
 def _find_nesting(file: TraceFile, order: NDArray[np.intp]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return which events of the host lie in no other one of their thread, and which contain no other one."""
     is_top, is_leaf = np.zeros(len(order), dtype=bool), np.zeros(len(order), dtype=bool)
-    # Marks and steps contain everything; gloo's spans belong to no thread's calls.
+    # Marks and steps contain the others; gloo's spans belong to no thread's calls.
     nests = ~np.isin(file.kinds, (EventKind.COLLECTIVE, EventKind.KERNEL, EventKind.STEP, EventKind.MARKED))
     chosen = order[nests[order]]
     if not len(chosen):
@@ -180,14 +176,15 @@ def _find_phases(
     found[DATA].append(spans[tops[kinds == EventKind.DATA]])
     found[OPTIMIZER].append(spans[tops[kinds == EventKind.OPTIMIZER]])
     found[READING].append(_join_runs(spans[tops], kinds == EventKind.ITEM))
-    if not len(marked):
-        # Calls that issue collectives belong to whatever is around them.
-        tops = tops[kinds != EventKind.CALL]
-        kinds = file.kinds[tops]
-        computes = np.isin(kinds, (EventKind.OPERATOR, EventKind.ANNOTATION, EventKind.ITEM))
-        found[FORWARD].append(_join_runs(spans[tops], computes))
-        backward = _join_runs(spans[tops], kinds == EventKind.WRAPPER)
-        found[BACKWARD].append(_extend(backward, spans[tops], collectives))
+    # Calls that issue collectives belong to whatever is around them.
+    tops = tops[kinds != EventKind.CALL]
+    for phase, hulls in _divide_runs(spans[tops], file.kinds[tops]).items():
+        if phase == BACKWARD and not len(marked):
+            found[BACKWARD].append(_extend(hulls, spans[tops], collectives))
+        elif phase == FORWARD and len(marked):
+            found[FORWARD].append(_extend_forward(unite(*found[FORWARD]), hulls))
+        elif phase != BACKWARD:
+            found[phase].append(hulls)
     return {name: unite(*parts) for name, parts in found.items()}
 
 
@@ -201,6 +198,37 @@ def _find_main_threads(file: TraceFile) -> list[int]:
     return [*backward, *(thread for thread, _ in main)]
 
 
+_LOOP = {
+    EventKind.OPERATOR: FORWARD,
+    EventKind.ANNOTATION: FORWARD,
+    EventKind.ITEM: FORWARD,
+    EventKind.WRAPPER: BACKWARD,
+    EventKind.OPTIMIZER: OPTIMIZER,
+    EventKind.DATA: DATA,
+}
+
+
+def _divide_runs(tops: Spans, kinds: NDArray[np.int8]) -> dict[str, Spans]:
+    """Return the spans of forward, backward and optimizer by the order of what the training loop does.
+
+    Operators before a backward are forward and loss. Those between a backward and the optimizer, such as
+    clipping, belong to the optimizer.
+    """
+    if not len(tops):
+        return {}
+    phases = np.array([_LOOP[EventKind(kind)] for kind in kinds.tolist()])
+    runs = list(_runs(np.concatenate(([True], phases[1:] != phases[:-1]))))
+    order = [str(phases[first]) for first, _ in runs]
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for place, (first, last) in enumerate(runs):
+        phase = order[place]
+        if phase == FORWARD and order[place - 1 : place] == [BACKWARD]:
+            phase = OPTIMIZER if order[place + 1 : place + 2] == [OPTIMIZER] else FORWARD
+        if phase != DATA:
+            found[phase].append((int(tops[first, 0]), int(tops[first:last, 1].max())))
+    return {phase: as_spans(pairs) for phase, pairs in found.items()}
+
+
 def _join_runs(spans: Spans, is_in: NDArray[np.bool_]) -> Spans:
     """Return one span for each run of chosen ones without another between them."""
     if not is_in.any():
@@ -208,6 +236,14 @@ def _join_runs(spans: Spans, is_in: NDArray[np.bool_]) -> Spans:
     is_new = np.concatenate(([True], is_in[1:] != is_in[:-1]))
     runs = [(first, last) for first, last in _runs(is_new) if is_in[first]]
     return as_spans((int(spans[a, 0]), int(spans[a:b, 1].max())) for a, b in runs)
+
+
+def _extend_forward(marked: Spans, hulls: Spans) -> Spans:
+    """Return forwards up to the last operator that follows without a break: the loss."""
+    return as_spans(
+        (begin, max(end, *(int(last) for first, last in hulls.tolist() if first < end and begin < last), end))
+        for begin, end in marked.tolist()
+    )
 
 
 def _extend(backward: Spans, tops: Spans, collectives: Sequence[TracedCollective]) -> Spans:
@@ -245,7 +281,7 @@ def _list_kernels(file: TraceFile) -> tuple[tuple[TracedCollective, ...], list[s
         # Only a number on one rank: that rank's transfers are matched with nobody's.
         counts[group, sequence] += 1
         number = counts[group, sequence] if not sequence else -1 - i
-        num_bytes = _count_elements(arguments.get("In msg nelems"), arguments.get("dtype"))
+        num_bytes = count_bytes([arguments.get("In msg nelems")], arguments.get("dtype"))
         ends = int(file.ends_ns[i])
         found.append(
             TracedCollective(
@@ -365,17 +401,7 @@ def _measure_input(file: TraceFile, index: int) -> int | None:
     dims, types = arguments.get("Input Dims"), arguments.get("Input type")
     if not (isinstance(dims, list) and dims and isinstance(types, list) and types):
         return None
-    count = 1
-    for size in dims[0] if isinstance(dims[0], list) else [None]:
-        if not isinstance(size, int):
-            return None
-        count *= size
-    return _count_elements(count, types[0])
-
-
-def _count_elements(count: object, dtype: object) -> int | None:
-    size = _TYPE_BYTES.get(dtype.lower()) if isinstance(dtype, str) else None
-    return count * size if isinstance(count, int) and size is not None else None
+    return count_bytes(dims[0], types[0]) if isinstance(dims[0], list) else None
 
 
 def _name(recorded: str) -> str:

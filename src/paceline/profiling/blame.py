@@ -63,7 +63,7 @@ class _RankTime:
 
 
 def find_causes(own: Mapping[str, int], late: Mapping[str, int], exposed_ns: int) -> dict[str, int]:
-    """Divide a wait by what the late rank did longer than the waiting one.
+    """Divide a wait by what the late rank did longer than the waiting one; a larger wait stays unexplained.
 
     Args:
         own: the waiting rank's nanoseconds by phase since both were together.
@@ -71,8 +71,8 @@ def find_causes(own: Mapping[str, int], late: Mapping[str, int], exposed_ns: int
         exposed_ns: the wait to divide.
     """
     excess = {name: longer for name in late if (longer := late[name] - own.get(name, 0)) > 0}
-    total = sum(excess.values())
-    return {name: round(exposed_ns * longer / total) for name, longer in excess.items()} if total else {}
+    total = max(exposed_ns, sum(excess.values()))
+    return {name: round(exposed_ns * longer / total) for name, longer in excess.items()}
 
 
 def find_blame(

@@ -30,7 +30,11 @@ _MOVES = {
     READING: "Read values (.item(), float(), printing a tensor) rarely, and on all ranks in the same step.",
     HOST: "Look for Python code that only that rank runs between the phases, such as logging or saving.",
 }
-_WORDS = {READING: "reading values of tensors (.item())", HOST: "Python code outside of the phases"}
+_WORDS = {
+    DATA: "its data loader",
+    READING: "reading values of tensors (.item())",
+    HOST: "Python code outside of the phases",
+}
 
 
 def grade_exposed(share: float) -> Grade:
@@ -92,7 +96,7 @@ def _judge_blame(blame: Blame) -> Finding:
         "PL913",
         where=name_ranks([blame.rank]),
         saw=f"{name_ranks(blame.waiters)} waited {format_seconds(blame.lost_ns / 1e9)} per step "
-        f"({blame.share:.0%} of it) for {name_ranks([blame.rank])}, which took that much longer in: {phase}.",
+        f"({blame.share:.0%} of it) for {name_ranks([blame.rank])}, which took longer in {phase}.",
         rule="All ranks of a collective wait for the last one.",
         fix=_MOVES[blame.phase],
     )

@@ -21,12 +21,9 @@ from numpy.typing import NDArray
 
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
+from paceline.profiling.rank.marks import MARK, METADATA
 from paceline.reading import read_file
 
-METADATA = "paceline"
-"""The key of a trace's own table for what Paceline has recorded beside the events."""
-MARK = "paceline: "
-"""The beginning of the names of spans that Paceline's recorder adds; the rest is a phase."""
 MOST_BYTES = 4 << 30
 """Text of a trace beyond this is refused; decoding takes about 2.5 times its size in memory."""
 _LARGEST_NS = 4e18
@@ -61,6 +58,7 @@ class Recorded:
         clock_ahead_ns: how far the rank's clock was ahead of the first rank's.
         clock_error_ns: how far that may be off.
         slowdown: how much longer a step took while it was recorded.
+        host: identifies the machine and its start.
     """
 
     steps: list[tuple[int, int, int]]
@@ -68,6 +66,7 @@ class Recorded:
     clock_ahead_ns: int = 0
     clock_error_ns: int = 0
     slowdown: float | None = None
+    host: str = ""
 
 
 @dataclass
@@ -108,7 +107,7 @@ def trace_error(path: Path, reason: str) -> PacelineError:
         "PL900",
         saw=f"{path}: {reason}.",
         rule="A trace is what torch.profiler exports: JSON with a list traceEvents, plain or gzipped.",
-        fix="Record it again with prof.export_chrome_trace(...), or leave the file out.",
+        fix="Record it again with --profile or prof.export_chrome_trace(...), or leave the file out.",
     )
 
 
@@ -118,7 +117,7 @@ def read_trace_file(path: Path) -> TraceFile:
     Raises:
         PacelineError: PL900 if the file is no trace, PL901 if msgspec is missing.
     """
-    msgspec = _import_msgspec()
+    msgspec = import_msgspec()
     text = _read_text(path)
     events_type, file_type = _define_structs()
     try:
@@ -136,7 +135,7 @@ def read_trace_file(path: Path) -> TraceFile:
 
 def decode_arguments(data: bytes) -> dict[str, Any]:
     """Return an event's arguments; empty if they are not a table."""
-    msgspec = _import_msgspec()
+    msgspec = import_msgspec()
     try:
         found = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -144,7 +143,8 @@ def decode_arguments(data: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _import_msgspec() -> types.ModuleType:
+def import_msgspec() -> types.ModuleType:
+    """Return the module; raise PL901 if it is not installed."""
     try:
         import msgspec
     except ImportError:
@@ -191,7 +191,7 @@ def _define_structs() -> tuple[Any, Any]:
     """Return the types to decode into, made once: msgspec is imported only where a trace is read."""
     global _structs
     if _structs is None:
-        msgspec = _import_msgspec()
+        msgspec = import_msgspec()
         event = msgspec.defstruct(
             "event",
             [
@@ -252,7 +252,7 @@ def _build(path: Path, table: Any) -> TraceFile:
     if not sane:
         raise trace_error(path, "an event has a negative duration or a time beyond all years")
     begins = np.round(columns[:, 0] * 1e3).astype(np.int64) + base
-    info = table.distributedInfo
+    info, recorded = table.distributedInfo, getattr(table, METADATA)
     rank, world_size = info.get("rank"), info.get("world_size")
     return TraceFile(
         path=path,
@@ -264,9 +264,9 @@ def _build(path: Path, table: Any) -> TraceFile:
         arguments=arguments,
         rank=rank if _is_count(rank) else _rank_of_name(path),
         world_size=world_size if _is_count(world_size) else 0,
-        host=table.host_name,
+        host=recorded.host if recorded is not None else table.host_name,
         groups=_read_groups(info),
-        recorded=getattr(table, METADATA),
+        recorded=recorded,
     )
 
 

@@ -244,6 +244,14 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch.ops.aten._safe_softmax", "gives attention with masks the bits of torch's"),
         TorchName("torch._C._get_math_sdp_allow_fp16_bf16_reduction", "as _safe_softmax"),
     ),
+    "profiling": (
+        TorchName(
+            "torch._C._profiler._ExperimentalConfig",
+            "stops the profiler without building objects of all events",
+            "torch.profiler takes it as an argument, and gives no other way to make one",
+            "the last recorded step takes seconds longer",
+        ),
+    ),
     "scaling": (
         TorchName(
             "torch.amp.GradScaler._scale",

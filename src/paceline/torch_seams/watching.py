@@ -16,6 +16,8 @@ from typing import Any
 # The Flight Recorder's two sources; records carry the index of their source.
 _DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 _INDUCTOR = "_inductor"
+BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""The variables with the Flight Recorder's number of entries; torch reads them with the first group."""
 
 
 def find_world() -> Any | None:

@@ -58,9 +58,13 @@ class _ImportNotifier:
 
     def _listen(self, loader: Any) -> None:
         execute = loader.exec_module
+        another = getattr(loader, "__dict__", {}).get("exec_module")  # of a second listener
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            if another is None:
+                del loader.exec_module
+            else:
+                loader.exec_module = another
             execute(module)
             with suppress(ValueError):
                 sys.meta_path.remove(self)

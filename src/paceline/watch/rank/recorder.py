@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.torch_seams.watching import BUFFER_SIZES
 from paceline.watch.protocol.report import Call, Frame, Group
 from paceline.watch.protocol.words import own_frames
 from paceline.watch.rank.entries import (
@@ -38,7 +39,6 @@ from paceline.watch.rank.threads import resolve
 
 # A step of FSDP over 80 layers issues 240. Reading 1000 takes 12 ms where caches are warm, and they are 1 MB.
 _BUFFER_SIZE = "1000"
-_BUFFER_SIZE_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # The share of the time for reading entries: while collectives arrive (at first, then later), and once they
 # have stopped.
 _SHARE_EAGER = 0.002
@@ -57,8 +57,8 @@ def choose_buffer_size() -> None:
 
     Call it before the first process group is made, because torch reads the size then.
     """
-    if not any(name in os.environ for name in _BUFFER_SIZE_NAMES):
-        os.environ[_BUFFER_SIZE_NAMES[0]] = _BUFFER_SIZE
+    if not any(name in os.environ for name in BUFFER_SIZES):
+        os.environ[BUFFER_SIZES[0]] = _BUFFER_SIZE
 
 
 @dataclass(frozen=True)

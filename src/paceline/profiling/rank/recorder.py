@@ -1,0 +1,244 @@
+"""Records some steps of a rank by torch's profiler, without any change to its script.
+
+Optimizer steps are counted by torch's global hooks. After `after` of them the machines' clocks are compared,
+the profiler starts, and one step passes, since ranks start at different times. The next `steps` are recorded.
+The file appears whole, by one rename, also if the script ends or is stopped before.
+
+A failure here must not end the script: it is logged, and no trace appears.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from paceline.profiling.elements import count_bytes
+from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
+from paceline.profiling.rank.marks import METADATA, PhaseMarks
+from paceline.torch_seams.profiling import build_profiler, read_collectives
+
+log = logging.getLogger(__name__)
+
+_KEY = "paceline/profile/clock"
+_WAIT_S = 10.0
+# The median of fewer steps before the recording says nothing about its cost.
+_LEAST_BEFORE = 3
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """What to record.
+
+    Attributes:
+        folder: for the file `rank-NNNN.json`.
+        after: optimizer steps before the recording starts, at least 1.
+        steps: how many to record, at least 1.
+    """
+
+    folder: str
+    after: int
+    steps: int
+
+
+class StepRecorder:
+    """The recorder of a rank.
+
+    Args:
+        rank: global.
+        settings: what to record.
+    """
+
+    def __init__(self, rank: int, settings: RecordSettings) -> None:
+        self._rank = rank
+        self._settings = settings
+        self._torch: Any = None
+        self._optimizer: weakref.ref[Any] | None = None
+        self._handle: Any = None
+        self._number = 0
+        self._last_ns = 0
+        self._before: deque[int] = deque(maxlen=16)
+        self._steps: list[tuple[int, int, int]] = []
+        self._profiler: Any = None
+        self._marks: PhaseMarks | None = None
+        self._began_ns = 0
+        self._clock: tuple[int, int] | None = None
+        self._address: tuple[str, int] | None = None
+        self._server: ClockServer | None = None
+        self._signal: Any = None
+        self._pid = os.getpid()
+        self._is_done = False
+
+    def install(self, torch: Any) -> None:
+        """Count the optimizer steps from now on; call it when torch has been imported."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._torch = torch
+        self._handle = register_optimizer_step_post_hook(self._on_step)
+        atexit.register(self.finish)
+
+    def finish(self) -> None:
+        """Write what has been recorded, if anything; later calls do nothing."""
+        if self._is_done or os.getpid() != self._pid:
+            return
+        self._is_done = True
+        atexit.unregister(self.finish)
+        with suppress(Exception):
+            self._handle.remove()
+        if self._profiler is not None:
+            self._guard(self._write)
+        if self._server is not None:
+            self._server.close()
+        if self._signal is not None:
+            with suppress(ValueError):  # another thread than the main one
+                signal.signal(signal.SIGTERM, self._signal)
+
+    # ---- counting
+
+    def _on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._is_done or threading.current_thread() is not threading.main_thread():
+            return
+        if self._optimizer is None or self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is not optimizer:
+            return  # a step of several optimizers ends with the first one
+        self._number += 1
+        first, now = self._settings.after + 1, time.time_ns()
+        if self._number < first:
+            self._before.append(now - self._last_ns)
+            if self._number == self._settings.after:
+                self._guard(self._start)
+        elif len(self._steps) == self._settings.steps:
+            self.finish()
+        elif self._number > first:
+            self._steps.append((self._number, self._last_ns, now))
+        self._last_ns = time.time_ns()
+
+    def _on_forward(self) -> None:
+        """End the recording: not in the last optimizer's step, whose span is open until it returns."""
+        if len(self._steps) == self._settings.steps:
+            self.finish()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            log.warning("rank %d records no trace: %s: %s", self._rank, type(error).__name__, error)
+            self._is_done = True
+            with suppress(Exception):
+                if self._marks is not None:
+                    self._marks.remove()
+
+    # ---- recording
+
+    def _start(self) -> None:
+        with suppress(OSError, RuntimeError, ValueError):
+            self._clock = self._compare_clocks()
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._signal = signal.signal(signal.SIGTERM, self._terminate)
+        profiler = build_profiler(self._torch)
+        profiler.start()
+        self._profiler = profiler
+        self._marks = PhaseMarks(self._torch, self._on_forward)
+        self._began_ns = time.time_ns()
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self.finish()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _write(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        assert self._marks is not None
+        self._marks.remove()
+        try:
+            profiler.add_metadata_json(METADATA, json.dumps(self._describe()))
+        finally:
+            profiler.stop()  # a process that exits while it runs crashes
+        if not self._steps:
+            return
+        folder = Path(self._settings.folder)
+        part = folder / f".rank-{self._rank:04d}.part"
+        try:
+            profiler.export_chrome_trace(str(part))
+            os.replace(part, folder / f"rank-{self._rank:04d}.json")
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _describe(self) -> dict[str, Any]:
+        """Return the table that `kineto.Recorded` reads."""
+        clock = self._clock or (0, 0)
+        if self._address is not None and self._clock is not None:
+            with suppress(OSError):
+                clock = join_measurements(self._clock, measure_clock(self._address))
+        calls = [
+            (issued, group, number, operation, _count_bytes(sizes, dtypes))
+            for issued, group, number, operation, sizes, dtypes in read_collectives(self._began_ns)
+        ]
+        before = list(self._before)[1:]
+        slowdown = None
+        if len(before) >= _LEAST_BEFORE and self._steps:
+            recorded = statistics.median(end - begin for _, begin, end in self._steps)
+            slowdown = recorded / max(1.0, statistics.median(before))
+        return {
+            "steps": self._steps,
+            "calls": calls,
+            "clock_ahead_ns": clock[0],
+            "clock_error_ns": clock[1],
+            "slowdown": slowdown,
+            "host": _read_host(),
+        }
+
+    # ---- clocks
+
+    def _compare_clocks(self) -> tuple[int, int] | None:
+        """Return how far this clock is ahead of rank 0's, and the error; `None` if it cannot be known."""
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return None
+        from paceline.torch_seams.groups import find_store
+
+        store, host = find_store(), _read_host()
+        if self._rank == 0:
+            self._server = ClockServer()
+            store.set(_KEY, f"{host} {self._server.port}")
+            return 0, 0
+        until = time.monotonic() + _WAIT_S
+        while not store.check([_KEY]):  # `get` would wait for as long as a collective
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.005)
+        other, port = store.get(_KEY).decode().split()
+        if other == host:
+            return 0, 0
+        # Rank 0 is on the node whose address all ranks have.
+        self._address = os.environ.get("MASTER_ADDR", socket.gethostname()), int(port)
+        return measure_clock(self._address)
+
+
+def _read_host() -> str:
+    """Return what identifies this machine and its start: processes with the same have the same clock."""
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _count_bytes(sizes: list[Any], dtypes: list[str]) -> int:
+    return sum(count_bytes(*pair) or 0 for pair in zip(sizes, dtypes, strict=False))

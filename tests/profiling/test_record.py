@@ -1,0 +1,246 @@
+"""Recording real ranks: causes that are planted are named with rank and phase, and what is there is kept."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.cli.main import main
+from paceline.errors import PacelineError
+from paceline.profiling.analysis import Profile, analyse
+from paceline.profiling.launcher import prepare_folder
+from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
+from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
+from paceline.profiling.read import read_traces
+from paceline.profiling.trace import BACKWARD, COLLECTION, DATA, FORWARD, OPTIMIZER, READING
+
+# Long against the steps of a busy machine, which take some milliseconds on an idle one.
+PAUSE_S = 0.15
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self._pause_s)
+        return torch.full((16,), float(index))
+
+
+class Pausing(nn.Module):
+    def __init__(self, pause_s: float) -> None:
+        super().__init__()
+        self._pause_s = pause_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self._pause_s)
+        return x
+
+
+def read_many(x: torch.Tensor) -> None:
+    until = time.monotonic() + PAUSE_S
+    while time.monotonic() < until:
+        x.sum().item() if x.numel() > 1 else x.item()
+
+
+def collect_much() -> None:
+    until = time.monotonic() + PAUSE_S
+    while time.monotonic() < until:
+        gc.collect()
+
+
+def train(world: Any, folder: str, late: int, cause: str) -> None:
+    """Train a small model for some steps, with a cause of waiting on one rank; runs on every rank."""
+    is_late = world.rank == late
+    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=3))
+    recorder.install(torch)
+    pause_s = PAUSE_S if is_late else 0.0
+    loader = DataLoader(Numbers(pause_s / 4 if cause == DATA else 0.0), batch_size=4)
+    layers = [nn.Linear(16, 64), Pausing(pause_s if cause == FORWARD else 0.0), nn.Linear(64, 1)]
+    model = DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    batches = iter(loader)
+    for _ in range(6):
+        loss = model(next(batches)).mean()
+        if is_late and cause == READING:
+            read_many(loss)
+        optimizer.zero_grad()
+        if is_late and cause == COLLECTION:
+            collect_much()
+        loss.backward()
+        optimizer.step()
+    recorder.finish()
+
+
+def record(ranks: Any, folder: Path, late: int, cause: str) -> Profile:
+    ranks.run(train, nproc=2, args=(str(folder), late, cause))
+    return analyse(read_traces([folder]))
+
+
+@pytest.mark.parametrize(
+    ("late", "cause"), [(1, DATA), (0, FORWARD), (1, COLLECTION), (0, READING)], ids=lambda value: str(value)
+)
+def test_a_planted_cause_is_named(ranks: Any, tmp_path: Path, late: int, cause: str) -> None:
+    profile = record(ranks, tmp_path, late, cause)
+    assert profile.steps == (3, 4, 5)
+    worst = profile.blames[0]
+    assert (worst.rank, worst.phase, worst.waiters) == (late, cause, (1 - late,))
+    assert worst.lost_ns > 0.5 * PAUSE_S * 1e9
+    assert profile.num_matched >= 3
+    for row in profile.rows:
+        assert row.phases[OPTIMIZER] > 0
+        assert row.phases[BACKWARD] > 0
+        assert row.phases[FORWARD] > 0
+        assert {traffic.operation for traffic in row.traffic} == {"all_reduce"}
+        # DDP reduces all weights in one bucket.
+        assert sum(traffic.num_bytes or 0 for traffic in row.traffic) == 4 * (16 * 64 + 64 + 64 + 1)
+
+
+LOOP = """
+import os, signal, sys, time, torch
+from torch import nn
+{before}
+model = nn.Linear(4, 4)
+{wrap}
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(12):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if step == 8:
+        {at_8}
+"""
+JOIN = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+ALONE = """
+from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
+StepRecorder(0, RecordSettings({folder!r}, after=3, steps=50)).install(torch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("at_8", "code"),
+    [("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -signal.SIGTERM), ("break", 0)],
+    ids=["SIGTERM", "the script ends"],
+)
+def test_what_is_there_is_kept(tmp_path: Path, at_8: str, code: int) -> None:
+    script = LOOP.format(before=ALONE.format(folder=str(tmp_path)), wrap="", at_8=at_8)
+    done = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
+    assert done.returncode == code
+    (trace,) = read_traces([tmp_path])
+    assert [step.number for step in trace.steps] == [5, 6, 7, 8, 9]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0000.json"]
+
+
+def test_a_script_is_recorded_unmodified(tmp_path: Path) -> None:
+    """Rank 1 fails before the recording is complete: the report follows all the same."""
+    script, folder = tmp_path / "script.py", tmp_path / "traces"
+    wrap = "model = nn.parallel.DistributedDataParallel(model)"
+    script.write_text(LOOP.format(before=JOIN, wrap=wrap, at_8="raise ValueError('enough')"))
+    words = [
+        "--nproc-per-node",
+        "2",
+        "--profile",
+        str(folder),
+        "--profile-after",
+        "3",
+        "--profile-steps",
+        "50",
+    ]
+    command = [sys.executable, "-m", "paceline", "run", *words, "--json", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 1, done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0000.json", "rank-0001.json"]
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    (report,) = [line["profile"] for line in lines if "profile" in line]
+    assert report["steps"] == [5, 6, 7, 8, 9]
+    assert report["num_unmatched"] == 0
+    assert {traffic["group"] for row in report["rows"] for traffic in row["traffic"]} == {"0"}
+
+
+@pytest.mark.parametrize("ahead_ns", [0, 5_000_000, -2_000_000_000])
+def test_clocks_are_compared_within_their_bound(ahead_ns: int) -> None:
+    server = ClockServer(host="127.0.0.1")
+    try:
+        found, error = measure_clock(("127.0.0.1", server.port), lambda: time.time_ns() + ahead_ns)
+    finally:
+        server.close()
+    assert abs(found - ahead_ns) <= error < 100_000_000
+
+
+def test_a_drift_between_two_measurements_is_an_error() -> None:
+    assert join_measurements((100, 10), (200, 30)) == (150, 80)
+    assert join_measurements((0, 0), (0, 0)) == (0, 0)
+
+
+def test_a_server_that_ends_is_an_error() -> None:
+    server = ClockServer(host="127.0.0.1")
+    server.close()
+    with pytest.raises(OSError, match=r"."):
+        measure_clock(("127.0.0.1", server.port))
+
+
+def test_a_folder_with_traces_is_refused(tmp_path: Path) -> None:
+    assert prepare_folder(tmp_path / "new" / "folder").is_dir()
+    (tmp_path / "rank-0000.json").write_text("{}")
+    with pytest.raises(PacelineError, match=r"already has rank-0000.json.*\[PL906\]"):
+        prepare_folder(tmp_path)
+    with pytest.raises(PacelineError, match=r"cannot be made.*\[PL906\]"):
+        prepare_folder(tmp_path / "rank-0000.json" / "below")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--profile-steps", "3"], "--profile-steps 3 without --profile"),
+        (["--profile", "{}/t", "--profile-after", "0"], "--profile-after 0."),
+        (["--profile", "{}/t", "--profile-steps", "-1"], "--profile-steps -1."),
+    ],
+)
+def test_flags_that_do_not_fit(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(tmp_path) for word in words]
+    assert main(["train", "recipes/gpt-stdlib.toml", "--out", str(tmp_path / "run"), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "[PL905]" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_recording_needs_paceline_as_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    words = ["train", "recipes/gpt-stdlib.toml", "--out", str(tmp_path / "run"), "--profile", str(tmp_path)]
+    assert main(words) == 2
+    assert "under torchrun, srun or mpirun" in capsys.readouterr().err
+
+
+def test_a_job_that_recorded_nothing_is_one_message(tmp_path: Path) -> None:
+    from argparse import Namespace
+
+    from paceline.cli.profiling import report_recording
+
+    with pytest.raises(PacelineError, match=r"no rank has recorded a step in .*\[PL907\]"):
+        report_recording(Namespace(profile=tmp_path, profile_after=None))
