@@ -222,7 +222,7 @@ def test_a_rank_that_will_not_go_is_ended() -> None:
 def test_ranks_that_stop_by_themselves() -> None:
     with pytest.raises(SystemExit) as caught:
         launch(jobs.stop_by_themselves, nproc=2)
-    assert caught.value.code == 143
+    assert caught.value.code == 75
 
 
 class Running:
@@ -276,7 +276,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 @pytest.mark.parametrize("running", ["stop_when_asked"], indirect=True)
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
 )
 def test_a_signal_reaches_every_rank_once(running: Running, number: int, code: int) -> None:
     # As a terminal does it: to all processes of the launcher's group.

@@ -286,7 +286,7 @@ def test_with_loader_workers(ranks: Pool, whole: Any, tmp_path: Path) -> None:
 def test_a_stop_without_a_folder_saves_nothing(ranks: Pool) -> None:
     assert (
         ranks.run(stop_without_folder)
-        == ["143: stopped by SIGTERM after step 2; nothing saved, there is no run folder"] * 2
+        == ["75: stopped by SIGTERM after step 2; nothing saved, there is no run folder"] * 2
     )
 
 

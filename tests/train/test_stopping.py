@@ -95,13 +95,13 @@ def test_other_threads_leave_signals_alone() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_stopped_is_an_exit_with_the_shells_code() -> None:
+def test_stopped_is_an_exit_that_says_whether_to_continue() -> None:
     stopped = Stopped(signal.SIGINT, 12, None)
     assert isinstance(stopped, SystemExit)
     assert (stopped.code, stopped.step, stopped.signal_name, stopped.saved) == (130, 12, "SIGINT", None)
     assert str(stopped) == "stopped by SIGINT after step 12; nothing saved, there is no run folder"
     saved = Stopped(signal.SIGTERM, 3, "runs/x/checkpoints/step-00000003")
-    assert saved.code == 143
+    assert saved.code == 75
     assert str(saved) == "stopped by SIGTERM after step 3; saved runs/x/checkpoints/step-00000003"
 
 

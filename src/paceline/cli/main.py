@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `paceline ARGV...`.
 
     Returns:
-        0 for success, 1 for a finding, 2 for wrong input; 128 + the signal's number after a request to stop.
+        0 for success, 1 for a finding, 2 for wrong input, 130 after Ctrl-C, 75 if another signal stopped
+        a run before its end.
     """
     try:
         with standard_streams():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.errors import PacelineError
+from paceline.exit_codes import stop_code
 from paceline.launching.ending.memory import OomCounts, count_oom_kills
 from paceline.launching.processes.messages import Start
 from paceline.launching.processes.ranks import Attempts, RankProcess, Ranks
@@ -30,7 +31,7 @@ class Job:
     Attributes:
         is_program: whether the launcher is a program of its own, as torchrun is: it then reports a rank that
             exits with Ctrl-C's or SIGTERM's code as failed, and its own exit code is 1. A call inside of the
-            user's program exits with such a code itself.
+            user's program exits with such a code itself. Both pass on 75, "stopped, not finished".
         folder: the launcher's folder for the ranks' records.
         logs: the folder of the ranks' logs, or None.
         keeps_logs: whether that folder is kept.
@@ -57,7 +58,7 @@ class Job:
 
     def stop_error(self, number: int, num_killed: int) -> BaseException:
         """Return the error of a job that was asked to stop by this signal."""
-        return SystemExit(128 + number)
+        return SystemExit(stop_code(number))
 
     def start_error(self, error: BaseException) -> BaseException:
         """Return the error of a job whose agent failed before any rank did."""

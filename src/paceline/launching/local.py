@@ -87,7 +87,7 @@ def launch(
         PacelineError: PL320 to PL326 and PL349 if ranks cannot be started; or the error of the rank that
             failed first.
         RankFailed: if a rank failed with any other error; it names the first one, with its traceback.
-        SystemExit: if the ranks stopped on a signal (130 for Ctrl-C, 143 for SIGTERM).
+        SystemExit: if the ranks stopped on a signal (130 for Ctrl-C, else 75).
     """
     check_launch(nproc, device)
     watcher = watcher or _choose_watcher(hang_after_s)

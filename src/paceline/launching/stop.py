@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from paceline.errors import PacelineError
+from paceline.exit_codes import STOPPED
 from paceline.launching.processes.ranks import Attempts, Ranks
 from paceline.launching.processes.streams import Pump
 from paceline.launching.watcher import Watcher
@@ -30,18 +31,23 @@ class Interrupted(BaseException):
     """The end of a job on a signal; not an `Exception`, because torch's import ignores some of these.
 
     Attributes:
-        number: the signal.
+        number: the signal; None if this launcher got none, and its ranks stopped with those of another node.
         num_killed: the number of ranks that were killed because they did not leave.
     """
 
-    exit_code = 1  # as torchrun's
-
-    def __init__(self, number: int, num_killed: int) -> None:
+    def __init__(self, number: int | None, num_killed: int) -> None:
         super().__init__(number, num_killed)
         self.number = number
         self.num_killed = num_killed
 
+    @property
+    def exit_code(self) -> int:
+        """1 after Ctrl-C, as torchrun's; else the code for "stopped, not finished"."""
+        return 1 if self.number == signal.SIGINT else STOPPED
+
     def __str__(self) -> str:
+        if self.number is None:
+            return f"the ranks stopped before the end (exit code {STOPPED}); the same command continues."
         name = signal.Signals(self.number).name
         killed = f"; {self.num_killed} did not leave in time and were killed" if self.num_killed else ""
         return f"stopped by {name}{killed}."

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 
 from paceline.errors import PacelineError
+from paceline.exit_codes import STOPPED
 from paceline.launching.ending.endings import (
     ASKED_TO_STOP,
     Ending,
@@ -24,7 +25,7 @@ from paceline.launching.ending.memory import describe_kill
 from paceline.launching.ending.trace import find_last
 from paceline.launching.job import Job, ScriptJob
 from paceline.launching.processes.ranks import COLD, RankProcess, Ranks
-from paceline.launching.stop import Stop
+from paceline.launching.stop import Interrupted, Stop
 from paceline.launching.watcher import JobStuck, WatchMessage
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         JobStuck: if the watcher has found that the ranks cannot continue.
         RankFailed: if a rank failed; for the first one that did not only lose its peer.
         PacelineError: the error that this rank raised; or PL344 if a script's ranks could not be started.
-        Interrupted: if a script was asked to stop.
+        Interrupted: if a script was asked to stop, or its ranks exited with the code for that.
         SystemExit: if a function was asked to stop, or its ranks stopped as if they had been.
         OSError: if the limit of open files is too low.
     """
@@ -69,10 +70,13 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
         raise job.stop_error(job.rounds.asked, stop.num_killed)
     _warn_late_settings(job)
     if cause is None:
-        # The job was not asked to stop: a rank raised KeyboardInterrupt, or exited with such a code.
+        # This launcher was not asked to stop: its ranks stopped with those of another node, or a rank raised
+        # KeyboardInterrupt, or exited with such a code.
         cause = next((ending for ending in endings if ending.code in ASKED_TO_STOP), None)
         if cause is not None and not job.is_program:
             raise SystemExit(cause.code)
+        if cause is not None and cause.code == STOPPED:
+            raise Interrupted(None, 0)
     if error is None:
         return
     if cause is not None:

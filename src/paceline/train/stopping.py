@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from paceline.exit_codes import stop_code
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A terminal and a launcher may both deliver one Ctrl-C; only a later one means "now".
 _SAME_REQUEST_S = 1.0
@@ -18,8 +20,8 @@ _SAME_REQUEST_S = 1.0
 class Stopped(SystemExit):
     """The exit of a rank after a stop signal; all ranks raise it after the same step.
 
-    A `SystemExit`, so that a script ends without a traceback, with the shell's code for the signal
-    (130 for Ctrl-C, 143 for SIGTERM).
+    A `SystemExit`, so that a script ends without a traceback: with 130 for Ctrl-C, and with 75 for any other
+    signal, by which a scheduler knows that the same command continues (`exit_codes.py`).
 
     Attributes:
         step: number of the last step taken.
@@ -28,7 +30,7 @@ class Stopped(SystemExit):
     """
 
     def __init__(self, signum: int, step: int, saved: str | None) -> None:
-        super().__init__(128 + signum)
+        super().__init__(stop_code(signum))
         self.step = step
         self.signal_name = signal.Signals(signum).name
         self.saved = saved

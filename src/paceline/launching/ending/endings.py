@@ -23,6 +23,7 @@ from textwrap import shorten
 from typing import Literal
 
 from paceline.errors import PacelineError
+from paceline.exit_codes import STOPPED
 from paceline.launching.ending.trace import find_error_line, find_own_frame, fold
 
 # The words of gloo, NCCL and the store for a peer that has gone.
@@ -262,5 +263,5 @@ def describe_death(cause: Ending, log: str) -> str:
     return f"{who} was killed by {name}" + (f": {shorten(thrown[-1], _MANY_LETTERS)}." if thrown else ".")
 
 
-ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of ranks that stopped because they were asked to: by Ctrl-C or by SIGTERM."""
+ASKED_TO_STOP = (128 + signal.SIGINT, 128 + signal.SIGTERM, STOPPED)
+"""Exit codes of ranks that stopped because they were asked to: by Ctrl-C, by SIGTERM, and the trainer's."""
