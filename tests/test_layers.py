@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "paceline"
 ROWS: list[tuple[str, ...]] = [
     ("errors", "exit_codes", "units", "phrases", "finding", "reading", "codes", "seeds"),
     ("recipe",),
-    ("plan", "pipeline", "lint"),
+    ("plan", "pipeline", "lint", "schedulers"),
     ("generators",),
     ("torch_seams",),
     ("models", "data"),
@@ -46,7 +46,7 @@ PARTS: dict[tuple[str, str], set[str]] = {
 ROW = {unit: number for number, row in enumerate(ROWS) for unit in row}
 WORDS = set(ROWS[0])
 # They answer at once, and on a machine without torch.
-TORCH_FREE = WORDS | {"recipe", "place", "plan", "pipeline", "lint"}
+TORCH_FREE = WORDS | {"recipe", "place", "plan", "pipeline", "lint", "schedulers"}
 # The package's front door re-exports what the units give; only cli stands above it.
 DOORS = {"__init__", "__main__"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "core", "misc"}

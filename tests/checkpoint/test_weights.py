@@ -202,3 +202,14 @@ def test_a_changed_identity_is_reported(key: str) -> None:
 def test_the_number_of_ranks_may_change_freely() -> None:
     one = describe_identity("cpu", world_size=1)
     assert check_identity(one, describe_identity("cpu", world_size=2, layout="dp_replicate=2")) == []
+
+
+def test_identity_names_the_job_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    before = describe_identity("cpu")
+    assert "slurm_job" not in before
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    here = describe_identity("cpu")
+    assert (here["slurm_job"], here["slurm_restart"]) == ("77", 2)
+    assert check_identity(before, here) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 from importlib import metadata
@@ -13,7 +14,7 @@ import torch
 from paceline.finding import Finding
 
 # Keys whose change can change results, with their names for people. The other keys of an identity (world
-# size, layout, host) show where a checkpoint comes from and may change freely.
+# size, layout, the job of SLURM and its restart) show where a checkpoint comes from and may change freely.
 COMPARED: dict[str, str] = {
     "paceline": "Paceline's version",
     "torch": "torch's version",
@@ -60,6 +61,9 @@ def describe_identity(
         "layout": layout,
         "reduction": reduction,
     }
+    if "SLURM_JOB_ID" in os.environ:
+        identity["slurm_job"] = os.environ["SLURM_JOB_ID"]
+        identity["slurm_restart"] = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     if device.type == "cuda":
         identity["accelerator"] = torch.cuda.get_device_name(device)
         identity["cuda"] = torch.version.cuda

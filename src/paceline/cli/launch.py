@@ -1,0 +1,160 @@
+"""`paceline launch slurm|kubernetes RECIPE|SCRIPT`: renders a job for a cluster, and submits it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.schedulers.work import Nodes, Work
+
+_DESCRIPTION = """
+Renders a job for a cluster as a file that a person can read. Each node starts `paceline run`, ranks save
+before the job ends, and a job that is stopped before its end starts again. Without --submit, prints the file.
+"""
+_GRACE_S = 120
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "launch", help="render a job for SLURM or Kubernetes", description=_DESCRIPTION
+    )
+    kinds = parser.add_subparsers(title="clusters", metavar="CLUSTER", dest="cluster", required=True)
+    _add_slurm(kinds)
+
+
+def _add_slurm(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser("slurm", help="a batch script", description=_DESCRIPTION)
+    _add_common(parser)
+    parser.add_argument("--time", required=True, metavar="T", help="time limit: minutes, H:M:S or D-H:M:S")
+    parser.add_argument("--partition", metavar="NAME", help="the partition to run in")
+    parser.add_argument("--account", metavar="NAME", help="the account that pays")
+    parser.add_argument("--mem", metavar="SIZE", help="memory per node, for example 200G")
+    parser.add_argument(
+        "--output", default="%x-%j.out", metavar="FILE", help="all output (default %%x-%%j.out)"
+    )
+    parser.add_argument(
+        "--max-requeues", type=int, default=100, metavar="N", help="how often the job requeues itself (100)"
+    )
+    parser.add_argument(
+        "--setup", action="append", default=[], metavar="LINE", help="shell to run first, such as module load"
+    )
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="another option of sbatch"
+    )
+    _add_target(parser)
+    parser.set_defaults(run=run_slurm)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", required=True, metavar="N|MIN:MAX", help="number of nodes, or a range")
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="ranks per node (default: its GPUs, or 1)"
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=0, metavar="N", help="GPUs per node (default 0)")
+    parser.add_argument("--cpus-per-node", type=int, metavar="N", help="cores per node")
+    parser.add_argument("--name", metavar="NAME", help="the job's name (default: that of the file)")
+    parser.add_argument(
+        "--interface", metavar="NAME", help="the network interface between nodes, such as ib0"
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=int,
+        default=_GRACE_S,
+        metavar="S",
+        help=f"seconds that ranks have to save before the job ends (default {_GRACE_S})",
+    )
+    parser.add_argument("--file", metavar="FILE", help="write the rendered job there (default: print it)")
+    parser.add_argument("--submit", action="store_true", help="write the file and submit it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a recipe (.toml) or a Python script")
+    parser.add_argument(
+        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="go to `paceline train` or the script"
+    )
+
+
+def run_slurm(args: argparse.Namespace) -> int:
+    """Run the command, and return its exit code."""
+    from paceline.schedulers.slurm import MARK, SlurmJob, render_slurm
+
+    work, nodes, nproc = _read_job(args)
+    job = SlurmJob(
+        work=work,
+        nodes=nodes,
+        nproc_per_node=nproc,
+        time=args.time,
+        gpus_per_node=args.gpus_per_node,
+        cpus_per_node=args.cpus_per_node,
+        mem=args.mem,
+        partition=args.partition,
+        account=args.account,
+        name=args.name or work.name,
+        output=args.output,
+        interface=args.interface,
+        grace_s=args.grace_s,
+        max_requeues=args.max_requeues,
+        setup=tuple(args.setup),
+        options=tuple(args.option),
+    )
+    return _deliver(args, render_slurm(job), MARK, f"{job.name}.sbatch", "sbatch", ["--parsable"])
+
+
+def _read_job(args: argparse.Namespace) -> tuple[Work, Nodes, int]:
+    """Check what both clusters need: the target, the nodes, the ranks, and a recipe's layout on them."""
+    from paceline.schedulers.work import Work, check_work, read_nodes
+
+    work, nodes = Work(args.target, tuple(args.args)), read_nodes(args.nodes)
+    check_work(work)
+    nproc = args.nproc_per_node or args.gpus_per_node or 1
+    for flag in ("nproc_per_node", "gpus_per_node", "cpus_per_node", "max_requeues"):
+        value = getattr(args, flag, None)
+        if value is not None and value < (1 if flag in ("nproc_per_node", "cpus_per_node") else 0):
+            raise PacelineError(
+                "PL365",
+                saw=f"--{flag.replace('_', '-')} {value}.",
+                rule="It is a whole number, of at least 1 for ranks and cores and 0 for the others.",
+                fix="Leave it out for the default.",
+            )
+    if work.is_recipe:
+        _check_recipe(work, nodes, nproc)
+    return work, nodes, nproc
+
+
+def _check_recipe(work: Work, nodes: Nodes, nproc: int) -> None:
+    """Refuse a recipe that is wrong, or whose layout is not legal on every number of nodes."""
+    from paceline.recipe import load_recipe, refuse_layout
+
+    settings = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    settings.add_argument("--set", action="append", default=[])
+    found, _ = settings.parse_known_args(list(work.args))
+    recipe = load_recipe(work.target, found.set, remark=lambda remark: None)
+    for num_nodes in range(nodes.least, nodes.most + 1):
+        refuse_layout(recipe, recipe.layout.to_layout(), num_nodes * nproc)
+
+
+def _deliver(
+    args: argparse.Namespace, text: str, mark: str, name: str, program: str, words: list[str]
+) -> int:
+    """Print the rendered job, or write it and submit it."""
+    from paceline.schedulers.submit import submit, write_rendered
+
+    path = Path(args.file or name) if args.file or args.submit else None
+    said = None
+    if path is not None:
+        write_rendered(path, text, mark)
+        said = submit(program, words, path) if args.submit else None
+    if args.json:
+        print(json.dumps({"file": None if path is None else str(path), "submitted": said, "text": text}))
+    elif path is None:
+        print(text, end="")
+    else:
+        print(f"wrote {path}" + ("" if said is None else f", submitted: {said}"))
+    return 0

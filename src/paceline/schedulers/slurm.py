@@ -1,0 +1,207 @@
+"""Renders a batch script for SLURM: one task per node, a save before the end, and a requeue after it.
+
+The script is plain bash that a person can read and edit. What it relies on, from sbatch's and srun's manuals
+and SLURM 22.05:
+
+- `--signal=B:USR1@S` signals the script alone, S seconds before the time limit or up to a minute earlier.
+- `scancel --signal=TERM JOB` signals the steps and not the script. So does a preemption, which also sets the
+  job's `PreemptTime`.
+- `scancel JOB` signals both, and the job is no longer RUNNING.
+- A script that ends during a preemption's grace time makes its job COMPLETED, so it must requeue it itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import PacelineError
+from paceline.exit_codes import STOPPED
+from paceline.schedulers.times import check_grace, read_time_s
+from paceline.schedulers.work import Nodes, Work, quote
+
+MARK = "Rendered by `paceline launch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A job for SLURM.
+
+    Attributes:
+        work: what to run.
+        nodes: the number of nodes.
+        nproc_per_node: ranks of each node.
+        time: the limit, in one of SLURM's forms.
+        gpus_per_node: GPUs to request; 0 for none.
+        cpus_per_node: cores to request; None for the partition's default.
+        mem: memory per node, as SLURM writes it.
+        partition: where to run.
+        account: who pays.
+        name: the job's name.
+        output: the file for all output, with SLURM's patterns.
+        interface: the network interface between nodes; None: that of the route to the first node.
+        grace_s: seconds before the time limit at which ranks are asked to save.
+        max_requeues: how often the script requeues its job.
+        setup: lines of shell to run before.
+        options: more options of sbatch, as `key=value` or `key`.
+    """
+
+    work: Work
+    nodes: Nodes
+    nproc_per_node: int
+    time: str
+    gpus_per_node: int = 0
+    cpus_per_node: int | None = None
+    mem: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    name: str
+    output: str
+    interface: str | None = None
+    grace_s: int
+    max_requeues: int
+    setup: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+def render_slurm(job: SlurmJob) -> str:
+    """Return the batch script.
+
+    Raises:
+        PacelineError: PL366 for times, PL370 for a value with a line break.
+    """
+    leave_s = check_grace(job.grace_s, read_time_s(job.time))
+    lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _list_options(job))]
+    wide = max(len(line) for line in lines if line.partition("=")[0] in _WHY)
+    lines = [_explain(line, wide) for line in lines]
+    parts = ["\n".join(lines), _HEAD.format(mark=MARK), *job.setup, _MEET]
+    if job.interface is not None:
+        name = quote([job.interface])
+        parts.append(f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}")
+    parts += [_SIGNALS, _render_step(job, leave_s), _END.format(stopped=STOPPED, most=job.max_requeues)]
+    return "\n".join(parts)
+
+
+def _list_options(job: SlurmJob) -> list[str]:
+    few, many = job.nodes.least, job.nodes.most
+    wishes = {
+        "job-name": job.name,
+        "nodes": f"{few}-{many}" if job.nodes.is_range else str(many),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
+        "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
+        "mem": job.mem,
+        "partition": job.partition,
+        "account": job.account,
+        "time": job.time,
+        "signal": f"B:USR1@{job.grace_s}",
+        "output": job.output,
+        "open-mode": "append",
+    }
+    options = [f"{key}={_check_line(key, value)}" for key, value in wishes.items() if value is not None]
+    options += ["requeue", *(["no-kill"] if job.nodes.is_range else [])]
+    for option in job.options:
+        key, equals, value = option.lstrip("-").partition("=")
+        options.append(_check_line("option", key) + (equals and "=" + _check_line(key, value)))
+    return options
+
+
+def _check_line(key: str, value: str) -> str:
+    if not value.isprintable() or not value.strip():
+        raise PacelineError(
+            "PL370",
+            saw=f"--{key} {value!r}.",
+            rule="Each option is one line of the file, of printable characters.",
+            fix="Remove line breaks and control characters.",
+        )
+    return quote([value]) if " " in value or "#" in value else value
+
+
+_WHY = {
+    "#SBATCH --ntasks-per-node": "one launcher per node; it starts the node's ranks",
+    "#SBATCH --signal": "signals this script, so many seconds before the time limit",
+    "#SBATCH --open-mode": "output of the next start follows that of the last",
+    "#SBATCH --requeue": "after a node failure, SLURM starts the job again",
+    "#SBATCH --no-kill": "the job goes on without a lost node",
+}
+
+
+def _explain(line: str, wide: int) -> str:
+    why = _WHY.get(line.partition("=")[0])
+    return line if why is None else f"{line:<{wide}}  # {why}"
+
+
+_HEAD = """
+# {mark} slurm`."""
+
+_MEET = """
+# The nodes meet at the first node of the allocation, at a port that follows from the job's number.
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+port=$((12000 + SLURM_JOB_ID % 20000))
+export SLURM_RESTART_COUNT=${SLURM_RESTART_COUNT:-0}
+say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
+say "start $((SLURM_RESTART_COUNT + 1)) on $SLURM_JOB_NODELIST"
+"""
+
+_SIGNALS = """
+# Before the time limit, SLURM signals this script only. The ranks then save and leave.
+near_limit=
+trap 'near_limit=yes; say "the time limit is near: asking the ranks to save"
+      scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap : TERM  # by scancel, which signals the ranks too
+"""
+
+
+def _render_step(job: SlurmJob, leave_s: int) -> str:
+    """The lines that start the step and wait for it."""
+    nnodes = f"{job.nodes.least}:$SLURM_JOB_NUM_NODES" if job.nodes.is_range else str(job.nodes.most)
+    restarts = f" --max-restarts {job.nodes.restarts}" if job.nodes.restarts else ""
+    no_kill = " --no-kill" if job.nodes.is_range else ""
+    cpus = "" if job.cpus_per_node is None else f" --cpus-per-task {job.cpus_per_node}"
+    return f"""
+srun --ntasks-per-node=1 --kill-on-bad-exit=0{no_kill}{cpus} paceline run \\
+  --nnodes "{nnodes}" --nproc-per-node {job.nproc_per_node}{restarts} --shutdown-timeout {leave_s} \\
+  --rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-id "$SLURM_JOB_ID.$SLURM_RESTART_COUNT" \\
+  {quote(job.work.words)} &
+step=$!
+while kill -0 "$step" 2>/dev/null; do sleep 1 & wait $!; done  # a signal ends this wait, not the step
+wait "$step"
+code=$?"""
+
+
+_END = """
+# What ended the step: SLURM's controller knows.
+state=$(scontrol show job "$SLURM_JOB_ID")
+lost=$(sinfo -h -N -n "$SLURM_JOB_NODELIST" -t down,fail,no_respond -o %N | sort -u | paste -sd ,)
+again=
+if [ "$code" = 0 ]; then
+  say "finished"
+elif [ -n "$lost" ]; then
+  say "node failure: $lost"; again=yes
+elif [[ $state != *" Restarts=$SLURM_RESTART_COUNT "* ]]; then
+  say "requeued from outside, with exit code $code"
+elif [[ $state != *JobState=RUNNING* && -n $near_limit ]]; then
+  say "ended by the time limit before the ranks had left: use a larger --grace-s, and submit again"
+elif [[ $state != *JobState=RUNNING* ]]; then
+  say "cancelled by scancel with exit code $code; not started again"
+elif [ "$code" != {stopped} ] && [ "$code" != 143 ]; then  # 143: SIGTERM came before the launcher was up
+  say "failed with exit code $code; not started again"
+elif [[ $state == *PreemptTime=[0-9]* ]]; then
+  say "stopped by preemption, not finished"; again=yes
+elif [ -n "$near_limit" ]; then
+  say "stopped by the time limit, not finished"; again=yes
+else
+  say "stopped by a signal, not finished"; again=yes
+fi
+[[ $state == *JobState=RUNNING* ]] || again=  # SLURM itself ends the job, or starts it again
+if [ -n "$again" ] && [ "$SLURM_RESTART_COUNT" -ge {most} ]; then
+  say "not requeued: it was requeued {most} times already (--max-requeues)"
+elif [ -n "$again" ]; then
+  if scontrol requeue "$SLURM_JOB_ID"; then
+    say "requeued"
+  else
+    say "SLURM does not permit a requeue; submit this script again, and the run goes on"
+  fi
+fi
+exit "$code"
+"""

@@ -1,0 +1,127 @@
+"""The work of a job: a recipe or a script, the number of nodes, and the command that each node runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import PacelineError
+from paceline.reading import read_file
+
+_MOST_BYTES = 1 << 20
+# Where a node may be lost, ranks start again on those that are left; each start counts.
+_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The number of nodes of a job.
+
+    Attributes:
+        least: fewer do not train.
+        most: the number that is requested.
+    """
+
+    least: int
+    most: int
+
+    @property
+    def is_range(self) -> bool:
+        """Whether the job goes on without some of its nodes."""
+        return self.least < self.most
+
+    @property
+    def restarts(self) -> int:
+        """How often ranks start again after a failure."""
+        return _RESTARTS if self.is_range else 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """A recipe or a script with its arguments.
+
+    Attributes:
+        target: the path as given.
+        args: the words after it.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether `paceline train` runs it."""
+        return self.target.endswith(".toml")
+
+    @property
+    def name(self) -> str:
+        """The job's default name: that of the file."""
+        return Path(self.target).stem or "paceline"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that follow the flags of `paceline run`."""
+        train = ("-m", "paceline", "train") if self.is_recipe else ()
+        return (*train, self.target, *self.args)
+
+
+def read_nodes(text: str) -> Nodes:
+    """Read `N` or `MIN:MAX`.
+
+    Raises:
+        PacelineError: PL365.
+    """
+    found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", text)
+    if found is not None:
+        nodes = Nodes(int(found[1]), int(found[2] or found[1]))
+        if 1 <= nodes.least <= nodes.most:
+            return nodes
+    raise PacelineError(
+        "PL365",
+        saw=f"--nodes {text}.",
+        rule="It is the number of nodes, or MIN:MAX with 1 <= MIN <= MAX.",
+        fix="Use for example --nodes 2, or --nodes 2:4 for a job that goes on with 2.",
+    )
+
+
+def check_work(work: Work) -> None:
+    """Raise PL340 for a target that does not exist, and PL364 for one that is a batch script."""
+    path = Path(work.target)
+    if not path.is_file():
+        raise PacelineError(
+            "PL340",
+            saw=f"{work.target} is not a file.",
+            rule="A job runs a recipe (.toml) or a Python script.",
+            fix="Check the path. Options of `paceline launch` stand before it, its own arguments after it.",
+        )
+    faults = _find_faults(read_file(path, _MOST_BYTES).decode("utf-8", errors="replace"))
+    if faults is not None:
+        raise PacelineError(
+            "PL364",
+            saw=f"{work.target} is a batch script for SLURM{faults}.",
+            rule="`paceline launch slurm` writes the batch script itself.",
+            fix="Name the training script in its place: paceline launch slurm --nodes 4 ... train.py",
+        )
+
+
+def _find_faults(text: str) -> str | None:
+    """Return the known mistakes of a batch script, to follow its name; None if it is none."""
+    if re.search(r"^#SBATCH\b", text, re.MULTILINE) is None:
+        return None
+    faults = []
+    if re.search(r"^\s*(export\s+)?(RANK|LOCAL_RANK)=\"?\$\{?SLURM_", text, re.MULTILINE):
+        faults.append("RANK is set before srun, where SLURM_PROCID is 0, so all tasks are rank 0")
+    tasks = re.search(r"^#SBATCH\s+--ntasks-per-node[= ](\d+)", text, re.MULTILINE)
+    ranks = re.search(r"--nproc[-_]per[-_]node[= ](\S+)", text)
+    if tasks and ranks and int(tasks[1]) > 1:
+        faults.append(f"each of {tasks[1]} tasks on a node starts {ranks[1]} ranks")
+    if re.search(r"--node[-_]rank[= ]\"?\$\{?SLURM_NODEID", text):
+        faults.append("$SLURM_NODEID is replaced before srun starts, so it is 0 on all nodes")
+    return "".join(f"; {fault}" for fault in faults)
+
+
+def quote(words: tuple[str, ...] | list[str]) -> str:
+    """Join words for a shell."""
+    return " ".join(shlex.quote(word) for word in words)
