@@ -13,8 +13,8 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.errors import PacelineError
+from paceline.schedulers.target import read_nodes
 from paceline.schedulers.times import check_grace, read_time_s
-from paceline.schedulers.work import read_nodes
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "gpt-stdlib.toml")
 

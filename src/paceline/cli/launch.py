@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
-    from paceline.schedulers.work import Nodes, Work
+    from paceline.schedulers.target import Nodes, Target
 
 _DESCRIPTION = """
 Renders a job for a cluster as a file that a person can read. Each node starts `paceline run`, ranks save
@@ -107,11 +107,11 @@ def run_slurm(args: argparse.Namespace) -> int:
     return _deliver(args, render_slurm(job), MARK, f"{job.name}.sbatch", "sbatch", ["--parsable"])
 
 
-def _read_job(args: argparse.Namespace) -> tuple[Work, Nodes, int]:
+def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
     """Check what both clusters need: the target, the nodes, the ranks, and a recipe's layout on them."""
-    from paceline.schedulers.work import Work, check_work, read_nodes
+    from paceline.schedulers.target import Target, check_work, read_nodes
 
-    work, nodes = Work(args.target, tuple(args.args)), read_nodes(args.nodes)
+    work, nodes = Target(args.target, tuple(args.args)), read_nodes(args.nodes)
     check_work(work)
     nproc = args.nproc_per_node or args.gpus_per_node or 1
     for flag in ("nproc_per_node", "gpus_per_node", "cpus_per_node", "max_requeues"):
@@ -128,7 +128,7 @@ def _read_job(args: argparse.Namespace) -> tuple[Work, Nodes, int]:
     return work, nodes, nproc
 
 
-def _check_recipe(work: Work, nodes: Nodes, nproc: int) -> None:
+def _check_recipe(work: Target, nodes: Nodes, nproc: int) -> None:
     """Refuse a recipe that is wrong, or whose layout is not legal on every number of nodes."""
     from paceline.recipe import load_recipe, refuse_layout
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from paceline.errors import PacelineError
 from paceline.exit_codes import STOPPED
+from paceline.schedulers.target import Nodes, Target, quote
 from paceline.schedulers.times import check_grace, read_time_s
-from paceline.schedulers.work import Nodes, Work, quote
 
 MARK = "Rendered by `paceline launch"
 
@@ -45,7 +45,7 @@ class SlurmJob:
         options: more options of sbatch, as `key=value` or `key`.
     """
 
-    work: Work
+    work: Target
     nodes: Nodes
     nproc_per_node: int
     time: str

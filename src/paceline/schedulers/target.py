@@ -1,4 +1,4 @@
-"""The work of a job: a recipe or a script, the number of nodes, and the command that each node runs."""
+"""The target of a job: a recipe or a script, the number of nodes, and the words that each node runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Work:
+class Target:
     """A recipe or a script with its arguments.
 
     Attributes:
@@ -86,7 +86,7 @@ def read_nodes(text: str) -> Nodes:
     )
 
 
-def check_work(work: Work) -> None:
+def check_work(work: Target) -> None:
     """Raise PL340 for a target that does not exist, and PL364 for one that is a batch script."""
     path = Path(work.target)
     if not path.is_file():
