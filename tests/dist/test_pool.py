@@ -121,6 +121,24 @@ def test_a_hang_ends_with_the_stacks_and_the_pool_goes_on(ranks: Pool) -> None:
     assert before[1][0] != after[1][0]
 
 
+def test_a_call_that_is_interrupted_leaves_nothing_to_the_next() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    pool = Pool()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        assert len(pool.run(sum_of_ranks, args=(1,))) == 2
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(TimeoutError):
+            pool.run(hang_on, args=(1,))
+        assert pool.run(sum_of_ranks, args=(1,)) == [(0, 3), (1, 3)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        pool.close()
+
+
 def test_a_rank_that_dies_is_replaced(ranks: Pool) -> None:
     with pytest.raises(RankError, match="exit code -9") as caught:
         ranks.run(die_on, args=(0,))
