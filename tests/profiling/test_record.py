@@ -244,3 +244,32 @@ def test_a_job_that_recorded_nothing_is_one_message(tmp_path: Path) -> None:
 
     with pytest.raises(PacelineError, match=r"no rank has recorded a step in .*\[PL907\]"):
         report_recording(Namespace(profile=tmp_path, profile_after=None))
+
+
+def pass_around(world: Any, folder: str) -> None:
+    """Train, and pass a message to the next rank in each step."""
+    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=2))
+    recorder.install(torch)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    to, of = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    for _ in range(5):
+        weight.sum().backward()
+        sending = torch.distributed.isend(torch.ones(100), to)
+        torch.distributed.recv(torch.empty(100), of)
+        sending.wait()
+        optimizer.step()
+    recorder.finish()
+
+
+def test_messages_are_matched_by_their_direction(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(pass_around, nproc=3, args=(str(tmp_path),))
+    traces = read_traces([tmp_path])
+    for trace in traces:
+        own, of = trace.rank, (trace.rank - 1) % 3
+        found = {(part.operation, part.sequence, part.num_bytes) for part in trace.collectives}
+        assert found == {("send", f"{own}>{(own + 1) % 3}", 400), ("recv", f"{of}>{own}", 400)}
+    profile = analyse(traces)
+    assert profile.num_matched >= 6
+    assert profile.num_unmatched == 0
+    assert profile.blames == ()

@@ -14,6 +14,8 @@ from paceline.profiling.trace import HOST, PHASES
 from paceline.units import format_bytes, format_seconds
 
 _MOST_ROWS = 16
+# A phase that is shorter in all steps has no column.
+_LEAST_NS = 100_000
 _RAN = ("data", "forward", "backward", "optimizer", "reading values", "garbage collection")
 
 
@@ -49,7 +51,9 @@ def _describe_head(profile: Profile) -> str:
 
 def _tabulate_ranks(profile: Profile) -> str:
     """Return the mean step of each rank: its phases, and its communication, which lies within them."""
-    used = [name for name in _RAN if any(row.phases.get(name) for row in profile.rows)] + [HOST]
+    used = [name for name in _RAN if max(row.phases.get(name, 0) for row in profile.rows) > _LEAST_NS] + [
+        HOST
+    ]
     assert set(used) <= {*PHASES, HOST}
     head = ["ms per step", "total", *used, "compute", "comm", "exposed", "waiting"]
     lines = [head]

@@ -76,18 +76,18 @@ def refuse_recording(args: argparse.Namespace) -> None:
 
 
 def print_recording(args: argparse.Namespace) -> None:
-    """Print the report on what a job has recorded, on standard error: its own output is on standard output.
+    """Print the report on a job on standard error, since its own output is on standard output."""
+    if args.profile is not None and args.profile.is_dir():
+        text, table = describe_recording(args)
+        print(json.dumps({"profile": table}) if args.json else text, file=sys.stderr, flush=True)
 
-    A job that ended early, or a folder without a common step, must not hide how the job ended.
-    """
-    if args.profile is None or not args.profile.is_dir():
-        return
+
+def describe_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """Return the report for people and for programs; why there is none counts as one."""
     try:
-        text, table = report_recording(args)
+        return report_recording(args)
     except PacelineError as error:
-        text, table = f"paceline: {error}", {"error": as_table(error)}
-    line = json.dumps(table if "error" in table else {"profile": table}) if args.json else text
-    print(line, file=sys.stderr, flush=True)
+        return f"paceline: {error}", {"error": as_table(error)}
 
 
 def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.profiling import (
     add_profile_flags,
     add_recording,
+    describe_recording,
     print_recording,
     refuse_recording,
-    report_recording,
 )
 from paceline.cli.watching import add_watching_flags, build_watcher, print_remark
 
@@ -205,14 +205,14 @@ def _report(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.
 
         table = summary | {"scaling": None if scaling is None else asdict(scaling)}
         if args.profile is not None:
-            table["profile"] = report_recording(args)[1]
+            table["profile"] = describe_recording(args)[1]
         print(json.dumps(table))
         return 0
     from paceline.cli.report import describe_summary
 
     print(describe_summary(summary, scaling))
     if args.profile is not None:
-        print(f"\n{report_recording(args)[0]}")
+        print(f"\n{describe_recording(args)[0]}")
     return 0
 
 

@@ -354,26 +354,39 @@ def _number_in_steps(
 def _list_transfers(
     file: TraceFile, rank: int, indices: Sequence[int], steps: Sequence[TracedStep]
 ) -> list[TracedCollective]:
-    """Return sends and receives, matched where the peer is known: the shapes of calls, or a world of two."""
+    """Return sends and receives; those whose peer is unknown are matched with nobody's."""
+    known = _find_peers(file, rank, indices)
+    found, counts = [], Counter[tuple[str, str, int]]()
+    for place, i in enumerate(indices):
+        operation, begin, end = _name(file.names[i]), int(file.begins_ns[i]), int(file.ends_ns[i])
+        group, sequence, size = known[place] or ("", f"{_UNMATCHED} {place}", _measure_input(file, i))
+        step = _find_step(steps, begin)
+        counts[group, sequence, step] += 1
+        number = step * 1_000_000 + counts[group, sequence, step]
+        found.append(TracedCollective(operation, group, sequence, number, begin, end, size))
+    return found
+
+
+def _find_peers(
+    file: TraceFile, rank: int, indices: Sequence[int]
+) -> list[tuple[str, str, int | None] | None]:
+    """Return group, direction and bytes of each transfer, `None` where the peer is unknown."""
+    recorded = [] if file.recorded is None else file.recorded.transfers
+    names = [_name(file.names[i]) for i in indices]
+    if recorded and [operation for _, _, _, operation, _ in recorded] == names:
+        return [(group, direction, size) for _, group, direction, _, size in recorded]
     calls = [i for i in np.flatnonzero(file.kinds == EventKind.CALL).tolist() if _is_transfer(file.names[i])]
     calls.sort(key=lambda i: int(file.begins_ns[i]))
     whole = tuple(range(file.world_size))
     # A peer is a number within a group, which the call does not name.
     is_one_group = all(ranks in (whole, (rank,)) for ranks in file.groups) and bool(file.groups)
-    found, counts = [], Counter[tuple[str, int]]()
-    for place, i in enumerate(indices):
-        operation, sequence = _name(file.names[i]), f"{_UNMATCHED} {place}"
+    found: list[tuple[str, str, int | None] | None] = []
+    for place, (i, name) in enumerate(zip(indices, names, strict=True)):
         peer = 1 - rank if file.world_size == 2 else None
         if peer is None and is_one_group and len(calls) == len(indices):
             peer = _find_peer(file, calls[place])
-        begin, end = int(file.begins_ns[i]), int(file.ends_ns[i])
-        step = _find_step(steps, begin)
-        if peer is not None:
-            sequence = f"{rank}>{peer}" if operation == "send" else f"{peer}>{rank}"
-        counts[sequence, step] += 1
-        number = step * 1_000_000 + counts[sequence, step]
-        size = _measure_input(file, i)
-        found.append(TracedCollective(operation, "", sequence, number, begin, end, size))
+        direction = f"{rank}>{peer}" if name == "send" else f"{peer}>{rank}"
+        found.append(None if peer is None else ("", direction, _measure_input(file, i)))
     return found
 
 

@@ -99,7 +99,9 @@ def find_blame(
         begins = [step.begin_ns for step in steps[rank]]
         for wait in own:
             place = bisect_right(begins, wait.begin_ns) - 1
-            if not wait.is_certain or place < 0 or wait.begin_ns >= steps[rank][place].end_ns:
+            # A pipeline's ranks wait for messages by the order of its stages: that is nobody's fault.
+            is_transfer = bool(wait.collective.parts[rank].sequence)
+            if is_transfer or not wait.is_certain or place < 0 or wait.begin_ns >= steps[rank][place].end_ns:
                 continue
             step = steps[rank][place].number
             for phase, length in _explain(wait, times, matched).items():

@@ -31,7 +31,7 @@ from typing import Any
 from paceline.profiling.elements import count_bytes
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.marks import METADATA, PhaseMarks
-from paceline.torch_seams.profiling import build_profiler, read_collectives
+from paceline.torch_seams.profiling import build_profiler, note_transfers, read_collectives
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class StepRecorder:
         self._signal: Any = None
         self._pid = os.getpid()
         self._is_done = False
+        self._transfers: list[tuple[int, str, str, str, int]] = []
+        self._forget_transfers: Callable[[], None] = lambda: None
 
     def install(self, torch: Any) -> None:
         """Count the optimizer steps from now on; call it when torch has been imported."""
@@ -142,6 +144,7 @@ class StepRecorder:
             log.warning("rank %d records no trace: %s: %s", self._rank, type(error).__name__, error)
             self._is_done = True
             with suppress(Exception):
+                self._forget_transfers()
                 if self._marks is not None:
                     self._marks.remove()
 
@@ -156,7 +159,12 @@ class StepRecorder:
         profiler.start()
         self._profiler = profiler
         self._marks = PhaseMarks(self._torch, self._on_forward)
+        self._forget_transfers = note_transfers(self._note_transfer)
         self._began_ns = time.time_ns()
+
+    def _note_transfer(self, operation: str, group: str, peer: int, num_bytes: int) -> None:
+        direction = f"{self._rank}>{peer}" if operation == "send" else f"{peer}>{self._rank}"
+        self._transfers.append((time.time_ns(), group, direction, operation, num_bytes))
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.finish()
@@ -167,6 +175,7 @@ class StepRecorder:
         profiler, self._profiler = self._profiler, None
         assert self._marks is not None
         self._marks.remove()
+        self._forget_transfers()
         try:
             profiler.add_metadata_json(METADATA, json.dumps(self._describe()))
         finally:
@@ -199,6 +208,7 @@ class StepRecorder:
         return {
             "steps": self._steps,
             "calls": calls,
+            "transfers": self._transfers,
             "clock_ahead_ns": clock[0],
             "clock_error_ns": clock[1],
             "slowdown": slowdown,
