@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from paceline.checkpoint import hash_tensors
 from paceline.data import build_data
 from paceline.errors import PacelineError
+from paceline.recipe import Layout
 from paceline.recipe import parse_recipe as parse
 from paceline.recipe.load import parse_recipe
 from paceline.train.run import build_loader, build_trainer
@@ -25,19 +29,24 @@ def list_settings(layout: str) -> list[str]:
     return [f"layout.{word}" for word in layout.split()]
 
 
-def train(world: Any, table: dict[str, Any], layout: str, num_steps: int) -> Any:
+def train(world: Any, table: dict[str, Any], layout: str, num_steps: int, folder: str = "") -> Any:
     recipe = parse_recipe(table, list_settings(layout))
     data = build_data(recipe)
-    trainer = build_trainer(recipe, data, num_steps)
-    steps: list[Any] = []
-    while len(steps) < num_steps:
-        for share in build_loader(recipe, trainer, data.train, train=True):
+    trainer = build_trainer(recipe, data, 20)
+    loader, steps = build_loader(recipe, trainer, data.train, train=True), []
+    if folder:
+        trainer.resume(folder)
+    while trainer.step_number < num_steps:
+        for share in loader:
             steps.append(trainer.step(share))
-            if len(steps) == num_steps:
+            if trainer.step_number == num_steps:
                 break
+    if folder:
+        trainer.save(wait=True)
     measured = trainer.evaluate(build_loader(recipe, trainer, data.valid, train=False))
     state = trainer.whole_state()
     numbers = [(step.loss, step.grad_norm) for step in steps], measured
+    trainer.close()
     return numbers, hash_tensors(state) if world.is_main else ""
 
 
@@ -56,6 +65,97 @@ def test_an_expert_may_get_all_tokens_or_none(ranks: Pool) -> None:
     alone = ranks.run(train_one_expert, 1, ("",))[0]
     for layout, num_ranks in LAYOUTS.items():
         assert ranks.run(train_one_expert, num_ranks, (layout,))[0] == alone, layout
+
+
+@pytest.mark.parametrize("mode", ["full", "sharded"])
+def test_a_checkpoint_goes_on_under_another_layout(ranks: Pool, tmp_path: Path, mode: str) -> None:
+    table = recipe_table(tmp_path, "fp32")
+    table["checkpoint"] = {"mode": mode}
+    alone = ranks.run(train, 1, (table, "", 10))[0]
+    chain = {"dp_replicate=2 ep=2": 2, "dp_shard=2": 2, "dp_replicate=4 ep=4": 4, "": 1, **LAYOUTS}
+    losses, found, folder = [], None, str(tmp_path / "run")
+    for number, (layout, num_ranks) in enumerate(list(chain.items()), start=1):
+        found = ranks.run(train, num_ranks, (table, layout, 2 * number, folder))[0]
+        losses += found[0][0]
+    assert found is not None
+    assert losses == alone[0][0]
+    assert found[1] == alone[1]
+
+
+def count_bytes(world: Any, table: dict[str, Any], layout: str) -> tuple[int, int, int]:
+    """Return the bytes of the storages of experts, of their gradients and of their optimizer state."""
+    recipe = parse_recipe(table, list_settings(layout))
+    data = build_data(recipe)
+    trainer = build_trainer(recipe, data, 1)
+    trainer.step(next(iter(build_loader(recipe, trainer, data.train, train=True))))
+    experts = [p for name, p in trainer.model.named_parameters() if ".experts." in name]
+    optimizer = trainer._updates["model"].optimizer
+    moments = [m for p in experts for m in optimizer.state[p].values() if m.dim()]
+    gradients = [p.grad for p in experts if p.grad is not None]
+    assert len(gradients) == len(experts) == 2
+    assert len(moments) == 4
+    sizes = [[t.untyped_storage().nbytes() for t in each] for each in (experts, gradients, moments)]
+    return sum(sizes[0]), sum(sizes[1]), sum(sizes[2])
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_a_rank_has_its_part_of_the_experts(ranks: Pool, tmp_path: Path, reduction: str) -> None:
+    table = recipe_table(tmp_path, "fp32")
+    table["train"] |= {"reduction": reduction}
+    whole = ranks.run(count_bytes, 1, (table, ""))[0]
+    assert whole[0] == 4 * 4 * (2 * 16 + 16) * 16, "4 experts of 3 matrices, in fp32"
+    for layout, num_ranks in LAYOUTS.items():
+        degree = Layout.parse(layout).ep
+        for own in ranks.run(count_bytes, num_ranks, (table, layout)):
+            assert own == tuple(size // degree for size in whole), layout
+
+
+def count_messages(world: Any, table: dict[str, Any], layout: str) -> Any:
+    """Return every exchange of one step: type, width, and rows or numbers for each rank of ep."""
+    recipe = parse_recipe(table, list_settings(layout))
+    data = build_data(recipe)
+    trainer = build_trainer(recipe, data, 1)
+    shares = iter(build_loader(recipe, trainer, data.train, train=True))
+    trainer.step(next(shares))  # the first one has trial forwards
+    exchanges: list[tuple[str, int, list[int], Any]] = []
+    real = dist.all_to_all_single
+
+    def count(output: Any, given: Any, received: Any = None, sent: Any = None, **words: Any) -> Any:
+        width = math.prod(given.shape[1:])
+        numbers = given.tolist() if sent is None else list(sent)
+        if given.dtype != torch.uint8:  # with which the exact reduction meets
+            exchanges.append((str(given.dtype), width, numbers, dist.get_rank(words["group"])))
+        return real(output, given, received, sent, **words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", count)
+        trainer.step(next(shares))
+    return exchanges
+
+
+@pytest.mark.parametrize(("dtype", "type_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_messages_are_those_of_the_formula(ranks: Pool, tmp_path: Path, dtype: str, type_bytes: int) -> None:
+    table = recipe_table(tmp_path, dtype)
+    table["train"] |= {"microbatch_size": 3}
+    layout, degree, width = "dp_replicate=4 ep=2", 2, 16
+    per_rank = ranks.run(count_messages, 4, (table, layout))
+    # 6 microbatches of 3 samples on 4 ranks: the first two run 2 rounds of one mixture, the others 1.
+    assert [len(each) for each in per_rank] == [5 * 2, 5 * 2, 5, 5]
+    leaving = choices = sent_bytes = 0
+    for exchanges in per_rank:
+        for kind, row_width, numbers, place in exchanges:
+            if kind == "torch.int64":
+                assert len(numbers) == 4, "a number per expert"
+                own = sum(numbers[place * 2 : place * 2 + 2])
+                choices += sum(numbers)
+                leaving += sum(numbers) - own
+            else:
+                assert (kind, row_width) == ({4: "torch.float32", 2: "torch.bfloat16"}[type_bytes], width)
+                sent_bytes += (sum(numbers) - numbers[place]) * row_width * type_bytes
+    assert choices == 16 * 32 * 2, "2 experts for each of 32 tokens of 16 samples"
+    # On the way and back, in forward and in backward; about (n-1)/n of all rows leave their rank.
+    assert sent_bytes == 4 * leaving * width * type_bytes
+    assert leaving == pytest.approx(choices * (degree - 1) / degree, rel=0.15)
 
 
 def test_verify_finds_every_bit_the_same(ranks: Pool, tmp_path: Path) -> None:
