@@ -19,6 +19,8 @@ from paceline.train.run import build_loader, build_trainer
 from paceline.train.trainer import Trainer
 from paceline.world import World
 
+MOE = {"kind": "moe", "experts": 4, "expert_hidden": 16, "shared_hidden": 16, "dense_layers": 1}
+
 
 @dataclass
 class Trained:
@@ -129,15 +131,16 @@ def assert_ranks_agree(results: Sequence[Trained]) -> None:
 
 
 def text_recipe(folder: Path, kind: str = "gpt") -> dict[str, Any]:
-    """A small gpt or encoder on a module of the standard library; some 93 samples of 32 tokens."""
+    """A small gpt, encoder or moe on a module of the standard library; some 93 samples of 32 tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     text = Path(textwrap.__file__).read_text(encoding="utf-8")
     for number, start in enumerate(range(0, 4000, 1000)):
         (folder / f"{number}.txt").write_text(text[start : start + 1000], encoding="utf-8")
+    model = {"kind": kind, "layers": 2, "hidden": 16, "heads": 4, "dropout": 0.1}
     return {
-        "model": {"kind": kind, "layers": 2, "hidden": 16, "heads": 4, "dropout": 0.1},
+        "model": model | MOE if kind == "moe" else model,
         "data": {
-            "kind": {"gpt": "text", "encoder": "masked_text"}[kind],
+            "kind": "masked_text" if kind == "encoder" else "text",
             "files": [str(folder / "*.txt")],
             "seq_len": 32,
             "cache_dir": str(folder / "cache"),

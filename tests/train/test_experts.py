@@ -17,16 +17,14 @@ from paceline.recipe.schema import MoeModel
 from paceline.train.tasks import balanced_token_loss
 from paceline.verifying.check import resolve_layout, verify_recipe
 from tests.dist.pool import Pool
-from tests.train.cases import text_recipe, train_recipe_table
+from tests.train.cases import MOE, text_recipe, train_recipe_table
 from tests.verifying.runs import PoolRunner
 
-MOE = {"kind": "moe", "experts": 4, "expert_hidden": 16, "shared_hidden": 16, "dense_layers": 1}
 VOCAB, SEQ = 40, 8
 
 
 def recipe_table(folder: Path, dtype: str = "fp64") -> dict[str, Any]:
-    table = text_recipe(folder)
-    table["model"] |= MOE
+    table = text_recipe(folder, "moe")
     table["train"] |= {"dtype": dtype}
     return table
 

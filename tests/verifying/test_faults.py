@@ -59,6 +59,9 @@ QUICK = {
     "sharded_microbatch_dropped",
     "idle_round_counted",
     "replicas_not_summed",
+    "experts_not_summed_over_copies",
+    "answers_in_another_order",
+    "norm_counts_copies_on_every_rank_of_ep",
 }
 
 

@@ -398,8 +398,21 @@ def _explain_parameters(case: Case) -> Explained:
         f"All outputs agree, but the gradient of {name_some(names)} differs {which}{note}, "
         f"{show_size(first.size, first.tolerance)}.{scaled}",
         "A parameter's gradient does not depend on how its module is laid out.",
-        "A parameter that is whole on ranks which compute on parts needs its gradient summed over them; look "
-        "for that sum, missing or done twice."
-        if case.layout.tp > 1
-        else "Look for a hook on the parameter, or for code that changes its gradient after backward.",
+        _advise_on_parameters(case),
     )
+
+
+def _advise_on_parameters(case: Case) -> str:
+    if case.layout.ep > 1:
+        copies = case.layout.num_replicas // case.layout.ep
+        return (
+            f"Experts differ between the ranks of ep={case.layout.ep}, so nothing is summed or averaged over "
+            f"these; their {copies} cop{'ies' if copies > 1 else 'y'} over dp_replicate must be summed. Look "
+            "for such a sum or factor, or for a hook on the parameter."
+        )
+    if case.layout.tp > 1:
+        return (
+            "A parameter that is whole on ranks which compute on parts needs its gradient summed over them; "
+            "look for that sum, missing or done twice."
+        )
+    return "Look for a hook on the parameter, or for code that changes its gradient after backward."

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from tests.verifying.faults import harmless, replicate, shard, tensor
+from tests.verifying.faults import experts, harmless, replicate, shard, tensor
 
 HARMLESS = harmless.HARMLESS
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     **replicate.FAULTS,
     **tensor.FAULTS,
     **shard.FAULTS,
+    **experts.FAULTS,
 }

@@ -147,6 +147,27 @@ EXPECTED: dict[str, Expected] = {
     "optimizer_skips_a_shard": Expected(
         "gpt", "dp_shard=2", "PL709", "layers", ["on rank 1 only", "Gradients and their norm agree"]
     ),
+    "experts_gradient_scaled_by_ep": Expected(
+        "moe", "dp_replicate=2 ep=2", "PL707", "layers.1.mlp.experts", ["2 times", "ranks of ep=2"]
+    ),
+    "experts_not_summed_over_copies": Expected(
+        "moe", "dp_replicate=4 ep=2", "PL707", "layers.1.mlp.experts", ["their 2 copies", "must be summed"]
+    ),
+    "experts_averaged_over_ep": Expected(
+        "moe", "dp_replicate=2 ep=2", "PL707", "layers.1.mlp.experts", ["nothing is summed or averaged"]
+    ),
+    "answers_in_another_order": Expected(
+        "moe", "dp_replicate=2 ep=2", "PL701", "layers.1.mlp.experts", ["in the output"]
+    ),
+    "tokens_of_another_expert": Expected(
+        "moe", "dp_replicate=2 ep=2", "PL701", "layers.1.mlp.experts", ["in the output"]
+    ),
+    "norm_counts_copies_on_every_rank_of_ep": Expected(
+        "moe", "dp_replicate=2 ep=2", "PL708", "the global norm", ["copies counted on every rank"]
+    ),
+    "norm_of_own_experts": Expected(
+        "moe", "dp_replicate=2 ep=2", "PL708", "the global norm", ["a shard's own norm"]
+    ),
 }
 
 
