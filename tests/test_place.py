@@ -130,6 +130,27 @@ def test_torchrun_inside_srun_wins() -> None:
     assert read_environment({**SLURM, **TORCHRUN}).launcher == "torchrun"
 
 
+# The first of the two common batch scripts exports these; the second starts a launcher in every task.
+EXPORTED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "7", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+MANY_LAUNCHERS = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {**EXPORTED, "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},  # a wrapper in each task
+        {"RANK": "0", "WORLD_SIZE": "1"},  # a world of one in each task
+        {**MANY_LAUNCHERS, "SLURM_STEP_TASKS_PER_NODE": "1(x7)"},  # one launcher on each node
+        {**MANY_LAUNCHERS, "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"},
+        {**MANY_LAUNCHERS, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},  # a job of its own in each task
+        {**without(MANY_LAUNCHERS, "TORCHELASTIC_RUN_ID")},  # srun paceline run: each task is a rank
+    ],
+    ids=["wrapper", "worlds of one", "launcher per node", "two nodes on one", "jobs", "tasks as ranks"],
+)
+def test_variables_of_torchrun_inside_srun_that_are_right(env: dict[str, str]) -> None:
+    assert read_environment({**SLURM, **env}).launcher == "torchrun"
+
+
 def test_mpi() -> None:
     place = read_environment(MPI)
     assert (place.launcher, place.rank, place.world_size, place.num_nodes) == ("mpi", 1, 2, 1)
@@ -175,6 +196,14 @@ def test_mpi_over_nodes() -> None:
         ({**SLURM, "SLURM_NODEID": "9"}, "PL302", ["0 ranks on this node"]),
         ({**SLURM, "SLURM_STEP_NODELIST": "node[0-"}, "PL304", ["node[0-"]),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"}, "PL304", ["many"]),
+        ({**SLURM, **EXPORTED}, "PL361", ["RANK=0 in task 5 of the 7", "Remove the exports"]),
+        ({**SLURM, **EXPORTED, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "PL361", ["RANK=0 in task 0"]),
+        (
+            {**SLURM, **EXPORTED, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"},
+            "PL361",
+            ["RANK=0 in task 5"],
+        ),
+        ({**SLURM, **MANY_LAUNCHERS}, "PL362", ["2 tasks on this node", "2 ranks: 4 ranks on one node"]),
         (without(MPI, "OMPI_COMM_WORLD_SIZE"), "PL300", ["Missing: OMPI_COMM_WORLD_SIZE"]),
         ({**MPI, "OMPI_COMM_WORLD_SIZE": "4"}, "PL303", ["MASTER_ADDR is not set"]),
     ],

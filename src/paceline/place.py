@@ -62,10 +62,13 @@ def read_environment(environ: Mapping[str, str]) -> RankPlace:
     Raises:
         PacelineError: PL300 if only some are set, PL301 if one is not a whole number, PL302 if they
             contradict each other, PL303 for an MPI world of several nodes without an address, PL304 for a
-            SLURM node list that cannot be parsed.
+            SLURM node list that cannot be parsed, PL361 and PL362 for the mistakes of batch scripts.
     """
     env = {name: value.strip() for name, value in environ.items() if value.strip()}
     if "RANK" in env:
+        if _in_slurm_step(env) and _slurm_tasks(env) > 1:
+            _refuse_exported_rank(env)
+            _refuse_many_launchers(env)
         place = _from_torchrun(env)
     elif _in_slurm_step(env):
         place = _from_slurm(env)
@@ -207,6 +210,44 @@ def _from_slurm(env: Mapping[str, str]) -> RankPlace:
         and "CUDA_VISIBLE_DEVICES" in env
         and "," not in env["CUDA_VISIBLE_DEVICES"],
         cores_per_rank=_number(env, "SLURM_CPUS_PER_TASK") if "SLURM_CPUS_PER_TASK" in env else None,
+    )
+
+
+def _refuse_exported_rank(env: Mapping[str, str]) -> None:
+    """Raise PL361 if the batch script exported RANK, which is then 0 in every task.
+
+    A wrapper inside of each task may set complete variables of its own, and a world of one needs no others.
+    """
+    if "GROUP_RANK" in env or "TORCHELASTIC_RUN_ID" in env or env.get("WORLD_SIZE") == "1":
+        return
+    is_complete = all(name in env for name in _TORCHRUN)
+    if is_complete and (env["RANK"] != "0" or env["SLURM_PROCID"] == "0"):
+        return
+    raise PacelineError(
+        "PL361",
+        saw=f"RANK={env['RANK']} in task {env['SLURM_PROCID']} of the {_slurm_tasks(env)} that srun started.",
+        rule="A batch script that exports RANK=$SLURM_PROCID gives every task RANK=0, as SLURM_PROCID is 0 "
+        "there; srun sets it later, for each task.",
+        fix="Remove the exports of RANK, LOCAL_RANK and WORLD_SIZE from the batch script.",
+    )
+
+
+def _refuse_many_launchers(env: Mapping[str, str]) -> None:
+    """Raise PL362 if several tasks of this node are launchers of one job, and each starts all its ranks."""
+    if "TORCHELASTIC_RUN_ID" not in env or "SLURM_NODEID" not in env:
+        return
+    tasks, launchers = _slurm_tasks(env), _number(env, "GROUP_WORLD_SIZE", 1)
+    node = _number(env, "SLURM_NODEID")
+    here = (_tasks_per_node(env, tasks, _number(env, "SLURM_STEP_NUM_NODES", 1))[node:] or [1])[0]
+    if here == 1 or not 1 < launchers < tasks:
+        return
+    ranks = _number(env, "LOCAL_WORLD_SIZE", 1)
+    raise PacelineError(
+        "PL362",
+        saw=f"srun started {here} tasks on this node, and each of them started torchrun with {ranks} "
+        f"rank{'' if ranks == 1 else 's'}: {here * ranks} ranks on one node.",
+        rule=f"torchrun starts all ranks of a node; this job has {launchers} nodes, but {tasks} tasks.",
+        fix="Start one task per node: srun --ntasks-per-node=1 (and #SBATCH --ntasks-per-node=1).",
     )
 
 

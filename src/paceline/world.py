@@ -216,9 +216,9 @@ def start(
         deterministic: use only deterministic algorithms; an operator without one raises. Restored at close.
 
     Raises:
-        PacelineError: PL300 to PL304 for a contradictory environment, PL305 to PL308 for device and backend,
-            PL309 to PL312 if the ranks do not meet, PL313, PL314 and PL316 for settings that are out of
-            range, too late, or impossible in a forked rank.
+        PacelineError: PL300 to PL304, PL361 and PL362 for a contradictory environment, PL305 to PL308 for
+            device and backend, PL309 to PL312 if the ranks do not meet, PL313, PL314 and PL316 for settings
+            that are out of range, too late, or impossible in a forked rank.
     """
     _check_settings(timeout_s, seed, threads_per_rank)
     joined = dist.is_available() and dist.is_initialized()

@@ -65,7 +65,7 @@ def run_script(
         watcher: the watcher of the ranks; it sees a program, or another Python, only from outside.
 
     Raises:
-        PacelineError: PL340 to PL346, if the ranks cannot be started.
+        PacelineError: PL340 to PL348 and PL361 to PL363, if the ranks cannot be started.
         RankFailed: if a rank failed.
         JobStuck: if the watcher has found that the ranks cannot continue.
         Interrupted: if the job was asked to stop.
@@ -160,6 +160,7 @@ def _join(flags: argparse.Namespace, script: Script | None, place: RankPlace, th
                 fix="Start one task per node (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node), or "
                 "leave --nproc-per-node out: then each task is a rank.",
             )
+        _refuse_same_node_rank(flags, place)
         return
     if place.launcher != "torchrun":
         os.environ.update(describe_place(place))
@@ -169,6 +170,20 @@ def _join(flags: argparse.Namespace, script: Script | None, place: RankPlace, th
     if script is None:
         os.execvp(flags.training_script, [flags.training_script, *flags.training_script_args])
     raise Become(script, None, lambda: ignore_error)
+
+
+def _refuse_same_node_rank(flags: argparse.Namespace, place: RankPlace) -> None:
+    """Raise PL363 if this node has the number 0 too: the batch script has replaced $SLURM_NODEID."""
+    is_static = (
+        flags.rdzv_backend == "static" and not flags.standalone and flags.nnodes not in (None, "1", "1:1")
+    )
+    if is_static and flags.node_rank == 0 and place.node_rank > 0:
+        raise PacelineError(
+            "PL363",
+            saw=f"--node-rank 0 on node {place.node_rank} of {place.num_nodes}.",
+            rule="A batch script replaces $SLURM_NODEID before srun starts the tasks, so all nodes get 0.",
+            fix="Leave out --nnodes, --node-rank, --master-addr and --master-port, which srun provides.",
+        )
 
 
 def _count_ranks(wish: str | None) -> str:
