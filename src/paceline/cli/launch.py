@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     kinds = parser.add_subparsers(title="clusters", metavar="CLUSTER", dest="cluster", required=True)
     _add_slurm(kinds)
+    _add_kubernetes(kinds)
 
 
 def _add_slurm(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,6 +51,29 @@ def _add_slurm(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     _add_target(parser)
     parser.set_defaults(run=run_slurm)
+
+
+def _add_kubernetes(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser("kubernetes", help="a Job or a JobSet", description=_DESCRIPTION)
+    _add_common(parser)
+    parser.add_argument(
+        "--as",
+        dest="kind",
+        choices=["job", "jobset"],
+        default="jobset",
+        help="jobset (default) needs the JobSet controller; job works on every cluster",
+    )
+    parser.add_argument(
+        "--image", required=True, metavar="IMAGE", help="container image with Paceline and the code"
+    )
+    parser.add_argument("--workdir", metavar="DIR", help="folder to run in (default: the image's)")
+    parser.add_argument("--mem", metavar="SIZE", help="memory of each pod, for example 200Gi")
+    parser.add_argument("--shm", default="8Gi", metavar="SIZE", help="size of /dev/shm (default 8Gi)")
+    parser.add_argument(
+        "--volume", action="append", default=[], metavar="CLAIM:PATH", help="mount a persistent volume claim"
+    )
+    _add_target(parser)
+    parser.set_defaults(run=run_kubernetes)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -85,9 +110,9 @@ def run_slurm(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
     from paceline.schedulers.slurm import MARK, SlurmJob, render_slurm
 
-    work, nodes, nproc = _read_job(args)
+    target, nodes, nproc = _read_job(args)
     job = SlurmJob(
-        work=work,
+        target=target,
         nodes=nodes,
         nproc_per_node=nproc,
         time=args.time,
@@ -96,7 +121,7 @@ def run_slurm(args: argparse.Namespace) -> int:
         mem=args.mem,
         partition=args.partition,
         account=args.account,
-        name=args.name or work.name,
+        name=args.name or target.name,
         output=args.output,
         interface=args.interface,
         grace_s=args.grace_s,
@@ -107,12 +132,36 @@ def run_slurm(args: argparse.Namespace) -> int:
     return _deliver(args, render_slurm(job), MARK, f"{job.name}.sbatch", "sbatch", ["--parsable"])
 
 
+def run_kubernetes(args: argparse.Namespace) -> int:
+    """Run the command, and return its exit code."""
+    from paceline.schedulers.kubernetes import MARK, KubernetesJob, render_kubernetes
+
+    target, nodes, nproc = _read_job(args)
+    job = KubernetesJob(
+        kind=args.kind,
+        target=target,
+        nodes=nodes,
+        nproc_per_node=nproc,
+        name=args.name or re.sub("[^a-z0-9]+", "-", target.name.lower()).strip("-"),
+        image=args.image,
+        workdir=args.workdir,
+        gpus_per_node=args.gpus_per_node,
+        cpus_per_node=args.cpus_per_node,
+        mem=args.mem,
+        shm=args.shm,
+        volumes=tuple(args.volume),
+        interface=args.interface,
+        grace_s=args.grace_s,
+    )
+    return _deliver(args, render_kubernetes(job), MARK, f"{job.name}.yaml", "kubectl", ["create", "-f"])
+
+
 def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
     """Check what both clusters need: the target, the nodes, the ranks, and a recipe's layout on them."""
-    from paceline.schedulers.target import Target, check_work, read_nodes
+    from paceline.schedulers.target import Target, check_target, read_nodes
 
-    work, nodes = Target(args.target, tuple(args.args)), read_nodes(args.nodes)
-    check_work(work)
+    target, nodes = Target(args.target, tuple(args.args)), read_nodes(args.nodes)
+    check_target(target)
     nproc = args.nproc_per_node or args.gpus_per_node or 1
     for flag in ("nproc_per_node", "gpus_per_node", "cpus_per_node", "max_requeues"):
         value = getattr(args, flag, None)
@@ -123,19 +172,19 @@ def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
                 rule="It is a whole number, of at least 1 for ranks and cores and 0 for the others.",
                 fix="Leave it out for the default.",
             )
-    if work.is_recipe:
-        _check_recipe(work, nodes, nproc)
-    return work, nodes, nproc
+    if target.is_recipe:
+        _check_recipe(target, nodes, nproc)
+    return target, nodes, nproc
 
 
-def _check_recipe(work: Target, nodes: Nodes, nproc: int) -> None:
+def _check_recipe(target: Target, nodes: Nodes, nproc: int) -> None:
     """Refuse a recipe that is wrong, or whose layout is not legal on every number of nodes."""
     from paceline.recipe import load_recipe, refuse_layout
 
     settings = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     settings.add_argument("--set", action="append", default=[])
-    found, _ = settings.parse_known_args(list(work.args))
-    recipe = load_recipe(work.target, found.set, remark=lambda remark: None)
+    found, _ = settings.parse_known_args(list(target.args))
+    recipe = load_recipe(target.path, found.set, remark=lambda remark: None)
     for num_nodes in range(nodes.least, nodes.most + 1):
         refuse_layout(recipe, recipe.layout.to_layout(), num_nodes * nproc)
 

@@ -27,7 +27,7 @@ class SlurmJob:
     """A job for SLURM.
 
     Attributes:
-        work: what to run.
+        target: what to run.
         nodes: the number of nodes.
         nproc_per_node: ranks of each node.
         time: the limit, in one of SLURM's forms.
@@ -45,7 +45,7 @@ class SlurmJob:
         options: more options of sbatch, as `key=value` or `key`.
     """
 
-    work: Target
+    target: Target
     nodes: Nodes
     nproc_per_node: int
     time: str
@@ -162,7 +162,7 @@ def _render_step(job: SlurmJob, leave_s: int) -> str:
 srun --ntasks-per-node=1 --kill-on-bad-exit=0{no_kill}{cpus} paceline run \\
   --nnodes "{nnodes}" --nproc-per-node {job.nproc_per_node}{restarts} --shutdown-timeout {leave_s} \\
   --rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-id "$SLURM_JOB_ID.$SLURM_RESTART_COUNT" \\
-  {quote(job.work.words)} &
+  {quote(job.target.words)} &
 step=$!
 while kill -0 "$step" 2>/dev/null; do sleep 1 & wait $!; done  # a signal ends this wait, not the step
 wait "$step"

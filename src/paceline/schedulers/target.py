@@ -43,28 +43,28 @@ class Target:
     """A recipe or a script with its arguments.
 
     Attributes:
-        target: the path as given.
+        path: of the recipe or script, as given.
         args: the words after it.
     """
 
-    target: str
+    path: str
     args: tuple[str, ...] = ()
 
     @property
     def is_recipe(self) -> bool:
         """Whether `paceline train` runs it."""
-        return self.target.endswith(".toml")
+        return self.path.endswith(".toml")
 
     @property
     def name(self) -> str:
         """The job's default name: that of the file."""
-        return Path(self.target).stem or "paceline"
+        return Path(self.path).stem or "paceline"
 
     @property
     def words(self) -> tuple[str, ...]:
         """The words that follow the flags of `paceline run`."""
         train = ("-m", "paceline", "train") if self.is_recipe else ()
-        return (*train, self.target, *self.args)
+        return (*train, self.path, *self.args)
 
 
 def read_nodes(text: str) -> Nodes:
@@ -86,21 +86,21 @@ def read_nodes(text: str) -> Nodes:
     )
 
 
-def check_work(work: Target) -> None:
+def check_target(target: Target) -> None:
     """Raise PL340 for a target that does not exist, and PL364 for one that is a batch script."""
-    path = Path(work.target)
-    if not path.is_file():
+    file = Path(target.path)
+    if not file.is_file():
         raise PacelineError(
             "PL340",
-            saw=f"{work.target} is not a file.",
+            saw=f"{target.path} is not a file.",
             rule="A job runs a recipe (.toml) or a Python script.",
             fix="Check the path. Options of `paceline launch` stand before it, its own arguments after it.",
         )
-    faults = _find_faults(read_file(path, _MOST_BYTES).decode("utf-8", errors="replace"))
+    faults = _find_faults(read_file(file, _MOST_BYTES).decode("utf-8", errors="replace"))
     if faults is not None:
         raise PacelineError(
             "PL364",
-            saw=f"{work.target} is a batch script for SLURM{faults}.",
+            saw=f"{target.path} is a batch script for SLURM{faults}.",
             rule="`paceline launch slurm` writes the batch script itself.",
             fix="Name the training script in its place: paceline launch slurm --nodes 4 ... train.py",
         )

@@ -1,0 +1,227 @@
+"""Renders a job for Kubernetes: one pod per node, stable names, and restarts that agree with the launcher's.
+
+- `job`: a Job with indexed pods, and a headless Service that gives them names. A pod that was stopped or
+  moved (exit code 75, or the condition DisruptionTarget) is made again and not counted. The launchers of the
+  other pods restart their ranks and wait for it.
+- `jobset`: a JobSet, whose controller makes the Service. It makes all pods again when one fails, which also
+  replaces the pod where the nodes meet. Launchers then do not restart ranks themselves.
+
+Both follow the documentation of batch/v1 (`podFailurePolicy`) and jobset.x-k8s.io/v1alpha2 (`failurePolicy`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.errors import PacelineError
+from paceline.exit_codes import STOPPED
+from paceline.schedulers.target import Nodes, Target, quote
+from paceline.schedulers.times import check_grace
+from paceline.schedulers.yaml_text import dump_yaml
+
+MARK = "Rendered by `paceline launch"
+# JobSet appends "-node-0-NNNNN", and a name has 63 letters at most.
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,44}[a-z0-9])?")
+_SIZE = re.compile(r"[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
+_VOLUME = re.compile(r"([a-z0-9][a-z0-9.-]*):(/[^\s:]*)")
+_PORT = 29500
+_RESTARTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesJob:
+    """A job for Kubernetes.
+
+    Attributes:
+        kind: `"job"` or `"jobset"`.
+        target: what to run; the image has it at the same path.
+        nodes: the number of pods.
+        nproc_per_node: ranks of each pod.
+        name: of the job; pods are NAME-0, NAME-1 and so on.
+        image: the container image, with Paceline.
+        workdir: the folder to run in; None: the image's.
+        gpus_per_node: GPUs of each pod; 0 for none.
+        cpus_per_node: cores of each pod; None for no request.
+        mem: memory of each pod; None for no request.
+        shm: the size of /dev/shm, which loader workers and NCCL use.
+        volumes: claims to mount, as `CLAIM:/path`.
+        interface: the network interface between pods, or `None`.
+        grace_s: seconds between SIGTERM and SIGKILL.
+    """
+
+    kind: Literal["job", "jobset"]
+    target: Target
+    nodes: Nodes
+    nproc_per_node: int
+    name: str
+    image: str
+    workdir: str | None = None
+    gpus_per_node: int = 0
+    cpus_per_node: int | None = None
+    mem: str | None = None
+    shm: str = "8Gi"
+    volumes: tuple[str, ...] = ()
+    interface: str | None = None
+    grace_s: int
+
+
+def render_kubernetes(job: KubernetesJob) -> str:
+    """Return the job's YAML.
+
+    Raises:
+        PacelineError: PL366 for the grace, PL369 for a name or size that Kubernetes does not accept.
+    """
+    return f"# {MARK} kubernetes`.\n" + dump_yaml(build_documents(job))
+
+
+def build_documents(job: KubernetesJob) -> list[dict[str, Any]]:
+    """Return the job's objects.
+
+    Raises:
+        PacelineError: as `render_kubernetes`.
+    """
+    _check(job)
+    meta = {"name": job.name, "labels": {"app.kubernetes.io/name": job.name}}
+    if job.kind == "job":
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": meta,
+            "spec": {
+                "clusterIP": "None",
+                "publishNotReadyAddresses": True,
+                "selector": {"job-name": job.name},
+                "ports": [{"name": "rendezvous", "port": _PORT}],
+            },
+        }
+        spec = _build_job(job, f"{job.name}-0.{job.name}", subdomain=job.name)
+        return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}]
+    spec = _build_job(job, f"{job.name}-node-0-0.{job.name}")
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": meta,
+            "spec": {
+                "network": {
+                    "enableDNSHostnames": True,
+                    "subdomain": job.name,
+                    "publishNotReadyAddresses": True,
+                },
+                "failurePolicy": {
+                    "maxRestarts": _RESTARTS,
+                    "rules": [
+                        {
+                            "name": "stopped",
+                            "action": "RestartJobSetAndIgnoreMaxRestarts",
+                            "onJobFailureReasons": ["PodFailurePolicy"],
+                        }
+                    ],
+                },
+                "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
+            },
+        }
+    ]
+
+
+def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> dict[str, Any]:
+    """The specification of the pods; `first` is the name of the pod where they meet."""
+    is_alone = job.kind == "job"
+    stopped = "Ignore" if is_alone else "FailJob"
+    rules: list[dict[str, Any]] = [
+        {"action": stopped, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": stopped, "onExitCodes": _exit_codes(STOPPED)},
+    ]
+    if is_alone:
+        rules.append({"action": "FailJob", "onExitCodes": _exit_codes(2)})  # wrong input
+    volumes, mounts = _build_volumes(job)
+    container: dict[str, Any] = {"name": "paceline", "image": job.image}
+    if job.workdir is not None:
+        container["workingDir"] = job.workdir
+    container |= {
+        "command": ["bash", "-c"],
+        "args": [_build_command(job, first)],
+        "ports": [{"name": "rendezvous", "containerPort": _PORT}],
+    }
+    if job.interface is not None:
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        container["env"] = [{"name": name, "value": job.interface} for name in names]
+    if resources := _build_resources(job):
+        container["resources"] = {"requests": resources, "limits": resources}
+    container["volumeMounts"] = mounts
+    pod = {
+        **({"subdomain": subdomain} if subdomain else {}),
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_s,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    return {
+        "completionMode": "Indexed",
+        "completions": job.nodes.most,
+        "parallelism": job.nodes.most,
+        "backoffLimit": _RESTARTS * job.nodes.most if is_alone else 0,
+        "podFailurePolicy": {"rules": rules},
+        "template": {"spec": pod},
+    }
+
+
+def _exit_codes(*codes: int) -> dict[str, Any]:
+    return {"containerName": "paceline", "operator": "In", "values": list(codes)}
+
+
+def _build_command(job: KubernetesJob, first: str) -> str:
+    nodes = f"{job.nodes.least}:{job.nodes.most}" if job.nodes.is_range else str(job.nodes.most)
+    restarts = f" --max-restarts {_RESTARTS}" if job.kind == "job" else ""
+    leave_s = check_grace(job.grace_s, None)
+    return f"""\
+trap 'exit {STOPPED}' TERM
+# The first pod's name is known once that pod has an address.
+until getent hosts {first}; do echo "waiting for {first}"; sleep 2; done
+exec paceline run \\
+  --nnodes {nodes} --nproc-per-node {job.nproc_per_node}{restarts} --shutdown-timeout {leave_s} \\
+  --rdzv-backend c10d --rdzv-endpoint {first}:{_PORT} --rdzv-id {job.name} \\
+  {quote(job.target.words)}
+"""
+
+
+def _build_resources(job: KubernetesJob) -> dict[str, str]:
+    return {
+        **({} if job.cpus_per_node is None else {"cpu": str(job.cpus_per_node)}),
+        **({} if job.mem is None else {"memory": job.mem}),
+        **({"nvidia.com/gpu": str(job.gpus_per_node)} if job.gpus_per_node else {}),
+    }
+
+
+def _build_volumes(job: KubernetesJob) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
+    ]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    for number, volume in enumerate(job.volumes):
+        claim, _, path = volume.partition(":")
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"volume-{number}", "mountPath": path})
+    return volumes, mounts
+
+
+def _check(job: KubernetesJob) -> None:
+    rows = [
+        ("--name", job.name, _NAME, "1 to 46 of a-z, 0-9 and -, from a letter", "--name train"),
+        ("--image", job.image, _IMAGE, "the name of a container image", "--image registry/paceline:1"),
+        ("--shm", job.shm, _SIZE, "a size of Kubernetes", "--shm 8Gi"),
+        *(
+            ("--mem", mem, _SIZE, "a size of Kubernetes", "--mem 200Gi")
+            for mem in (job.mem,)
+            if mem is not None
+        ),
+        *(("--volume", text, _VOLUME, "CLAIM:/path", "--volume data:/data") for text in job.volumes),
+    ]
+    for flag, value, pattern, rule, example in rows:
+        if pattern.fullmatch(value) is None:
+            raise PacelineError(
+                "PL369", saw=f"{flag} {value!r}.", rule=f"It is {rule}.", fix=f"Use for example {example}."
+            )

@@ -1,0 +1,155 @@
+"""Jobs for Kubernetes: every rendered kind has a schema and obeys it, and its command does what it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.cli.main import main
+from paceline.schedulers.kubernetes import KubernetesJob, build_documents, render_kubernetes
+from paceline.schedulers.target import Nodes, Target
+from tests.schedulers.closed_schema import find_faults
+
+JOBS: list[dict[str, Any]] = [
+    {},
+    {"gpus_per_node": 8, "nproc_per_node": 8, "mem": "200Gi", "cpus_per_node": 96, "interface": "eth0"},
+    {"nodes": Nodes(2, 4), "workdir": "/code", "volumes": ("data:/data", "runs:/runs"), "shm": "64Gi"},
+    {"target": Target("recipes/gpt.toml", ("--set", "train.steps=9", "it's", "a b"))},
+]
+KINDS = ["job", "jobset"]
+
+
+def build(kind: str, **options: Any) -> KubernetesJob:
+    plain = {"target": Target("train.py"), "nodes": Nodes(2, 2), "nproc_per_node": 1, "name": "train"}
+    return KubernetesJob(kind=kind, image="registry:5000/paceline:1", grace_s=120, **{**plain, **options})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", JOBS, ids=["plain", "gpus", "range", "recipe"])
+def test_what_is_rendered_obeys_the_schema(kind: str, options: dict[str, Any]) -> None:
+    job = build(kind, **options)
+    read = list(yaml.safe_load_all(render_kubernetes(job)))
+    assert read == build_documents(job), "the text says what was built"
+    assert [fault for document in read for fault in find_faults(document)] == []
+    assert [document["kind"] for document in read] == (["Service", "Job"] if kind == "job" else ["JobSet"])
+
+
+def find_job(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    spec = documents[-1]["spec"]
+    return spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec
+
+
+SPOILERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "misspelt": lambda job: job.update(completionmode="Indexed"),
+    "deep": lambda job: job["template"]["spec"]["containers"][0].update(volumeMount=[]),
+    "wrong type": lambda job: job.update(completions="2"),
+    "bool for a number": lambda job: job.update(completions=True),
+    "no such value": lambda job: job["template"]["spec"].update(restartPolicy="never"),
+    "missing": lambda job: job["template"]["spec"].pop("containers"),
+    "below": lambda job: job.update(backoffLimit=-1),
+    "quantity": lambda job: job["template"]["spec"]["volumes"][0]["emptyDir"].update(sizeLimit="8 GB"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPOILERS)
+def test_the_schema_finds_mistakes(kind: str, name: str) -> None:
+    documents = copy.deepcopy(build_documents(build(kind)))
+    SPOILERS[name](find_job(documents))
+    assert len(find_faults(documents[-1])) == 1
+
+
+def test_a_kind_without_a_schema_is_a_fault() -> None:
+    pytorch_job = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob"}
+    assert find_faults(pytorch_job) == ["there is no schema for kubeflow.org-v1.PyTorchJob"]
+
+
+@pytest.mark.parametrize(("kind", "first"), [("job", "train-0.train"), ("jobset", "train-node-0-0.train")])
+def test_the_command_of_a_pod(kind: str, first: str, tmp_path: Path) -> None:
+    """It waits for the first pod's name, and becomes the launcher."""
+    programs = {
+        "getent": f'[ "$2" = {first} ] && [ -e known ] || {{ touch known; exit 2; }}',
+        "paceline": 'printf "%s\\n" $$ "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = find_job(build_documents(build(kind, target=Target("my train.py", ("--lr", "3 4")))))
+    container = job["template"]["spec"]["containers"][0]
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = [*container["command"], *container["args"]]
+    with subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as pod:
+        lines = pod.communicate(timeout=60)[0].splitlines()
+    assert lines[:2] == [f"waiting for {first}", str(pod.pid)], "signals of the pod reach the launcher"
+    given = " ".join(lines[2:])
+    assert f"--rdzv-endpoint {first}:29500 --rdzv-id train" in given
+    assert ("--max-restarts" in given) == (kind == "job"), "a JobSet makes all pods again"
+    assert lines[-3:] == ["my train.py", "--lr", "3 4"]
+    assert "--shutdown-timeout 105" in given
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 120
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_pod_is_made_again_and_not_counted(kind: str) -> None:
+    documents = build_documents(build(kind))
+    rules = find_job(documents)["podFailurePolicy"]["rules"]
+    stopped = [rule for rule in rules if 75 in rule.get("onExitCodes", {}).get("values", [])]
+    assert [rule["action"] for rule in stopped] == ["Ignore" if kind == "job" else "FailJob"]
+    if kind == "jobset":
+        (rule,) = documents[0]["spec"]["failurePolicy"]["rules"]
+        assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+        assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "My_Train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return tmp_path
+
+
+def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "kubernetes", "--nodes", "2", "--image", "x", "My_Train.py"]) == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text)["metadata"]["name"] == "my-train"
+    assert "hf_secret" not in text, "nothing of the environment is rendered"
+    (folder / "kubectl").write_text('#!/bin/sh\n[ "$1 $2" = "create -f" ] && echo created\n')
+    (folder / "kubectl").chmod(0o755)
+    words = ["--as", "job", "--nodes", "2", "--image", "x", "--submit", "--json", "My_Train.py"]
+    assert main(["launch", "kubernetes", *words]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert (done["file"], done["submitted"]) == ("my-train.yaml", "created")
+    assert (folder / "my-train.yaml").read_text() == done["text"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--name", "My_Train"], "PL369", "--name 'My_Train'"),
+        (["--name", "a" * 47], "PL369", "--name"),
+        (["--mem", "200 GB"], "PL369", "--mem '200 GB'"),
+        (["--shm", "lots"], "PL369", "--shm 'lots'"),
+        (["--volume", "data"], "PL369", "--volume 'data'"),
+        (["--image", "a b"], "PL369", "--image 'a b'"),
+        (["--grace-s", "5"], "PL366", "--grace-s 5"),
+        (["--submit"], "PL367", "kubectl is not on this machine's PATH"),
+    ],
+)
+def test_mistakes(
+    folder: Path, words: list[str], code: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = [] if "--image" in words else ["--image", "x"]
+    assert main(["launch", "kubernetes", "--nodes", "2", *image, *words, "My_Train.py"]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert f"[{code}]" in error
