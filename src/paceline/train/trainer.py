@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from paceline.data.check import check_data, warn_of_oversized_batch
-from paceline.data.loader import Loader, Position
+from paceline.data.loader import Loader
 from paceline.data.share import Share
 from paceline.finding import Finding
 from paceline.generators import preserved_generators
@@ -213,8 +213,12 @@ class Trainer(TrainedModels):
         given = self._given
         saving = Saving(self.world, given.checkpoint_mode, given.asynchronous_saves, given.max_failed_saves)
         self.wait_before_writing(saving.before_write)
+        self._loaders: dict[str, Loader] = {}
         self._saver = Saver(
             self.world,
+            self.models,
+            self._updates,
+            self._loaders,
             saving=saving,
             keep=given.keep,
             copies=given.checkpoint_copies,
@@ -246,7 +250,6 @@ class Trainer(TrainedModels):
         )
         self._skipped = SkippedSteps(given.max_skipped_in_a_row)
         self._last_loss = math.nan
-        self._loaders: dict[str, Loader] = {}
         self._source: Loader | None = None
         self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
         self._raw_batches = RawBatches(self._dp)
@@ -345,7 +348,7 @@ class Trainer(TrainedModels):
         """
         accept = [accept] if isinstance(accept, str) else accept
         self._records.close()
-        state = self._saver.load(Path(folder), self.models, self._updates, self._loaders, accept)
+        state = self._saver.load(Path(folder), accept)
         if state is not None:
             self.step_number = state["step"]
             self.num_samples = state["samples"]
@@ -377,7 +380,7 @@ class Trainer(TrainedModels):
         """
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
         self._records.flush()  # the file then has all steps that the checkpoint has
-        return self._saver.save(self.models, self._updates, *self._describe_progress(), wait=wait)
+        return self._saver.save(self._describe_progress(), wait=wait)
 
     def save_to_memory(self) -> None:
         """Keep this step's state in memory, for ranks that the launcher starts again; collective.
@@ -390,7 +393,7 @@ class Trainer(TrainedModels):
         """
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
         self._records.flush()
-        self._saver.save_to_memory(self.models, self._updates, *self._describe_progress())
+        self._saver.save_to_memory(self._describe_progress())
 
     def step(self, batch: Share | Any) -> Step:
         """Run one optimizer step on a global batch; collective.
@@ -458,7 +461,7 @@ class Trainer(TrainedModels):
         )
         self._last_step_end_s, self._data_s = now_s, 0.0
         self._last_loss = step.loss
-        times = self._saver.end_step(self.models, self._updates)
+        times = self._saver.end_step()
         self._records.write_step(step, self.num_samples, self._updates.values(), times)
         self._skipped.count(step)
         return step
@@ -559,16 +562,14 @@ class Trainer(TrainedModels):
         """Add time that the loop waited for data to the next step's metrics."""
         self._data_s += seconds
 
-    def _describe_progress(self) -> tuple[dict[str, Any], dict[str, Loader]]:
-        """Return the counters to save, and the loaders that have a position."""
-        counters = {
+    def _describe_progress(self) -> dict[str, Any]:
+        """Return the counters to save."""
+        return {
             "step": self.step_number,
             "samples": self.num_samples,
             "skipped_in_a_row": self._skipped.num_in_a_row,
             "loss": self._last_loss,
         }
-        # A loader that has not moved, such as one for evaluation, has no position to save.
-        return counters, {name: x for name, x in self._loaders.items() if x.position != Position()}
 
     def _describe_settings(self) -> dict[str, str]:
         hooks = {name: (each.optimizer, each.gradient_hooks) for name, each in self._updates.items()}

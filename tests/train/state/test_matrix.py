@@ -68,7 +68,7 @@ def open_case(case: str, layout: str, table: dict[str, Any]) -> Opened:
 def describe_all(trainer: paceline.Trainer) -> tuple[str | None, str | None]:
     """Hashes of model and optimizer, and of the tracked objects' tensors, whole; on rank 0."""
     found = describe(trainer)
-    parts = trainer._saver._parts(trainer.models, trainer._updates)
+    parts = trainer._saver._parts()
     whole = join_pieces(trainer._saver.tracked.read(parts), parts.placement)
     tensors = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
     tracked = hash_tensors({str(number): tensor for number, tensor in enumerate(tensors)})

@@ -24,7 +24,7 @@ from paceline.checkpoint.held_states import put_failed_aside, restore_newest
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.names import CHECKPOINTS
 from paceline.checkpoint.waiting import await_writers
-from paceline.data.loader import Loader
+from paceline.data.loader import Loader, Position
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.generators import read_generators, write_generators
@@ -63,6 +63,9 @@ class Saver:
 
     Args:
         world: the ranks.
+        models: by name.
+        updates: by the name of the model.
+        loaders: by name; a loader made later is added to the same mapping.
         keep: checkpoints to keep.
         saving: makes the saves.
         copies: on how many disks each file lies where nodes have disks of their own, or `"auto"`.
@@ -83,6 +86,9 @@ class Saver:
     def __init__(
         self,
         world: World,
+        models: Mapping[str, nn.Module],
+        updates: Mapping[str, Update],
+        loaders: Mapping[str, Loader],
         *,
         keep: int,
         saving: Saving,
@@ -96,6 +102,7 @@ class Saver:
         self.folder: Path | None = None
         self._open_folder: OpenFolder | None = None
         self._world = world
+        self._models, self._updates, self._loaders = models, updates, loaders
         self._keep = keep
         self.saving = saving
         self._copies_wanted, self._copies = copies, 1
@@ -118,63 +125,37 @@ class Saver:
         # Where nodes have disks of their own, else `None`.
         self._rows: SharedRows | None = None
 
-    def save(
-        self,
-        models: Mapping[str, nn.Module],
-        updates: Mapping[str, Update],
-        counters: dict[str, Any],
-        loaders: Mapping[str, Loader],
-        *,
-        wait: bool,
-    ) -> SaveHandle:
+    def save(self, counters: dict[str, Any], *, wait: bool) -> SaveHandle:
         """Write a checkpoint of `counters["step"]`; collective. See `Trainer.save`."""
         last = self._last
         if last is None or last.step != counters["step"] or last.failed:
-            last = self._last = self._save(models, updates, counters, loaders)
+            last = self._last = self._save(counters)
         if wait:
             last.wait()
         return last
 
-    def save_to_memory(
-        self,
-        models: Mapping[str, nn.Module],
-        updates: Mapping[str, Update],
-        counters: dict[str, Any],
-        loaders: Mapping[str, Loader],
-    ) -> None:
+    def save_to_memory(self, counters: dict[str, Any]) -> None:
         """Keep this step's state in memory; collective. See `Trainer.save_to_memory`."""
         self._require_folder()
         assert self.folder is not None
-        state = self._list_state(models, updates, self._describe_all(models, updates, counters, loaders))
+        state = self._list_state(self._describe_all(counters))
         self.saving.save_to_memory(self.folder, counters["step"], state, self._describe())
 
-    def _describe_all(
-        self,
-        models: Mapping[str, nn.Module],
-        updates: Mapping[str, Update],
-        counters: dict[str, Any],
-        loaders: Mapping[str, Loader],
-    ) -> Callable[[], dict[str, Any]]:
+    def _describe_all(self, counters: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         """Return a function for rank 0 that describes the state without the tensors; collective."""
-        hooks = gather_hooks(updates, self._bucket_cap_mb)
+        hooks = gather_hooks(self._updates, self._bucket_cap_mb)
 
         def describe() -> dict[str, Any]:
             assert self._open_folder is not None
             self._open_folder.check()
-            state = self._describe_state(updates, counters, loaders)
+            state = self._describe_state(counters)
             return state | {"hooks": hooks, "tracked": self.tracked.loaded}
 
         return describe
 
-    def _save(
-        self,
-        models: Mapping[str, nn.Module],
-        updates: Mapping[str, Update],
-        counters: dict[str, Any],
-        loaders: Mapping[str, Loader],
-    ) -> SaveHandle:
+    def _save(self, counters: dict[str, Any]) -> SaveHandle:
         folder = self._require_folder()
-        state = self._list_state(models, updates, self._describe_all(models, updates, counters, loaders))
+        state = self._list_state(self._describe_all(counters))
         assert self._history is not None
         write: Write | None = None
         if self._rows is not None:
@@ -190,39 +171,25 @@ class Saver:
         step: int = counters["step"]
         return self.saving.save(folder, step, state, self._describe(), note_commit, write)
 
-    def end_step(
-        self, models: Mapping[str, nn.Module], updates: Mapping[str, Update]
-    ) -> tuple[float | None, float | None]:
+    def end_step(self) -> tuple[float | None, float | None]:
         """Wait until the state of the step before is copied; after the first step, get memory ready.
 
         Returns:
             The result of `Saving.take_times`.
         """
         if self.folder is not None:
-            self.saving.end_step(partial(self._list_state, models, updates, dict))
+            self.saving.end_step(partial(self._list_state, dict))
         return self.saving.take_times()
 
-    def _list_state(
-        self,
-        models: Mapping[str, nn.Module],
-        updates: Mapping[str, Update],
-        describe: Callable[[], dict[str, Any]],
-    ) -> RunState:
-        parts = self._parts(models, updates)
-        optimizers = {name: update.optimizer_pieces() for name, update in updates.items()}
+    def _list_state(self, describe: Callable[[], dict[str, Any]]) -> RunState:
+        parts = self._parts()
+        optimizers = {name: update.optimizer_pieces() for name, update in self._updates.items()}
         reads = self._world.is_main or parts.is_divided  # elsewhere it would only cost memory
         tracked = self.tracked.read(parts) if reads else {}
-        copies = [update.copies for update in updates.values()]
+        copies = [update.copies for update in self._updates.values()]
         return RunState(parts, optimizers, tracked, describe, self._recipe_toml, copies)
 
-    def load(
-        self,
-        folder: Path,
-        models: Mapping[str, nn.Module],
-        updates: Mapping[str, Update],
-        loaders: Mapping[str, Loader],
-        accept: Sequence[str],
-    ) -> dict[str, Any] | None:
+    def load(self, folder: Path, accept: Sequence[str]) -> dict[str, Any] | None:
         """Load the newest valid checkpoint into models and updates; collective. See `Trainer.resume`.
 
         Returns:
@@ -246,7 +213,7 @@ class Saver:
         self._history.check(None if disks.is_common else found)
         self._accept = tuple(accept)
         hooks: Saved = {}
-        parts = self._parts(models, updates)
+        parts = self._parts()
 
         def read() -> Any:
             self._open_folder = OpenFolder(folder)
@@ -263,10 +230,10 @@ class Saver:
             for finding in check_identity(loaded.identity, self._describe()):
                 log.warning("%s", finding)
             # Here, where tensors are whole: a rank cannot tell a part from a whole tensor of a smaller model.
-            check_optimizers(set(updates), set(loaded.optimizer))
+            check_optimizers(set(self._updates), set(loaded.optimizer))
             check_model(parts.whole_shapes(), loaded.model)
             state = read_all(loaded.state)
-            changed = self._check_settings(state, loaders)
+            changed = self._check_settings(state)
             hooks.update(state.pop("hooks", {}))  # of each rank its own, see below
             if "comm_hook" in accept:
                 hooks.clear()
@@ -284,17 +251,17 @@ class Saver:
             self._rows.resume(found)
         if tree is None:
             return None
-        _load_models(models, tree["model"], parts)
+        _load_models(self._models, tree["model"], parts)
         state = tree["state"]
         counters: dict[str, Any] = state["counters"]
         self._saved_settings, self._is_complete = state.get("settings"), False
-        for name, update in updates.items():
-            prefix = name_settings(name, updates, "")
+        for name, update in self._updates.items():
+            prefix = name_settings(name, self._updates, "")
             changed = [key.removeprefix(prefix) for key in tree["changed"] if key.startswith(prefix)]
             update.load(
                 tree["optimizer"][name], state["updates"][name], step=counters["step"], changed=changed
             )
-        restore_hooks(hooks, updates, tree["hooks"], self._world.device)
+        restore_hooks(hooks, self._updates, tree["hooks"], self._world.device)
         write_generators(state["rng"], self._world.device)
         self.tracked.load(state, parts)
         return counters
@@ -328,14 +295,14 @@ class Saver:
             if fresh:
                 warn_fresh_objects(fresh)
 
-    def _check_settings(self, state: dict[str, Any], loaders: Mapping[str, Loader]) -> list[str]:
+    def _check_settings(self, state: dict[str, Any]) -> list[str]:
         """Return names of settings that differ from the checkpoint; raise PL515 unless all are accepted."""
         saved = state.get("settings")
         if saved is None:
             warn_unknown_settings()
             return []
         self.has_raw_batches = "microbatch_size" in saved["run"]
-        moved = {name: loaders[name] for name in saved["loaders"] if name in loaders}
+        moved = {name: self._loaders[name] for name in saved["loaders"] if name in self._loaders}
         here = self._describe_settings(moved)
         before, now = dict(saved["run"]), dict(here["run"])
         for name in moved:
@@ -364,21 +331,21 @@ class Saver:
             } | described
         return {"run": run, "loaders": described, "tracked": self.tracked.names}
 
-    def _describe_state(
-        self, updates: Mapping[str, Update], counters: dict[str, Any], loaders: Mapping[str, Loader]
-    ) -> dict[str, Any]:
+    def _describe_state(self, counters: dict[str, Any]) -> dict[str, Any]:
         """Return rank 0's state of the run, without the tensors, hooks and tracked objects."""
+        # A loader that has not moved, such as one for evaluation, has no position to save.
+        loaders = {name: loader for name, loader in self._loaders.items() if loader.position != Position()}
         return {
             "loss": counters["loss"],  # `paceline checkpoint show` tells it
             "counters": counters,
-            "updates": {name: update.state_dict() for name, update in updates.items()},
+            "updates": {name: update.state_dict() for name, update in self._updates.items()},
             "loaders": self.tracked.read_loaders(loaders),
             "settings": self._describe_settings(loaders),
             "rng": read_generators(self._world.device),
         }
 
-    def _parts(self, models: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Parts:
-        return Parts(models, updates, self._layout, self._world.rank, self._known)
+    def _parts(self) -> Parts:
+        return Parts(self._models, self._updates, self._layout, self._world.rank, self._known)
 
     def _describe(self) -> dict[str, Any]:
         identity = describe_identity(
