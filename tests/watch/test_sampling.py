@@ -80,7 +80,7 @@ def be_asleep() -> None:
 
 
 def test_a_sleep_is_no_waiting_for_others() -> None:
-    looker = look(be_asleep)
+    looker = look(be_asleep, seconds=3.0)
     assert looker.share(is_waiting) == 0
     assert looker.share(is_in("ASLEEP HERE")) > 0.7
     assert looker.samples >= 5
