@@ -1,14 +1,17 @@
-"""Writes the report that docs/profile.md quotes: of a job in which one rank's loader is slow.
+"""Writes the report and the picture of docs/profile.md: of a job in which one rank's loader is slow.
 
-python docs/render_profile.py      # docs/tables/profile.txt
+python docs/render_profile.py      # docs/tables/profile.txt and docs/pictures/profile.svg
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from generate import quote_tables
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "profile" / "slow_loader.py"
@@ -21,12 +24,18 @@ def main() -> None:
         command = [*paceline, "run", "--nproc-per-node", "2", "--profile", traces, str(SCRIPT)]
         subprocess.run(command, cwd=name, check=True, capture_output=True)
         # Exit code 1: it has a finding.
-        done = subprocess.run(
-            [*paceline, "profile", "read", traces], capture_output=True, text=True, check=False
-        )
+        page = Path(name) / "page.html"
+        read = [*paceline, "profile", "read", traces, "--html", str(page)]
+        done = subprocess.run(read, capture_output=True, text=True, check=False)
+        picture = re.findall(r"<svg.*?</svg>", page.read_text(encoding="utf-8"), re.S)[0]
     if done.returncode != 1:
         raise SystemExit(done.stderr)
-    (ROOT / "docs" / "tables" / "profile.txt").write_text(done.stdout, encoding="utf-8")
+    docs = ROOT / "docs"
+    (docs / "tables" / "profile.txt").write_text(done.stdout, encoding="utf-8")
+    (docs / "pictures" / "profile.svg").write_text(picture + "\n", encoding="utf-8")
+    guide = docs / "profile.md"
+    tables = {"tables/profile.txt": done.stdout}
+    guide.write_text(quote_tables(guide.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":
