@@ -13,8 +13,10 @@ from tests.dist.pool import Pool
 from tests.train.cases import digits_recipe, text_recipe
 from tests.verifying.faults import FAULTS
 from tests.verifying.faults.expected import EXPECTED, table
-from tests.verifying.faults.models import tied_subject
+from tests.verifying.faults.models import routed_subject, tied_subject
 from tests.verifying.runs import PoolRunner
+
+SUBJECTS = {"tied": tied_subject, "routed": routed_subject}
 
 
 def recipe_table(kind: str, folder: Path, reduction: str = "fast", dtype: str = "fp64") -> dict[str, Any]:
@@ -26,8 +28,8 @@ def recipe_table(kind: str, folder: Path, reduction: str = "fast", dtype: str = 
 
 def find(ranks: Pool, folder: Path, kind: str, layout: str, fault: str = "") -> LayoutResult:
     layouts, run = [resolve_layout(layout)], PoolRunner(ranks, fault)
-    if kind == "tied":
-        return verify_subject(tied_subject(), layouts, run=run).results[0]
+    if kind in SUBJECTS:
+        return verify_subject(SUBJECTS[kind](), layouts, run=run).results[0]
     return verify_recipe(parse_recipe(recipe_table(kind, folder)), layouts, steps=2, run=run).results[0]
 
 
@@ -62,6 +64,9 @@ QUICK = {
     "experts_not_summed_over_copies",
     "answers_in_another_order",
     "norm_counts_copies_on_every_rank_of_ep",
+    "activations_swapped",
+    "skip_gradient_dropped",
+    "microbatch_lost_on_a_stage",
 }
 
 
@@ -83,6 +88,12 @@ def test_a_planted_fault_is_found_and_explained(ranks: Pool, tmp_path: Path, fau
 def test_the_guide_lists_the_faults() -> None:
     page = (Path(__file__).parents[2] / "docs" / "tables" / "verify-faults.md").read_text(encoding="utf-8")
     assert table() in page, f"docs/tables/verify-faults.md needs:\n{table()}"
+
+
+@pytest.mark.parametrize("layout", ["pp=2 schedule=interleaved chunks=2", "pp=2 schedule=zero_bubble"])
+def test_a_right_pipeline_raises_no_alarm(ranks: Pool, tmp_path: Path, layout: str) -> None:
+    result = find(ranks, tmp_path, "routed", layout)
+    assert result.status == "ok", list(map(str, result.findings))
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,8 @@ class Case:
         """Return the axis whose degree is `factor`, for example `dp_replicate=2`."""
         data = " x ".join(list_axes(shares_data=True))
         degrees = self.layout.degrees | {data: self.layout.dp, "all ranks": self.layout.num_ranks}
+        if degrees.pop("pp") > 1:  # stages add nothing up over pp, and so nothing over all ranks
+            del degrees["all ranks"]
         for axis, degree in degrees.items():
             if degree > 1 and near(factor, degree):
                 return f"{axis}={degree}"

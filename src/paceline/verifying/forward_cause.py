@@ -39,7 +39,14 @@ def explain_forward(case: Case) -> Explained:
     if first.owner is not None:
         saw += f" It is what rank {first.owner} of tp should have."
         return _explain_module(case, first, module, saw)
-    for explain in (explain_settings, _explain_type, _explain_draws, _explain_padding, _explain_stale):
+    for explain in (
+        explain_settings,
+        _explain_type,
+        _explain_received,
+        _explain_draws,
+        _explain_padding,
+        _explain_stale,
+    ):
         found = explain(case, first, module, saw, ranks)
         if found is not None:
             return found
@@ -100,6 +107,22 @@ def explain_settings(
     )
 
 
+def _explain_received(
+    case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
+) -> Explained | None:
+    """Explain a tensor that agrees on the stage that has made it, and not on one that has received it."""
+    if not first.is_received:
+        return None
+    other = "" if first.instead is None else f" It is that of microbatch {first.instead}."
+    return Explained(
+        "PL701",
+        module,
+        f"{saw} Another stage has this module: the rank has received the tensor.{other}",
+        "A stage computes with what the stages before it have made for the same microbatch.",
+        "Check what stages send each other: the order of messages, and buffers that are used again.",
+    )
+
+
 def _explain_draws(
     case: Case, first: EventDifference, module: str, saw: str, ranks: set[int]
 ) -> Explained | None:
@@ -110,7 +133,9 @@ def _explain_draws(
     is_dropout = facts is not None and "drop" in facts.kind.lower() and dropout > 0
     is_large = first.size > _LARGE * first.scale
     # A mask inside a fused operation on some of the heads shows no zeros, and there is no draw to compare.
-    is_likely = bool(dropout) and is_large and case.layout.tp > 1 and first.factor is None
+    is_likely = (
+        bool(dropout) and is_large and max(case.layout.tp, case.layout.pp) > 1 and first.factor is None
+    )
     if not (first.looks_masked or is_drawn or (is_dropout and is_large) or is_likely):
         return None
     why = f" {facts.kind} has dropout {dropout:g}." if facts is not None and dropout else ""

@@ -264,6 +264,8 @@ def _explain_common(case: Case, rank: int, factors: list[float], which: str) -> 
     else:
         saw = f"the gradient {which} is {factor:.6g} times the reference's."
         fix = "Look for code that scales all gradients: clipping before the reduction, a loss scale."
+        if case.layout.pp > 1:
+            fix = "Look for code that scales all gradients of a stage, or for a backward that runs twice."
     return Explained("PL703", _PLACE, f"Outputs agree, but {saw}", _SUM_RULE, fix)
 
 
@@ -366,6 +368,7 @@ def _explain_backward(case: Case) -> Explained:
         "Backward through a module gives the same under every layout.",
         "Check the backward of what follows this place: "
         + ("a missing or duplicate sum over tp, " if case.layout.tp > 1 else "")
+        + ("a gradient that is lost or doubled between stages, " if case.layout.pp > 1 else "")
         + "a hook or a custom backward, a tensor changed in place.",
     )
 
@@ -414,5 +417,10 @@ def _advise_on_parameters(case: Case) -> str:
         return (
             "A parameter that is whole on ranks which compute on parts needs its gradient summed over them; "
             "look for that sum, missing or done twice."
+        )
+    if case.layout.pp > 1:
+        return (
+            "A weight that several stages use gets the sum of what they give, once per microbatch; look for "
+            "a use that is missing there, or counted twice."
         )
     return "Look for a hook on the parameter, or for code that changes its gradient after backward."

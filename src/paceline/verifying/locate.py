@@ -30,12 +30,13 @@ from paceline.verifying.compare import (
     Noise,
     find_factor,
     find_rounding,
-    fit_sum,
     largest,
     looks_masked,
     measure_distance,
 )
+from paceline.verifying.microbatch_factors import fit_microbatches
 from paceline.verifying.observe import (
+    is_elsewhere,
     is_whole,
     list_optimizer_settings,
     move_last_bits,
@@ -57,9 +58,8 @@ from paceline.verifying.subject import Opened, Subject
 from paceline.verifying.watch import ONCE, Event, ModuleFacts, Watch, describe_modules
 from paceline.world import start
 
-# Maximum elements of gradients kept per microbatch, and maximum elements used in a least-squares fit.
+# Maximum elements of gradients kept per microbatch.
 _MAX_KEPT = 16_000_000
-_MAX_FITTED = 100_000
 _MAX_LISTED = 400
 
 
@@ -80,6 +80,8 @@ class EventDifference:
         only_padding: whether all differences are in positions that the batch marks as padding.
         owner: the rank of tp whose part the tensor is, if it is another rank's.
         stale: the step after which the weight had this value, if that is an earlier step than expected.
+        is_received: whether the rank has it from another stage, which has the module.
+        instead: the microbatch whose tensor a received one is, if it is another one's.
     """
 
     order: int
@@ -96,6 +98,8 @@ class EventDifference:
     only_padding: bool = False
     owner: int | None = None
     stale: int | None = None
+    is_received: bool = False
+    instead: int | None = None
 
 
 @dataclass
@@ -406,6 +410,7 @@ class _Judge(_Nothing):
         if size <= noise.tolerance or len(self.found.differences) >= _MAX_LISTED:
             return
         apart = (expected - tensor).abs() > noise.tolerance
+        is_received = not gradient and is_elsewhere(self._trainer, event.module)
         self.found.differences.append(
             EventDifference(
                 order=self.facts.order[str(event)],
@@ -421,6 +426,8 @@ class _Judge(_Nothing):
                 rounded_to=find_rounding(expected, tensor),
                 owner=None if event.is_weight else self._find_owner(key, tensor, noise.tolerance),
                 stale=self._find_step(event.weight, tensor) if event.is_weight else None,
+                is_received=is_received,
+                instead=self._find_microbatch(event, tensor, noise.tolerance) if is_received else None,
                 only_padding=expected.is_floating_point() and self._is_padding(microbatch, apart),
             )
         )
@@ -438,6 +445,15 @@ class _Judge(_Nothing):
                     and measure_distance(part, tensor) <= noise.tolerance
                 ):
                     return step
+        return None
+
+    def _find_microbatch(self, event: Event, tensor: Tensor, tolerance: float) -> int | None:
+        """Return the microbatch for which the reference has this tensor there; `None` if there is none."""
+        for number in sorted(self.facts.losses):
+            key = _key(number, event, False)
+            part = find_part(self._file.get_tensor(key), tensor, *self._place) if key in self._keys else None
+            if part is not None and measure_distance(part, tensor) <= tolerance:
+                return number
         return None
 
     def _find_owner(self, key: str, tensor: Tensor, tolerance: float) -> int | None:
@@ -513,39 +529,32 @@ class _Judge(_Nothing):
         return found
 
     def _fit_factors(self) -> None:
-        """Fit factors to all gradients; if that fails, to those that all ranks of tp hold whole."""
+        """Fit factors to all gradients; if that fails, to those that all ranks of tp hold whole.
+
+        Under pp, stages and halves of a backward may have factors of their own, so those that differ are
+        fitted by themselves.
+        """
         names = [name for name in self.facts.parameters if name in self.gradients]
         found, moved = self._fit(names)
         if found is None and self._trainer.layout.tp > 1:
             found, moved = self._fit([name for name in names if is_whole(self._trainer, name)])
+        if found is None and self._trainer.layout.pp > 1:
+            found, moved = self._fit([name for name in names if self._differs(name)])
         self.found.factors, self.found.moved = found, moved
+
+    def _differs(self, name: str) -> bool:
+        key = key_of(self._step, "gradient", name)
+        noise = self._reference.facts.noise.get(key)
+        if noise is None:
+            return True
+        expected = take_part(self._trainer, name, self._reference.tensor(key))
+        return measure_distance(expected, self.gradients[name]) > noise.tolerance
 
     def _fit(self, names: list[str]) -> tuple[list[float] | None, list[float] | None]:
         count = 1 + max(self.facts.losses, default=-1)
-        file: Any = safe_open(str(self._folder / f"gradients-{self._step}.safetensors"), framework="pt")
-        keys = frozenset(file.keys())
-        columns: list[list[Tensor]] = [[] for _ in range(count)]
-        right: list[Tensor] = []
-        for name in names:
-            gradient = self.gradients[name]
-            # Every `stride`-th element: a small fit, in which parameters have about equal shares.
-            stride = max(1, gradient.numel() * len(names) // _MAX_FITTED)
-            right.append(gradient.double().flatten()[::stride])
-            for number, column in enumerate(columns):
-                part = torch.zeros_like(gradient)
-                if f"{number}/{name}" in keys:
-                    part = take_part(self._trainer, name, file.get_tensor(f"{number}/{name}"))
-                if part.shape != gradient.shape:
-                    return None, None
-                column.append(self.facts.gradient_scale * part.double().flatten()[::stride])
-        if not right or not count:
-            return None, None
-        matrix, total = torch.stack([torch.cat(column) for column in columns], 1), torch.cat(right)
-        # The second fit explains only the difference from a plain sum. It finds factors that are nearly 1,
-        # which the error of the first fit would hide.
-        apart = total - matrix.sum(1)
-        is_apart = torch.linalg.vector_norm(apart) > 1e-13 * torch.linalg.vector_norm(total)
-        return fit_sum(matrix, total), fit_sum(matrix, apart) if bool(is_apart) else None
+        parts = self._folder / f"gradients-{self._step}.safetensors"
+        gradients = {name: self.gradients[name] for name in names}
+        return fit_microbatches(self._trainer, parts, gradients, count, self.facts.gradient_scale)
 
 
 def find_part(whole: Tensor, part: Tensor, num_parts: int, rank: int) -> Tensor | None:

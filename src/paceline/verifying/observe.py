@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.parallel.placement import local
 from paceline.parallel.tensor.collectives import ADDING_UP
+from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.autograd import is_view
 from paceline.torch_seams.modules import own_buffers, own_parameters
 from paceline.train.trainer import Trainer
@@ -74,6 +75,12 @@ def holds(trainer: Trainer, name: str) -> bool:
     return placement is None or bool(placement.holds(name))
 
 
+def is_elsewhere(trainer: Trainer, module: str) -> bool:
+    """Return whether a module has parameters, and all of them are on other stages."""
+    found = [parameter.is_meta for parameter in trainer.model.get_submodule(module).parameters()]
+    return bool(found) and all(found)
+
+
 def _find_placement(trainer: Trainer) -> Any:
     """Return the placement of the model's parts, or `None` if every rank has the whole model."""
     return getattr(trainer._updates["model"], "placement", None)
@@ -132,6 +139,14 @@ def wrap_functions(
 def is_trial(trainer: Trainer) -> bool:
     """Return whether the running forward is a trial: the trainer finds out how the model treats a batch."""
     return trainer._updates["model"].runner.is_trying
+
+
+def find_running(trainer: Trainer) -> int | None:
+    """Return the microbatch that a stage runs, by its place in the share; `None` without stages."""
+    if not trainer._updates["model"].runner.is_staged:
+        return None
+    assert UNDER_WAY.action is not None
+    return UNDER_WAY.action.microbatch
 
 
 def place_batch(trainer: Trainer, batch: Any) -> Any:

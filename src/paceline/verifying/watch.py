@@ -20,12 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.share import Share
+from paceline.parallel.stages.stage import is_stub
+from paceline.torch_seams.dispatch import without_functions
 from paceline.torch_seams.modules import own_parameters
 from paceline.torch_seams.trees import tree_leaves
 from paceline.train.batches import weigh
 from paceline.train.trainer import Trainer
 from paceline.verifying.compare import EPS
-from paceline.verifying.observe import has_part_of_gradient, is_trial, place_batch, take_local, wrap_functions
+from paceline.verifying.observe import (
+    find_running,
+    has_part_of_gradient,
+    is_trial,
+    place_batch,
+    take_local,
+    wrap_functions,
+)
 from paceline.verifying.precision import Modules, Types
 from paceline.verifying.settings import list_hooks, list_module_settings
 
@@ -100,6 +109,7 @@ class Watch:
         self.microbatch = -1
         self._trainer, self._sink = trainer, sink
         self._waiting: list[tuple[int, Any]] | None = None
+        self._numbers: list[int] = []
         self._inside = False
         self._calls: Counter[str] = Counter()
         self._shown: set[str] = set()
@@ -112,6 +122,7 @@ class Watch:
     def begin(self, share: Share) -> None:
         """Watch the next step, which trains on `share`."""
         self._waiting = list(share.microbatches)
+        self._numbers = [number for number, _ in share.microbatches]
         self.ran = []
         self.types.__enter__()  # type: ignore[no-untyped-call]
 
@@ -124,10 +135,12 @@ class Watch:
     def _forward(self, inner: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
         if self._waiting is None or is_trial(self._trainer):
             return inner(model, batch)
-        self.microbatch = self._identify(batch)
+        place = find_running(self._trainer)
+        self.microbatch = self._identify(batch) if place is None else self._numbers[place]
         if self.microbatch < 0:  # an idle round
             return inner(model, batch)
-        self.ran.append(self.microbatch)
+        if self.microbatch not in self.ran:  # a rank runs the forward once per stage
+            self.ran.append(self.microbatch)
         self.types.microbatch = self.microbatch
         self._calls.clear()
         with self._watching():
@@ -164,12 +177,14 @@ class Watch:
     def _hook(self, name: str, module: nn.Module) -> None:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._inside:
-                self._show(name, "in", (args, kwargs))
-                self._show_weights(name, _module)
+                with without_functions():  # a stage follows the model's calls, and must not see these
+                    self._show(name, "in", (args, kwargs))
+                    self._show_weights(name, _module)
 
         def after(_module: nn.Module, args: Any, output: Any) -> None:
             if self._inside:
-                self._show(name, "out", output)
+                with without_functions():
+                    self._show(name, "out", output)
                 self._calls[name] += 1
 
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -178,6 +193,8 @@ class Watch:
     def _show(self, name: str, side: str, nest: Any) -> None:
         tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
         for place, tensor in enumerate(tensors):
+            if is_stub(tensor):
+                continue
             event, microbatch = Event(name, self._calls[name], side, place), self.microbatch
             self._sink.event(microbatch, event, take_local(tensor), gradient=False)
             if tensor.requires_grad and not has_part_of_gradient(tensor):
@@ -192,7 +209,9 @@ class Watch:
             return
         self._shown.add(name)
         for key, parameter in own_parameters(module).items():
-            if parameter is not None and not hasattr(parameter, "to_local"):  # gathered, or never sharded
+            if parameter is None or parameter.is_meta:  # on another stage
+                continue
+            if not hasattr(parameter, "to_local"):  # gathered, or never sharded
                 event = Event(name, 0, f"{WEIGHT}{key}", 0)
                 self._sink.event(ONCE, event, take_local(parameter), gradient=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from tests.verifying.faults import experts, harmless, replicate, shard, tensor
+from tests.verifying.faults import experts, harmless, replicate, shard, stages, tensor
 
 HARMLESS = harmless.HARMLESS
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
@@ -17,4 +17,5 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     **tensor.FAULTS,
     **shard.FAULTS,
     **experts.FAULTS,
+    **stages.FAULTS,
 }

@@ -168,6 +168,67 @@ EXPECTED: dict[str, Expected] = {
     "norm_of_own_experts": Expected(
         "moe", "dp_replicate=2 ep=2", "PL708", "the global norm", ["a shard's own norm"]
     ),
+    "activations_swapped": Expected(
+        "gpt",
+        "pp=2",
+        "PL701",
+        "layers.0",
+        ["in the output of layers.0, microbatch 0", "that of microbatch 1"],
+    ),
+    "stale_buffer": Expected(
+        "gpt",
+        "pp=2",
+        "PL701",
+        "layers.0",
+        ["in the output of layers.0, microbatch 1", "that of microbatch 0"],
+    ),
+    "activations_in_bf16": Expected("gpt", "pp=2", "PL712", "layers.0", ["bf16", "on rank 1 only"]),
+    "skip_gradient_dropped": Expected(
+        "routed",
+        "pp=2 schedule=interleaved chunks=2",
+        "PL707",
+        "blocks.2",
+        ["arrives at the output of blocks.2", "lost or doubled between stages"],
+    ),
+    "shared_use_dropped": Expected(
+        "gpt", "pp=2", "PL707", "embed_tokens", ["the gradient of embed_tokens.weight", "several stages use"]
+    ),
+    "shared_use_twice": Expected(
+        "gpt", "pp=2", "PL707", "embed_tokens", ["the gradient of embed_tokens.weight", "several stages use"]
+    ),
+    "auxiliary_loss_on_every_stage": Expected(
+        "routed", "pp=2", "PL707", "blocks.2", ["2 times the reference's", "lost or doubled between stages"]
+    ),
+    "late_gradients_lost": Expected(
+        "gpt", "pp=2 schedule=zero_bubble", "PL704", "the sum of gradients", ["nothing of microbatch 1"]
+    ),
+    "late_gradients_twice": Expected(
+        "gpt", "pp=2 schedule=zero_bubble", "PL703", "the sum of gradients", ["2 times", "runs twice"]
+    ),
+    "loss_divided_by_microbatches": Expected(
+        "gpt", "pp=2", "PL703", "the sum of gradients", ["0.25 times the reference's", "on all 2 ranks"]
+    ),
+    "last_microbatch_twice": Expected(
+        "gpt", "pp=2", "PL704", "the sum of gradients", ["each rank's last", "a factor of 2"]
+    ),
+    "microbatch_lost_on_a_stage": Expected(
+        "gpt", "pp=2", "PL704", "the sum of gradients", ["on rank 1 only", "nothing of microbatch 1"]
+    ),
+    "replicas_of_a_stage_not_summed": Expected(
+        "gpt",
+        "pp=2 dp_replicate=2",
+        "PL705",
+        "the sum of gradients",
+        ["on ranks 2 and 3 of 4", "0 for the others"],
+    ),
+    "statistics_of_a_stage_lost": Expected("resnet", "pp=2", "PL710", "blocks.1.norm1.running", ["buffers"]),
+    "norm_of_own_stage": Expected("gpt", "pp=2", "PL708", "the global norm", ["times the reference's"]),
+    "dropout_by_stage": Expected(
+        "gpt", "pp=2", "PL702", "layers.1.self_attn", ["on rank 1 only", "dropout 0.1"]
+    ),
+    "stage_not_updated": Expected(
+        "gpt", "pp=2", "PL709", "layers.1", ["on rank 1 only", "Gradients and their norm agree"]
+    ),
 }
 
 

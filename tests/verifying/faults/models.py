@@ -1,4 +1,4 @@
-"""A model whose parameters are tied, with a batch, for faults that no recipe's model can have."""
+"""Models with tied parameters, or with a skip and an auxiliary loss, for faults that recipes' models lack."""
 
 from __future__ import annotations
 
@@ -30,6 +30,36 @@ class Tied(nn.Module):
         return logits
 
 
+class Routed(nn.Module):
+    """Four blocks, the first of which feeds the last; each adds a number to an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(RoutedBlock() for _ in range(4))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.table(ids)
+        auxiliary = x.new_zeros(())
+        first = x
+        for number, block in enumerate(self.blocks):
+            x, more = block(x + first if number == 3 else x)
+            auxiliary = auxiliary + more
+            first = x if number == 0 else first
+        return self.head(x), auxiliary
+
+
+class RoutedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.inner = nn.Linear(16, 4), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.router(x).softmax(-1)
+        return x + self.inner(x).tanh() * shares[..., :1], shares.square().mean()
+
+
 def make_batch(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     targets = torch.randint(0, 32, (8, 6), generator=generator)
@@ -46,10 +76,24 @@ def loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return cross_entropy(output.flatten(0, 1), targets, reduction="sum"), (targets != -100).sum()
 
 
+def loss_with_auxiliary(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    total, weight = loss(output[0], batch)
+    return total + weight * output[1], weight
+
+
 def tied_subject() -> UserSubject:
     """Two steps of it."""
+    return _subject(Tied, loss)
+
+
+def routed_subject() -> UserSubject:
+    """Two steps of the model with a skip and an auxiliary loss."""
+    return _subject(Routed, loss_with_auxiliary)
+
+
+def _subject(model: Any, loss: Any) -> UserSubject:
     return UserSubject(
-        model_fn=Tied,
+        model_fn=model,
         batch_fn=make_batch,
         loss=loss,
         forward=call,

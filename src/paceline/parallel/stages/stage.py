@@ -20,6 +20,13 @@ from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_funct
 from paceline.torch_seams.dispatch import without_functions
 from paceline.torch_seams.trees import tree_leaves, tree_unflatten
 
+_STUB = "paceline_stub"
+
+
+def is_stub(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for one of another stage: it has a shape, and no numbers."""
+    return hasattr(tensor, _STUB)
+
 
 class _Left(BaseException):
     """The forward has reached the next stage. No error, so that no `except Exception` of a model stops it."""
@@ -165,6 +172,7 @@ class _StageRun(Walker):
                 with without_functions():
                     # One number for the whole tensor: it has a shape and costs no memory.
                     stub = torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape)
+                setattr(stub, _STUB, True)
                 self._stubs[id(stub)] = stub
                 leaves.append(stub)
         return tree_unflatten(leaves, result.spec)

@@ -466,8 +466,12 @@ class StagedRunner(Runner):
     def _find_cut(
         self, objective: Objective[Any], batch: Any, drawing: AbstractContextManager[None]
     ) -> StageCut:
-        with drawing, self._precision.autocast():
-            return self._stages.find_cut(batch, partial(objective.forward, batch))
+        self.is_trying = True
+        try:
+            with drawing, self._precision.autocast():
+                return self._stages.find_cut(batch, partial(objective.forward, batch))
+        finally:
+            self.is_trying = False
 
     def _begin_transfer(self, schedule: Schedule, shared: dict[str, tuple[int, ...]]) -> StageTransfer:
         return StageTransfer(self._pp, schedule, shared, self._describe, self._precision.device)
