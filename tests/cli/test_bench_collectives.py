@@ -59,15 +59,18 @@ def test_prints_a_row_per_operation_and_refuses_links_of_others(
     assert run("collectives", "--nproc", 2, "--sizes", "1KB", "--repeats", 1) == 0
     out = capsys.readouterr().out
     assert "collectives on 2 ranks of 1 node, gloo" in out
-    rows = [line.split()[0] for line in out.splitlines() if " KiB " in line]
-    assert rows == [name for name in GLOO_ALGORITHMS if name != "barrier"]
+    rows = [line for line in out.splitlines() if " KiB " in line]
+    by_gloo = [row.split()[0] for row in rows if "(paceline)" not in row]
+    assert by_gloo == [name for name in GLOO_ALGORITHMS if name != "barrier"]
+    own = [row.split()[0] for row in rows if "(paceline)" in row]
+    assert own == ["all_reduce", "reduce_scatter", "broadcast"]
     assert "median error of the prediction" in out
     assert "no slow link" in out
 
 
 def test_a_slow_link_is_the_last_line() -> None:
     links = make_links((0, 1, 2, 3), slow={(0, 2): 5.0, (1, 2): 5.0, (2, 3): 5.0})
-    cell = Cell("all_reduce", 1024, "ring", Spread.of([2e-3] * 6), 512e3, 768e3, 3e-3, 0.5)
+    cell = Cell("all_reduce", 1024, "ring", True, Spread.of([2e-3] * 6), 512e3, 768e3, 3e-3, 0.5)
     found = Collectives(
         links.nodes, links.hosts, "gloo", links, "links.json", find_slow_links(links), [cell], 0.5, 0.0, 2
     )

@@ -90,7 +90,16 @@ class Nodes:
         script += f"mount --bind {self._folder}/resolv.conf /etc/resolv.conf; "
         script += f'hostname node{node}; exec "$@"' if own_host else 'exec "$@"'
         unshare = ["unshare", "--mount", "--propagation", "private", *(["--uts"] if own_host else [])]
-        return ["nsenter", f"--net=/run/netns/{self._node(node)}", *unshare, "sh", "-c", script, "sh", *words]
+        return [
+            "nsenter",
+            f"--net=/run/netns/{self.namespace(node)}",
+            *unshare,
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *words,
+        ]
 
     def powered(self, words: Sequence[str]) -> list[str]:
         """Around `command`: a node whose processes all end with the one that is started."""
@@ -104,7 +113,16 @@ class Nodes:
         """Undoes `cut`."""
         _do("ip", "-n", self._switch, "link", "set", f"p{node}", "up")
 
-    def _node(self, node: int) -> str:
+    def limit(self, node: int, rate_mbit: float) -> None:
+        """Limits what a node sends and what it receives."""
+        for namespace, device in ((self.namespace(node), "eth0"), (self._switch, f"p{node}")):
+            # What may pass at once is 1 ms long; more would let small messages pass at no cost.
+            burst = f"{max(2000, rate_mbit * 125):.0f}"
+            rate = ("rate", f"{rate_mbit:g}mbit", "burst", burst, "latency", "100ms")
+            _do("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
+
+    def namespace(self, node: int) -> str:
+        """The name of a node's network namespace."""
         return f"{self._name}-{node}"
 
     def _hosts(self, node: int, own_name: OwnName) -> Path:
@@ -125,7 +143,7 @@ class Nodes:
         _do("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         _do("ip", "-n", self._switch, "link", "set", "br0", "up")
         for i in range(self._count):
-            name = self._node(i)
+            name = self.namespace(i)
             _do("ip", "netns", "add", name)
             veth = ("type", "veth", "peer", "name", f"p{i}", "netns", self._switch)
             _do("ip", "-n", self._switch, "link", "add", "eth0", "netns", name, *veth)
@@ -136,7 +154,7 @@ class Nodes:
             _do("ip", "-n", self._switch, "link", "set", f"p{i}", "up")
 
     def _remove(self) -> None:
-        for name in [*map(self._node, range(self._count)), self._switch]:
+        for name in [*map(self.namespace, range(self._count)), self._switch]:
             _remove_namespace(name)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.bench.spread import Spread
+from paceline.comm.collectives import broadcast_in_pipeline, reduce_scatter_directly, sum_directly
 from paceline.comm.common_clock import CommonClock
 from paceline.comm.links import MeasuredLinks, SlowLink, find_nodes, find_slow_links, measure_links
 from paceline.comm.links_file import load_links, save_links
@@ -35,6 +36,8 @@ _CELL_S = 3.0
 _FEWEST = 5
 _WARM_UP = 2
 NEAR = 0.25
+# A direct sum sends N - 1 times the vector; larger vectors are not summed this way.
+_MOST_DIRECT_BYTES = 65536
 # Newer versions of torch have the first name, older ones the second.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -47,7 +50,8 @@ class Cell:
     Attributes:
         operation: as torch.distributed calls it.
         num_bytes: the size; 0 for a barrier.
-        algorithm: that the backend runs.
+        algorithm: of `paceline.plan.collectives`.
+        is_gloo: whether gloo runs it; else `paceline.comm.collectives` does.
         time_s: from the common start to the last rank's end.
         algorithm_bytes_per_s: size over median time; None for a barrier.
         bus_bytes_per_s: that times the operation's factor; None for a barrier.
@@ -58,6 +62,7 @@ class Cell:
     operation: str
     num_bytes: int
     algorithm: str
+    is_gloo: bool
     time_s: Spread
     algorithm_bytes_per_s: float | None
     bus_bytes_per_s: float | None
@@ -76,7 +81,7 @@ class Collectives:
         links: that the predictions use.
         links_file: where they are from; None if measured just before.
         slow_links: pairs and nodes that take much longer than their class.
-        cells: by operation, then size.
+        cells: by operation, gloo's first, then size.
         median_error: of the cells' absolute errors.
         near_share: share of cells with an absolute error of at most 25%.
         num_cores: cores that rank 0 may use.
@@ -168,13 +173,15 @@ def _load_on_main(world: World, path: Path, hosts: Sequence[str], nodes: Sequenc
 # ---- calls
 
 
-def build_calls(num_bytes: int, num_ranks: int, rank: int) -> tuple[int, dict[str, Callable[[], object]]]:
-    """Return the bytes that a size amounts to, and a call of every operation with data."""
+def build_calls(
+    num_bytes: int, num_ranks: int, rank: int
+) -> tuple[int, dict[tuple[str, str], Callable[[], object]]]:
+    """Return the bytes that a size amounts to, and a call of every operation with data by each algorithm."""
     count = max(1, -(-num_bytes // (4 * num_ranks)))
     # Zeros stay zeros however often they are summed; other numbers would overflow, and then take longer.
     part, whole, other = (torch.zeros(count * factor) for factor in (1, num_ranks, num_ranks))
     parts = list(other.view(num_ranks, -1)) if rank == 0 else None
-    return 4 * count * num_ranks, {
+    by_gloo: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "reduce_scatter": lambda: _reduce_scatter(part, other),
         "all_gather": lambda: _all_gather(other, part),
@@ -184,19 +191,25 @@ def build_calls(num_bytes: int, num_ranks: int, rank: int) -> tuple[int, dict[st
         "scatter": lambda: dist.scatter(part, parts, src=0),
         "all_to_all": lambda: dist.all_to_all_single(whole, other),
     }
+    calls = {(name, GLOO_ALGORITHMS[name]): call for name, call in by_gloo.items()}
+    calls["reduce_scatter", "direct"] = lambda: reduce_scatter_directly(part, other)
+    calls["broadcast", "pipeline"] = lambda: broadcast_in_pipeline(whole)
+    if num_bytes <= _MOST_DIRECT_BYTES:
+        calls["all_reduce", "direct"] = lambda: sum_directly(whole)
+    return 4 * count * num_ranks, calls
 
 
 def _measure_cells(
     world: World, links: Links, nodes: Sequence[int], sizes: Sequence[int], repeats: int
 ) -> list[Cell]:
-    calls: dict[tuple[str, int], Callable[[], object]] = {}
+    calls: dict[tuple[str, str, int], Callable[[], object]] = {}
     for size in sizes:
         num_bytes, by_name = build_calls(size, world.world_size, world.rank)
-        calls |= {(name, num_bytes): call for name, call in by_name.items()}
-    calls["barrier", 0] = dist.barrier
+        calls |= {(*name, num_bytes): call for name, call in by_name.items()}
+    calls["barrier", GLOO_ALGORITHMS["barrier"], 0] = dist.barrier
     clock = CommonClock(world)
-    times: dict[tuple[str, int], list[float]] = {}
-    wanted: dict[tuple[str, int], int] = {}
+    times: dict[tuple[str, str, int], list[float]] = {}
+    wanted: dict[tuple[str, str, int], int] = {}
     for cell, call in calls.items():
         slowest_s = max(clock.time(call) for _ in range(_WARM_UP))
         wanted[cell] = max(min(_FEWEST, repeats), min(repeats, int(_CELL_S / slowest_s)))
@@ -206,22 +219,22 @@ def _measure_cells(
             if turn < wanted[cell]:
                 times[cell].append(clock.time(calls[cell]))
     order = list(GLOO_ALGORITHMS)
-    return [
-        _describe_cell(name, num_bytes, times[name, num_bytes], nodes, links)
-        for name, num_bytes in sorted(calls, key=lambda cell: (order.index(cell[0]), cell[1]))
-    ]
+    cells = sorted(calls, key=lambda c: (order.index(c[0]), c[1] != GLOO_ALGORITHMS[c[0]], c[2]))
+    return [_describe_cell(cell, times[cell], nodes, links) for cell in cells]
 
 
 def _describe_cell(
-    name: str, num_bytes: int, times: Sequence[float], nodes: Sequence[int], links: Links
+    cell: tuple[str, str, int], times: Sequence[float], nodes: Sequence[int], links: Links
 ) -> Cell:
-    taken, predicted = Spread.of(times), predict(name, num_bytes, nodes, links)
+    name, algorithm, num_bytes = cell
+    taken, predicted = Spread.of(times), predict(name, num_bytes, nodes, links, algorithm)
     factor = BUS_FACTORS.get(name)
     rate = None if factor is None else num_bytes / taken.median
     return Cell(
         operation=name,
         num_bytes=num_bytes,
-        algorithm=predicted.algorithm,
+        algorithm=algorithm,
+        is_gloo=algorithm == GLOO_ALGORITHMS[name],
         time_s=taken,
         algorithm_bytes_per_s=rate,
         bus_bytes_per_s=None if rate is None or factor is None else rate * factor(len(nodes)),

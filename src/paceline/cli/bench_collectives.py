@@ -169,7 +169,7 @@ def _describe_cell(cell: Cell) -> tuple[str, ...]:
         _rate(cell.bus_bytes_per_s),
         format_seconds(cell.predicted_s),
         f"{cell.error:+.0%}",
-        cell.algorithm,
+        cell.algorithm if cell.is_gloo else f"{cell.algorithm} (paceline)",
     )
 
 

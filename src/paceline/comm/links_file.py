@@ -151,7 +151,8 @@ def _parse_link(row: Any, *, needed: bool, name: str) -> Link | None:
         if needed:
             raise ValueError(f"{name} is null although the ranks have such pairs")
         return None
-    return Link(*(_parse_curve(row[curve], f"{name}.{curve}") for curve in _CURVES))
+    message, exchange, stream = (_parse_curve(row[curve], f"{name}.{curve}") for curve in _CURVES)
+    return Link(message, exchange, stream, _positive(row["contention"], f"{name}.contention"))
 
 
 def _parse_curve(row: Any, name: str) -> Curve:
@@ -170,7 +171,9 @@ def _positive(value: Any, name: str) -> float:
 
 
 def _link_table(link: Link | None) -> dict[str, Any] | None:
-    return None if link is None else {name: _curve_table(getattr(link, name)) for name in _CURVES}
+    if link is None:
+        return None
+    return {name: _curve_table(getattr(link, name)) for name in _CURVES} | {"contention": link.contention}
 
 
 def _curve_table(curve: Curve) -> dict[str, Any]:

@@ -5,7 +5,7 @@ of a phase are those of its slowest class of pairs. For n rounds of messages of 
 rank's or a node's connection:
 
     stream:    n stream(k b) + min(exchange(0), k b beta)
-    exchange:  n (exchange(b) + (k - 1) b beta)
+    exchange:  n (exchange(b) + (k contention - 1) b beta), if k > 1
     message:   n (message(b) + (k - 1) b beta)
 
 where `stream`, `exchange` and `message` are the curves of the link (`plan/links.py`). Numbers that a step
@@ -176,8 +176,11 @@ def _time_class(phase: Phase, link: Link, shared: int) -> float:
         # A short stream ends one message later; a long one begins one request later.
         edge_s = min(link.exchange.alpha_s, num_bytes * link.stream.s_per_byte)
         return phase.num_rounds * link.stream(num_bytes) + edge_s
-    curve = link.message if phase.kind == "message" else link.exchange
-    return phase.num_rounds * (curve(phase.num_bytes) + (shared - 1) * phase.num_bytes * curve.s_per_byte)
+    if phase.kind == "message":
+        curve, more = link.message, shared - 1.0
+    else:
+        curve, more = link.exchange, shared * link.contention - 1 if shared > 1 else 0.0
+    return phase.num_rounds * (curve(phase.num_bytes) + more * phase.num_bytes * curve.s_per_byte)
 
 
 # ---- the edges of a round

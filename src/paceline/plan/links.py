@@ -60,11 +60,20 @@ class Curve:
 
 @dataclass(frozen=True)
 class Link:
-    """The link of a class of pairs of ranks; the module's docstring defines the curves."""
+    """The link of a class of pairs of ranks.
+
+    Attributes:
+        message: as the module defines the three curves.
+        exchange: the same.
+        stream: the same.
+        contention: how many times longer than its bytes suggest an exchange of all ranks with all others
+            takes (Steffenel 2006, "Modeling Network Contention Effects on All-to-All Operations").
+    """
 
     message: Curve
     exchange: Curve
     stream: Curve
+    contention: float = 1.0
 
     @classmethod
     def of(cls, alpha_s: float, bytes_per_s: float, *, asks_first: bool = True) -> Link:
