@@ -60,6 +60,16 @@ def test_a_cuda_trace_is_read_from_its_kernels(tmp_path: Path) -> None:
     assert profile.rows[4].exposed_ns == expected.rows[4].exposed_ns
 
 
+def test_one_rank_alone_does_not_know_what_it_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = write(tmp_path, job()[:1])
+    assert main(["profile", "read", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert "how much of it is waiting for other ranks cannot be told" in text
+    assert "No trace of rank 1" in text
+
+
 def test_a_folder_and_gzip_are_read(tmp_path: Path) -> None:
     for path in write(tmp_path, job()):
         (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))

@@ -109,9 +109,10 @@ def _describe_grades(profile: Profile) -> str:
     exposed = profile.exposed_share
     text = (
         f"exposed communication: {exposed:.1%} of the step ({grade_exposed(exposed)}), on "
-        f"{name_ranks([profile.exposed_rank])}, the most exposed; "
-        f"{profile.waiting_share:.1%} is waiting for other ranks"
+        f"{name_ranks([profile.exposed_rank])}, the most exposed"
     )
+    if profile.num_matched:
+        text += f"; {profile.waiting_share:.1%} is waiting for other ranks"
     if profile.overlap is not None:
         text += (
             f"\noverlap: {profile.overlap:.2f} of communication is hidden ({grade_overlap(profile.overlap)})"

@@ -50,11 +50,10 @@ class Blame:
 class _RankTime:
     """A rank's time by phase, without its exposed waiting."""
 
-    def __init__(self, trace: RankTrace, waits: Sequence[Waiting], ends: Sequence[int]) -> None:
+    def __init__(self, trace: RankTrace, waits: Sequence[Waiting]) -> None:
         self.begin_ns = trace.steps[0].begin_ns
         spans = unite(as_spans((wait.begin_ns, wait.end_ns) for wait in waits))
         self._parts = {WAITING: Coverage(spans), **divide_time(trace, spans)}
-        self.ends = ends
 
     def measure(self, begin_ns: int, end_ns: int) -> dict[str, int]:
         """Return the nanoseconds by phase between two instants."""
@@ -89,9 +88,8 @@ def find_blame(
         waits: by rank, in order of issue.
         numbers: of the steps to count.
     """
-    times = {
-        trace.rank: _RankTime(trace, waits[trace.rank], _list_ends(trace.rank, matched)) for trace in traces
-    }
+    times = {trace.rank: _RankTime(trace, waits[trace.rank]) for trace in traces}
+    shared: dict[tuple[int, int], _Shared] = {}
     steps = {trace.rank: [step for step in trace.steps if step.number in set(numbers)] for trace in traces}
     # By late rank, phase, step and waiting rank.
     lost: dict[tuple[int, str], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
@@ -104,31 +102,47 @@ def find_blame(
             if is_transfer or not wait.is_certain or place < 0 or wait.begin_ns >= steps[rank][place].end_ns:
                 continue
             step = steps[rank][place].number
-            for phase, length in _explain(wait, times, matched).items():
+            pair = rank, wait.collective.last
+            if pair not in shared:
+                shared[pair] = _Shared(*pair, matched)
+            for phase, length in _explain(wait, times, shared[pair]).items():
                 by_waiter = lost[wait.collective.last, phase][step]
                 by_waiter[rank] = by_waiter.get(rank, 0) + length
     mean_ns = sum(s.end_ns - s.begin_ns for own in steps.values() for s in own) / len(traces) / len(numbers)
     return _choose(lost, mean_ns, len(numbers), len(traces))
 
 
-def _list_ends(rank: int, matched: Sequence[MatchedCollective]) -> list[int]:
-    return [c.parts[rank].end_ns if rank in c.parts else -1 for c in matched]
+class _Shared:
+    """The collectives that two ranks have in common, in order of arrival.
+
+    Args:
+        rank, last: the two.
+        matched: of all ranks, in order of arrival.
+    """
+
+    def __init__(self, rank: int, last: int, matched: Sequence[MatchedCollective]) -> None:
+        both = [c for c in matched if rank in c.parts and last in c.parts]
+        self._arrivals = [c.arrived_ns for c in both]
+        self._ends = [(c.parts[rank].end_ns, c.parts[last].end_ns) for c in both]
+
+    def find_start(self, issued_ns: int, arrived_ns: int) -> tuple[int, int] | None:
+        """Return when both ranks had left the latest one that ended before they came to another one.
+
+        Args:
+            issued_ns, arrived_ns: when `rank` and `last` came to it.
+        """
+        for place in range(bisect_right(self._arrivals, arrived_ns) - 1, -1, -1):
+            end, end_last = self._ends[place]
+            if end <= issued_ns and end_last <= arrived_ns:
+                return end, end_last
+        return None
 
 
-def _explain(
-    wait: Waiting, times: Mapping[int, _RankTime], matched: Sequence[MatchedCollective]
-) -> dict[str, int]:
+def _explain(wait: Waiting, times: Mapping[int, _RankTime], shared: _Shared) -> dict[str, int]:
     rank, last = wait.rank, wait.collective.last
     issued, arrived = wait.collective.parts[rank].issued_ns, wait.collective.arrived_ns
-    begin, begin_last = times[rank].begin_ns, times[last].begin_ns
-    # The latest collective that both had left before they came to this one.
-    place = bisect_right(matched, arrived, key=lambda collective: collective.arrived_ns)
-    for index in range(place - 1, -1, -1):
-        end, end_last = times[rank].ends[index], times[last].ends[index]
-        if 0 <= end <= issued and 0 <= end_last <= arrived:
-            begin, begin_last = end, end_last
-            break
-    own, late = times[rank].measure(begin, issued), times[last].measure(begin_last, arrived)
+    start = shared.find_start(issued, arrived) or (times[rank].begin_ns, times[last].begin_ns)
+    own, late = times[rank].measure(start[0], issued), times[last].measure(start[1], arrived)
     return find_causes(own, late, wait.exposed_ns)
 
 

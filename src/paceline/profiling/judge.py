@@ -58,7 +58,7 @@ def judge_profile(profile: Profile) -> list[Finding]:
                 "PL910",
                 where=name_ranks([profile.exposed_rank]),
                 saw=f"{profile.exposed_share:.0%} of its step is exposed communication, which is {grade}; "
-                f"{profile.waiting_share:.0%} is waiting for other ranks.",
+                f"{_describe_waiting(profile)}.",
                 rule=f"Below {GOOD_EXPOSED:.0%} is good, above {MOST_EXPOSED:.0%} poor.",
                 fix=move,
             )
@@ -100,6 +100,12 @@ def _judge_blame(blame: Blame) -> Finding:
         rule="All ranks of a collective wait for the last one.",
         fix=_MOVES[blame.phase],
     )
+
+
+def _describe_waiting(profile: Profile) -> str:
+    if not profile.num_matched:
+        return "how much of it is waiting for other ranks cannot be told"
+    return f"{profile.waiting_share:.0%} is waiting for other ranks"
 
 
 def _choose_move(profile: Profile) -> str:
