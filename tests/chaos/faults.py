@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import json
 import os
 import re
@@ -149,7 +150,7 @@ def train_with_fault(fault: str, *args: Any) -> Any:
     from paceline.checkpoint import files, writer_process
     from paceline.cli.train import train_on_rank
 
-    launcher_pid = args[-1]
+    launcher_pid: int = inspect.signature(train_on_rank).bind(*args).arguments["launcher_pid"]
     writer_process.PROGRAM = "tests.chaos.faulty_writer"
     os.environ[FAULT], os.environ[LAUNCHER] = fault, str(launcher_pid)
     parsed = load_fault(fault)

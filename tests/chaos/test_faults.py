@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import CheckpointFolder, files, is_usable, verify
+from paceline.checkpoint import CheckpointFolder, files, is_usable, verify, writer_process
+from paceline.cli import train
 from paceline.errors import PacelineError
-from tests.chaos.faults import KINDS, Fault, Hook, load_fault
+from tests.chaos.faults import FAULT, KINDS, LAUNCHER, Fault, Hook, load_fault, train_with_fault
 from tests.chaos.plan import _VICTIMS, _VICTIMS_OF_A_WRITER, Plans
 from tests.chaos.setting import Case
 from tests.checkpoint.states import save
@@ -26,6 +29,20 @@ def whole(folder: CheckpointFolder) -> list[int]:
     steps = folder.steps()
     assert all(is_usable(verify(path)) for path in steps.values())
     return list(steps)
+
+
+def test_a_writer_is_told_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.wraps(train.train_on_rank)
+    def read(*args: object) -> str:
+        return os.environ[LAUNCHER]
+
+    monkeypatch.setattr(writer_process, "PROGRAM", "")
+    for name in (FAULT, LAUNCHER):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(train, "train_on_rank", read)
+    fault = Fault("fill the disk", 1, 1, "rank 0", "")
+    # As `paceline train` calls it.
+    assert train_with_fault(fault.dump(), "recipe", "folder", True, 1234, ("seed",)) == "1234"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kill in the copy"])
