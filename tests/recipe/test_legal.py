@@ -125,9 +125,6 @@ IMPOSSIBLE = {
     "part of an expert": Case(
         MOE, "dp_replicate=4 ep=4", 4, "PL655", "6 experts", "equally many", "Set ep to 1 or 2."
     ),
-    "experts of a pipeline": Case(
-        MOE, "pp=2 dp_replicate=2 ep=2", 4, "PL656", "layout.pp=2", "in rounds", "ep=1"
-    ),
     "experts and parts of sequences": Case(
         MOE, "cp=2 dp_replicate=2 ep=2", 4, "PL656", "layout.cp=2", "whole sequences", "cp=1"
     ),

@@ -22,7 +22,9 @@ from tests.dist.pool import Pool
 from tests.train.test_experts import recipe_table, train_one_expert
 from tests.verifying.runs import PoolRunner
 
-LAYOUTS = {"dp_replicate=2 ep=2": 2, "dp_replicate=4 ep=2": 4, "dp_replicate=4 ep=4": 4}
+REPLICAS = {"dp_replicate=2 ep=2": 2, "dp_replicate=4 ep=2": 4, "dp_replicate=4 ep=4": 4}
+LAYOUTS = {**REPLICAS, "pp=2 dp_replicate=2 ep=2": 4}
+SCHEDULES = ("gpipe", "interleaved chunks=2", "bfs chunks=2", "zero_bubble", "zbv")
 
 
 def list_settings(layout: str) -> list[str]:
@@ -61,6 +63,15 @@ def test_weights_have_the_bits_of_one_process(ranks: Pool, tmp_path: Path, dtype
         assert ranks.run(train, num_ranks, (table, layout, 6))[0] == alone, layout
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_of_a_pipeline_keeps_the_bits(ranks: Pool, tmp_path: Path, schedule: str) -> None:
+    table = recipe_table(tmp_path, "fp32")
+    table["model"] |= {"layers": 4}
+    table["train"] |= {"microbatch_size": 3}
+    layout = f"pp=2 dp_replicate=2 ep=2 schedule={schedule}"
+    assert ranks.run(train, 4, (table, layout, 6))[0] == ranks.run(train, 1, (table, "", 6))[0]
+
+
 def test_an_expert_may_get_all_tokens_or_none(ranks: Pool) -> None:
     alone = ranks.run(train_one_expert, 1, ("",))[0]
     for layout, num_ranks in LAYOUTS.items():
@@ -71,8 +82,8 @@ def test_an_expert_may_get_all_tokens_or_none(ranks: Pool) -> None:
 def test_a_checkpoint_goes_on_under_another_layout(ranks: Pool, tmp_path: Path, mode: str) -> None:
     table = recipe_table(tmp_path, "fp32")
     table["checkpoint"] = {"mode": mode}
-    alone = ranks.run(train, 1, (table, "", 10))[0]
     chain = {"dp_replicate=2 ep=2": 2, "dp_shard=2": 2, "dp_replicate=4 ep=4": 4, "": 1, **LAYOUTS}
+    alone = ranks.run(train, 1, (table, "", 2 * len(chain)))[0]
     losses, found, folder = [], None, str(tmp_path / "run")
     for number, (layout, num_ranks) in enumerate(list(chain.items()), start=1):
         found = ranks.run(train, num_ranks, (table, layout, 2 * number, folder))[0]
@@ -104,7 +115,7 @@ def test_a_rank_has_its_part_of_the_experts(ranks: Pool, tmp_path: Path, reducti
     table["train"] |= {"reduction": reduction}
     whole = ranks.run(count_bytes, 1, (table, ""))[0]
     assert whole[0] == 4 * 4 * (2 * 16 + 16) * 16, "4 experts of 3 matrices, in fp32"
-    for layout, num_ranks in LAYOUTS.items():
+    for layout, num_ranks in REPLICAS.items():
         degree = Layout.parse(layout).ep
         for own in ranks.run(count_bytes, num_ranks, (table, layout)):
             assert own == tuple(size // degree for size in whole), layout

@@ -24,7 +24,7 @@ from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
-from paceline.parallel.experts.layout import ExpertLayout
+from paceline.parallel.experts.layout import WEIGHTS, ExpertLayout
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
@@ -161,7 +161,7 @@ def parallelize(
         _divide_activations(model, mesh, plan, context, masks)
     if layout.pp > 1:
         assert mesh is not None
-        return _cut(model, mesh, settings, masks, plan, device, construction)
+        return _cut(model, mesh, settings, masks, plan, device, construction, experts)
     splits = {**(plan.splits if plan else {}), **(experts.splits if experts else {})}
     placement = Placement(model, mesh, splits, _list_partial(plan, context))
     replica: Replica | None = None
@@ -268,6 +268,7 @@ def _cut(
     plan: SplitPlan | None,
     device: torch.device,
     construction: Construction | None,
+    experts: ExpertLayout | None,
 ) -> LaidOut:
     """Cut a model into stages, on the whole model; then drop, or never make, what is on other ranks."""
     # After tp and recompute: the trial forward must take the path that later ones take.
@@ -278,7 +279,7 @@ def _cut(
     holders = {
         name: stages.holders[names[id(p)]] for name, p in model.named_parameters(remove_duplicate=False)
     }
-    splits = plan.splits if plan is not None else None
+    splits = {**(plan.splits if plan else {}), **(experts.splits if experts else {})}
     placement = Placement(model, mesh, splits, _list_partial(plan, None), holders)
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     stages.drop_others()
@@ -289,8 +290,11 @@ def _cut(
         place_values(construction, device, lambda n, whole: rows(n, placement.part(n, whole, whole)))
     if is_sharded:
         stages.shard(mesh, shapes, zero=settings.layout.zero, prefetch=settings.shard.prefetch > 0)
+    if experts is not None:
+        first = {name: stages.users[f"{name}.{WEIGHTS[0]}"][0] for name in experts.names}
+        experts.complete({name: stage for name, stage in first.items() if stage in stages.own})
     lent = mesh.borrow_group(mesh.dp) if settings.exact and mesh.dp.size > 1 else None
-    return LaidOut(None, None, None, placement, masks, plan, lent, stages, is_exact=settings.exact)
+    return LaidOut(None, None, None, placement, masks, plan, lent, stages, experts, settings.exact)
 
 
 def _cut_rows(shapes: Mapping[str, torch.Size], axis: Axis, name: str, whole: Tensor) -> Tensor:

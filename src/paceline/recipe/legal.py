@@ -111,9 +111,11 @@ class Rules:
                 ),
                 key=lambda candidate: (_measure_distance(layout, candidate), str(candidate)),
             )
-            if not any(self._break(candidate))
+            if candidate != layout and not any(self._break(candidate))
         )
-        return list(itertools.islice(near, _MOST_OFFERED))
+        # Candidates have no words of pp, which a legal layout of one rank may have.
+        is_legal = layout.dp_replicate is not None and not self.check(layout, world_size)
+        return list(itertools.islice(itertools.chain([layout] * is_legal, near), _MOST_OFFERED))
 
     def enumerate(
         self, world_size: int, recompute: Sequence[str] = ("none",), offload: Sequence[str] = ("none",)

@@ -1,8 +1,10 @@
 """Sums the gradients of a rank's experts: over the microbatches that sent tokens, then over copies.
 
 The ranks of ep run their microbatches in rounds. In each round, a rank's experts get tokens of one microbatch
-of each rank of ep. Those gradients are complete: they are not summed over ep. Only the ranks that hold the
-same experts (every ep-th of dp_replicate) add theirs.
+of each rank of ep, the source of these tokens. Under pp several rounds are under way at a time.
+
+The gradients of a round are complete: they are not summed over ep. Only the ranks that hold the same experts
+(every ep-th of dp_replicate) add theirs.
 
 - `OrderedExpertSum` keeps the gradient of each microbatch apart and adds them in the order of the tree
   (`comm/tree.py`), so that the sum has the bits of one process.
@@ -19,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange, MessageExchange
-from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm.exchange import Exchange
 from paceline.comm.tree import TreeSum, plan_reduction
 from paceline.mesh import Axis
 from paceline.parallel.exact import Gradients, add_gradients, nothing_like
@@ -52,19 +53,21 @@ class ExpertSum(ABC):
         self._num_owned = num_owned
 
     @abstractmethod
-    def use(self, parameter: Tensor, source: int) -> Tensor:
-        """Return a parameter for a product with rows from one rank of ep.
+    def use(self, parameter: Tensor, place: int, number: int) -> Tensor:
+        """Return a parameter for a product with rows from one source.
 
         Args:
             parameter: this rank's part.
-            source: the rank of ep.
+            place: of the source in ep.
+            number: of the round.
         """
 
     @abstractmethod
-    def end_round(self, microbatches: Sequence[int | None]) -> None:
+    def end_round(self, number: int, microbatches: Sequence[int | None]) -> None:
         """End a round after its backward.
 
         Args:
+            number: of the round.
             microbatches: per rank of ep, the number of the microbatch that it ran, or `None`.
         """
 
@@ -86,8 +89,7 @@ class OrderedExpertSum(ExpertSum):
 
     Args:
         parameters, axis, copies: as for `ExpertSum`.
-        group: the copies, used for nothing else; `None` for one.
-        device: of the model.
+        exchange: over the copies; `None` for one.
     """
 
     def __init__(
@@ -95,38 +97,44 @@ class OrderedExpertSum(ExpertSum):
         parameters: Sequence[Tensor],
         axis: Axis,
         copies: Axis,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
+        exchange: Exchange | None,
     ) -> None:
         super().__init__(parameters, axis, copies)
-        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        self._exchange: Exchange | None = None
-        if group is not None:
-            on_cpu = device.type == "cpu"
-            self._exchange = SharedMemoryExchange(group) if on_cpu else MessageExchange(group, device)
-        self._round: list[Gradients] = []
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        self._exchange = exchange
+        # By round and place of the source, while the round is under way; then by place and microbatch.
+        self._kept: dict[tuple[int, int], Gradients] = {}
+        self._waiting: list[dict[int, Gradients]] = []
+        self._next: list[int] = []
         self._sums: list[TreeSum[Gradients]] = []
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
         super().begin(num_owned)
         self._sums = [TreeSum(sum(num_owned), add_gradients) for _ in range(self._axis.size)]
-        self._clear_round()
+        self._next = [sum(num_owned[:source]) for source in self.list_sources()]
+        self._kept, self._waiting = {}, [{} for _ in range(self._axis.size)]
 
-    def use(self, parameter: Tensor, source: int) -> Tensor:
-        leaf: Tensor = _Leaf.apply(parameter, self, source)  # type: ignore[no-untyped-call]
+    def use(self, parameter: Tensor, place: int, number: int) -> Tensor:
+        leaf: Tensor = _Leaf.apply(parameter, self, place, number)  # type: ignore[no-untyped-call]
         return leaf
 
-    def keep(self, place: int, source: int, gradient: Tensor) -> None:
+    def keep(self, parameter: int, place: int, number: int, gradient: Tensor) -> None:
         """Keep the gradient of a microbatch; a second use of the same parameter adds to it."""
-        before = self._round[source][place]
-        self._round[source][place] = gradient if before is None else before + gradient
+        kept = self._kept.setdefault((number, place), [None] * len(self._parameters))
+        before = kept[parameter]
+        kept[parameter] = gradient if before is None else before + gradient
 
     @torch.no_grad()
-    def end_round(self, microbatches: Sequence[int | None]) -> None:
-        for index, gradients, total in zip(microbatches, self._round, self._sums, strict=True):
-            if index is not None:
-                total.push((index, index + 1), gradients)
-        self._clear_round()
+    def end_round(self, number: int, microbatches: Sequence[int | None]) -> None:
+        for place, index in enumerate(microbatches):
+            gradients = self._kept.pop((number, place), [None] * len(self._parameters))
+            if index is None:
+                continue
+            waiting = self._waiting[place]
+            waiting[index] = gradients
+            while (following := self._next[place]) in waiting:
+                self._sums[place].push((following, following + 1), waiting.pop(following))
+                self._next[place] += 1
 
     @torch.no_grad()
     def end(self) -> None:
@@ -158,21 +166,18 @@ class OrderedExpertSum(ExpertSum):
             found.append(total.view(parameter.shape))
         return found
 
-    def _clear_round(self) -> None:
-        self._round = [[None] * len(self._parameters) for _ in range(self._axis.size)]
-
-    def find_place(self, parameter: Tensor) -> int:
+    def find_number(self, parameter: Tensor) -> int:
         """Return the number of a parameter."""
-        return self._places[id(parameter)]
+        return self._numbers[id(parameter)]
 
 
 class QuickExpertSum(ExpertSum):
     """A sum in the order in which backward adds, then over the copies by an all-reduce."""
 
-    def use(self, parameter: Tensor, source: int) -> Tensor:
+    def use(self, parameter: Tensor, place: int, number: int) -> Tensor:
         return parameter
 
-    def end_round(self, microbatches: Sequence[int | None]) -> None:
+    def end_round(self, number: int, microbatches: Sequence[int | None]) -> None:
         """Do nothing: backward has added the gradients."""
 
     @torch.no_grad()
@@ -193,11 +198,11 @@ class _Leaf(torch.autograd.Function):
     """A parameter whose gradient goes to an `OrderedExpertSum` instead of the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, total: OrderedExpertSum, source: int) -> Tensor:
-        ctx.total, ctx.source, ctx.place = total, source, total.find_place(parameter)
+    def forward(ctx: Any, parameter: Tensor, total: OrderedExpertSum, place: int, number: int) -> Tensor:
+        ctx.total, ctx.given = total, (total.find_number(parameter), place, number)
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.total.keep(ctx.place, ctx.source, gradient)
-        return None, None, None
+        ctx.total.keep(*ctx.given, gradient)
+        return None, None, None, None

@@ -9,8 +9,8 @@ forward:
    does. Otherwise the rows of all ranks that go to one expert are one product.
 4. The answers travel back. Each rank weights and adds the answers to its own tokens.
 
-Backward does the same in reverse. A rank without a microbatch left runs an idle round (`run_idle`): it has no
-tokens and runs nothing but the mixtures, so that the others can use its experts.
+Backward does the same in reverse. A rank without a microbatch left runs an idle round (`join_forward`,
+`join_backward`): it has no tokens and runs nothing but the mixtures, so that the others can use its experts.
 
 So outputs and gradients of each microbatch have the bits of one process, and a rank stores 1/ep of the
 experts, of their gradients and of their optimizer state.
@@ -18,7 +18,7 @@ experts, of their gradients and of their optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from math import gcd
 from types import MethodType
@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.exchange import Exchange, MessageExchange
+from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.models.moe import Experts
@@ -34,9 +36,10 @@ from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
 from paceline.parallel.experts.gradients import ExpertSum, OrderedExpertSum, QuickExpertSum
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks
 from paceline.parallel.split import Split, take_parts
+from paceline.torch_seams.tensors import is_fake
 
 # The parameters of `Experts`, in the order in which `Experts.multiply` takes them.
-_WEIGHTS = ("gate_up_proj", "down_proj")
+WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 class ExpertLayout:
@@ -52,6 +55,8 @@ class ExpertLayout:
 
     Attributes:
         splits: of the experts' parameters, by full name.
+        names: of the experts, in the order of the forward.
+        number: of the round whose forward runs; runners set it.
 
     Raises:
         PacelineError: PL653 for a model without experts, PL655 if ep does not divide them, PL657 for hooks on
@@ -61,9 +66,10 @@ class ExpertLayout:
     def __init__(self, model: nn.Module, mesh: Mesh, *, is_exact: bool, device: torch.device) -> None:
         self._axis, self._mesh = mesh.ep, mesh
         self._modules = find_experts(model)
+        self.names = list(self._modules)
         self._check(mesh.ep.size)
         self.splits = {
-            f"{name}.{key}": Split(0, 1, mesh.ep.size, "ep") for name in self._modules for key in _WEIGHTS
+            f"{name}.{key}": Split(0, 1, mesh.ep.size, "ep") for name in self._modules for key in WEIGHTS
         }
         named = dict(model.named_parameters())
         check_hooks((name, named[name]) for name in self.splits)
@@ -79,24 +85,45 @@ class ExpertLayout:
             copies = mesh.borrow_group(mesh.expert_replicas)
             self._lent.append(copies)
         self._is_exact, self._copies_group, self._device = is_exact, copies, device
-        self._sum: ExpertSum
+        self.number = 0
+        self._stages: dict[int, list[Experts]] = {}
+        self._sums: dict[int, ExpertSum] = {}
+        self._sum_of: dict[int, ExpertSum] = {}
         self._microbatches: list[list[int | None]] = []
-        self._round = 0
+        self._answers: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parts of the experts' parameters."""
-        return [getattr(module, key) for module in self._modules.values() for key in _WEIGHTS]
+        return [weight for module in self._modules.values() for weight in _list_weights(module)]
 
-    def complete(self) -> None:
-        """Prepare the sum of the gradients, once the parameters have their values; collective."""
-        trained = [p for p in self.parameters if p.requires_grad]
+    def complete(self, stages: Mapping[str, int] | None = None) -> None:
+        """Prepare the sums of the gradients, once the parameters have their values; collective.
+
+        Args:
+            stages: by full name of this rank's experts, the stage of pp that runs them. Without pp, all are
+                of stage 0.
+        """
+        exchange: Exchange | None = None
+        if self._copies_group is not None:
+            on_cpu = self._device.type == "cpu"
+            exchange = (
+                SharedMemoryExchange(self._copies_group)
+                if on_cpu
+                else MessageExchange(self._copies_group, self._device)
+            )
+        stages = dict.fromkeys(self._modules, 0) if stages is None else stages
+        for name, stage in stages.items():
+            self._stages.setdefault(stage, []).append(self._modules[name])
         copies = self._mesh.expert_replicas
-        self._sum = (
-            OrderedExpertSum(trained, self._axis, copies, self._copies_group, self._device)
-            if self._is_exact
-            else QuickExpertSum(trained, self._axis, copies)
-        )
+        for stage, modules in sorted(self._stages.items()):
+            trained = [p for module in modules for p in _list_weights(module) if p.requires_grad]
+            self._sums[stage] = (
+                OrderedExpertSum(trained, self._axis, copies, exchange)
+                if self._is_exact
+                else QuickExpertSum(trained, self._axis, copies)
+            )
+            self._sum_of |= {id(module): self._sums[stage] for module in modules}
 
     def describe(self) -> str:
         """Return a line for the log."""
@@ -112,54 +139,74 @@ class ExpertLayout:
         Args:
             num_owned: per rank of dp_replicate, the number of microbatches that it computes.
         """
-        return max(num_owned[source] for source in self._sum.list_sources())
+        return max(num_owned[source] for source in self._list_sources())
 
-    def begin(self, num_owned: tuple[int, ...]) -> None:
-        """Start a global batch; see `count_rounds`. Ranks with fewer microbatches run idle rounds first."""
+    def begin(self, num_owned: tuple[int, ...], *, idle_first: bool) -> None:
+        """Start a global batch; see `count_rounds`.
+
+        Args:
+            num_owned: per rank of dp_replicate, the number of microbatches that it computes.
+            idle_first: whether ranks with fewer microbatches run idle rounds first, or last.
+        """
         num_rounds = self.count_rounds(num_owned)
         self._microbatches = []
         for number in range(num_rounds):
             row: list[int | None] = []
-            for source in self._sum.list_sources():
-                place = number - (num_rounds - num_owned[source])
-                row.append(sum(num_owned[:source]) + place if place >= 0 else None)
+            for source in self._list_sources():
+                own = number - (num_rounds - num_owned[source] if idle_first else 0)
+                is_idle = not 0 <= own < num_owned[source]
+                row.append(None if is_idle else sum(num_owned[:source]) + own)
             self._microbatches.append(row)
-        self._round = 0
-        self._sum.begin(num_owned)
+        for each in self._sums.values():
+            each.begin(num_owned)
 
-    def run_idle(self, autocast: Callable[[], AbstractContextManager[Any]], *, backward: bool) -> None:
-        """Take part in a round of the other ranks without tokens.
+    def join_forward(
+        self, autocast: Callable[[], AbstractContextManager[Any]], number: int, stage: int = 0
+    ) -> None:
+        """Take part in the other ranks' forward of a round without tokens.
 
         Args:
             autocast: returns the context of a forward.
-            backward: whether the others run backward too.
+            number: of the round.
+            stage: of pp.
         """
+        self.number = number
         answers = []
-        with autocast(), torch.set_grad_enabled(backward):
-            for module in self._modules.values():
+        with autocast():
+            for module in self._stages.get(stage, ()):
                 rows = module.gate_up_proj.new_empty(0, module.gate_up_proj.shape[2])
                 counts = torch.zeros(self._count(module), dtype=torch.int64, device=rows.device)
                 answers.append(self._answer(module, rows, counts))
-        if backward:
-            for answer in reversed(answers):
-                answer.backward(torch.zeros_like(answer))  # type: ignore[no-untyped-call]
-            self.end_round()
+        if torch.is_grad_enabled():
+            self._answers[number, stage] = answers
 
-    def end_round(self) -> None:
+    def join_backward(self, number: int, stage: int = 0) -> None:
+        """Take part in the other ranks' backward of a round without tokens; see `join_forward`."""
+        for answer in reversed(self._answers.pop((number, stage))):
+            answer.backward(torch.zeros_like(answer))  # type: ignore[no-untyped-call]
+        self.end_round(number, stage)
+
+    def end_round(self, number: int, stage: int = 0) -> None:
         """End a round of a step, after its backward."""
-        self._sum.end_round(self._microbatches[self._round])
-        self._round += 1
+        if stage in self._sums:
+            self._sums[stage].end_round(number, self._microbatches[number])
 
     def end(self) -> None:
         """Put the sums of the gradients into the parameters; collective."""
-        assert self._round == len(self._microbatches)
-        self._sum.end()
+        assert not self._answers
+        for each in self._sums.values():
+            each.end()
 
     def close(self) -> None:
         """Return the groups to the mesh."""
         for group in self._lent:
             self._mesh.return_group(group)
         self._lent = []
+
+    def _list_sources(self) -> range:
+        """Return the ranks of dp_replicate that share this rank's copy of the experts."""
+        start = self._mesh.expert_replicas.rank * self._axis.size
+        return range(start, start + self._axis.size)
 
     def _check(self, degree: int) -> None:
         for name, module in self._modules.items():
@@ -178,11 +225,13 @@ class ExpertLayout:
 
     def _answer(self, module: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' answers to this rank's rows; collective over ep, in backward too."""
+        if is_fake(rows):
+            return module.multiply(rows, counts, *_list_weights(module))  # a trial forward, for shapes
         kind = rows.device.type
         if torch.is_autocast_enabled(kind):
             rows = rows.to(torch.get_autocast_dtype(kind))  # as the product does, but before the way
         if torch.is_grad_enabled():
-            for key in _WEIGHTS:
+            for key in WEIGHTS:
                 _refuse_hooks(key, getattr(module, key))
             if not rows.requires_grad:
                 # The other ranks' backward needs this rank's, whatever is frozen here.
@@ -197,19 +246,24 @@ class ExpertLayout:
     def _multiply_apart(self, module: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the answers, from one product per rank and expert."""
         answers = []
-        for source, part in enumerate(torch.split(rows, counts.sum(1).tolist())):
-            weights = [getattr(module, key) for key in _WEIGHTS]
+        for place, part in enumerate(torch.split(rows, counts.sum(1).tolist())):
+            weights: list[Tensor] = [*_list_weights(module)]
             if torch.is_grad_enabled():
-                weights = [self._sum.use(w, source) if w.requires_grad else w for w in weights]
-            answers.append(module.multiply(part, counts[source], *weights))
+                use = self._sum_of[id(module)].use
+                weights = [use(w, place, self.number) if w.requires_grad else w for w in weights]
+            answers.append(module.multiply(part, counts[place], *weights))
         return torch.cat(answers)
+
+
+def _list_weights(module: Experts) -> list[nn.Parameter]:
+    return [getattr(module, key) for key in WEIGHTS]
 
 
 def _multiply_together(module: Experts, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the answers, from one product per expert."""
     experts = torch.arange(counts.shape[1], device=rows.device).repeat(counts.shape[0])
     order = experts.repeat_interleave(counts.reshape(-1)).argsort(stable=True)
-    weights = [getattr(module, key) for key in _WEIGHTS]
+    weights = _list_weights(module)
     answers = module.multiply(rows.index_select(0, order), counts.sum(0), *weights)
     return answers.index_select(0, order.argsort())
 

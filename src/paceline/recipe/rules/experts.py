@@ -58,7 +58,6 @@ def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fi
     others = [
         (f"layout.{axis}", f"layout.{axis}={degree}", rule, f"Set {axis}=1, or ep=1.")
         for axis, rule in (
-            ("pp", "Ranks of a pipeline run their microbatches in an order of their own, and not in rounds."),
             ("dp_shard", "Shards are gathered by all data ranks, and ep shares experts among replicas."),
             ("cp", "A mixture gets whole sequences."),
             ("tp", "Ranks of tp would all send the same tokens."),

@@ -44,15 +44,20 @@ class RoutedRunner(WholeRunner):
 
     def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
         """Run the rank's own microbatches after its idle rounds, and sum the experts' gradients."""
-        self._experts.begin(work.share.num_owned)
-        self._run_idle(work.share, backward=True)
+        self._experts.begin(work.share.num_owned, idle_first=True)
+        self._experts.number = 0
+        for number in range(self._count_idle(work.share)):
+            self._experts.join_forward(self._precision.autocast, number)
+            self._experts.join_backward(number)
+            self._experts.number = number + 1
         comm_s = super()._run_rounds(work, count_flops=count_flops)
         self._experts.end()
         return comm_s
 
     def _after_backward(self, work: Work, *, is_last: bool) -> None:
         super()._after_backward(work, is_last=is_last)
-        self._experts.end_round()
+        self._experts.end_round(self._experts.number)
+        self._experts.number += 1
 
     @torch.no_grad()
     def _forward_all(
@@ -62,9 +67,9 @@ class RoutedRunner(WholeRunner):
         seed_of: Callable[[int], int],
         around: Callable[[int, Any], AbstractContextManager[None]],
     ) -> list[Result]:
-        self._run_idle(share, backward=False)
+        for number in range(self._count_idle(share)):
+            self._experts.join_forward(self._precision.autocast, number)
         return super()._forward_all(objective, share, seed_of, around)
 
-    def _run_idle(self, share: Share, *, backward: bool) -> None:
-        for _ in range(self._experts.count_rounds(share.num_owned) - len(share.microbatches)):
-            self._experts.run_idle(self._precision.autocast, backward=backward)
+    def _count_idle(self, share: Share) -> int:
+        return self._experts.count_rounds(share.num_owned) - len(share.microbatches)

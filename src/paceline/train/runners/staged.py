@@ -123,9 +123,14 @@ class StagedRunner(Runner):
         self._stages = laid_out.stages
         self._pp = mesh.pp
         device = self._precision.device
+        self._experts = laid_out.experts
+        apart = set() if self._experts is None else {id(p) for p in self._experts.parameters}
         # The last stage first, in which order sums over the data ranks are started.
         self._reductions = build_sums(
-            {stage: [p for _, p in self._stages.list_summed(stage)] for stage in reversed(self._stages.own)},
+            {
+                stage: [p for _, p in self._stages.list_summed(stage) if id(p) not in apart]
+                for stage in reversed(self._stages.own)
+            },
             mesh,
             laid_out.lent,
             device,
@@ -154,6 +159,11 @@ class StagedRunner(Runner):
     def adopt_state(self, optimizer: Optimizer) -> None:
         """Do nothing: the state already is on its device."""
 
+    def close(self) -> None:
+        if self._experts is not None:
+            self._experts.close()
+        super().close()
+
     # A step
 
     def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
@@ -164,6 +174,8 @@ class StagedRunner(Runner):
         self._num_started = 0
         for reduction in self._reductions.values():
             reduction.begin(share.num_owned)
+        if self._experts is not None:
+            self._experts.begin(share.num_owned, idle_first=False)
         waited_s, begun_s = 0.0, time.perf_counter()
         if self._count_rounds(share):
             with self._whole():
@@ -174,15 +186,19 @@ class StagedRunner(Runner):
         self._start_sums()
         for reduction in self._reductions.values():
             reduction.end()
+        if self._experts is not None:
+            self._experts.end()
         self._spread_shared()
         return waited_s + time.perf_counter() - started_s
 
     def _count_rounds(self, share: Share) -> int:
         """Return the number of microbatches of the step's schedule.
 
-        If stages are gathered or gradients summed for each action, data ranks with fewer microbatches take
-        part in the actions of the others, without computing.
+        If stages are gathered or gradients summed for each action, or data ranks share experts, those with
+        fewer microbatches take part in the actions of the others, without microbatches of their own.
         """
+        if self._experts is not None:
+            return self._experts.count_rounds(share.num_owned)
         if self._shards is None:
             return len(share.microbatches)
         return max(share.num_owned, default=0)
@@ -201,6 +217,12 @@ class StagedRunner(Runner):
 
     def _join(self, action: Action, following: Action | None) -> None:
         """Take part in the collectives of an action of other data ranks."""
+        if self._experts is not None:
+            if action.kind is ActionKind.FORWARD:
+                self._experts.join_forward(self._precision.autocast, action.microbatch, action.stage)
+            elif action.kind is not ActionKind.WEIGHT:
+                self._experts.join_backward(action.microbatch, action.stage)
+            return
         assert self._shards is not None
         next_stage = None if following is None else following.stage
         self._shards.gather(action.stage, next_stage)
@@ -291,6 +313,8 @@ class StagedRunner(Runner):
         """Run one stage's forward; return what it gives to others, and what its backward needs."""
         stage, number = action.stage, action.microbatch
         work, batch = state.work, state.batches[number]
+        if self._experts is not None:
+            self._experts.number = number
         cut, index = self._cuts[number], work.share.microbatches[number][0]
         crossing = cut.crossings[stage]
         received, gradients = receive(crossing, *needs.values())
@@ -344,6 +368,8 @@ class StagedRunner(Runner):
                 weight.grad = None
             else:
                 given[message] = [gradient.read() for gradient in kept.received]
+        if self._experts is not None:
+            self._experts.end_round(number, stage)
         gradients_of_stage = self._reductions[stage].take()
         if kept.weights is None:
             self._reductions[stage].put(work.share.microbatches[number][0], gradients_of_stage)
@@ -422,7 +448,8 @@ class StagedRunner(Runner):
         batches = [self._precision.place_batch(batch) for _, batch in share.microbatches]
         indices = [index for index, _ in share.microbatches]
         with self._whole():
-            return self._run_forwards(objective, batches, indices, seed_of, around)
+            num_rounds = self._count_rounds(share)
+            return self._run_forwards(objective, batches, indices, seed_of, around, num_rounds)
 
     def _run_forwards(
         self,
@@ -431,6 +458,7 @@ class StagedRunner(Runner):
         indices: list[int],
         seed_of: Callable[[int], int],
         around: Callable[[int, Any], AbstractContextManager[None]],
+        num_rounds: int,
     ) -> list[Result]:
         self._cuts = [
             self._find_cut(objective, batch, around(index, batch))
@@ -454,6 +482,8 @@ class StagedRunner(Runner):
                         results.append(objective.loss(output, batch))
                 for message in list_results(action, schedule.num_stages, {}):
                     transfer.give(message, [made[tensor.made] for tensor in cut.crossings[stage + 1]])
+            for number in range(len(batches), num_rounds if self._experts is not None else 0):
+                self._join(Action(ActionKind.FORWARD, stage, number), None)
             if self._shards is not None:
                 self._shards.free(stage, following)
         UNDER_WAY.action = None
