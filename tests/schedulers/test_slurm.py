@@ -60,7 +60,7 @@ def test_a_script_on_a_fixed_number_of_nodes(folder: Path, capsys: pytest.Captur
     assert options == [
         f"#SBATCH --{option}"
         for option in (
-            *("job-name=train", "nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "partition=gpu"),
+            *("job-name=train", "nodes=2", "gpus-per-node=8", "partition=gpu"),
             *("account=lab", "time=1-0", "signal=B:USR1@120", "output=%x-%j.out", "open-mode=append"),
             "requeue",
         )

@@ -82,11 +82,11 @@ def render_slurm(job: SlurmJob) -> str:
 
 
 def _list_options(job: SlurmJob) -> list[str]:
+    # No --ntasks-per-node here: with it, SLURM grants only the least of a range of nodes (22.05).
     few, many = job.nodes.least, job.nodes.most
     wishes = {
         "job-name": job.name,
         "nodes": f"{few}-{many}" if job.nodes.is_range else str(many),
-        "ntasks-per-node": "1",
         "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
         "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "mem": job.mem,
@@ -117,7 +117,6 @@ def _check_line(key: str, value: str) -> str:
 
 
 _WHY = {
-    "#SBATCH --ntasks-per-node": "one launcher per node; it starts the node's ranks",
     "#SBATCH --signal": "signals this script, so many seconds before the time limit",
     "#SBATCH --open-mode": "output of the next start follows that of the last",
     "#SBATCH --requeue": "after a node failure, SLURM starts the job again",
@@ -159,6 +158,7 @@ def _render_step(job: SlurmJob, leave_s: int) -> str:
     no_kill = " --no-kill" if job.nodes.is_range else ""
     cpus = "" if job.cpus_per_node is None else f" --cpus-per-task {job.cpus_per_node}"
     return f"""
+# One launcher per node, which starts the node's ranks.
 srun --ntasks-per-node=1 --kill-on-bad-exit=0{no_kill}{cpus} paceline run \\
   --nnodes "{nnodes}" --nproc-per-node {job.nproc_per_node}{restarts} --shutdown-timeout {leave_s} \\
   --rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-id "$SLURM_JOB_ID.$SLURM_RESTART_COUNT" \\
