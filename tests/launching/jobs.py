@@ -130,7 +130,7 @@ def stop_by_themselves():
 def stop_when_asked():
     """As the trainer does: notes the signal, finishes its step, leaves with 128 + its number."""
     asked = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda got, frame: asked.append(got))
     with start(device="cpu", timeout_s=60) as world:
         dist.barrier()

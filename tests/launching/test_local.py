@@ -276,7 +276,8 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 @pytest.mark.parametrize("running", ["stop_when_asked"], indirect=True)
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75)],
 )
 def test_a_signal_reaches_every_rank_once(running: Running, number: int, code: int) -> None:
     # As a terminal does it: to all processes of the launcher's group.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +22,18 @@ from tests.dist.pool import Pool, RankError
 
 @pytest.fixture
 def default_handlers() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    others = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *others)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in others:
+        signal.signal(signum, signal.SIG_DFL)
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
 
 
 @pytest.mark.usefixtures("default_handlers")
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_the_first_signal_is_noted(signum: int) -> None:
     requests = StopRequests()
     requests.install()
@@ -74,6 +78,21 @@ def test_a_users_own_handler_stays() -> None:
     assert requests.signum == signal.SIGINT
     requests.remove()
     assert signal.getsignal(signal.SIGTERM) is mine
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_handler_of_faulthandler_stays(tmp_path: Path) -> None:
+    requests = StopRequests()
+    with (tmp_path / "stacks").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        try:
+            requests.install()
+            os.kill(os.getpid(), signal.SIGUSR1)
+        finally:
+            requests.remove()
+            faulthandler.unregister(signal.SIGUSR1)
+    assert requests.signum == 0
+    assert "test_a_handler_of_faulthandler_stays" in (tmp_path / "stacks").read_text()
 
 
 @pytest.mark.usefixtures("default_handlers")

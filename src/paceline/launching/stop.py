@@ -16,6 +16,8 @@ from paceline.launching.processes.ranks import Attempts, Ranks
 from paceline.launching.processes.streams import Pump
 from paceline.launching.watcher import Watcher
 
+# Jobs of schedulers choose one of these to announce their end; torchrun dies of it, and its ranks unsaved.
+_BY_SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
 # `timeout` and some schedulers send a signal twice, to the process and to its group.
 _SECOND_AFTER_S = 0.5
 # The agent may take this long to pass a signal on; it may be waiting for a node that has ended.
@@ -86,7 +88,7 @@ def raise_on_signals() -> Iterator[Callable[[], None]]:
 def stop_by_signals(
     names: str, patience_s: int | None, rounds: Attempts, ranks: Ranks, *, hangup: int = signal.SIGHUP
 ) -> Iterator[Stop]:
-    """Handle torchrun's signals while ranks run.
+    """Handle torchrun's signals while ranks run, and SIGUSR1 and SIGUSR2 if nothing else does.
 
     Args:
         names: of the signals, separated by commas.
@@ -102,7 +104,7 @@ def stop_by_signals(
         return
     try:
         numbers = {signal.Signals[name.strip()] for name in names.split(",") if name.strip()}
-        numbers.add(signal.SIGINT)
+        numbers |= {signal.SIGINT, *(n for n in _BY_SCHEDULERS if signal.getsignal(n) is signal.SIG_DFL)}
     except KeyError as error:
         raise PacelineError(
             "PL343",

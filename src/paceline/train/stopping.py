@@ -1,7 +1,8 @@
-"""Stops all ranks after the same step when any of them receives SIGTERM or Ctrl-C."""
+"""Stops all ranks after the same step when any of them receives Ctrl-C, SIGTERM or a scheduler's signal."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 
 from paceline.exit_codes import stop_code
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Schedulers announce the end of a job by SIGTERM, or by the signal that a job script names.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # A terminal and a launcher may both deliver one Ctrl-C; only a later one means "now".
 _SAME_REQUEST_S = 1.0
 
@@ -53,12 +55,13 @@ class StopRequests:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Handle SIGINT and SIGTERM unless the user's code does; only possible in the main thread."""
+        """Handle the signals unless the user's code does; only possible in the main thread."""
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
         for signum in _SIGNALS:
             handler = signal.getsignal(signum)
-            if handler in (signal.SIG_DFL, signal.default_int_handler) or _is_torchelastic(handler):
+            is_free = handler in (signal.SIG_DFL, signal.default_int_handler) and not _is_caught_in_c(signum)
+            if is_free or _is_torchelastic(handler):
                 self._previous[signum] = handler
                 signal.signal(signum, self._note)
 
@@ -77,6 +80,16 @@ class StopRequests:
             return
         if not self.signum:
             self.signum, self._since_s = signum, now
+
+
+def _is_caught_in_c(signum: int) -> bool:
+    """Return whether code outside of Python handles SIGUSR1 or SIGUSR2, as `faulthandler.register` does."""
+    if signum not in (signal.SIGUSR1, signal.SIGUSR2):
+        return False  # Python's own handler of SIGINT counts as caught.
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as file:
+        masks = dict(line.split(":", 1) for line in file)
+        return bool(int(masks["SigCgt"], 16) >> (signum - 1) & 1)
+    return False
 
 
 def _is_torchelastic(handler: Callable[..., Any] | int | None) -> bool:
