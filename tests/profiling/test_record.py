@@ -146,6 +146,33 @@ def test_what_is_there_is_kept(tmp_path: Path, at_8: str, code: int) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0000.json"]
 
 
+@pytest.mark.parametrize("first", [1, 6], ids=["before the recording", "during the recording"])
+def test_a_script_that_profiles_itself_is_left_alone(tmp_path: Path, first: int) -> None:
+    script = f"""
+import torch
+from torch.profiler import ProfilerActivity, profile
+{ALONE.format(folder=str(tmp_path))}
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(10):
+    if step == {first}:
+        own = profile(activities=[ProfilerActivity.CPU])
+        own.start()
+    weight.sum().backward()
+    optimizer.step()
+    if step == 8:
+        own.stop()
+        print(len(own.events()) > 10)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+    assert "rank 0 records no trace: RuntimeError: the script runs torch.profiler itself" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_script_is_recorded_unmodified(tmp_path: Path) -> None:
     """Rank 1 fails before the recording is complete: the report follows all the same."""
     script, folder = tmp_path / "script.py", tmp_path / "traces"

@@ -251,6 +251,12 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "torch.profiler takes it as an argument, and gives no other way to make one",
             "the last recorded step takes seconds longer",
         ),
+        TorchName(
+            "torch.autograd._profiler_enabled",
+            "finds a script that runs torch's profiler itself",
+            "",
+            "its profiler and Paceline's end each other",
+        ),
     ),
     "scaling": (
         TorchName(

@@ -28,6 +28,13 @@ def build_profiler(torch: Any) -> Any:
     return torch.profiler.profile(activities=activities, **settings)
 
 
+def is_profiling(torch: Any) -> bool | None:
+    """Return whether torch's profiler runs in this thread; `None` if that cannot be known."""
+    with suppress(AttributeError):
+        return bool(torch.autograd._profiler_enabled())
+    return None
+
+
 def note_transfers(note: Callable[[str, str, int, int], None]) -> Callable[[], None]:
     """Call `note` before each send and receive of this process; return the function that ends this.
 

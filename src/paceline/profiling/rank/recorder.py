@@ -31,11 +31,17 @@ from typing import Any
 from paceline.profiling.elements import count_bytes
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.marks import METADATA, PhaseMarks
-from paceline.torch_seams.profiling import build_profiler, note_transfers, read_collectives
+from paceline.torch_seams.profiling import (
+    build_profiler,
+    is_profiling,
+    note_transfers,
+    read_collectives,
+)
 
 log = logging.getLogger(__name__)
 
 _KEY = "paceline/profile/clock"
+_OWN = "the script runs torch.profiler itself, and a process can run one at a time"
 _WAIT_S = 10.0
 # The median of fewer steps before the recording says nothing about its cost.
 _LEAST_BEFORE = 3
@@ -151,6 +157,8 @@ class StepRecorder:
     # ---- recording
 
     def _start(self) -> None:
+        if is_profiling(self._torch):
+            raise RuntimeError(_OWN)
         with suppress(OSError, RuntimeError, ValueError):
             self._clock = self._compare_clocks()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -176,6 +184,8 @@ class StepRecorder:
         assert self._marks is not None
         self._marks.remove()
         self._forget_transfers()
+        if is_profiling(self._torch) is False:
+            raise RuntimeError(_OWN)
         try:
             profiler.add_metadata_json(METADATA, json.dumps(self._describe()))
         finally:
