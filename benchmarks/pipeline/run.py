@@ -1,0 +1,179 @@
+"""Step time and CPU time of Paceline's pipelines against torch.distributed.pipelining, on the same ranks.
+
+    python benchmarks/pipeline/run.py                                  # all of README.md
+    python benchmarks/pipeline/run.py --schedule 1f1b --blocks 6       # a quick look
+
+Prints a table per schedule and keeps the raw times in results/*.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+import torch
+from loops import SCHEDULES, VARIANTS, Job
+
+import paceline
+from paceline.bench.machine import describe_machine
+from paceline.bench.spread import Spread
+from paceline.data import build_data, prepare_data
+from paceline.launching.local import launch
+from paceline.recipe import Recipe, parse_recipe
+
+HERE = Path(__file__).parent
+NUM_RANKS = 2
+NUM_WARM_UP = 1
+# The layers that stages begin with: one stage per rank, or two.
+STARTS = {1: (0, 3), 2: (0, 2, 3, 5)}
+
+
+def list_starts(schedule: str) -> tuple[int, ...]:
+    """The first layer of each stage."""
+    return STARTS[2 if schedule == "interleaved" else 1]
+
+
+def build_recipe(schedule: str, reduction: str) -> Recipe:
+    """20M parameters, 8 microbatches of 2 samples of 96 tokens."""
+    starts = list_starts(schedule)
+    return parse_recipe(
+        {
+            "model": {
+                "kind": "gpt",
+                "layers": 6,
+                "hidden": 512,
+                "heads": 8,
+                "ffn_hidden": 1472,
+                "tie_embeddings": False,
+            },
+            "data": {"kind": "text", "files": ["python-stdlib"], "seq_len": 96},
+            "train": {
+                "steps": 100_000,
+                "global_batch_size": 16,
+                "microbatch_size": 2,
+                "threads_per_rank": 1,
+                "device": "cpu",
+                "clip_norm": 1.0,
+                "reduction": reduction,
+            },
+            "layout": {
+                "dp_replicate": 1,
+                "pp": NUM_RANKS,
+                "schedule": schedule,
+                "chunks": len(starts) // NUM_RANKS,
+                "stages": "+".join(f"layers.{start}" for start in starts[1:]),
+            },
+            "optimizer": {"kind": "adamw", "lr": 3e-4},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one rank measured: seconds and CPU seconds of each block, and the last loss, by variant."""
+
+    block_s: dict[str, list[float]]
+    cpu_s: dict[str, list[float]]
+    losses: dict[str, float | None]
+    num_parameters: int
+
+
+def run_rank(recipe: Recipe, schedule: str, num_blocks: int) -> Times:
+    """Runs on every rank: a step of each variant in order, then in reverse order, and so on."""
+    warnings.simplefilter("ignore")  # torch's pipelining warns of its own choices
+    train = recipe.train
+    with paceline.start(
+        device="cpu", seed=train.seed, threads_per_rank=1, deterministic=train.deterministic
+    ) as world:
+        job = Job(recipe, build_data(recipe), world, schedule, list_starts(schedule))
+        num_parameters = sum(p.numel() for p in job.build_model().parameters())
+        loops = {name: build(job) for name, build in VARIANTS.items()}
+        found = Times({n: [] for n in loops}, {n: [] for n in loops}, {}, num_parameters)
+        for number in range(-NUM_WARM_UP, num_blocks):
+            for name in loops if number % 2 == 0 else reversed(loops):
+                torch.use_deterministic_algorithms(name == "paceline" and train.deterministic)
+                world.barrier()
+                start_s, cpu_s = time.perf_counter(), time.process_time()
+                found.losses[name] = next(loops[name])
+                spent_s = time.process_time() - cpu_s
+                world.barrier()
+                if number >= 0:
+                    found.block_s[name].append(time.perf_counter() - start_s)
+                    found.cpu_s[name].append(spent_s)
+    return found
+
+
+def measure(schedule: str, num_blocks: int, reduction: str) -> dict[str, Any]:
+    """One comparison."""
+    recipe = build_recipe(schedule, reduction)
+    prepare_data(recipe)
+    started, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
+    found = launch(run_rank, nproc=NUM_RANKS, args=(recipe, schedule, num_blocks), hang_after_s=None)
+    return {
+        "schedule": schedule,
+        "reduction": reduction,
+        "num_parameters": found[0].num_parameters,
+        "num_microbatches": 8,
+        "started": started,
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
+        "machine": describe_machine(),
+        "torch": torch.__version__,
+        "losses": {n: next(t.losses[n] for t in found if t.losses[n] is not None) for n in VARIANTS},
+        "block_s": {n: [max(b) for b in zip(*(t.block_s[n] for t in found), strict=True)] for n in VARIANTS},
+        "cpu_s": {n: [sum(b) for b in zip(*(t.cpu_s[n] for t in found), strict=True)] for n in VARIANTS},
+    }
+
+
+def describe(result: dict[str, Any]) -> str:
+    """A table in Markdown."""
+    block_s, cpu_s = result["block_s"], result["cpu_s"]
+    lines = [
+        f"{result['schedule']}, {result['num_parameters']:,} parameters, {NUM_RANKS} ranks, "
+        f"{result['num_microbatches']} microbatches, reduction {result['reduction']}; load before "
+        f"{result['load_before']:.1f}, after {result['load_after']:.1f}; n = {len(block_s['paceline'])}",
+        "",
+        "| | s per step | time / torch's | CPU s over ranks | CPU / one process's |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name in VARIANTS:
+        times = Spread.of(a / b for a, b in zip(block_s[name], block_s["torch_pipelining"], strict=True))
+        cpu = Spread.of(a / b for a, b in zip(cpu_s[name], cpu_s["one_process"], strict=True))
+        lines.append(
+            f"| {name} | {Spread.of(block_s[name]).median:.3g} | {times:.3f} | "
+            f"{Spread.of(cpu_s[name]).median:.3g} | {cpu:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--schedule", choices=SCHEDULES, action="append", help="default: all")
+    parser.add_argument("--blocks", type=int, default=40, help="steps of each variant (default 40)")
+    parser.add_argument("--reduction", choices=("exact", "fast"), default="exact")
+    parser.add_argument("--tables", action="store_true", help="print the tables of what was measured before")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the raw times")
+    args = parser.parse_args()
+    if args.tables:
+        for path in sorted(args.out.glob("*.json")):
+            print(f"{describe(json.loads(path.read_text()))}\n")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    for schedule in args.schedule or SCHEDULES:
+        result = measure(schedule, args.blocks, args.reduction)
+        (args.out / f"{schedule}-{args.reduction}.json").write_text(json.dumps(result) + "\n")
+        print(f"{describe(result)}\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
