@@ -68,12 +68,29 @@ def test_prints_a_row_per_operation_and_refuses_links_of_others(
     assert "no slow link" in out
 
 
-def test_a_slow_link_is_the_last_line() -> None:
+def make_found() -> Collectives:
     links = make_links((0, 1, 2, 3), slow={(0, 2): 5.0, (1, 2): 5.0, (2, 3): 5.0})
     cell = Cell("all_reduce", 1024, "ring", True, Spread.of([2e-3] * 6), 512e3, 768e3, 3e-3, 0.5)
-    found = Collectives(
+    return Collectives(
         links.nodes, links.hosts, "gloo", links, "links.json", find_slow_links(links), [cell], 0.5, 0.0, 2
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_prints_under_any_launcher(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "paceline.bench.collectives.measure_collectives", lambda *args, **kwargs: make_found()
+    )
+    for name, value in (("RANK", rank), ("SIZE", 2), ("LOCAL_RANK", rank), ("LOCAL_SIZE", 2)):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    assert run("collectives") == 1, "a link is slow"
+    assert ("slow link" in capsys.readouterr().out) is (rank == 0)
+
+
+def test_a_slow_link_is_the_last_line() -> None:
+    found = make_found()
     lines = describe_collectives(found).splitlines()
     assert lines[-2] == "median error of the prediction: 50%; 0% of 1 cells within 25%"
     assert lines[-1] == (

@@ -9,13 +9,16 @@ from paceline.plan.links import Curve, Link, Links
 
 
 def make_links(
-    nodes: Sequence[int] = (0, 0, 1, 1), slow: Mapping[tuple[int, int], float] | None = None
+    nodes: Sequence[int] = (0, 0, 1, 1),
+    slow: Mapping[tuple[int, int], float] | None = None,
+    late: Mapping[tuple[int, int], float] | None = None,
 ) -> MeasuredLinks:
     """Links of 50 us and 1 GB/s in a node and 1 ms and 10 MB/s between nodes.
 
     Args:
         nodes: each rank's.
         slow: pairs with how many times longer their large messages take.
+        late: pairs with how many times longer their latency is.
     """
     classes = {False: _sample(Link.of(50e-6, 1e9)), True: _sample(Link.of(1e-3, 1e7))}
     pairs = []
@@ -23,7 +26,14 @@ def make_links(
         curve = classes[nodes[first] != nodes[second]].message
         times = (slow or {}).get((first, second), 1.0)
         seconds = [curve(size) * (times if size > 1000 else 1) for size in PAIR_SIZES]
-        pairs.append(Pair(first, second, Curve(tuple(map(float, PAIR_SIZES)), tuple(seconds))))
+        pairs.append(
+            Pair(
+                first,
+                second,
+                Curve(tuple(map(float, PAIR_SIZES)), tuple(seconds)),
+                curve(64) * (late or {}).get((first, second), 1.0),
+            )
+        )
     count = max(nodes) + 1
     links = Links(
         classes[False] if len(nodes) > count else None,

@@ -98,7 +98,16 @@ def test_a_slow_node_is_named_once() -> None:
     assert (link.ranks, link.node) == ((4, 5), 2)
 
 
+def test_a_late_pair_is_named_after_the_slow_node() -> None:
+    slow = {(0, 2): 5.0, (1, 2): 5.0, (2, 3): 5.0}
+    node, pair = find_slow_links(make_links((0, 1, 2, 3), slow=slow, late={(0, 2): 9.0, (0, 1): 3.0}))
+    assert (node.node, node.by_latency) == (2, False)
+    assert (pair.ranks, pair.by_latency) == ((0, 1), True)
+    assert pair.times == pytest.approx(3)
+
+
 def test_equal_links_and_too_few_pairs_are_not_slow() -> None:
     assert find_slow_links(make_links((0, 0, 1, 1))) == []
     assert find_slow_links(make_links((0, 0, 0), slow={(0, 1): 1.5})) == []
+    assert find_slow_links(make_links((0, 0, 0), late={(0, 1): 5.0})) == [], "not 1 ms longer"
     assert find_slow_links(make_links((0, 1), slow={(0, 1): 9.0})) == [], "nothing to compare with"

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.bench.collectives import SIZES, measure_collectives
     from paceline.bench.ranks import check_counts
     from paceline.comm.links_file import check_links_path, read_links
-    from paceline.place import is_launched
+    from paceline.place import is_launched, read_environment
 
     joins = is_launched(os.environ)
     if joins and args.nproc is not None:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             rule="Links are either read or measured and saved.",
             fix="Leave one of them out.",
         )
-    is_main = not joins or os.environ.get("RANK", "0") == "0"
+    is_main = not joins or read_environment(os.environ).rank == 0
     if is_main and args.links is not None:
         read_links(args.links)  # before ranks are started; whether it fits them is known later
     if is_main and args.save_links is not None:

@@ -62,11 +62,13 @@ class Pair:
         first: rank.
         second: rank.
         message: seconds of a message between them, one way, while nothing else is sent.
+        latency_s: of the fastest small one; unlike the median, a busy machine hardly changes it.
     """
 
     first: int
     second: int
     message: Curve
+    latency_s: float
 
 
 @dataclass(frozen=True)
@@ -160,28 +162,34 @@ def list_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
 def _measure_pairs(nodes: Sequence[int], rank: int) -> list[Pair]:
     found = {pair: _measure_pair(pair, rank) for pair in list_pairs(nodes)}
     for _ in range(_SECOND_LOOKS):
-        pairs = [Pair(*pair, curve) for pair, curve in found.items()]
-        for slow in _list_slow_pairs(pairs, nodes):
+        slow = {link.ranks for link in _list_slow_pairs(list(found.values()), nodes)}
+        for pair in [pair for pair in found if pair in slow]:
             # What took long only once was another program. A slow link stays slow.
-            pair = (slow.ranks[0], slow.ranks[1])
-            again, before = _measure_pair(pair, rank), found[pair]
-            found[pair] = _curve([min(again(size), before(size)) for size in PAIR_SIZES])
-    return [Pair(*pair, curve) for pair, curve in found.items()]
+            found[pair] = _keep_faster(found[pair], _measure_pair(pair, rank))
+    return list(found.values())
 
 
-def _measure_pair(pair: tuple[int, int], rank: int) -> Curve:
-    """Return the curve of a pair, on all ranks; all must call it."""
-    row = torch.zeros(len(PAIR_SIZES), dtype=torch.float64)
+def _measure_pair(pair: tuple[int, int], rank: int) -> Pair:
+    """Return the times of a pair, on all ranks; all must call it."""
+    row = torch.zeros(len(PAIR_SIZES) + 1, dtype=torch.float64)
     if rank in pair:
         for column, size in enumerate(PAIR_SIZES):
-            took_s = _ping(pair[1] if rank == pair[0] else pair[0], size, begins=rank == pair[0])
-            row[column] = took_s if rank == pair[0] else 0.0
+            usual_s, least_s = _ping(pair[1] if rank == pair[0] else pair[0], size, begins=rank == pair[0])
+            if rank == pair[0]:
+                row[column] = usual_s
+                row[-1] = least_s if column == 0 else row[-1]
     dist.all_reduce(row)  # the others wait here
-    return _curve(row.tolist())
+    *usual, least_s = row.tolist()
+    return Pair(*pair, _curve(usual), least_s)
 
 
-def _ping(peer: int, size: int, *, begins: bool) -> float:
-    """Return half of the median round trip; the rank that begins decides how often."""
+def _keep_faster(a: Pair, b: Pair) -> Pair:
+    usual = [min(a.message(size), b.message(size)) for size in PAIR_SIZES]
+    return Pair(a.first, a.second, _curve(usual), min(a.latency_s, b.latency_s))
+
+
+def _ping(peer: int, size: int, *, begins: bool) -> tuple[float, float]:
+    """Return half of the median and of the shortest round trip; the rank that begins decides how often."""
     data, count = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
 
     def turn() -> None:
@@ -198,7 +206,8 @@ def _ping(peer: int, size: int, *, begins: bool) -> float:
         dist.send(count, peer)
     else:
         dist.recv(count, peer)
-    return statistics.median(_time(turn) for _ in range(int(count.item()))) / 2
+    trips = [_time(turn) for _ in range(int(count.item()))]
+    return statistics.median(trips) / 2, min(trips) / 2
 
 
 # ---- rings
@@ -253,7 +262,8 @@ def _measure_large(pair: Pair, rank: int) -> list[float]:
             break
         took_s = 0.0
         if rank in (pair.first, pair.second):
-            took_s = _ping(pair.second if rank == pair.first else pair.first, size, begins=rank == pair.first)
+            peer = pair.second if rank == pair.first else pair.first
+            took_s, _ = _ping(peer, size, begins=rank == pair.first)
         found.append(_agree(took_s if rank == pair.first else 0.0))
     return found
 
@@ -379,14 +389,18 @@ _SLOW_LATENCY_S = 1e-3
 
 
 def find_slow_links(found: MeasuredLinks) -> list[SlowLink]:
-    """Return the pairs that take much longer than their class, the slowest first.
+    """Return the pairs that take much longer than their class: by large messages first, then by latency.
 
     The usual time of a class is that of the pair a quarter of the way from the fastest, for small and for
     large messages: of four nodes, one slow one slows half of all pairs. A small message must take 1 ms longer
     too. With two pairs or fewer in a class there is nothing to compare.
     """
     slow = _list_slow_pairs(found.pairs, found.nodes)
-    return sorted(_join_by_node(slow, found), key=lambda link: -link.times)
+    named: list[SlowLink] = []
+    for by_latency in (False, True):
+        joined = _join_by_node([link for link in slow if link.by_latency is by_latency], found)
+        named += sorted(joined, key=lambda link: -link.times)
+    return named
 
 
 def _list_slow_pairs(pairs: Sequence[Pair], nodes: Sequence[int]) -> list[SlowLink]:
@@ -399,17 +413,19 @@ def _list_slow_pairs(pairs: Sequence[Pair], nodes: Sequence[int]) -> list[SlowLi
 
 
 def _compare_pairs(pairs: Sequence[Pair]) -> list[SlowLink]:
+    """Return the pairs that are slow by large messages, and of the others those that are by latency."""
+    large = PAIR_SIZES[-1]
+    usual_s, usual_latency_s = (
+        sorted(values)[len(pairs) // 4]
+        for values in ([p.message(large) for p in pairs], [p.latency_s for p in pairs])
+    )
     slow = []
-    usual = {size: sorted(p.message(size) for p in pairs)[len(pairs) // 4] for size in PAIR_SIZES}
-    small, large = PAIR_SIZES[0], PAIR_SIZES[-1]
     for pair in pairs:
-        by_small, by_large = (pair.message(size) / usual[size] for size in (small, large))
-        if pair.message(small) - usual[small] < _SLOW_LATENCY_S:
-            by_small = 0.0
-        if max(by_small, by_large) >= _SLOW_TIMES:
-            slow.append(
-                SlowLink((pair.first, pair.second), None, max(by_small, by_large), by_small >= by_large)
-            )
+        times, latency = pair.message(large) / usual_s, pair.latency_s / usual_latency_s
+        if times >= _SLOW_TIMES:
+            slow.append(SlowLink((pair.first, pair.second), None, times, by_latency=False))
+        elif latency >= _SLOW_TIMES and pair.latency_s - usual_latency_s >= _SLOW_LATENCY_S:
+            slow.append(SlowLink((pair.first, pair.second), None, latency, by_latency=True))
     return slow
 
 

@@ -50,7 +50,14 @@ def save_links(found: MeasuredLinks, path: Path) -> None:
         "add_s_per_byte": links.add_s_per_byte,
         "same_node": _link_table(links.same_node),
         "between_nodes": _link_table(links.between_nodes),
-        "pairs": [{"ranks": [p.first, p.second], "message": _curve_table(p.message)} for p in found.pairs],
+        "pairs": [
+            {
+                "ranks": [pair.first, pair.second],
+                "message": _curve_table(pair.message),
+                "latency_s": pair.latency_s,
+            }
+            for pair in found.pairs
+        ],
     }
     try:
         path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
@@ -143,7 +150,13 @@ def _parse_pair(row: Any, num_ranks: int) -> Pair:
     first, second = (int(rank) for rank in row["ranks"])
     if not 0 <= first < second < num_ranks:
         raise ValueError(f"pair {first}, {second} is none of {num_ranks} ranks")
-    return Pair(first, second, _parse_curve(row["message"], f"pair {first}, {second}"))
+    name = f"pair {first}, {second}"
+    return Pair(
+        first,
+        second,
+        _parse_curve(row["message"], name),
+        _positive(row["latency_s"], f"latency_s of {name}"),
+    )
 
 
 def _parse_link(row: Any, *, needed: bool, name: str) -> Link | None:
