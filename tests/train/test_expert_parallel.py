@@ -13,6 +13,8 @@ import torch.distributed as dist
 from paceline.checkpoint import hash_tensors
 from paceline.data import build_data
 from paceline.errors import PacelineError
+from paceline.plan.memory import plan_recipe_memory
+from paceline.plan.traffic import plan_ep_traffic
 from paceline.recipe import Layout
 from paceline.recipe import parse_recipe as parse
 from paceline.recipe.load import parse_recipe
@@ -93,8 +95,8 @@ def test_a_checkpoint_goes_on_under_another_layout(ranks: Pool, tmp_path: Path, 
     assert found[1] == alone[1]
 
 
-def count_bytes(world: Any, table: dict[str, Any], layout: str) -> tuple[int, int, int]:
-    """Return the bytes of the storages of experts, of their gradients and of their optimizer state."""
+def count_bytes(world: Any, table: dict[str, Any], layout: str) -> tuple[int, ...]:
+    """Return the bytes of experts, of their gradients and their optimizer state, and of all parameters."""
     recipe = parse_recipe(table, list_settings(layout))
     data = build_data(recipe)
     trainer = build_trainer(recipe, data, 1)
@@ -105,8 +107,8 @@ def count_bytes(world: Any, table: dict[str, Any], layout: str) -> tuple[int, in
     gradients = [p.grad for p in experts if p.grad is not None]
     assert len(gradients) == len(experts) == 2
     assert len(moments) == 4
-    sizes = [[t.untyped_storage().nbytes() for t in each] for each in (experts, gradients, moments)]
-    return sum(sizes[0]), sum(sizes[1]), sum(sizes[2])
+    counted = (experts, gradients, moments, list(trainer.model.parameters()))
+    return tuple(sum(t.untyped_storage().nbytes() for t in each) for each in counted)
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
@@ -117,8 +119,10 @@ def test_a_rank_has_its_part_of_the_experts(ranks: Pool, tmp_path: Path, reducti
     assert whole[0] == 4 * 4 * (2 * 16 + 16) * 16, "4 experts of 3 matrices, in fp32"
     for layout, num_ranks in REPLICAS.items():
         degree = Layout.parse(layout).ep
+        planned = plan_recipe_memory(parse_recipe(table), Layout.parse(layout))["after_step"]
         for own in ranks.run(count_bytes, num_ranks, (table, layout)):
-            assert own == tuple(size // degree for size in whole), layout
+            assert own[:3] == tuple(size // degree for size in whole[:3]), layout
+            assert own[3] == planned.parameters, layout
 
 
 def count_messages(world: Any, table: dict[str, Any], layout: str) -> Any:
@@ -167,6 +171,10 @@ def test_messages_are_those_of_the_formula(ranks: Pool, tmp_path: Path, dtype: s
     # On the way and back, in forward and in backward; about (n-1)/n of all rows leave their rank.
     assert sent_bytes == 4 * leaving * width * type_bytes
     assert leaving == pytest.approx(choices * (degree - 1) / degree, rel=0.15)
+    planned = plan_ep_traffic(
+        Layout.parse(layout), num_mixtures=1, num_rows=choices, width=width, number=type_bytes
+    )
+    assert sent_bytes == pytest.approx(planned, rel=0.15), "of all ranks together"
 
 
 def test_verify_finds_every_bit_the_same(ranks: Pool, tmp_path: Path) -> None:

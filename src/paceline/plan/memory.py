@@ -2,9 +2,9 @@
 
 State is what training keeps whatever the batch: parameters, gradients and optimizer state. With n = dp_shard,
 zero = 1 divides the optimizer state by n, 2 the gradients too, 3 the parameters too (Rajbhandari et al. 2020,
-"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3 and figure 1); tp divides
-what it splits, and dp_replicate nothing. The paper's single number depends on the instant, because sharded
-parameters are gathered before use (torch's `fully_shard`): hence the instants.
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3 and figure 1). tp divides
+what it splits, ep the experts, and dp_replicate nothing. The paper's single number depends on the instant,
+because sharded parameters are gathered before use (torch's `fully_shard`): hence the instants.
 
 Not counted: activations, the batch, buffers of collectives in progress and the libraries' own memory.
 """
@@ -93,15 +93,17 @@ def plan_memory(
     """
     sizes = sizes or Sizes()
     num_shards = layout.dp_shard
-    own = sum(count_own(parameter.divide(layout.tp), num_shards) for parameter in parameters)
-    padded = sum(count_padded(parameter.divide(layout.tp), num_shards) for parameter in parameters)
+    own = sum(count_own(p.divide(layout.tp, layout.ep), num_shards) for p in parameters)
+    padded = sum(count_padded(p.divide(layout.tp, layout.ep), num_shards) for p in parameters)
+    # Of each source of tokens apart: together as much as for all experts.
+    apart = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters)
     root = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters if p.block == "")
     shards = padded // num_shards * sizes.parameter
     optimizer = own * sizes.parameter * sizes.num_moments
     keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
     accumulates = sizes.num_microbatches > 1
     held = _count_held(layout, sizes) * shards
-    aside = _count_aside(sizes.num_microbatches) * padded * sizes.parameter if sizes.exact else 0
+    aside = _count_aside(sizes.num_microbatches) * apart * sizes.parameter if sizes.exact else 0
 
     def memory(*, gathered: int = 0, gradients: int = 0, set_aside: int = 0) -> Memory:
         offloaded = shards + optimizer + gradients if layout.offload != "none" else 0
@@ -109,7 +111,7 @@ def plan_memory(
 
     done = memory(gradients=shards)
     # DDP's buckets, of which gradients are views, stay from step to step.
-    at_rest = memory(gradients=shards if num_shards == 1 and layout.num_replicas > 1 else 0)
+    at_rest = memory(gradients=_count_buckets(parameters, layout) * sizes.parameter)
     if num_shards == 1:
         between = after_forward = memory(gradients=max(held, at_rest.gradients), set_aside=aside)
     else:
@@ -123,6 +125,14 @@ def plan_memory(
         "after_backward": done,
         "after_step": done,
     }
+
+
+def _count_buckets(parameters: Sequence[Parameter], layout: Layout) -> int:
+    if layout.dp_shard > 1 or layout.num_replicas == 1:
+        return 0
+    # Experts that ranks share are in none.
+    replicated = [p for p in parameters if layout.ep == 1 or not p.is_expert]
+    return sum(math.prod(p.divide(layout.tp)) for p in replicated)
 
 
 def _count_held(layout: Layout, sizes: Sizes) -> int:

@@ -34,15 +34,19 @@ class Parameter:
         shape: on one rank alone.
         block: the block that it is gathered with under dp_shard; "" for what is outside of all blocks.
         tp_dim: the dimension that tp divides, if it divides any.
+        is_expert: whether ep divides its first dimension, the experts.
     """
 
     name: str
     shape: tuple[int, ...]
     block: str = ""
     tp_dim: int | None = None
+    is_expert: bool = False
 
-    def divide(self, tp: int) -> tuple[int, ...]:
-        """Return the shape of a tp rank's part; a dimension that tp does not divide stays whole."""
+    def divide(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """Return the shape of a rank's part; a dimension that tp does not divide stays whole."""
+        if self.is_expert:
+            return self.shape[0] // ep, *self.shape[1:]
         if self.tp_dim is None or self.shape[self.tp_dim] % tp != 0:
             return self.shape
         return tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
@@ -106,8 +110,8 @@ def _list_mixture(model: MoeModel, block: str) -> Iterator[Parameter]:
     hidden, name = model.hidden, f"{block}.mlp"
     inner = model.expert_hidden or default_ffn_hidden(hidden)
     yield Parameter(f"{name}.gate.weight", (model.experts, hidden), block)
-    yield Parameter(f"{name}.experts.gate_up_proj", (model.experts, 2 * inner, hidden), block)
-    yield Parameter(f"{name}.experts.down_proj", (model.experts, hidden, inner), block)
+    yield Parameter(f"{name}.experts.gate_up_proj", (model.experts, 2 * inner, hidden), block, None, True)
+    yield Parameter(f"{name}.experts.down_proj", (model.experts, hidden, inner), block, None, True)
     if model.shared_hidden is not None:
         yield from _list_feed_forward(f"{name}.shared", hidden, model.shared_hidden, block)
 

@@ -21,7 +21,8 @@ def plan_traffic(
     reduction.
 
     zero = 3 gathers each block twice per microbatch (parameters outside of blocks once) and sums gradients
-    after each; 2 gathers once per step; 1 also sums only once per step. Replicas sum theirs once per step.
+    after each; 2 gathers once per step; 1 also sums only once per step. Replicas sum theirs once per step;
+    experts are summed over every ep-th replica.
 
     Args:
         parameters: that are trained, whole.
@@ -31,14 +32,18 @@ def plan_traffic(
     sizes = sizes or Sizes()
     assert not sizes.exact, "the exact reduction sends whole vectors, by the plan of comm/tree.py"
     num_shards, num_rounds = layout.dp_shard, sizes.num_microbatches
-    whole = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters)
+    copied = [p for p in parameters if layout.ep == 1 or not p.is_expert]
+    experts = sum(math.prod(p.divide(layout.tp, layout.ep)) for p in parameters if p not in copied)
+    whole = sum(count_padded(p.divide(layout.tp), num_shards) for p in copied)
     root = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters if p.block == "")
     keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
     gathers = whole if keeps else 2 * whole - root
     gathers *= 1 if layout.zero < 3 else num_rounds
     sums = whole * (1 if layout.zero == 1 else num_rounds)
+    replicated = _ring(layout.num_replicas) * whole / num_shards
+    replicated += _ring(layout.num_replicas // layout.ep) * experts
     return {
-        "dp_replicate": 2 * _ring(layout.num_replicas) * whole / num_shards * sizes.parameter,
+        "dp_replicate": 2 * replicated * sizes.parameter,
         "dp_shard": _ring(num_shards) * (gathers * sizes.gathered + sums * sizes.parameter),
     }
 
@@ -60,6 +65,31 @@ def plan_tp_traffic(
         number: bytes of one number.
     """
     return 4 * num_blocks * num_microbatches * 2 * _ring(layout.tp) * math.prod((num_numbers, number))
+
+
+def plan_ep_traffic(
+    layout: Layout,
+    *,
+    num_mixtures: int,
+    num_rows: int,
+    width: int,
+    num_microbatches: int = 1,
+    number: int = 4,
+) -> float:
+    """Return the bytes that a rank sends per step over ep for tokens, if all experts are equally full.
+
+    Rows travel to their experts and back, in forward and again in backward. The counts of rows, 8 bytes per
+    expert, are left out.
+
+    Args:
+        layout: resolved.
+        num_mixtures: of the model.
+        num_rows: tokens of one microbatch x experts per token.
+        width: of a row.
+        num_microbatches: that the rank computes per step.
+        number: bytes of one number.
+    """
+    return 4 * num_mixtures * num_microbatches * _ring(layout.ep) * math.prod((num_rows, width, number))
 
 
 def _ring(num_ranks: int) -> float:
