@@ -192,10 +192,11 @@ def run_script(
     restarts: str = "",
     signum: int = 0,
     requeues: bool = True,
+    nodes: str = "2",
 ) -> tuple[int, str]:
     """Return the script's exit code and output, where srun ends with `code`."""
     (folder / "job.sh").write_text(
-        render(capsys, "--nodes", "2", "--time", "5", "--max-requeues", "3", "train.py")
+        render(capsys, "--nodes", nodes, "--time", "5", "--max-requeues", "3", "train.py")
     )
     wait = "trap 'exit $(cat code)' TERM; echo $$ > srun.pid; while true; do sleep 0.1; done"
     add_program(folder, "srun", wait if signum else "exit $(cat code)")
@@ -243,7 +244,11 @@ PREEMPTED = "JobState=RUNNING Restarts=0 x PreemptTime=2026-01-01T10:00:00"
             False,
         ),
         ({"code": 1, "lost": "node1"}, "node failure: node1", True),
-        ({"code": 1, "lost": "node1", "state": GONE}, "node failure: node1", False),
+        ({"code": 1, "lost": "node1", "state": GONE}, "node failure: node1; SLURM starts", False),
+        ({"code": 1, "lost": "node1", "nodes": "1:2"}, "node failure: node1", True),
+        # It went on without the node.
+        ({"code": 75, "lost": "node1", "state": GONE, "nodes": "1:2"}, "cancelled by scancel", False),
+        ({"code": 75, "lost": "node1", "state": PREEMPTED, "nodes": "1:2"}, "stopped by preemption", True),
         ({"code": 75, "state": GONE.replace("=0", "=1")}, "requeued from outside", False),
         (
             {"code": 75, "restarts": "3", "state": PREEMPTED.replace("=0", "=3")},

@@ -77,7 +77,9 @@ def render_slurm(job: SlurmJob) -> str:
     if job.interface is not None:
         name = quote([job.interface])
         parts.append(f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}")
-    parts += [_SIGNALS, _render_step(job, leave_s), _END.format(stopped=STOPPED, most=job.max_requeues)]
+    lost_ends = "" if job.nodes.is_range else _LOST_ENDS
+    end = _END.format(stopped=STOPPED, most=job.max_requeues, lost_ends=lost_ends)
+    parts += [_SIGNALS, _render_step(job, leave_s), end]
     return "\n".join(parts)
 
 
@@ -169,6 +171,12 @@ wait "$step"
 code=$?"""
 
 
+# Without --no-kill, a lost node ends the job.
+_LOST_ENDS = """\
+elif [[ $state != *JobState=RUNNING* && -n $lost ]]; then
+  say "node failure: $lost; SLURM starts the job again"
+"""
+
 _END = """
 # What ended the step: SLURM's controller knows.
 state=$(scontrol show job "$SLURM_JOB_ID")
@@ -176,16 +184,18 @@ lost=$(sinfo -h -N -n "$SLURM_JOB_NODELIST" -t down,fail,no_respond -o %N | sort
 again=
 if [ "$code" = 0 ]; then
   say "finished"
-elif [ -n "$lost" ]; then
-  say "node failure: $lost"; again=yes
 elif [[ $state != *" Restarts=$SLURM_RESTART_COUNT "* ]]; then
   say "requeued from outside, with exit code $code"
-elif [[ $state != *JobState=RUNNING* && -n $near_limit ]]; then
+{lost_ends}elif [[ $state != *JobState=RUNNING* && -n $near_limit ]]; then
   say "ended by the time limit before the ranks had left: use a larger --grace-s, and submit again"
 elif [[ $state != *JobState=RUNNING* ]]; then
   say "cancelled by scancel with exit code $code; not started again"
 elif [ "$code" != {stopped} ] && [ "$code" != 143 ]; then  # 143: SIGTERM came before the launcher was up
-  say "failed with exit code $code; not started again"
+  if [ -n "$lost" ]; then
+    say "node failure: $lost"; again=yes
+  else
+    say "failed with exit code $code; not started again"
+  fi
 elif [[ $state == *PreemptTime=[0-9]* ]]; then
   say "stopped by preemption, not finished"; again=yes
 elif [ -n "$near_limit" ]; then
@@ -193,7 +203,6 @@ elif [ -n "$near_limit" ]; then
 else
   say "stopped by a signal, not finished"; again=yes
 fi
-[[ $state == *JobState=RUNNING* ]] || again=  # SLURM itself ends the job, or starts it again
 if [ -n "$again" ] && [ "$SLURM_RESTART_COUNT" -ge {most} ]; then
   say "not requeued: it was requeued {most} times already (--max-requeues)"
 elif [ -n "$again" ]; then
