@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,25 @@ def test_a_list_whose_ranks_wait_for_each_other_is_refused(ranks: Pool, tmp_path
     with pytest.raises(RankError) as caught:
         ranks.run(train, 2, (Outside, (f"pp=2 schedule={path}",)))
     assert "rank 0 at 0B0, rank 1 at 1F1" in str(next(iter(caught.value.causes.values())))
+
+
+def train_in(world: Any, folders: list[str], layout: str) -> list[Any]:
+    with contextlib.chdir(folders[world.rank]):
+        return train(world, Outside, (layout,))
+
+
+def test_lists_of_one_name_that_differ_are_refused(ranks: Pool, tmp_path: Path) -> None:
+    """Stages that follow different lists would take each other's messages for others."""
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+    write_list(folders[0] / "own.txt", 6)
+    write_list(folders[1] / "own.txt", 8)
+    with pytest.raises(RankError) as caught:
+        ranks.run(train_in, 2, ([str(folder) for folder in folders], "pp=2 schedule=./own.txt"))
+    error = next(iter(caught.value.causes.values()))
+    assert getattr(error, "code", "") == "PL417"
+    assert "list of actions is ./own.txt (" in str(error)
 
 
 class Ids(torch.utils.data.Dataset[Any]):

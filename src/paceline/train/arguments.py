@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -12,8 +14,10 @@ from paceline.errors import PacelineError
 from paceline.parallel.order import Settings
 from paceline.parallel.replicate import CommHook, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
+from paceline.pipeline.files import read_list
 from paceline.recipe import Layout
 from paceline.recipe.explain import validate_section
+from paceline.recipe.layout import is_file
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.train.building import (
     Model,
@@ -153,10 +157,14 @@ class Arguments:
 
     def describe_for_ranks(self, layout: Layout) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, as texts by name."""
-        return {
+        found = {
             each.name: describe_code(each.value) if each.is_code else str(each.value)
             for each in self._list_settings(layout)
         }
+        if is_file(layout.schedule):  # one name may stand for different lists on different nodes
+            text = str(read_list(Path(layout.schedule)))
+            found["list of actions"] = f"{layout.schedule} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+        return found
 
     def describe_for_resume(self, layout: Layout, updates: Mapping[str, Update]) -> dict[str, Any]:
         """Return the settings that a resumed run must keep, by name; JSON-able.
