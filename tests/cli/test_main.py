@@ -6,9 +6,9 @@ import importlib
 import inspect
 import json
 import pydoc
+import resource
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,13 @@ print(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 
 
 def test_help_answers_at_once() -> None:
-    """The fastest of some tries, as other tests may keep the machine busy."""
+    """The processor's time of the fastest of some tries, as other tests may keep the machine busy."""
     times_s = []
     while len(times_s) < 20 and min(times_s, default=1.0) > 0.3:
-        start_s = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         run("-m", "paceline", "--help", check=True)
-        times_s.append(time.perf_counter() - start_s)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times_s.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     assert min(times_s) <= 0.3
 
 
