@@ -125,8 +125,8 @@ IMPOSSIBLE = {
     "part of an expert": Case(
         MOE, "dp_replicate=4 ep=4", 4, "PL655", "6 experts", "equally many", "Set ep to 1 or 2."
     ),
-    "experts and parts of sequences": Case(
-        MOE, "cp=2 dp_replicate=2 ep=2", 4, "PL656", "layout.cp=2", "whole sequences", "cp=1"
+    "mixtures and parts of sequences": Case(
+        MOE, "cp=2", 2, "PL652", "layout.cp=2", "whole sequence", "dp_shard"
     ),
     "shared experts and shards": Case(
         MOE, "dp_replicate=2 dp_shard=2 ep=2", 4, "PL656", "layout.dp_shard=2", "replicas", "dp_shard=1"

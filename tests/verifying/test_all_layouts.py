@@ -1,4 +1,4 @@
-"""Every legal layout of GPT, encoder and ResNet is the same as one process."""
+"""Every legal layout of GPT, encoder, ResNet and mixtures of experts is the same as one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from tests.verifying.test_faults import recipe_table
 # 8 ranks, and both reductions of each: docs/verify.md has the table of the command itself.
 @pytest.mark.parametrize(
     ("kind", "num_ranks", "reduction"),
-    [("gpt", 2, "fast"), ("gpt", 4, "exact"), ("encoder", 2, "fast"), ("resnet", 4, "fast")],
+    [
+        ("gpt", 2, "fast"),
+        ("gpt", 4, "exact"),
+        ("encoder", 2, "fast"),
+        ("resnet", 4, "fast"),
+        ("moe", 2, "fast"),
+        ("moe", 4, "exact"),
+    ],
 )
 def test_all_layouts_are_the_same_as_one_process(
     ranks: Pool, tmp_path: Path, kind: str, num_ranks: int, reduction: str

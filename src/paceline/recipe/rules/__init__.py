@@ -13,7 +13,12 @@ from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
 from paceline.recipe.rules.context import context_divides_heads, context_goes_with
-from paceline.recipe.rules.experts import experts_are_there, experts_divide_replicas, experts_go_with
+from paceline.recipe.rules.experts import (
+    experts_are_there,
+    experts_divide_replicas,
+    experts_go_with,
+    mixtures_have_whole_sequences,
+)
 from paceline.recipe.rules.remarks import (
     exact_bits_depend_on_axes,
     ranks_are_idle,
@@ -52,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     experts_are_there,
     experts_divide_replicas,
     experts_go_with,
+    mixtures_have_whole_sequences,
 )
 
 REMARKS: tuple[Rule, ...] = (

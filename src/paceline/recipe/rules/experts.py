@@ -34,6 +34,18 @@ def experts_are_there(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterato
         )
 
 
+def mixtures_have_whole_sequences(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield cp for a model with mixtures: they sort the tokens of all positions."""
+    if layout.cp > 1 and model.has_router:
+        yield Finding(
+            "PL652",
+            "layout.cp",
+            f'layout.cp={layout.cp} with model.kind="moe".',
+            "A mixture sorts the tokens of all positions by expert, so it needs the whole sequence.",
+            f"Set cp=1 and give its {layout.cp} ranks to dp_replicate or dp_shard.",
+        )
+
+
 def experts_divide_replicas(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
     """Yield ep that does not divide dp_replicate: neighbouring replicas share the experts."""
     replicas = layout.dp_replicate or 1
@@ -59,7 +71,6 @@ def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fi
         (f"layout.{axis}", f"layout.{axis}={degree}", rule, f"Set {axis}=1, or ep=1.")
         for axis, rule in (
             ("dp_shard", "Shards are gathered by all data ranks, and ep shares experts among replicas."),
-            ("cp", "A mixture gets whole sequences."),
             ("tp", "Ranks of tp would all send the same tokens."),
         )
         if (degree := getattr(layout, axis)) > 1
