@@ -1,7 +1,8 @@
 """The same GPT trained as a pipeline of Paceline, one of torch.distributed.pipelining, and in one process.
 
-All of them train on the same global batches with fused AdamW and clipping. Each is a generator:
-`next()` takes one optimizer step and gives its loss, where this rank knows it.
+All of them train with fused AdamW and clipping. The last two take the same global batches; Paceline's loader
+has an order of its own. Each is a generator: `next()` takes one optimizer step and gives its loss, where
+this rank knows it.
 """
 
 from __future__ import annotations
