@@ -61,6 +61,12 @@ def test_help_answers_at_once() -> None:
     assert min(times_s) <= 0.3
 
 
+def test_options_after_a_script_are_explained() -> None:
+    found = run("-m", "paceline", "launch", "slurm", "train.py", "--nodes", "2", "--time", "1:00:00")
+    assert found.returncode == 2
+    assert "required: --nodes, --time. They come before the recipe or script" in found.stderr
+
+
 def test_version_is_the_projects() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert paceline.__version__ == project["version"]
