@@ -20,12 +20,16 @@ def ranks() -> Iterator[Pool]:
 
 
 def pytest_configure() -> None:
-    """Takes signals as in a terminal: a shell script starts what runs in the background with SIGINT ignored,
-    nohup with SIGHUP, and every process that a test starts would inherit that."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Takes signals as in a terminal: a shell script starts what runs in the background with SIGINT and
+    SIGQUIT ignored, nohup with SIGHUP, and every process that a test starts would inherit that."""
+    usual = (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
+    )
+    for number, action in usual:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, action)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
