@@ -120,7 +120,7 @@ class Background:
         self._state_copy = StateCopy(memory, plans, late, held, self._device, end)
         self.num_copied_bytes += self._state_copy.num_bytes
         if self._copies_at_once:
-            self._state_copy.join()
+            self._state_copy.wait()
 
     def wait_for_copy(self) -> None:
         """Return once weights and optimizer state may be written to."""
@@ -129,11 +129,13 @@ class Background:
 
     def read_outcome(self, timeout_s: float | None = None) -> Outcome | None:
         """Return the outcome of the save under way, or `None` if it is not known in time."""
+        begin_s = time.monotonic()
         if self._state_copy is not None and not self._state_copy.join(timeout_s):
             return None
         assert self._writer is not None
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - begin_s))
         try:
-            found = self._writer.read_outcome(timeout_s)
+            found = self._writer.read_outcome(left_s)
         except EOFError as error:
             outcome = Outcome(error=_ended_error(self._writer.pid, str(error)))
             self._writer.close()
