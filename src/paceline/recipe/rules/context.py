@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
-from paceline.recipe.rules.words import divisors, list_numbers
+from paceline.recipe.rules.words import divisors, list_numbers, refuse_mixes
 
 
 def context_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
@@ -51,8 +51,7 @@ def context_goes_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[
     """Yield what cp does not go with in this version."""
     if layout.cp == 1:
         return
-    has = f"layout.cp={layout.cp} with "
-    for is_there, key, saw, rule, fix in (
+    mixes = (
         (
             layout.pp > 1,
             "layout.pp",
@@ -81,6 +80,5 @@ def context_goes_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[
             "The compiler cannot read the positions in the source by which cp recognises calls.",
             "Leave compile out.",
         ),
-    ):
-        if is_there:
-            yield Finding("PL633", key, f"{has}{saw}.", f"{rule} This version has no other way.", fix)
+    )
+    yield from refuse_mixes("PL633", f"layout.cp={layout.cp}", mixes)

@@ -8,7 +8,7 @@ from math import gcd
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
-from paceline.recipe.rules.words import divisors, list_changed, list_numbers
+from paceline.recipe.rules.words import divisors, list_changed, list_numbers, refuse_mixes
 
 
 def experts_are_there(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
@@ -65,33 +65,49 @@ def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fi
     """Yield what ep does not go with in this version."""
     if layout.ep == 1:
         return
-    has = f"layout.ep={layout.ep} with "
     ddp = list_changed(run.ddp, besides=frozenset({"bucket_cap_mb", "gradient_as_bucket_view"}))
-    others = [
-        (f"layout.{axis}", f"layout.{axis}={degree}", rule, f"Set {axis}=1, or ep=1.")
-        for axis, rule in (
-            ("dp_shard", "Shards are gathered by all data ranks, and ep shares experts among replicas."),
-            ("tp", "Ranks of tp would all send the same tokens."),
-        )
-        if (degree := getattr(layout, axis)) > 1
-    ]
-    if layout.recompute != "none":
-        others.append(
-            (
-                "layout.recompute",
-                f"layout.recompute={layout.recompute}",
-                "Backward would send the tokens again, which ranks without a microbatch do not expect.",
-                "Leave recompute out, or set ep=1.",
-            )
-        )
-    if ddp:
-        rule = "These settings change when replicas wait for each other, and the ranks of ep wait too."
-        others.append(("ddp", ddp, rule, "Leave them out, or set ep=1."))
-    if run.has_comm_hook:
-        rule = "A hook averages over all replicas, and the gradients of experts are sums over some of them."
-        others.append(("comm_hook", "comm_hook", rule, "Leave the hook out, or set ep=1."))
-    if run.compile:
-        rule = "Exchanges of tokens would be in the middle of a compiled graph."
-        others.append(("train.compile", "train.compile=true", rule, "Leave compile out, or set ep=1."))
-    for key, saw, rule, fix in others:
-        yield Finding("PL656", key, f"{has}{saw}.", f"{rule} This version has no other way.", fix)
+    mixes = (
+        (
+            layout.dp_shard > 1,
+            "layout.dp_shard",
+            f"layout.dp_shard={layout.dp_shard}",
+            "Shards are gathered by all data ranks, and ep shares experts among replicas.",
+            "Set dp_shard=1, or ep=1.",
+        ),
+        (
+            layout.tp > 1,
+            "layout.tp",
+            f"layout.tp={layout.tp}",
+            "Ranks of tp would all send the same tokens.",
+            "Set tp=1, or ep=1.",
+        ),
+        (
+            layout.recompute != "none",
+            "layout.recompute",
+            f"layout.recompute={layout.recompute}",
+            "Backward would send the tokens again, which ranks without a microbatch do not expect.",
+            "Leave recompute out, or set ep=1.",
+        ),
+        (
+            bool(ddp),
+            "ddp",
+            ddp,
+            "These settings change when replicas wait for each other, and the ranks of ep wait too.",
+            "Leave them out, or set ep=1.",
+        ),
+        (
+            run.has_comm_hook,
+            "comm_hook",
+            "comm_hook",
+            "A hook averages over all replicas, and the gradients of experts are sums over some of them.",
+            "Leave the hook out, or set ep=1.",
+        ),
+        (
+            run.compile,
+            "train.compile",
+            "train.compile=true",
+            "Exchanges of tokens would be in the middle of a compiled graph.",
+            "Leave compile out, or set ep=1.",
+        ),
+    )
+    yield from refuse_mixes("PL656", f"layout.ep={layout.ep}", mixes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, Layout
-from paceline.recipe.rules.words import list_changed
+from paceline.recipe.rules.words import list_changed, refuse_mixes
 
 
 def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
@@ -84,9 +84,8 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
     """Yield what pp does not go with in this version."""
     if layout.pp == 1:
         return
-    has = f"layout.pp={layout.pp} with "
     changed = list_changed(run.shard, besides=frozenset({"prefetch"}))
-    for is_there, key, saw, rule, fix in (
+    mixes = (
         (
             layout.offload != "none",
             "layout.offload",
@@ -115,9 +114,8 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "A stage runs a part of the model's forward, which a compiled forward does not have.",
             "Leave compile out.",
         ),
-    ):
-        if is_there:
-            yield Finding("PL492", key, f"{has}{saw}.", f"{rule} This version has no other way.", fix)
+    )
+    yield from refuse_mixes("PL492", f"layout.pp={layout.pp}", mixes)
     if layout.schedule in DIVIDED and layout.recompute != "none":
         yield Finding(
             "PL478",

@@ -1,12 +1,29 @@
-"""What rules say in the same way: divisors, degrees and changed settings."""
+"""Words and numbers that several rules use: divisors, degrees, changed settings and refused mixes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel
 
+from paceline.finding import Finding
 from paceline.recipe.layout import Layout
+
+
+def refuse_mixes(
+    code: str, given: str, mixes: Iterable[tuple[bool, str, str, str, str]]
+) -> Iterator[Finding]:
+    """Yield what a setting does not go with in this version.
+
+    Args:
+        code: of the findings.
+        given: the setting, as `layout.cp=2`.
+        mixes: whether the other setting is there, its key, its value, the rule and the fix.
+    """
+    for is_there, key, saw, rule, fix in mixes:
+        if is_there:
+            yield Finding(code, key, f"{given} with {saw}.", f"{rule} This version has no other way.", fix)
 
 
 def name_degrees(layout: Layout, **facts: bool) -> str:
