@@ -41,7 +41,7 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What every variant trains.
+    """The training that all variants share.
 
     Attributes:
         recipe: model, data, batch, optimizer, and the layout of Paceline's variant.

@@ -79,7 +79,7 @@ def build_recipe(schedule: str, reduction: str) -> Recipe:
 
 @dataclass(frozen=True)
 class Times:
-    """What one rank measured: seconds and CPU seconds of each block, and the last loss, by variant."""
+    """The measurements of one rank: seconds and CPU seconds of each block, and the last loss, by variant."""
 
     block_s: dict[str, list[float]]
     cpu_s: dict[str, list[float]]

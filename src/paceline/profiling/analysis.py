@@ -72,7 +72,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of recorded steps went.
+    """The time of the recorded steps, by rank and phase.
 
     Attributes:
         world_size: ranks of the job; the traces may be of fewer.

@@ -50,7 +50,7 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True)
 class Recorded:
-    """What Paceline's recorder knows beside the events of a trace.
+    """The facts that Paceline's recorder adds to the events of a trace.
 
     Attributes:
         steps: number, begin and end of each.

@@ -43,7 +43,7 @@ class TracedCollective:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What the parts of one collective on different ranks have in common."""
+        """The key that the parts of one collective share on all ranks."""
         return self.group, self.sequence, self.number
 
 

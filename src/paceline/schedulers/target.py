@@ -34,7 +34,7 @@ class Nodes:
 
     @property
     def restarts(self) -> int:
-        """How often ranks start again after a failure."""
+        """The number of times that ranks start again after a failure."""
         return _RESTARTS if self.is_range else 0
 
 

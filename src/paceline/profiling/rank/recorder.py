@@ -50,7 +50,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What to record.
+    """The steps to record, and the folder for them.
 
     Attributes:
         folder: for the file `rank-NNNN.json`.

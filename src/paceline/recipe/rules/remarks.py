@@ -1,4 +1,4 @@
-"""What works and may surprise: remarks on a legal layout."""
+"""Remarks on legal layouts that work and may surprise."""
 
 from __future__ import annotations
 
