@@ -199,6 +199,7 @@ def start(
     seed: int = 0,
     threads_per_rank: int | Literal["auto"] = "auto",
     deterministic: bool = False,
+    num_ranks: int | None = None,
 ) -> World:
     """Join the ranks that torchrun, srun or mpirun started, or start a world of one.
 
@@ -214,6 +215,7 @@ def start(
         threads_per_rank: threads of one operator on CPU. `"auto"` divides the cores that this process may
             use by the ranks of this node. Restored at close.
         deterministic: use only deterministic algorithms; an operator without one raises. Restored at close.
+        num_ranks: make a world of the first ranks, this one among them; the others do not call `start`.
 
     Raises:
         PacelineError: PL300 to PL304, PL361 and PL362 for a contradictory environment, PL305 to PL308 for
@@ -223,6 +225,7 @@ def start(
     _check_settings(timeout_s, seed, threads_per_rank)
     joined = dist.is_available() and dist.is_initialized()
     place = _place_of_group() if joined else read_environment(os.environ)
+    place = place if num_ranks is None else place.narrow(num_ranks)
     where = _pick_device(device, place)
     names = dist.get_backend() if joined else _pick_backend(backend, where)
     undo = contextlib.ExitStack()

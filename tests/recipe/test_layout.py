@@ -32,6 +32,20 @@ def test_parse(text: str, degree: int | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "copies"),
+    [
+        ("dp_shard=auto", 1),
+        ("dp_replicate=2 dp_shard=auto", 2),
+        ("ep=2 dp_shard=auto", 2),
+    ],
+)
+def test_one_degree_is_open(text: str, copies: int) -> None:
+    layout = Layout.parse(text)
+    assert (layout.open_axis, layout.dp_replicate) == ("dp_shard", copies)
+    assert Layout.parse(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
     ("text", "code", "saw"),
     [
         ("2", "PL110", "'2'"),
@@ -49,6 +63,7 @@ def test_parse(text: str, degree: int | None) -> None:
         ("dp_replicate=-2", "PL112", "layout.dp_replicate=-2."),
         ("tp=0", "PL112", "layout.tp=0."),
         ("tp=auto", "PL110", "'tp=auto'"),
+        ("dp_replicate=auto dp_shard=auto", "PL127", 'dp_replicate="auto" with layout.dp_shard="auto"'),
         ("zero=0", "PL118", "zero=0"),
         ("sequence=yes", "PL118", "sequence=yes"),
         ("recompute=all", "PL118", "recompute=all"),
@@ -71,6 +86,36 @@ def test_resolve_fills_the_open_degree(world_size: int) -> None:
     assert Layout(dp_replicate=world_size).resolve(world_size) == Layout(dp_replicate=world_size)
 
 
+@pytest.mark.parametrize(
+    ("text", "world_size", "found"),
+    [
+        ("dp_shard=auto", 3, "dp_replicate=1 dp_shard=3"),
+        ("dp_shard=auto tp=2", 8, "dp_replicate=1 dp_shard=4 tp=2"),
+        ("dp_replicate=2 dp_shard=auto zero=2", 4, "dp_replicate=2 dp_shard=2 zero=2"),
+        # Nothing is sharded, so there is nothing to select or to move.
+        ("dp_shard=auto zero=2 offload=disk", 1, "dp_replicate=1"),
+        ("dp_shard=auto tp=2 zero=1", 2, "dp_replicate=1 tp=2"),
+    ],
+)
+def test_resolve_fills_open_shards(text: str, world_size: int, found: str) -> None:
+    assert str(Layout.parse(text).resolve(world_size)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "near"),
+    [
+        ("dp_shard=auto tp=2", 3, "Start 2 or 4 ranks"),
+        ("dp_shard=auto tp=4", 2, "Start 4 ranks"),
+        ("dp_replicate=3 dp_shard=auto", 8, "Start 6 or 9 ranks"),
+        ("dp_replicate=auto tp=2", 5, "Start 4 or 6 ranks"),
+    ],
+)
+def test_resolve_names_the_nearest_numbers_of_ranks(text: str, world_size: int, near: str) -> None:
+    with pytest.raises(PacelineError) as caught:
+        Layout.parse(text).resolve(world_size)
+    assert (caught.value.code, near in caught.value.fix) == ("PL113", True), caught.value
+
+
 @pytest.mark.parametrize(("degree", "world_size"), [(2, 1), (1, 2), (4, 6)])
 def test_resolve_refuses_another_number_of_ranks(degree: int, world_size: int) -> None:
     with pytest.raises(PacelineError) as caught:
@@ -83,7 +128,7 @@ def test_resolve_refuses_another_number_of_ranks(degree: int, world_size: int) -
 layouts = st.builds(
     Layout,
     dp_replicate=st.none() | st.integers(1, 4096),
-    dp_shard=st.integers(1, 4096),
+    dp_shard=st.none() | st.integers(1, 4096),
     tp=st.integers(1, 64),
     **{name: st.sampled_from(choices) for name, choices in CHOICES.items()},
 )
@@ -103,8 +148,8 @@ def test_text_states_what_is_not_the_default() -> None:
 
 @given(layouts)
 def test_a_recipe_states_the_same_as_the_text(layout: Layout) -> None:
-    table = {field.name: getattr(layout, field.name) for field in fields(Layout)}
-    table["dp_replicate"] = "auto" if layout.dp_replicate is None else layout.dp_replicate
+    values = {field.name: getattr(layout, field.name) for field in fields(Layout)}
+    table = {name: "auto" if value is None else value for name, value in values.items()}
     assert LayoutSection.model_validate(table).to_layout() == layout
 
 

@@ -31,7 +31,6 @@ from paceline.place import usable_cores
 from paceline.recipe import Layout, Recipe
 from paceline.recipe.layout import LOOPING, is_file
 from paceline.recipe.legal import refuse_layout
-from paceline.recipe.schema import LayoutSection
 from paceline.train.run import build_trainer
 from paceline.train.trainer import Trainer
 
@@ -201,7 +200,7 @@ class _RankRecord:
 
 
 def _run(recipe: Recipe, layouts: list[Layout], steps: int) -> _RankRecord:
-    recipes = [recipe.model_copy(update={"layout": LayoutSection.of(layout)}) for layout in layouts]
+    recipes = [recipe.with_layout(layout) for layout in layouts]
     spans = []
     with open_bench(recipes[0]) as bench:
         trainer = bench.trainer

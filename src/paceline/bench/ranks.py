@@ -15,7 +15,7 @@ from paceline.data.share import Share
 from paceline.errors import PacelineError
 from paceline.place import usable_cores
 from paceline.recipe import Recipe
-from paceline.recipe.schema import LayoutSection
+from paceline.recipe.layout import Layout
 from paceline.train.run import build_loader, build_trainer
 from paceline.train.trainer import Trainer
 from paceline.world import World, start
@@ -47,7 +47,7 @@ def adapt_recipe(recipe: Recipe, *, threads: int, num_steps: int, grow: int = 1)
             "global_batch_size": recipe.train.global_batch_size * grow,
         }
     )
-    return recipe.model_copy(update={"train": train, "layout": LayoutSection()})
+    return recipe.with_layout(Layout(), train=train)
 
 
 def check_counts(**counts: int) -> None:

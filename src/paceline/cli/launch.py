@@ -178,15 +178,15 @@ def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
 
 
 def _check_recipe(target: Target, nodes: Nodes, nproc: int) -> None:
-    """Refuse a recipe that is wrong, or whose layout is not legal on every number of nodes."""
-    from paceline.recipe import load_recipe, refuse_layout
+    """Refuse a recipe that is wrong, or that has no legal layout for every number of nodes."""
+    from paceline.recipe import load_recipe, settle_recipe
 
     settings = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     settings.add_argument("--set", action="append", default=[])
     found, _ = settings.parse_known_args(list(target.args))
     recipe = load_recipe(target.path, found.set, remark=lambda remark: None)
     for num_nodes in range(nodes.least, nodes.most + 1):
-        refuse_layout(recipe, recipe.layout.to_layout(), num_nodes * nproc)
+        settle_recipe(recipe, num_nodes * nproc)
 
 
 def _deliver(

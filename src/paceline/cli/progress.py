@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from paceline.recipe import Layout
 from paceline.train.evaluation import Evaluation
 from paceline.train.step import Step
 from paceline.units import format_count
@@ -38,11 +39,16 @@ class ProgressPrinter:
         self._task: TaskID | None = None
         self._last_line_s = 0.0
 
-    def begin(self, *, num_parameters: int, num_steps: int, first_step: int, world: World) -> None:
+    def begin(
+        self, *, num_parameters: int, num_steps: int, first_step: int, world: World, layout: Layout
+    ) -> None:
         """Show that the run is built."""
         ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}"
+        kind = world.device.type
+        if layout != Layout(dp_replicate=world.world_size):
+            kind += f", {layout}"
         self._console.print(
-            f"{format_count(num_parameters)} parameters on {ranks} ({world.device.type}), "
+            f"{format_count(num_parameters)} parameters on {ranks} ({kind}), "
             + (f"resuming after step {first_step} of {num_steps}" if first_step else f"{num_steps} steps")
         )
         if self._console.is_terminal:

@@ -14,14 +14,17 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paceline.bench.scaling import Scaling
-    from paceline.recipe import Recipe
+    from paceline.recipe import Layout, Recipe
 
 _MAX_WIDTH = 88
 
 
-def describe_recipe(recipe: Recipe, path: str, folder: Path, nproc: int) -> str:
-    """Return the resolved recipe, a line per section."""
-    lines = [f"{path} on {nproc} rank{'s' if nproc > 1 else ''}, into {folder}"]
+def describe_recipe(recipe: Recipe, path: str, folder: Path, layout: Layout) -> str:
+    """Return the resolved recipe, a line per section, under the layout of this start."""
+    ranks = f"{layout.num_ranks} rank{'s' if layout.num_ranks > 1 else ''}"
+    if recipe.elastic.layouts or recipe.layout.to_layout().dp_shard is None:
+        ranks += f" ({layout})"
+    lines = [f"{path} on {ranks}, into {folder}"]
     for section, table in recipe.model_dump(mode="json", exclude_none=True).items():
         keys = "  ".join(f"{key}={_short(value)}" for key, value in table.items())
         lines.append(f"  {section:<11} {keys}")

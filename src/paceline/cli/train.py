@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from paceline.cli.profiling import (
 from paceline.cli.watching import add_watching_flags, build_watcher, print_remark
 
 if TYPE_CHECKING:
-    from paceline.recipe import Recipe
+    from paceline.recipe import Layout, Recipe, Settled
 
 _DESCRIPTION = """
 Trains a recipe. If the run's folder holds an unfinished run of this recipe, goes on from its newest
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         _refuse_launcher_flags(args)
         refuse_recording(args)
         return _join(recipe, remarks, folder, args)
-    nproc, layout_remarks = _choose_nproc(args.nproc, recipe)
+    nproc, layout, layout_remarks = _choose_ranks(args.nproc, recipe)
 
     from paceline.cli.preflight import check_memory
     from paceline.launching.local import check_launch, launch, warm_up
@@ -96,13 +97,13 @@ def run(args: argparse.Namespace) -> int:
     check_run_folder(folder, recipe, args.accept)
     prepare_data(recipe)
     check_launch(nproc, recipe.train.device)
-    check_memory(recipe, [recipe.layout.to_layout().resolve(nproc)])
+    check_memory(recipe, [layout])
     for remark in (*remarks, *layout_remarks):
         print_remark(remark)
     if not args.json:
         from paceline.cli.report import describe_recipe
 
-        print(describe_recipe(recipe, args.recipe, folder, nproc), flush=True)
+        print(describe_recipe(recipe, args.recipe, folder, layout), flush=True)
     try:
         results = launch(
             train_on_rank,
@@ -125,8 +126,12 @@ def train_on_rank(
     shows_progress: bool,
     launcher_pid: int | None = None,
     accept: Sequence[str] = (),
+    num_ranks: int | None = None,
 ) -> dict[str, Any] | None:
-    """Train on this rank, and return the summary on rank 0, else `None`."""
+    """Train on this rank, and return the summary on rank 0, else `None`.
+
+    With `num_ranks`, the ranks beyond these are spares.
+    """
     import tomllib
     from dataclasses import asdict
 
@@ -144,6 +149,7 @@ def train_on_rank(
         seed=section.seed,
         threads_per_rank=section.threads_per_rank,
         deterministic=section.deterministic,
+        num_ranks=num_ranks,
     ) as world:
         log_to_stderr(world)
         progress = ProgressPrinter() if shows_progress and world.is_main else None
@@ -168,30 +174,53 @@ def _join(recipe: Recipe, remarks: list[str], folder: Path, args: argparse.Names
     from paceline.errors import PacelineError
     from paceline.place import read_environment
     from paceline.recipe import dump_recipe
+    from paceline.train.spares import announcing_end, wait_as_spare
 
     place = read_environment(os.environ)
-    for remark in remarks if place.rank == 0 else ():
-        print_remark(remark)
     try:
-        _check_layout(recipe, place.world_size)
-        summary = train_on_rank(dump_recipe(recipe), str(folder), not args.json, accept=tuple(args.accept))
+        settled = _settle(recipe, place.world_size)
+        num_ranks = settled.layout.num_ranks
+        if place.rank >= num_ranks:
+            return wait_as_spare(place)
+        has_spares = settled.num_spares > 0
+        for remark in _list_remarks(settled, remarks) if place.rank == 0 else ():
+            print_remark(remark)
+        with announcing_end(place) if has_spares and place.rank == 0 else nullcontext():
+            summary = train_on_rank(
+                dump_recipe(recipe),
+                str(folder),
+                not args.json,
+                accept=tuple(args.accept),
+                num_ranks=num_ranks if has_spares else None,
+            )
     except PacelineError as error:
         if error.on_every_rank and place.rank != 0:
             return error.exit_code  # Rank 0 reports it.
         raise
-    return 0 if summary is None else _report(recipe, summary, place.world_size, args)
+    return 0 if summary is None else _report(recipe, summary, num_ranks, args)
 
 
-def _check_layout(recipe: Recipe, world_size: int) -> None:
-    """Raise on every rank alike if the layout is not legal on these ranks."""
+def _settle(recipe: Recipe, world_size: int) -> Settled:
+    """Choose the layout; raise on every rank alike if none is legal on these ranks."""
     from paceline.errors import PacelineError
-    from paceline.recipe import refuse_layout
+    from paceline.recipe import settle_recipe
 
     try:
-        refuse_layout(recipe, recipe.layout.to_layout(), world_size)
+        return settle_recipe(recipe, world_size)
     except PacelineError as error:
         error.on_every_rank = True
         raise
+
+
+def _list_remarks(settled: Settled, remarks: list[str], fate: str = "wait as spares") -> list[str]:
+    """Return what a user should know before the run starts."""
+    found = [*remarks, *map(str, settled.remarks)]
+    if settled.num_spares:
+        used = settled.layout.num_ranks
+        found.append(
+            f"layout {settled.layout} has {used} of the {used + settled.num_spares} ranks; the others {fate}."
+        )
+    return found
 
 
 def _report(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.Namespace) -> int:
@@ -216,16 +245,15 @@ def _report(recipe: Recipe, summary: dict[str, Any], nproc: int, args: argparse.
     return 0
 
 
-def _choose_nproc(asked: int | None, recipe: Recipe) -> tuple[int, list[str]]:
-    """Return the number of ranks, for a layout that is legal on it, and remarks on the layout."""
-    from paceline.recipe import refuse_layout, remark_layout
+def _choose_ranks(asked: int | None, recipe: Recipe) -> tuple[int, Layout, list[str]]:
+    """Return the number of ranks to start, their legal layout, and remarks."""
+    from paceline.recipe import settle_recipe
 
-    layout = recipe.layout.to_layout()
-    nproc = layout.fewest_ranks if asked is None else asked
-    if nproc < 1:  # The code that starts ranks reports it.
-        return nproc, []
-    refuse_layout(recipe, layout, nproc)
-    return nproc, [str(remark) for remark in remark_layout(recipe, layout, nproc)]
+    first = recipe.list_layouts()[0]
+    if asked is not None and asked < 1:  # The code that starts ranks reports it.
+        return asked, first.close(), []
+    settled = settle_recipe(recipe, first.fewest_ranks if asked is None else asked)
+    return settled.layout.num_ranks, settled.layout, _list_remarks(settled, [], "are not started")
 
 
 def _refuse_launcher_flags(args: argparse.Namespace) -> None:

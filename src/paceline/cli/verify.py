@@ -152,7 +152,7 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
     from paceline.recipe import Layout
     from paceline.recipe.legal import refuse_layout
 
-    given = [Layout.parse(text) for text in args.layouts] or [recipe.layout.to_layout()]
+    given = [Layout.parse(text) for text in args.layouts] or recipe.list_layouts()
     layouts = []
     for layout in given:
         ranks = layout.fewest_ranks if args.nproc is None else args.nproc

@@ -1,5 +1,6 @@
 """Defines what a run is: typed, validated, from TOML."""
 
+from paceline.recipe.elastic import Settled, settle_recipe
 from paceline.recipe.layout import Layout
 from paceline.recipe.legal import (
     LayoutErrors,
@@ -28,6 +29,7 @@ __all__ = [
     "LayoutErrors",
     "Recipe",
     "Rules",
+    "Settled",
     "advise_accept",
     "check_accepted",
     "check_layout",
@@ -42,4 +44,5 @@ __all__ = [
     "parse_recipe",
     "refuse_layout",
     "remark_layout",
+    "settle_recipe",
 ]

@@ -27,6 +27,7 @@ class AxisKind:
         change_cost: how far a layout moves from the requested one, per factor of 2 in this degree.
         within: the axis whose neighbouring ranks this one counts a second time; "" for an axis of ranks of
             its own.
+        stretches: its degree may be open ("auto"): it then follows from the number of ranks.
     """
 
     name: str
@@ -37,6 +38,7 @@ class AxisKind:
     keeps_bits: bool = True
     change_cost: float = 1.5
     within: str = ""
+    stretches: bool = False
 
     @property
     def multiplies(self) -> bool:
@@ -72,6 +74,7 @@ class Degrees:
         default=None,
         shares_data=True,
         change_cost=1.0,
+        stretches=True,
     )
     # Copies of the experts are fewer than copies of the rest. Neighbours share them, because each token is
     # sent to its experts and back.
@@ -84,11 +87,14 @@ class Degrees:
         change_cost=1.25,
         within="dp_replicate",
     )
+    # It may be None until `resolve`. It is typed as a number because only a resolved layout is computed with.
     dp_shard: int = _ranks(
-        "Ranks over which each copy is sharded; these too train on their shares of the global batch.",
+        "Ranks over which each copy is sharded; these too train on their shares of the global batch. "
+        '`"auto"`: as many as there are ranks left.',
         shares_data=True,
         divides_model=True,
         change_cost=1.25,
+        stretches=True,
     )
     # A sequence is exchanged twice per attention: less than tp sends, more than shards do.
     cp: int = _ranks(
@@ -108,7 +114,7 @@ class Degrees:
     )
 
 
-# The axis whose degree may be left open: it gets the ranks that the others leave.
+# The axis whose degree is open by default: it gets the ranks that the others leave.
 OPEN = "dp_replicate"
 AXES = tuple(AxisKind(row.name, **row.metadata) for row in fields(Degrees))
 

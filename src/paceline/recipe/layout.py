@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -38,8 +38,9 @@ MOST_RANKS = 1 << 20
 class Layout(Degrees):
     """The degrees of a run, and the settings of its axes.
 
-    The degrees are the rows of the table in `axes.py`, which explains each. `dp_replicate` may be `None`,
-    which means as many copies as there are ranks left.
+    The degrees are the rows of the table in `axes.py`, which explains each. One of `dp_replicate` and
+    `dp_shard` may be open (`None`): as many as there are ranks left. With an open `dp_shard`, copies that are
+    not given are as few as `ep` allows.
 
     Attributes:
         zero: what dp_shard shards: 1 the optimizer's state, 2 gradients too, 3 parameters too.
@@ -62,15 +63,20 @@ class Layout(Degrees):
     chunks: int = 1
     stages: str = ""
 
+    def __post_init__(self) -> None:
+        if all(getattr(self, axis) is None for axis in list_axes(stretches=True)):
+            object.__setattr__(self, OPEN, self._find_least(OPEN))
+
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read `"dp_replicate=2 dp_shard=2 tp=2 zero=2"`; an empty string is the default layout.
 
-        `dp_replicate=auto`, or none, means as many copies as there are ranks left.
+        `dp_replicate=auto` means as many copies as there are ranks left, and so does a text without
+        `dp_replicate`; `dp_shard=auto` means as many shards.
 
         Raises:
             PacelineError: PL110 for text that is not `word=value` or has a word twice, PL112 for a degree
-                below 1, PL118 for a value that its word does not take.
+                below 1, PL118 for a value that its word does not take, PL127 for two open degrees.
         """
         values: dict[str, Any] = {}
         known = list_axes()
@@ -92,6 +98,7 @@ class Layout(Degrees):
                     fix=f"Leave one {name} out.",
                 )
             values[name] = _read_degree(name, value) if name in known else _read_choice(name, value)
+        check_open([name for name, value in values.items() if value is None])
         for axis in known:
             if values.get(axis) is not None:
                 check_degree(axis, values[axis])
@@ -193,29 +200,46 @@ class Layout(Degrees):
             groups.setdefault(fixed, []).append(rank)
         return list(groups.values())
 
+    @property
+    def open_axis(self) -> str | None:
+        """The axis whose degree is open, if one is."""
+        return next((axis for axis in list_axes(stretches=True) if getattr(self, axis) is None), None)
+
+    def awaits_shards(self, resolved: Layout) -> bool:
+        """Return whether the number of ranks left an open `dp_shard` at 1 in the resolved layout."""
+        return self.open_axis == "dp_shard" and resolved.dp_shard == 1
+
     def close(self) -> Layout:
         """Return the layout with an open degree as small as the axes within it allow."""
-        least = max((getattr(self, axis.name) for axis in AXES if axis.within == OPEN), default=1)
-        return self.set_open(getattr(self, OPEN) or least)
-
-    def set_open(self, degree: int) -> Layout:
-        """Return the layout with this degree of the axis that may be open."""
-        changed: dict[str, Any] = {OPEN: degree}
-        return replace(self, **changed)
+        axis = self.open_axis
+        return self if axis is None else self._set(axis, self._find_least(axis))
 
     def resolve(self, world_size: int) -> Layout:
-        """Fill in `dp_replicate` from the number of ranks.
+        """Fill in an open degree from the number of ranks.
+
+        If one rank is left for an open `dp_shard`, `zero` and `offload` have nothing to work on and return to
+        their defaults.
 
         Raises:
             PacelineError: PL113 where the degrees do not multiply to `world_size`.
         """
-        inner = self.set_open(1).num_ranks
-        is_open = getattr(self, OPEN) is None
-        if is_open and world_size % inner == 0:
-            return self.set_open(world_size // inner)
-        if is_open or self.num_ranks != world_size:
+        axis = self.open_axis
+        if axis is None and self.num_ranks == world_size:
+            return self
+        inner = 0 if axis is None else self._set(axis, 1).num_ranks
+        if axis is None or world_size < inner or world_size % inner:
             raise _product_error(self, world_size)
-        return self
+        return self._set(axis, world_size // inner)
+
+    def _set(self, axis: str, degree: int) -> Layout:
+        """Return the layout with this degree of the axis that is open."""
+        changed: dict[str, Any] = {axis: degree}
+        if axis == "dp_shard" and degree == 1:
+            changed |= {"zero": Layout.zero, "offload": Layout.offload}
+        return replace(self, **changed)
+
+    def _find_least(self, axis: str) -> int:
+        return max((getattr(self, each.name) for each in AXES if each.within == axis), default=1)
 
     def _multiply(self, **facts: bool) -> int:
         return prod(getattr(self, axis) for axis in list_axes(**facts))
@@ -228,6 +252,32 @@ class Layout(Degrees):
             if value != field.default or field.name == OPEN:
                 words.append(f"{field.name}={'auto' if value is None else str(value).lower()}")
         return " ".join(words)
+
+
+def check_open(axes: Collection[str]) -> None:
+    """Raise PL127 for more than one open degree; `axes` are those that a user has left open."""
+    if len(axes) > 1:
+        first, second = sorted(axes, key=list_axes().index)[:2]
+        raise PacelineError(
+            "PL127",
+            saw=f'layout.{first}="auto" with layout.{second}="auto".',
+            rule="The number of ranks determines one degree; it can be divided between two in many ways.",
+            fix=f'Give {first} a number, for example 1, or leave it out: with {second}="auto" it is 1.',
+        )
+
+
+def check_order(layouts: Sequence[Layout]) -> None:
+    """Raise PL128 for a layout that is never used, because an earlier one fits wherever it does."""
+    for number, layout in enumerate(layouts):
+        for earlier in layouts[:number]:
+            if layout.fewest_ranks >= earlier.fewest_ranks:
+                raise PacelineError(
+                    "PL128",
+                    saw=f'elastic.layouts has "{layout}" ({layout.fewest_ranks} ranks) after "{earlier}" '
+                    f"({earlier.fewest_ranks}).",
+                    rule="The first layout that the ranks can hold is used, so a later one must need fewer.",
+                    fix="List layouts from the most ranks to the fewest; [layout] comes first.",
+                )
 
 
 def check_ranks(world_size: int) -> None:
@@ -253,7 +303,7 @@ def check_degree(axis: str, degree: int) -> None:
 
 
 def _read_degree(axis: str, text: str) -> int | None:
-    if axis == OPEN and text == "auto":
+    if text == "auto" and axis in list_axes(stretches=True):
         return None
     if re.fullmatch(r"-?\d{1,18}", text) is None:
         raise PacelineError(
@@ -285,16 +335,16 @@ def _read_choice(name: str, text: str) -> Any:
 
 
 def _product_error(layout: Layout, world_size: int) -> PacelineError:
-    inner = layout.set_open(1).num_ranks
     given = " x ".join(
         f"{axis}={degree}"
         for axis in list_axes(multiplies=True)
         if (degree := getattr(layout, axis)) is not None and (degree > 1 or axis == OPEN)
     )
-    if getattr(layout, OPEN) is None:
+    inner = layout.fewest_ranks
+    if layout.open_axis is not None:
         near = sorted({world_size // inner * inner or inner, -(-world_size // inner) * inner})
         fix = f"Start {' or '.join(map(str, near))} ranks, or change a degree."
-    elif world_size % inner == 0:
+    elif world_size % (inner := layout.num_ranks // getattr(layout, OPEN)) == 0:
         fix = f"Start {layout.num_ranks} ranks, or set {OPEN}={world_size // inner}, or leave it out."
     else:
         fix = f"Start {layout.num_ranks} ranks, or choose degrees whose product is {world_size}."

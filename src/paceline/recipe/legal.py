@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import PacelineError, RecipeErrors
@@ -18,8 +18,10 @@ from paceline.recipe.axes import AXES, OPEN, list_axes
 from paceline.recipe.facts import ModelFacts, RunFacts, read_facts
 from paceline.recipe.layout import CHOICES, Layout, check_ranks
 from paceline.recipe.rules import REMARKS, RULES
+from paceline.recipe.rules.remarks import settings_wait_for_layouts
+from paceline.recipe.rules.replicas import uses_ddp
 from paceline.recipe.rules.words import divisors
-from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import DdpSection, Recipe, ShardSection
 
 # The cost of changing a word other than a degree; see `AxisKind.change_cost`.
 WORD_DISTANCE = 0.5
@@ -56,30 +58,54 @@ class Rules:
     Attributes:
         model: the sizes that layouts have to fit.
         run: what else they have to go with.
+        layouts: those that the run may use. A setting that applies under one of them is not refused under
+            the others, where it waits.
     """
 
     model: ModelFacts
     run: RunFacts
+    layouts: tuple[Layout, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe) -> Rules:
         """Return the rules for a recipe."""
-        return cls(*read_facts(recipe))
+        layouts = recipe.list_layouts()
+        return cls(*read_facts(recipe), tuple(layouts) if len(layouts) > 1 else ())
 
     def check(self, layout: Layout, world_size: int) -> list[Finding]:
         """Return everything that keeps a layout from working on this number of ranks; empty if it works."""
         found = []
         try:
-            layout = layout.resolve(world_size)
+            resolved, run = self.settle(layout, world_size)
         except PacelineError as error:
             found.append(Finding(error.code, "layout", error.saw, error.rule, error.fix))
-            layout = layout.close()  # the other rules still apply
-        return found + [finding for rule in RULES for finding in rule(self.model, self.run, layout)]
+            resolved = layout.close()  # the other rules still apply
+            run = self._drop_waiting(layout, resolved)
+        return found + [finding for rule in RULES for finding in rule(self.model, run, resolved)]
 
     def remark(self, layout: Layout, world_size: int) -> list[Finding]:
         """Return what works under a legal layout and may surprise."""
-        layout = layout.resolve(world_size)
-        return [finding for rule in REMARKS for finding in rule(self.model, self.run, layout)]
+        resolved, run = self.settle(layout, world_size)
+        found = [finding for rule in REMARKS for finding in rule(self.model, self.run, resolved)]
+        return found + list(settings_wait_for_layouts(layout, self.run, resolved, run))
+
+    def settle(self, layout: Layout, world_size: int) -> tuple[Layout, RunFacts]:
+        """Return the layout with all degrees known, and the run without the settings that wait for another
+        layout.
+
+        Raises:
+            PacelineError: PL113 where the degrees do not multiply to `world_size`.
+        """
+        resolved = layout.resolve(world_size)
+        return resolved, self._drop_waiting(layout, resolved)
+
+    def _drop_waiting(self, layout: Layout, resolved: Layout) -> RunFacts:
+        run = self.run
+        if layout.awaits_shards(resolved) or (resolved.dp_shard == 1 and any(map(_shards, self.layouts))):
+            run = replace(run, shard=ShardSection())
+        if not uses_ddp(resolved) and any(uses_ddp(_widen(other)) for other in self.layouts):
+            run = replace(run, ddp=DdpSection())
+        return run
 
     def refuse(self, layout: Layout, world_size: int) -> None:
         """Raise for a layout that does not work.
@@ -114,7 +140,7 @@ class Rules:
             if candidate != layout and not any(self._break(candidate))
         )
         # Candidates have no words of pp, which a legal layout of one rank may have.
-        is_legal = layout.dp_replicate is not None and not self.check(layout, world_size)
+        is_legal = layout.open_axis is None and not self.check(layout, world_size)
         return list(itertools.islice(itertools.chain([layout] * is_legal, near), _MOST_OFFERED))
 
     def enumerate(
@@ -136,6 +162,15 @@ class Rules:
 
     def _break(self, layout: Layout) -> Iterator[Finding]:
         return (finding for rule in RULES for finding in rule(self.model, self.run, layout))
+
+
+def _shards(layout: Layout) -> bool:
+    return _widen(layout).dp_shard > 1
+
+
+def _widen(layout: Layout) -> Layout:
+    """Return a layout with its open degree on twice as many ranks as it needs at least."""
+    return layout if layout.open_axis is None else layout.resolve(2 * layout.fewest_ranks)
 
 
 def list_candidates(

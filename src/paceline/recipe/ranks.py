@@ -17,6 +17,7 @@ from paceline.recipe.layout import (
     Recompute,
     Zero,
     check_degree,
+    check_open,
     is_file,
 )
 from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
@@ -29,9 +30,10 @@ else:
         "_DegreesSection",
         __base__=Section,
         **{
-            axis.name: (PositiveInt | Literal["auto"], Field("auto", description=axis.help))
-            if axis.name == OPEN
-            else (PositiveInt, Field(getattr(Layout, axis.name), description=axis.help))
+            axis.name: (
+                PositiveInt | Literal["auto"] if axis.stretches else PositiveInt,
+                Field("auto" if axis.name == OPEN else getattr(Layout, axis.name), description=axis.help),
+            )
             for axis in AXES
         },
     )
@@ -65,6 +67,16 @@ class LayoutSection(_DegreesSection):
     """Cuts of the model, joined by `+`: the names of the modules that all stages but the first begin
     with (`"blocks.2+blocks.5"`), or the numbers of blocks of all stages (`"2+3+3"`). `""`: by cost."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _close_copies(cls, table: Any) -> Any:
+        """Leave only `dp_shard` open where a recipe does: copies that it does not mention are then closed."""
+        if not isinstance(table, dict) or table.get("dp_shard") != "auto":
+            return table
+        if OPEN in table or not isinstance(table.get("ep", 1), int):
+            return table
+        return {**table, OPEN: Layout(dp_shard=None, ep=table.get("ep", 1)).dp_replicate}  # type: ignore[arg-type]
+
     @model_validator(mode="after")
     def _check(self) -> LayoutSection:
         if self.schedule not in SCHEDULES and not is_file(self.schedule):
@@ -74,28 +86,45 @@ class LayoutSection(_DegreesSection):
                 f"schedule is one of {', '.join(SCHEDULES)}, or the path of a file.",
                 "Leave it out for schedule=1f1b, or use one of these.",
             )
-        for axis in list_axes():
-            degree = getattr(self, axis)
-            try:
+        try:
+            check_open([axis for axis in list_axes(stretches=True) if getattr(self, axis) == "auto"])
+            for axis in list_axes():
+                degree = getattr(self, axis)
                 check_degree(axis, 1 if degree == "auto" else degree)
-            except PacelineError as error:
-                raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
+        except PacelineError as error:
+            raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
         return self
 
     def to_layout(self) -> Layout:
-        """Return the `Layout`; `"auto"` copies become `None` until the number of ranks is known."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Layout)}
-        if values[OPEN] == "auto":
-            values[OPEN] = None
+        """Return the `Layout`; a degree of `"auto"` becomes `None` until the number of ranks is known."""
+        given = {field.name: getattr(self, field.name) for field in fields(Layout)}
+        values: dict[str, Any] = {name: None if value == "auto" else value for name, value in given.items()}
         return Layout(**values)
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutSection:
         """Return the section for a layout, the inverse of `to_layout`."""
-        values: dict[str, Any] = {field.name: getattr(layout, field.name) for field in fields(layout)}
-        if values[OPEN] is None:
-            values[OPEN] = "auto"
+        given = {field.name: getattr(layout, field.name) for field in fields(layout)}
+        values: dict[str, Any] = {name: "auto" if value is None else value for name, value in given.items()}
         return cls(**values)
+
+
+class ElasticSection(Section):
+    """The settings of a run whose number of ranks may change from one start to the next."""
+
+    layouts: list[str] = Field(default=[])
+    """Layouts to use if the ranks cannot hold `[layout]`, from the most ranks to the fewest, for example
+    `["dp_shard=2 tp=2", "tp=2"]`. The first that they can hold is used, and ranks beyond it wait as spares.
+    If `[layout]` is left at its defaults, only these layouts count."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ElasticSection:
+        try:
+            for text in self.layouts:
+                Layout.parse(text)
+        except PacelineError as error:
+            raise broken_rule(error.code, f"elastic.layouts: {error.saw}", error.rule, error.fix) from None
+        return self
 
 
 class ShardSection(Section):

@@ -28,6 +28,7 @@ RESUMABLE: dict[str, str] = {
     "train.compile": "changes last bits only",
     "train.timeout_s": "a limit, not a part of the arithmetic",
     "layout": "the same numbers on any layout",
+    "elastic": "the same numbers on any layout",
     "ddp": "speed only",
     "shard.reshard_after_forward": "memory and speed only",
     "shard.prefetch": "memory and speed only",

@@ -10,7 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from paceline.errors import PacelineError
+from paceline.recipe.layout import Layout, check_order
 from paceline.recipe.ranks import DdpSection as DdpSection
+from paceline.recipe.ranks import ElasticSection as ElasticSection
 from paceline.recipe.ranks import LayoutSection as LayoutSection
 from paceline.recipe.ranks import ShardSection as ShardSection
 from paceline.recipe.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, broken_rule
@@ -455,6 +458,7 @@ class Recipe(Section):
     train: TrainSection
     optimizer: OptimizerSection = AdamW(kind="adamw")
     layout: LayoutSection = LayoutSection()
+    elastic: ElasticSection = ElasticSection()
     shard: ShardSection = ShardSection()
     ddp: DdpSection = DdpSection()
     loader: LoaderSection = LoaderSection()
@@ -485,4 +489,19 @@ class Recipe(Section):
                 "The warm-up is the first part of the run.",
                 f"Set warmup_steps to {self.train.steps} or less.",
             )
+        try:
+            check_order(self.list_layouts())
+        except PacelineError as error:
+            raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
         return self
+
+    def with_layout(self, layout: Layout, **changed: Section) -> Recipe:
+        """Return the recipe with this layout and no other, and with other changed sections by name."""
+        fixed = {"layout": LayoutSection.of(layout), "elastic": ElasticSection()}
+        return self.model_copy(update={**fixed, **changed})
+
+    def list_layouts(self) -> list[Layout]:
+        """Return the layouts that the run may use, the first choice first; each may have an open degree."""
+        first = self.layout.to_layout()
+        others = [Layout.parse(text) for text in self.elastic.layouts]
+        return others if others and first == Layout() else [first, *others]

@@ -110,8 +110,11 @@ class Arguments:
             tokens_per_sample=(self.tokens_per_sample, 1),
             peak_flops=(self.peak_flops, 1),
         )
-        layout = Layout.parse(self.layout) if isinstance(self.layout, str) else self.layout
-        return layout.resolve(world_size)
+        return self._read_layout().resolve(world_size)
+
+    def _read_layout(self) -> Layout:
+        """Return the layout as given; a degree may be open."""
+        return Layout.parse(self.layout) if isinstance(self.layout, str) else self.layout
 
     def check_together(self, layout: Layout) -> None:
         """Raise if arguments contradict each other.
@@ -143,6 +146,8 @@ class Arguments:
             ddp = validate_section("ddp", DdpSection, ddp or {})
         if not isinstance(shard, ShardSection):
             shard = validate_section("shard", ShardSection, shard or {})
+        if self._read_layout().awaits_shards(layout):
+            shard = ShardSection()
         return Settings(
             layout,
             ddp=ReplicaSettings(**ddp.model_dump()),

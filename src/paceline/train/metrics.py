@@ -151,6 +151,7 @@ def describe_step(
     peak_flops: float | None,
     memory_bytes: int,
     save_times: tuple[float | None, float | None] = (None, None),
+    layout: str | None = None,
 ) -> dict[str, Any]:
     """Return the row of one step.
 
@@ -164,6 +165,7 @@ def describe_step(
         memory_bytes: peak on this rank.
         save_times: seconds that saves have stalled training since the step before, and seconds from the
             begin to the commit of the last save that has ended since; `None` if there was none.
+        layout: of the ranks that took the step.
     """
     samples_per_s = step.num_samples / step.step_s if step.step_s > 0 else None
     flops_per_s = flops_per_sample * samples_per_s if flops_per_sample and samples_per_s else None
@@ -187,6 +189,7 @@ def describe_step(
         "save_stall_s": save_times[0],
         "save_s": save_times[1],
         "skipped": step.skipped,
+        "layout": layout,
     }
     if len(step.updates) > 1:
         row |= {f"loss_{name}": update.loss for name, update in step.updates.items()}

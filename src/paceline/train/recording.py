@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from paceline.errors import PacelineError
+from paceline.recipe import Layout
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
 from paceline.train.step import Step
 from paceline.train.update import ONE_IS_NAN, Update
@@ -20,6 +21,7 @@ class StepRecords:
 
     Args:
         world: the ranks.
+        layout: of the ranks.
         dtype: of the training.
         peak_flops: of one rank's device; `None` to use the known value of a common GPU.
         tokens_per_sample: for tokens/s.
@@ -29,13 +31,14 @@ class StepRecords:
     def __init__(
         self,
         world: World,
+        layout: Layout,
         *,
         dtype: str,
         peak_flops: float | None,
         tokens_per_sample: int | None,
         tensorboard: bool,
     ) -> None:
-        self._world = world
+        self._world, self._layout = world, str(layout)
         peak = peak_flops or find_peak_flops(world.device, dtype)
         self._peak_flops = peak * world.world_size if peak else None
         self._tokens_per_sample = tokens_per_sample
@@ -77,6 +80,7 @@ class StepRecords:
                 peak_flops=self._peak_flops,
                 memory_bytes=writer.measure_memory(self._world.device),
                 save_times=save_times,
+                layout=self._layout,
             )
         )
 

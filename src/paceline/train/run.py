@@ -15,7 +15,7 @@ from torch.utils.data import Subset, default_collate
 from paceline.data import TaskData, build_data, measure_bigram
 from paceline.generators import preserved_generators, seed_generators
 from paceline.models import Decoder, build_model
-from paceline.recipe import Recipe, dump_recipe, list_settings
+from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, settle_recipe
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
 from paceline.train.evaluation import Evaluation
@@ -27,7 +27,7 @@ from paceline.train.state.write import caught
 from paceline.train.step import Step
 from paceline.train.tasks import build_lr_schedule, build_optimizer, build_task
 from paceline.train.trainer import Trainer
-from paceline.world import World
+from paceline.world import World, current_world
 
 _SAMPLE_TOKENS = 200
 
@@ -35,7 +35,9 @@ _SAMPLE_TOKENS = 200
 class Reporter(Protocol):
     """A receiver of a run's progress, on rank 0."""
 
-    def begin(self, *, num_parameters: int, num_steps: int, first_step: int, world: World) -> None:
+    def begin(
+        self, *, num_parameters: int, num_steps: int, first_step: int, world: World, layout: Layout
+    ) -> None:
         """Report that the run is built and continues after `first_step` steps."""
 
     def step(self, step: Step, num_steps: int, tokens_per_sample: int | None) -> None:
@@ -53,6 +55,7 @@ class RunSummary:
         folder: of the run.
         num_parameters: trained and frozen.
         world_size: ranks of this start.
+        layout: of this start.
         steps: optimizer steps of the whole run.
         samples: samples of the whole run.
         losses: training loss of every step, `None` for skipped ones.
@@ -73,6 +76,7 @@ class RunSummary:
     folder: str
     num_parameters: int
     world_size: int
+    layout: str
     steps: int
     samples: int
     losses: list[float | None]
@@ -99,7 +103,8 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         num_steps: length of the run, for the schedule.
         settings: other arguments of `Trainer`, such as `comm_hook`.
     """
-    task, train, layout = build_task(recipe), recipe.train, recipe.layout.to_layout()
+    settled = settle_recipe(recipe, current_world().world_size)
+    task, train, layout = build_task(recipe), recipe.train, settled.layout
     divides_sample = layout.num_sample_parts > 1
     return Trainer(
         lambda: build_model(recipe, data),
@@ -108,14 +113,14 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         optimizer=lambda named: build_optimizer(recipe, named),
         schedule=lambda optimizer: build_lr_schedule(recipe, optimizer, num_steps),
         layout=layout,
-        shard=recipe.shard,
+        shard=settled.recipe.shard,
         example=default_collate([data.train[place] for place in range(2)]) if divides_sample else None,
         dtype=train.dtype,
         reduction=train.reduction,
         microbatch_size=train.microbatch_size,
         clip_norm=train.clip_norm,
         seed=train.seed,
-        ddp=recipe.ddp,
+        ddp=settled.recipe.ddp,
         sync_batchnorm=train.sync_batchnorm,
         compile=train.compile,
         max_skipped_in_a_row=train.max_skipped_in_a_row,
@@ -226,6 +231,7 @@ class _RecipeRun:
                 num_steps=self._num_steps,
                 first_step=self._first_step,
                 world=self._world,
+                layout=self._trainer.layout,
             )
         if self._trainer.step_number >= self._num_steps:
             self._finish_complete()
@@ -261,6 +267,7 @@ class _RecipeRun:
             folder=str(self._folder),
             num_parameters=self._num_parameters,
             world_size=self._world.world_size,
+            layout=str(self._trainer.layout),
             steps=self._trainer.step_number,
             samples=self._trainer.num_samples,
             losses=[row.get("loss") for row in rows],

@@ -93,7 +93,8 @@ class Trainer(TrainedModels):
         step: for named models: `step(update)` calls `update(name, loss)` at least once. That
             `loss(models, batch)` returns the same as `loss` above. Each call is one optimizer step of
             that model on this global batch.
-        layout: degrees, for example `"dp_replicate=2 dp_shard=2 tp=2"`. Default: all ranks replicate.
+        layout: degrees, for example `"dp_replicate=2 dp_shard=2 tp=2"`. One of `dp_replicate` and `dp_shard`
+            may be `auto`, which follows from the number of ranks. Default: all ranks replicate.
         example: a batch of a few samples, of the form that `step` gets. Required for tp, which traces one
             forward to find how the model can be split.
         tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; other modules are
@@ -243,6 +244,7 @@ class Trainer(TrainedModels):
         )
         self._records = StepRecords(
             self.world,
+            self.layout,
             dtype=given.dtype,
             peak_flops=given.peak_flops,
             tokens_per_sample=given.tokens_per_sample,

@@ -15,7 +15,6 @@ from paceline.data import build_data
 from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
 from paceline.recipe import Layout, Recipe
-from paceline.recipe.schema import LayoutSection
 from paceline.torch_seams.trees import tree_map_only
 from paceline.train.batches import count_samples
 from paceline.train.run import build_loader, build_trainer, count_steps
@@ -125,7 +124,7 @@ class _OpenedRecipe:
 
     def _adapt(self, layout: Layout, reduction: str, clip_norm: float) -> Recipe:
         train = self._recipe.train.model_copy(update={"reduction": reduction, "clip_norm": clip_norm})
-        return self._recipe.model_copy(update={"layout": LayoutSection.of(layout), "train": train})
+        return self._recipe.with_layout(layout, train=train)
 
 
 @dataclass(frozen=True)

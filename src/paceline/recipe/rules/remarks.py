@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.finding import Finding
 from paceline.recipe.axes import list_axes
 from paceline.recipe.facts import ModelFacts, RunFacts
-from paceline.recipe.layout import Layout
+from paceline.recipe.layout import CHOICES, Layout
 from paceline.recipe.rules.shards import FOLDER
 from paceline.recipe.rules.words import list_changed
 
@@ -66,4 +66,33 @@ def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Ite
             f"{changed} on one rank.",
             "They control how ranks communicate, so they have no effect here.",
             "Leave them if the recipe is also meant for several ranks.",
+        )
+
+
+def settings_wait_for_layouts(
+    asked: Layout, run: RunFacts, layout: Layout, kept: RunFacts
+) -> Iterator[Finding]:
+    """Yield settings that have no effect now, because the layout follows from the number of ranks.
+
+    Args:
+        asked: the layout with its open degree.
+        run: all settings.
+        layout: the layout on these ranks.
+        kept: the settings that apply under it.
+    """
+    waiting = [
+        f"layout.{word}={getattr(asked, word)}"
+        for word in CHOICES
+        if getattr(asked, word) != getattr(layout, word)
+    ]
+    if layout.num_ranks > 1:  # on one rank, `settings_wait_for_ranks` yields these
+        waiting += [list_changed(run.ddp)] * (run.ddp != kept.ddp)
+        waiting += [list_changed(run.shard)] * (run.shard != kept.shard)
+    if waiting:
+        yield Finding(
+            "PL152",
+            "layout",
+            f"{', '.join(waiting)} with layout {layout}.",
+            "The layout follows from the number of ranks, and these settings need more of them.",
+            "Nothing needs to be done.",
         )

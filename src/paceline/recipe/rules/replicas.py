@@ -11,9 +11,14 @@ from paceline.recipe.layout import Layout
 from paceline.recipe.rules.words import list_changed, name_degrees
 
 
+def uses_ddp(layout: Layout) -> bool:
+    """Return whether DistributedDataParallel replicates the model."""
+    return layout.dp_shard == 1 and layout.num_replicas > 1 and layout.pp == 1
+
+
 def replication_applies(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
     """Yield settings of DDP without DDP: it replicates only if dp_shard does not share out data too."""
-    if layout.num_ranks == 1 or (layout.dp_shard == 1 and layout.num_replicas > 1 and layout.pp == 1):
+    if layout.num_ranks == 1 or uses_ddp(layout):
         return
     why = (
         f"with layout.dp_shard={layout.dp_shard}."
