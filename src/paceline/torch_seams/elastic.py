@@ -14,7 +14,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from paceline.torch_seams.check import checked, set_existing
 
 with checked("elastic"):
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _BackendRendezvousStateHolder
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        _BackendRendezvousStateHolder,
+        _RendezvousExitOp,
+    )
+
+_LEAVE_S = 5.0
 
 
 def forget_store(handler: RendezvousHandler) -> None:
@@ -26,6 +31,19 @@ def forget_store(handler: RendezvousHandler) -> None:
     if isinstance(handler, DynamicRendezvousHandler):
         set_existing(handler, "_bootstrap_store_info", None)
         set_existing(handler, "_shared_tcp_store_server", None)
+
+
+def leave_round(handler: RendezvousHandler) -> None:
+    """Take this node out of a dynamic rendezvous: others wait for a node that only ends until its heartbeat
+    has expired.
+
+    Raises:
+        RendezvousError: the others cannot be reached.
+    """
+    if isinstance(handler, DynamicRendezvousHandler):
+        handler._stop_heartbeats()
+        executor: Any = handler._op_executor
+        executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE_S)
 
 
 def use_own_clock(handler: RendezvousHandler) -> None:

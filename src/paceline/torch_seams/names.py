@@ -42,6 +42,7 @@ _SHARED = "torch.distributed.fsdp._common_utils"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _PL449 = "dp_shard is refused with PL449; other layouts work"
 _ALL_ROUNDS = "a restart meets at a store of its own"
+_LEAVES = "a node that leaves is not waited for"
 
 # Autograd nodes that only view, copy or cut their input: no value changes.
 VIEW_NODES = (
@@ -95,6 +96,8 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._shared_tcp_store_server", _ALL_ROUNDS),
         TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._state_holder", "clocks of nodes may differ"),
         TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._op_executor", "clocks of nodes may differ"),
+        TorchName(f"{_DYNAMIC}.DynamicRendezvousHandler._stop_heartbeats", _LEAVES),
+        TorchName(f"{_DYNAMIC}._RendezvousExitOp", _LEAVES),
         TorchName(f"{_DYNAMIC}._DistributedRendezvousOpExecutor._state_holder", "clocks of nodes may differ"),
         TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._backend", "clocks of nodes may differ"),
         TorchName(f"{_DYNAMIC}._BackendRendezvousStateHolder._settings", "clocks of nodes may differ"),

@@ -1,12 +1,15 @@
 """torchelastic's agent and rendezvous, with ranks from the keeper.
 
 torch's agent meets the other nodes, assigns ranks, notices when one ends, and restarts them. This file starts
-ranks through the keeper instead of Popen, and fixes two faults of the agent:
+ranks through the keeper instead of Popen, and fixes three faults of the agent:
 
 - In torch 2.13, ranks that are restarted use the store of the round before, where gloo finds the addresses of
   dead processes (pytorch#135712). Here each round gets a store of its own, as torch's own comment in
   `distributed/rendezvous.py` expects.
 - torch does not check how many nodes a rendezvous returned. Here, fewer nodes than the minimum are refused.
+- If nodes come or go, ranks that save and stop together end at the same moment on all nodes. torch's agents
+  count that as a failure, unless they were first to notice. Here, a node that is asked to leave announces it
+  in the store of the round, and the others start again in the next one, at no cost in restarts.
 
 `rendezvous.py` defines how the nodes meet.
 """
@@ -18,23 +21,30 @@ import inspect
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic import events, metrics
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.errors import PacelineError
+from paceline.exit_codes import STOPPED
 from paceline.launching.elastic.rendezvous import build_rendezvous
 from paceline.launching.processes.ranks import Attempts, Ranks
-from paceline.torch_seams.elastic import SteppedAgent, forget_store
+from paceline.torch_seams.elastic import SteppedAgent, forget_store, leave_round
+
+_LEAVES = "paceline/leaves/"
+# torch reads the list of waiting nodes once a second.
+_NEWS_S = 3.0
 
 
 def run_agent(
@@ -85,9 +95,8 @@ def run_agent(
         "shutdown_timeout": getattr(config, "shutdown_timeout", None),
     }
     takes = inspect.signature(SteppedAgent.__init__).parameters
-    agent = _Agent(
-        rounds, ranks, config.min_nodes, spec=spec, **{n: v for n, v in options.items() if n in takes}
-    )
+    nodes = config.min_nodes, config.max_nodes
+    agent = _Agent(rounds, ranks, nodes, spec=spec, **{n: v for n, v in options.items() if n in takes})
     metrics.initialize_metrics(MetricsConfig(config.metrics_cfg))
     is_asked = False
     try:
@@ -109,14 +118,17 @@ def run_agent(
         # A node that was asked to leave does not close the rendezvous for those that stay.
         if not is_asked:
             handler.shutdown()
+        else:
+            with suppress(RendezvousError):
+                leave_round(handler)
 
 
 class _Agent(SteppedAgent):
-    def __init__(self, rounds: Attempts, ranks: Ranks, min_nodes: int, **options: Any) -> None:
+    def __init__(self, rounds: Attempts, ranks: Ranks, nodes: tuple[int, int], **options: Any) -> None:
         super().__init__(**options)
         self._rounds = rounds
         self._ranks = ranks
-        self._min_nodes = min_nodes
+        self._min_nodes, self._max_nodes = nodes
 
     def meet(self, group: WorkerGroup) -> None:
         handler = group.spec.rdzv_handler
@@ -150,8 +162,37 @@ class _Agent(SteppedAgent):
 
     def poll_ranks(self, group: WorkerGroup) -> RunResult:
         if self._rounds.asked is not None:
+            # Before the ranks get the signal, so that the other nodes know when theirs stop with them.
+            store: Any = group.store
+            with suppress(RuntimeError):  # the store may have gone
+                store.set(f"{_LEAVES}{group.group_rank}", "1")
             raise SignalException("asked to stop", sigval=signal.Signals(self._rounds.asked))
-        return super().poll_ranks(group)
+        result = super().poll_ranks(group)
+        if self._stopped_for_others(group, result):
+            self.restart_ranks(group)
+            return RunResult(WorkerState.HEALTHY)
+        return result
+
+    def _stopped_for_others(self, group: WorkerGroup, result: RunResult) -> bool:
+        """Return whether ranks of an elastic job have saved and stopped because nodes come or go."""
+        if self._min_nodes == self._max_nodes or not result.is_failed():
+            return False
+        if any(failure.exitcode != STOPPED for failure in result.failures.values()):
+            return False
+        store: Any = group.store
+        others = set(range(group.group_world_size or 1)) - {group.group_rank}
+        deadline = time.monotonic() + _NEWS_S
+        while self._rounds.asked is None and time.monotonic() < deadline:
+            try:
+                leaves = any(store.check([f"{_LEAVES}{node}"]) for node in others)
+            except RuntimeError:  # the node that has the store was the one to leave
+                return True
+            if leaves:
+                return True
+            if group.spec.rdzv_handler.num_nodes_waiting() > 0:
+                return True
+            time.sleep(0.1)
+        return False
 
     def restart_ranks(self, group: WorkerGroup) -> None:
         self.stop_ranks(group)

@@ -1,0 +1,192 @@
+"""Nodes join and leave a run: no step is lost, and the weights keep the bits of one process."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint import find_checkpoint, hash_stored, open_usable
+from paceline.checkpoint.manifest import read_manifest
+from paceline.recipe import parse_recipe
+from paceline.train.run import train_recipe
+from paceline.world import World
+from tests.dist.pool import Pool
+from tests.launching.launched import Launched, paceline_run, script
+from tests.launching.nodes import Nodes, why_no_nodes
+from tests.launching.test_meeting import c10d, free_port
+from tests.train.cases import text_recipe
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 60
+MANY_STEPS = 400
+NUM_SAMPLES = 93
+_LIMIT_S = 120.0
+_FAST = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
+# Of three ranks, the third is a spare.
+LAYOUTS = ["dp_shard=2", "dp_replicate=1"]
+
+
+def list_lines(recipe: dict[str, Any]) -> str:
+    sections = (
+        [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+        for section, table in recipe.items()
+    )
+    return "\n".join(line for section in sections for line in section) + "\n"
+
+
+def train_alone(world: World, recipe: dict[str, Any], folder: Path) -> None:
+    train_recipe(parse_recipe(recipe), folder, world, None)
+
+
+class Run:
+    """A run that nodes join and leave, and one in a single process to compare it with."""
+
+    def __init__(self, folder: Path, layouts: list[str] | None = None, steps: int = STEPS) -> None:
+        self.folder, self.num_steps = folder, steps
+        recipe = text_recipe(folder / "text")
+        recipe["train"] |= {"steps": steps, "timeout_s": 60}
+        recipe["checkpoint"] = {"every": 0}
+        self.alone = dict(recipe)
+        recipe |= {"elastic": {"layouts": layouts}} if layouts else {"layout": {"dp_shard": "auto"}}
+        (folder / "recipe.toml").write_text(list_lines(recipe))
+
+    def start(
+        self,
+        stack: ExitStack,
+        name: str,
+        endpoint: str,
+        num_ranks: int = 1,
+        around: Callable[..., list[str]] = list,
+        nodes: str = "1:2",
+    ) -> Launched:
+        meeting = [*c10d(endpoint), "--nnodes", nodes, "--rdzv-conf", _FAST]
+        train = [
+            str(self.folder),
+            "train",
+            str(self.folder / "recipe.toml"),
+            "--out",
+            str(self.folder / "run"),
+        ]
+        command = paceline_run("--nproc-per-node", str(num_ranks), *meeting, script("paced.py"), *train)
+        return stack.enter_context(Launched(self.folder / name, command, around=around))
+
+    def read_steps(self) -> list[list[str]]:
+        """The lines of all ranks so far."""
+        file = self.folder / "steps"
+        return [line.split(" ") for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait_for(self, world_size: int, *jobs: Launched) -> None:
+        """Waits until a rank of a world of this size has taken a step, after those that were taken so far."""
+        known, deadline = len(self.read_steps()), time.monotonic() + _LIMIT_S
+        while all(line[0] != str(world_size) for line in self.read_steps()[known:]):
+            assert time.monotonic() < deadline, "\n".join(job.text for job in jobs)
+            time.sleep(0.1)
+
+    def end(self, *jobs: Launched) -> None:
+        (self.folder / "go").touch()
+        assert [job.wait(_LIMIT_S) for job in jobs] == [0] * len(jobs), "\n".join(job.text for job in jobs)
+
+    def check(self, ranks: Pool, sizes: list[int]) -> None:
+        """No step was taken twice, no sample was left out, and every bit is that of one process."""
+        lines = self.read_steps()
+        sizes_by_step = dict.fromkeys(range(1, self.num_steps + 1), 0)
+        used: Counter[tuple[str, str]] = Counter()
+        for size, step, epoch, places in lines:
+            sizes_by_step[int(step)] += 1
+            assert sizes_by_step[int(step)] <= int(size), f"step {step} was taken twice: {lines}"
+            used.update((epoch, place) for place in places.split(",") if place)
+        assert set(used.values()) == {1}
+        assert sum(epoch == "0" for epoch, _ in used) == NUM_SAMPLES
+        seen = [int(size) for size, *_ in lines]
+        assert [size for size, before in zip(seen, [0, *seen], strict=False) if size != before] == sizes
+        rows = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, self.num_steps + 1))
+        ranks.run(train_alone, nproc=1, args=(self.alone, self.folder / "alone"))
+        ours, alone = (hash_of(self.folder / name) for name in ("run", "alone"))
+        assert ours == alone
+
+
+def hash_of(folder: Path) -> str:
+    return hash_stored(open_usable(find_checkpoint(folder)).model)
+
+
+def test_a_node_joins_and_leaves(ranks: Pool, tmp_path: Path) -> None:
+    """One rank; then a node with two, of which one waits as a spare; then one rank again."""
+    run, endpoint = Run(tmp_path, LAYOUTS), f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        first = run.start(stack, "first", endpoint)
+        run.wait_for(1, first)
+        second = run.start(stack, "second", endpoint, num_ranks=2)
+        run.wait_for(2, first, second)
+        second.signal(15)
+        assert second.wait(_LIMIT_S) == 75, second.text
+        run.wait_for(1, first)
+        run.end(first)
+        assert "layout dp_replicate=1 dp_shard=2 has 2 of the 3 ranks; the others wait as spares." in (
+            first.text + second.text
+        )
+        assert "the nodes have changed" in first.text
+    identity = read_manifest(find_checkpoint(tmp_path / "run")).identity
+    assert identity["layout"] == "dp_replicate=1"
+    run.check(ranks, [1, 2, 1])
+
+
+@pytest.mark.slow
+def test_nodes_join_and_leave_over_a_network(ranks: Pool, tmp_path: Path) -> None:
+    """Nodes with addresses of their own: one, two, three, and two again, by a layout that stretches."""
+    if reason := why_no_nodes():
+        pytest.skip(reason)
+    run = Run(tmp_path, steps=MANY_STEPS)
+    with Nodes(3) as nodes, ExitStack() as stack:
+        jobs: list[Launched] = []
+        for number in range(3):
+
+            def around(command: Any, number: int = number) -> list[str]:
+                return nodes.command(number, command)
+
+            jobs.append(run.start(stack, f"node{number}", "node0:29501", around=around, nodes="1:3"))
+            run.wait_for(number + 1, *jobs)
+        jobs[1].signal(15)
+        assert jobs[1].wait(_LIMIT_S) == 75, jobs[1].text
+        run.wait_for(2, *jobs)
+        jobs[2].signal(10)
+        assert jobs[2].wait(_LIMIT_S) == 75, jobs[2].text
+        run.wait_for(1, *jobs)
+        run.end(jobs[0])
+    run.check(ranks, [1, 2, 3, 2, 1])
+
+
+@pytest.mark.slow
+def test_a_spare_takes_over(ranks: Pool, tmp_path: Path) -> None:
+    """Of three nodes the layout has two; one of these leaves, and the spare takes its place."""
+    if reason := why_no_nodes():
+        pytest.skip(reason)
+    run = Run(tmp_path, LAYOUTS, MANY_STEPS)
+    with Nodes(3) as nodes, ExitStack() as stack:
+        jobs = {}
+        for number in range(3):
+
+            def around(command: Any, number: int = number) -> list[str]:
+                return nodes.command(number, command)
+
+            jobs[number] = run.start(stack, f"node{number}", "node0:29501", around=around, nodes="1:3")
+        run.wait_for(2, *jobs.values())
+        deadline = time.monotonic() + _LIMIT_S
+        while not any("2 of the 3 ranks" in job.text for job in jobs.values()):
+            assert time.monotonic() < deadline, "\n".join(job.text for job in jobs.values())
+            time.sleep(0.1)
+        run.wait_for(2, *jobs.values())
+        jobs[1].signal(15)
+        assert jobs[1].wait(_LIMIT_S) == 75, jobs[1].text
+        run.wait_for(2, *jobs.values())
+        run.end(jobs[0], jobs[2])
+    lines = run.read_steps()
+    assert {line[0] for line in lines} <= {"1", "2"}
