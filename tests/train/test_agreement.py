@@ -66,6 +66,8 @@ def test_all_ranks_read_the_same_bits(
         ([0, signal.SIGINT], signal.SIGINT),
         ([signal.SIGTERM, 0], signal.SIGTERM),
         ([signal.SIGTERM, signal.SIGINT], signal.SIGTERM),
+        ([0, signal.SIGUSR1], signal.SIGUSR1),
+        ([signal.SIGUSR2, signal.SIGINT], signal.SIGUSR2),
     ],
 )
 def test_a_signal_at_one_rank_is_known_to_all(ranks: Pool, signums: list[int], told: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch import nn
 
 from paceline.checkpoint import find_checkpoint, hash_stored, open_usable
 from paceline.checkpoint.manifest import read_manifest
@@ -21,7 +24,7 @@ from paceline.recipe.schema import Recipe
 from paceline.train.run import build_loader, build_trainer, count_steps
 from paceline.train.trainer import Trainer
 from paceline.world import World
-from tests.dist.pool import Pool
+from tests.dist.pool import Pool, RankError
 from tests.train.cases import text_recipe
 
 NUM_SAMPLES = 93
@@ -104,6 +107,39 @@ def test_bits_of_one_process(
         places = [place for (own, _), part in used.items() if own == epoch for place in part]
         assert sorted(places) == list(range(NUM_SAMPLES)), f"epoch {epoch}"
     assert hash_of(tmp_path / "run") == hash_of(tmp_path / "alone")
+
+
+def train_own_model(world: World, layout: str) -> str:
+    """A trainer whose shards wait for more ranks, and the settings of shards with them."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    trainer = Trainer(
+        model,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        loss=lambda output, _: output.square().mean(),
+        layout=layout,
+        shard={"prefetch": 0},
+        example=torch.zeros(2, 8),
+        microbatch_size=2,
+    )
+    assert math.isfinite(trainer.step(torch.ones(4, 8)).loss)
+    return str(trainer.layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "found"),
+    [
+        ("dp_shard=auto zero=2", 1, "dp_replicate=1"),
+        ("dp_shard=auto tp=2 zero=2", 2, "dp_replicate=1 tp=2"),
+        ("dp_shard=auto zero=2", 2, "dp_replicate=1 dp_shard=2 zero=2"),
+    ],
+)
+def test_a_trainer_stretches(ranks: Pool, layout: str, num_ranks: int, found: str) -> None:
+    assert ranks.run(train_own_model, nproc=num_ranks, args=(layout,)) == [found] * num_ranks
+
+
+def test_a_trainer_refuses_what_the_ranks_do_not_divide(ranks: Pool) -> None:
+    with pytest.raises(RankError, match="Start 2 or 4 ranks"):
+        ranks.run(train_own_model, nproc=3, args=("dp_shard=auto tp=2",))
 
 
 @pytest.mark.slow

@@ -232,7 +232,8 @@ class Agreement:
             losses=table[:, _LOSS].tolist(),
             weights=table[:, _WEIGHT].tolist(),
             statistics=torch.from_numpy(table)[:, _NUM_FIXED:],
-            stop_signum=max(signums, key=(0, signal.SIGINT, signal.SIGTERM).index),
+            # After Ctrl-C a person decides whether to go on; after any other signal a scheduler does.
+            stop_signum=max(signums, key=lambda signum: (signum not in (0, signal.SIGINT), signum)),
             used=(numbers[end:] > 0).tolist() if self._num_parameters else None,
             all_leave_out=all(row[_LEAVES_OUT] for row in plain),
             busy_s=[row[_BUSY] for row in plain],
