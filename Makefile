@@ -7,6 +7,7 @@
 # make test-torch-table   all of TORCHES with all of PYTHONS; takes hours, and about 6 GB of disk per pair
 # make chaos   kill processes of real runs a hundred times and compare the bits: about half an hour
 # make chaos-launcher   `paceline run` under restarts, kills, Ctrl-C and on two nodes: tests/chaos/launcher.txt
+# make chaos-nodes   seconds without a step where nodes are killed, cut off, stopped and come back: tests/chaos/nodes.txt
 # make hangs   73 faulty and 27 healthy scripts under the watch, each with its expected verdict: docs/tables/hangs.md
 # make check   format, lint, types, layers
 # make bench   the speed tables, beside other libraries (in a separate environment)
@@ -24,7 +25,7 @@ TORCH ?= 2.11.0
 TORCHES ?= 2.11.0 2.12.0 2.13.0
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help env env-bench train test test-slow test-torch test-torch-table chaos chaos-launcher hangs check bench docs clean
+.PHONY: help env env-bench train test test-slow test-torch test-torch-table chaos chaos-launcher chaos-nodes hangs check bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -64,6 +65,9 @@ chaos: env
 
 chaos-launcher: env
 	.venv/bin/python -m tests.chaos.launcher $(ARGS)
+
+chaos-nodes: env
+	.venv/bin/python -m tests.chaos.nodes $(ARGS)
 
 hangs: env
 	.venv/bin/python -m tests.watch.run $(ARGS)

@@ -33,7 +33,9 @@ ROWS: list[tuple[str, ...]] = [
 # Rooms inside of a unit, from the ground up, with the same rule: folders, or files that all of them may use.
 # Other files beside the rooms may use all of them.
 ROOMS: dict[str, list[tuple[str, ...]]] = {
-    "launching": [("watcher",), ("ending",), ("rank",), ("warm",), ("processes",), ("elastic",)],
+    "launching": [
+        *(("watcher",), ("ending",), ("rank",), ("warm",), ("processes",), ("members",), ("elastic",)),
+    ],
     "watch": [("protocol",), ("rank", "reasoning"), ("launcher",)],
 }
 # What a unit may use of a lower one, where that is less than all: the mechanisms know the words of a layout,

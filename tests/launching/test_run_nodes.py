@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos import nodes as chaos
 from tests.chaos.launcher_cases.interrupts import check_partitioned, check_waiting
 from tests.chaos.launcher_cases.two_nodes import check_cause_is_elsewhere, check_sums, check_unknown_name
+from tests.launching.launched import paceline_run
 from tests.launching.nodes import why_no_nodes
 
 pytestmark = pytest.mark.timeout(100)
@@ -39,3 +41,23 @@ def test_a_signal_ends_the_wait_for_a_node(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_signal_ends_a_launcher_that_is_cut_off(tmp_path: Path) -> None:
     check_partitioned(tmp_path, meeting="c10d")
+
+
+def measure(name: str) -> chaos.Reading:
+    fault = next(fault for fault in chaos.FAULTS if fault.name == name)
+    reading = chaos.measure(fault, paceline_run, 60)
+    assert reading.without_s is not None, reading.text
+    return reading
+
+
+def test_the_job_goes_on_without_the_node_of_the_endpoint() -> None:
+    reading = measure("node 0 of 2 killed")
+    assert reading.lost_steps <= 6, "all since the last save"
+    assert "the nodes have changed: node0 (10.77.0.10) is lost" in reading.text
+    assert "restarts left" not in reading.text, "a lost node is no failure of a rank"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["node 0 of 3, power cut", "node 1 of 3 cut off for 8 s"])
+def test_the_job_goes_on_without_a_node(name: str) -> None:
+    assert "is lost: no beat for 3 s" in measure(name).text

@@ -6,13 +6,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.cli.job_status import print_status
 from paceline.cli.profiling import add_profile_flags, add_recording, print_recording, refuse_recording
 from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error
 from paceline.errors import PacelineError
 
+_LEAST_S = 0.5
 _DESCRIPTION = """
 Runs a script on many ranks, as torchrun does and with torchrun's flags. torch is imported once and the ranks
 are forked from that, so they start in a fraction of the time; where one fails, the last message names the one
@@ -38,6 +40,23 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="OMP_NUM_THREADS of every rank (default: from the environment, else cores / ranks)",
     )
+    ours.add_argument(
+        "--detect-s",
+        type=float,
+        metavar="S",
+        help="seconds without a beat after which a node is lost (default 3); other waits follow from it",
+    )
+    ours.add_argument(
+        "--join-timeout",
+        type=float,
+        metavar="S",
+        help="seconds to wait for nodes that are missing (default 600)",
+    )
+    status: Any = ours.add_argument(
+        "--status",
+        action=_NeedsNoScript,
+        help="print the members, the round and the state of the job at --rdzv-endpoint, and exit",
+    )
     add_watching_flags(ours)
     add_profile_flags(ours)
     ours.add_argument(
@@ -45,12 +64,33 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="write Paceline's own messages as one JSON object per line to standard error",
     )
-    add_torchrun_flags(parser)
+    status.script = add_torchrun_flags(parser)
     parser.set_defaults(run=run)
+
+
+class _NeedsNoScript(argparse.Action):
+    """A switch that takes the place of the script."""
+
+    script: argparse.Action
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, True)
+        self.script.required = False
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
+    if args.status:
+        return print_status(args.rdzv_endpoint, args.rdzv_id, as_json=args.json)
     import logging
 
     from paceline.launching.ending.endings import PumpLost, RankFailed
@@ -95,6 +135,14 @@ def _run(args: argparse.Namespace) -> None:
             rule="A rank computes with at least one thread.",
             fix="Leave it out for cores divided by ranks.",
         )
+    for name, value in (("detect-s", args.detect_s), ("join-timeout", args.join_timeout)):
+        if value is not None and not value >= _LEAST_S:
+            raise PacelineError(
+                "PL378",
+                saw=f"--{name} {value:g}.",
+                rule=f"It is a number of seconds, at least {_LEAST_S:g}. Nodes beat six times in --detect-s.",
+                fix=f"Leave --{name} out for the default.",
+            )
     place = read_environment(os.environ)
     if place.launcher == "torchrun" or (place.launcher != "single" and args.nproc_per_node is None):
         refuse_recording(args)

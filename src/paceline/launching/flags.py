@@ -75,8 +75,13 @@ _SWITCHES: tuple[tuple[str, str | None, str], ...] = (
 )
 
 
-def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
-    """Add torchrun's flags (with dashes or underscores), and the script with its arguments."""
+def add_torchrun_flags(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ
+) -> argparse.Action:
+    """Add torchrun's flags (with dashes or underscores), and the script with its arguments.
+
+    Return the script's action.
+    """
     for flag, default, settings, words in _VALUES:
         options = {k: v for k, v in settings.items() if k not in ("short", "env")}
         value = environ.get(_variable(flag), default) if settings.get("env", True) else default
@@ -87,12 +92,13 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, environ: Mapping[str, st
         names = [short] if short else []
         is_on = environ.get(_variable(flag), "0") not in ("", "0")
         parser.add_argument(*names, *_spellings(flag), action="store_true", default=is_on, help=words)
-    parser.add_argument(
+    script = parser.add_argument(
         "training_script", metavar="SCRIPT", help="a path; a module with -m; a program with --no-python"
     )
     parser.add_argument(
         "training_script_args", metavar="ARGS", nargs=argparse.REMAINDER, help="go to the script"
     )
+    return script
 
 
 def _spellings(flag: str) -> list[str]:

@@ -32,7 +32,7 @@ from paceline.launching.processes.ranks import RankHandler, Ranks, fork_keeper
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.script import Become, Script, check_script
 from paceline.launching.stop import raise_on_signals, stop_by_signals
-from paceline.launching.verdict import judge, log_restart, refuse_lost_output
+from paceline.launching.verdict import judge, log_restart, may_be_consequence, refuse_lost_output
 from paceline.launching.warm.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
 from paceline.launching.warm.warm import Warmth, why_not_fork
 from paceline.launching.watcher import Watcher, ignore_error
@@ -269,16 +269,20 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
     flags = job.flags
     outcome: list[BaseException] = []
     job.rounds.on_restart = partial(log_restart, job, ranks)
+    job.rounds.may_be_consequence = partial(may_be_consequence, job, ranks)
 
     def work() -> None:
         try:
-            run_agent(config, command, args, partial(RankHandler, ranks, job.build_start), ranks, job.rounds)
+            waits = read_waits(config, flags.detect_s, flags.join_timeout)
+            build = partial(RankHandler, ranks, job.build_start)
+            run_agent(config, command, args, build, ranks, job.rounds, waits)
         except BaseException as error:
             outcome.append(error)
 
     succeeded = False
     try:
         from paceline.launching.elastic.agent import quiet_torchelastic, run_agent, start_thread
+        from paceline.launching.elastic.rendezvous import read_waits
 
         signals = flags.signals_to_handle, flags.shutdown_timeout
         with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():

@@ -79,14 +79,31 @@ def judge(job: Job, ranks: Ranks, error: BaseException | None, stop: Stop) -> No
             raise Interrupted(None, 0)
     if error is None:
         return
+    if isinstance(error, PacelineError):  # the nodes that the job needs are not there
+        raise error
     if cause is not None:
         raise _fail(job, ranks, cause) from None
     raised = job.start_error(error)
     raise raised from (None if raised is error else error)
 
 
-def log_restart(job: ScriptJob, ranks: Ranks, remaining: int) -> None:
-    """Log why all ranks of this node start again."""
+def may_be_consequence(job: Job, ranks: Ranks) -> bool:
+    """Return whether all failures of this node's ranks may have their cause on another node."""
+    return all(ending.follower or ending.code == STOPPED for ending in _collect_endings(job, ranks))
+
+
+def log_restart(job: ScriptJob, ranks: Ranks, remaining: int, news: str | None = None) -> None:
+    """Log why all ranks of this node start again.
+
+    Args:
+        job: the script.
+        ranks: its ranks.
+        remaining: the restarts that are left.
+        news: why the nodes have changed, if that is the reason.
+    """
+    if news is not None:
+        log.warning("the nodes have changed: %s; all ranks start again", news)
+        return
     cause = find_cause(_collect_endings(job, ranks))
     if cause is None:
         log.warning("the nodes have changed; all ranks start again")

@@ -116,6 +116,10 @@ class SteppedAgent(LocalElasticAgent):
         """Stop the ranks of this node."""
         self._stop_workers(group)
 
+    def wait_for_others(self) -> None:
+        """Wait until the ranks of the other nodes have ended too."""
+        super()._exit_barrier()  # type: ignore[no-untyped-call]
+
     @property
     def restarts_left(self) -> int:
         """The number of restarts left."""
@@ -132,3 +136,6 @@ class SteppedAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self.restart_ranks(worker_group)
+
+    def _exit_barrier(self) -> None:
+        self.wait_for_others()

@@ -107,6 +107,7 @@ def check_partitioned(folder: Path, *, meeting: str, name: str = "SIGTERM") -> N
         jobs = []
         for node in range(2):
             words = ["--nnodes", "2", "--nproc-per-node", "1", "--shutdown-timeout", str(_SHUTDOWN_S)]
+            words += ["--detect-s", "60"]  # or the job would end by itself
             command = paceline_run(*words, *_meet(meeting, nodes, node), script("endless.py"), "plain")
             around = partial(nodes.command, node)
             jobs.append(stack.enter_context(Launched(folder / str(node), command, around=around)))

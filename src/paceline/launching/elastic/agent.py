@@ -8,8 +8,9 @@ ranks through the keeper instead of Popen, and fixes three faults of the agent:
   `distributed/rendezvous.py` expects.
 - torch does not check how many nodes a rendezvous returned. Here, fewer nodes than the minimum are refused.
 - If nodes come or go, ranks that save and stop together end at the same moment on all nodes. torch's agents
-  count that as a failure, unless they were first to notice. Here, a node that is asked to leave announces it
-  in the store of the round, and the others start again in the next one, at no cost in restarts.
+  count that as a failure, unless they were first to notice. Here, a node that is asked to leave announces it,
+  and the others start again in the next round, at no cost in restarts. The same holds for ranks that fail
+  because another node was lost.
 
 `rendezvous.py` defines how the nodes meet.
 """
@@ -33,18 +34,24 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as elastic_processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.errors import PacelineError
 from paceline.exit_codes import STOPPED
+from paceline.launching.elastic.members import MembersRendezvous
 from paceline.launching.elastic.rendezvous import build_rendezvous
+from paceline.launching.members.world import Waits
 from paceline.launching.processes.ranks import Attempts, Ranks
 from paceline.torch_seams.elastic import SteppedAgent, forget_store, leave_round
 
 _LEAVES = "paceline/leaves/"
 # torch reads the list of waiting nodes once a second.
 _NEWS_S = 3.0
+
+log = logging.getLogger(__name__)
+
+_WAITS = Waits()
 
 
 def run_agent(
@@ -54,6 +61,7 @@ def run_agent(
     build_handler: Callable[..., Any],
     ranks: Ranks,
     rounds: Attempts,
+    waits: Waits = _WAITS,
 ) -> None:
     """Run ranks until all have succeeded.
 
@@ -62,9 +70,20 @@ def run_agent(
     Raises:
         ChildFailedError: a rank failed, and no restart is left.
         SignalException: `rounds.asked` was set.
-        PacelineError: PL317 where fewer nodes met than the minimum.
+        PacelineError: PL317 where fewer nodes met than the minimum; PL372 where a node was lost that the job
+            cannot do without; PL373 to PL376 where no round was formed.
     """
-    handler, master = build_rendezvous(config)
+
+    def end_ranks() -> None:
+        for rank in ranks.running:
+            if rank.pid:
+                ranks.kill(rank)
+
+    handler, master = build_rendezvous(
+        config, waits, on_loss=end_ranks, is_asked=lambda: rounds.asked is not None
+    )
+    if isinstance(handler, MembersRendezvous) and handler.is_elastic:
+        log.info("%s", waits)
     known = {field.name for field in dataclasses.fields(WorkerSpec)}  # older torch has fewer
     wishes = {
         "role": config.role,
@@ -118,6 +137,8 @@ def run_agent(
         # A node that was asked to leave does not close the rendezvous for those that stay.
         if not is_asked:
             handler.shutdown()
+        elif isinstance(handler, MembersRendezvous):
+            handler.leave()
         else:
             with suppress(RendezvousError):
                 leave_round(handler)
@@ -129,11 +150,13 @@ class _Agent(SteppedAgent):
         self._rounds = rounds
         self._ranks = ranks
         self._min_nodes, self._max_nodes = nodes
+        handler = options["spec"].rdzv_handler
+        self._members = handler if isinstance(handler, MembersRendezvous) else None
 
     def meet(self, group: WorkerGroup) -> None:
         handler = group.spec.rdzv_handler
         forget_store(handler)
-        super().meet(group)
+        self._meet_until_complete(group)
         num_nodes = group.group_world_size or 0
         if num_nodes < self._min_nodes:
             raise PacelineError(
@@ -145,6 +168,19 @@ class _Agent(SteppedAgent):
             )
         if handler.get_backend() == "static" and self._rounds.number >= 0:
             self._renew_static_store(group)
+
+    def _meet_until_complete(self, group: WorkerGroup) -> None:
+        members = self._members
+        while True:
+            try:
+                super().meet(group)
+                return
+            except (RuntimeError, RendezvousClosedError):
+                if self._rounds.asked is not None:
+                    raise SignalException("asked", sigval=signal.Signals(self._rounds.asked)) from None
+                # A node of the new round may be lost before all have read their numbers from its store.
+                if members is None or members.is_closed() or not members.await_news(members.detection_s):
+                    raise
 
     def _renew_static_store(self, group: Any) -> None:
         """Open a new store on node 0 for each restart: a static rendezvous has only one store."""
@@ -162,16 +198,35 @@ class _Agent(SteppedAgent):
 
     def poll_ranks(self, group: WorkerGroup) -> RunResult:
         if self._rounds.asked is not None:
-            # Before the ranks get the signal, so that the other nodes know when theirs stop with them.
-            store: Any = group.store
-            with suppress(RuntimeError):  # the store may have gone
-                store.set(f"{_LEAVES}{group.group_rank}", "1")
+            self._announce_leave(group)
             raise SignalException("asked to stop", sigval=signal.Signals(self._rounds.asked))
         result = super().poll_ranks(group)
-        if self._stopped_for_others(group, result):
-            self.restart_ranks(group)
-            return RunResult(WorkerState.HEALTHY)
+        if self._members is None:
+            if self._stopped_for_others(group, result):
+                self.restart_ranks(group)
+                return RunResult(WorkerState.HEALTHY)
+            return result
+        if self._members.lost and not self._members.is_elastic and result.state != WorkerState.SUCCEEDED:
+            raise _build_loss_error(self._members)
+        if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED) and self._is_by_others():
+            return RunResult(WorkerState.HEALTHY)  # the agent then asks num_nodes_waiting()
         return result
+
+    def _announce_leave(self, group: WorkerGroup) -> None:
+        """Announce that this node leaves, before its ranks get the signal and stop with all others."""
+        if self._members is not None:
+            self._members.announce_leave()
+            return
+        store: Any = group.store
+        with suppress(RuntimeError):  # the store may have gone
+            store.set(f"{_LEAVES}{group.group_rank}", "1")
+
+    def _is_by_others(self) -> bool:
+        """Return whether ranks failed because the nodes have changed; wait until that is known."""
+        assert self._members is not None
+        if not self._members.is_elastic or self._members.news is not None:
+            return self._members.is_elastic
+        return self._rounds.may_be_consequence() and self._members.await_news(self._members.detection_s)
 
     def _stopped_for_others(self, group: WorkerGroup, result: RunResult) -> bool:
         """Return whether ranks of an elastic job have saved and stopped because nodes come or go."""
@@ -195,11 +250,31 @@ class _Agent(SteppedAgent):
         return False
 
     def restart_ranks(self, group: WorkerGroup) -> None:
-        self.stop_ranks(group)
+        news = None if self._members is None else self._members.news
+        if self._members is None or not self._members.lost:
+            self.stop_ranks(group)
         for rank in self._ranks.latest:
             self._ranks.kill(rank)
-        self._rounds.on_restart(self.restarts_left)
+        self._rounds.on_restart(self.restarts_left, news)
         super().restart_ranks(group)
+
+    def wait_for_others(self) -> None:
+        if self._members is None:
+            super().wait_for_others()
+        else:
+            self._members.finish()
+
+
+def _build_loss_error(members: MembersRendezvous) -> PacelineError:
+    error = PacelineError(
+        "PL372",
+        saw=f"{members.news}. The ranks of this node were ended.",
+        rule="This job needs all of its nodes: --nnodes has no range, and --max-restarts is 0.",
+        fix="Start the job again. With --nnodes MIN:MAX it goes on with the nodes that are left; with "
+        "--max-restarts it waits for the lost node.",
+    )
+    error.exit_code = 1
+    return error
 
 
 @contextmanager

@@ -13,10 +13,12 @@ import logging
 import re
 import socket
 from collections.abc import MutableMapping
+from contextlib import suppress
 
 import psutil
 
 from paceline.errors import PacelineError
+from paceline.launching.members.endpoints import read_endpoints
 from paceline.place import RankPlace
 
 log = logging.getLogger(__name__)
@@ -44,10 +46,15 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
     endpoint = host = flags.rdzv_endpoint
     if not endpoint and flags.rdzv_backend == "static":
         host = flags.master_addr
+    elif flags.rdzv_backend == "c10d" and "," in endpoint:
+        host = _find_resolving([host for host, _ in read_endpoints(endpoint)])
     elif ":" in endpoint and not endpoint.endswith("]"):
         host = endpoint.rpartition(":")[0]
     host = host.strip("[]")
-    if flags.standalone or not host or (flags.rdzv_backend.startswith("etcd") and "," in endpoint):
+    has_other_endpoint = "store_type=file" in flags.rdzv_conf or (
+        flags.rdzv_backend.startswith("etcd") and "," in endpoint
+    )
+    if flags.standalone or not host or has_other_endpoint:
         return
     meeting = _resolve(host)
     address = flags.local_addr or _find_own_address(host, meeting, environ.get(_INTERFACE, ""))
@@ -116,6 +123,15 @@ def _resolve(host: str) -> str:
             fix="Use its IP address, or add the name to /etc/hosts or DNS on every node.",
         ) from None
     return str(sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
+
+
+def _find_resolving(hosts: list[str]) -> str:
+    """Return the first host that resolves: the name of a node that is gone may be gone too."""
+    for host in hosts[:-1]:
+        with suppress(PacelineError):
+            _resolve(host)
+            return host
+    return hosts[-1]
 
 
 def _own_addresses() -> dict[str, str]:

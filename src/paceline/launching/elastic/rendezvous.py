@@ -2,9 +2,9 @@
 
 - A single node has no other to meet: no protocol with its random delay, and no name of this machine that has
   to resolve.
-- torch decides by this machine's name whether a launcher hosts the c10d store, which fails where that name
-  does not resolve. Here addresses decide. Of several launchers on the host, the first to take the port hosts
-  the store and the others connect to it.
+- torch keeps the state of `c10d` in a store on one node, and the job is lost with it. Here the launchers
+  agree among themselves (`members.py`). Addresses decide whether a launcher is at the endpoint; torch goes
+  by this machine's name, which may not resolve.
 - torch compares the time of another node's heartbeat with this node's clock. Where clocks differ by more than
   15 s, a node removes a live one and trains alone (`dynamic_rendezvous.py`, `_sanitize`). Here a node is lost
   when its heartbeat has not changed for that long by this node's own monotonic clock.
@@ -12,36 +12,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
+from paceline.errors import PacelineError
+from paceline.launching.elastic.members import MembersRendezvous
 from paceline.launching.elastic.network import is_own_host
+from paceline.launching.members.endpoints import read_endpoints
+from paceline.launching.members.records import Terms
+from paceline.launching.members.world import Waits
 from paceline.torch_seams.elastic import use_own_clock
 
 ONE_NODE = "one-node"
 _LOOPBACK = "127.0.0.1"
-_C10D_PORT, _STATIC_PORT = 29400, 29500  # torch's defaults
+_STATIC_PORT = 29500  # torch's default
 
 
-def build_rendezvous(config: LaunchConfig) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
-    """Build the handler for a launch, and return the ranks' master address and port if the user set them."""
+def build_rendezvous(
+    config: LaunchConfig,
+    waits: Waits,
+    *,
+    on_loss: Callable[[], None] = lambda: None,
+    is_asked: Callable[[], bool] = lambda: False,
+) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
+    """Build the handler for a launch, and return the ranks' master address and port if the user set them.
+
+    Args:
+        config: of the launch.
+        waits: all waits of its launchers, for `c10d`.
+        on_loss: called as soon as another node is lost, for `c10d`.
+        is_asked: whether this launcher was asked to stop.
+    """
     if config.rdzv_backend == ONE_NODE:
         return _OneNode(config.run_id), (None, None)
     if config.rdzv_backend == "c10d":
-        return _build_c10d(config), (None, None)
+        if config.rdzv_configs.get("store_type", "tcp") == "tcp":
+            return _build_members(config, waits, on_loss, is_asked), (None, None)
+        handler = registry.get_rendezvous_handler(_read_parameters(config))
+        use_own_clock(handler)
+        return handler, (None, None)
     master: tuple[str | None, int | None] = (None, None)
     if config.rdzv_backend == "static":
         master = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=_STATIC_PORT)
     return registry.get_rendezvous_handler(_read_parameters(config)), master
+
+
+def read_waits(config: LaunchConfig, detect_s: float | None, join_s: float | None) -> Waits:
+    """Return all waits of a launch, from the command's flags and from torchrun's `--rdzv-conf`."""
+    parameters = _read_parameters(config)
+    interval, attempts = (parameters.get_as_int(f"keep_alive_{n}") for n in ("interval", "max_attempt"))
+    if detect_s is None and (interval is not None or attempts is not None):
+        detect_s = float((interval or 5) * (attempts or 3))
+    join_s = parameters.get_as_int("join_timeout") if join_s is None else join_s
+    last_call_s = parameters.get_as_int("last_call_timeout")
+    default = Waits()
+    return Waits(
+        default.detect_s if detect_s is None else detect_s,
+        default.join_s if join_s is None else float(join_s),
+        None if last_call_s is None else float(last_call_s),
+    )
 
 
 def _read_parameters(config: LaunchConfig, **more: Any) -> RendezvousParameters:
@@ -56,22 +91,33 @@ def _read_parameters(config: LaunchConfig, **more: Any) -> RendezvousParameters:
     )
 
 
-def _build_c10d(config: LaunchConfig) -> RendezvousHandler:
-    handler = _connect_c10d(config)
-    use_own_clock(handler)
-    return handler
+def _build_members(
+    config: LaunchConfig, waits: Waits, on_loss: Callable[[], None], is_asked: Callable[[], bool]
+) -> MembersRendezvous:
+    endpoints = read_endpoints(config.rdzv_endpoint)
+    is_host = _read_parameters(config).get_as_bool("is_host")
+    if is_host is None:
+        own = next((endpoint for endpoint in endpoints if _is_own(endpoint[0])), None)
+    else:
+        own = endpoints[0] if is_host else None
+    return MembersRendezvous(
+        Terms(config.run_id, config.min_nodes, config.max_nodes),
+        waits,
+        config.local_addr or "localhost",
+        endpoints,
+        own=own,
+        is_elastic=config.min_nodes < config.max_nodes or config.max_restarts > 0,
+        on_loss=on_loss,
+        is_asked=is_asked,
+    )
 
 
-def _connect_c10d(config: LaunchConfig) -> RendezvousHandler:
-    if "is_host" in config.rdzv_configs or config.rdzv_configs.get("store_type", "tcp") != "tcp":
-        return registry.get_rendezvous_handler(_read_parameters(config))
-    host, _ = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=_C10D_PORT)
-    if is_own_host(host):
-        try:
-            return registry.get_rendezvous_handler(_read_parameters(config, is_host=True))
-        except RendezvousConnectionError:
-            pass  # the port is taken, as a rule by another launcher of this job
-    return registry.get_rendezvous_handler(_read_parameters(config, is_host=False))
+def _is_own(host: str) -> bool:
+    """Return whether a host is this machine; one of several endpoints may be gone, and its name with it."""
+    try:
+        return is_own_host(host)
+    except PacelineError:
+        return False
 
 
 class _OneNode(RendezvousHandler):

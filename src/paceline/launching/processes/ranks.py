@@ -345,14 +345,17 @@ class Attempts:
         number: how often ranks were started, less one.
         on_start: called before ranks start, with this node's number, the number of nodes, host and port of
             the store where the ranks meet, and `number`.
-        on_restart: called with the restarts that are left, when the ranks of a round have been stopped.
+        on_restart: called when the ranks of a round have been stopped, with the restarts that are left, and
+            with the reason if the nodes have changed.
+        may_be_consequence: returns whether all failures of ranks may have their cause on another node.
     """
 
     def __init__(self) -> None:
         self.asked: int | None = None
         self.number = -1
         self.on_start: Callable[[int, int, str, int, int], None] = lambda *_: None
-        self.on_restart: Callable[[int], None] = lambda remaining: None
+        self.on_restart: Callable[[int, str | None], None] = lambda remaining, news: None
+        self.may_be_consequence: Callable[[], bool] = lambda: True
 
     def begin(self) -> None:
         """Begin a round: the agent is about to start ranks."""

@@ -1,0 +1,599 @@
+"""Agrees on the members of each round, without a place that the job depends on.
+
+One launcher leads. The others hold a link to it, over which both sides beat. The leader forms the rounds:
+
+1. Every launcher whose agent waits for a round sends an offer. When all members of the last world that are
+   still there have offered, the leader proposes the next world: they, and newcomers up to the most nodes.
+2. Each proposed member accepts, and remembers the proposal. When all have accepted, the leader commits it.
+
+If the leader is lost, the others ask each other. The first of them in the order of the last world leads, if
+those that it reaches have a quorum (`world.has_quorum`) of the last world, and of each accepted world whose
+fate is unknown. A member follows one leader at a time, and each new world needs a quorum of its followers, so
+two parts of a world can never both go on. Every launcher has the whole state, so no single one matters.
+
+A member is lost when its link ends, or when it has not beaten for `detect_s` by this machine's own clock.
+It is known to be dead if its machine refuses a connection to its port soon after its link ended, if another
+launcher listens there, or if it said that it leaves.
+
+This file does no input or output: `wire.py` carries its messages, and tests drive it with their own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+
+from paceline.launching.members import reports
+from paceline.launching.members.choice import choose_peers, has_finished
+from paceline.launching.members.contacts import Contacts, MemberLinks, place_of
+from paceline.launching.members.records import (
+    Address,
+    Agent,
+    Answer,
+    Ballot,
+    Lost,
+    Message,
+    Peer,
+    Proposal,
+    Role,
+    Terms,
+    read_answer,
+    read_pending,
+)
+from paceline.launching.members.world import (
+    Member,
+    NodeWorld,
+    Waits,
+    has_quorum,
+    order_of,
+    rank_leader,
+    world_from_json,
+    world_to_json,
+)
+
+_NEVER = float("-inf")
+_CLOSED = "its connection was closed"
+
+
+class Membership:
+    """One launcher's part in its job.
+
+    Args:
+        me: this launcher.
+        terms: of the job.
+        waits: all waits.
+        links: the connections to others.
+        agent: the part of this launcher that starts ranks.
+        now: the monotonic clock.
+        endpoints: where a launcher without a job asks for it.
+        founds: whether this launcher begins the job if nobody knows of it.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        terms: Terms,
+        waits: Waits,
+        links: MemberLinks,
+        agent: Agent,
+        now: float,
+        *,
+        endpoints: Sequence[Address],
+        founds: bool,
+    ) -> None:
+        self.me, self.terms, self.waits = me, terms, waits
+        self._links, self._agent, self._founds = links, agent, founds
+        self._contacts = Contacts(me, waits, links, endpoints)
+        self.role: Role = "seeking"
+        self.world: NodeWorld | None = None
+        self._pending: dict[Ballot, NodeWorld] = {}
+        self._ballot = 0
+        self._dead: set[str] = set()
+        self._is_over = self._is_closed = self._is_done = False
+        self._offer: Message | None = None
+        self._offered_s = self._began_s = self._arrived_s = self._beat_s = self._up_heard_s = now
+        self._led_since_s = now
+        self._leader: Member | None = None
+        self._up: int | None = None
+        # When this launcher last was in contact with the world, so that nobody can have gone on without it.
+        self._contact_s = self._not_before_s = _NEVER
+        self._weak_since_s: float | None = None
+        self._peers: dict[int, Peer] = {}
+        self._lost: dict[str, Lost] = {}
+        self._proposal: Proposal | None = None
+        self._beats = 0
+        self._refusals: set[str] = set()
+
+    # ---- called for the agent
+
+    def want_round(self, offer: Message, now: float) -> None:
+        """Wait for the next round, with the ports that this node offers if it becomes number 0."""
+        self._offer, self._offered_s = offer, now
+        if self.role == "following" and self._up is not None:
+            self._links.send(self._up, {"kind": "offer", "offer": offer})
+        elif self.role == "leading" and self._runs(self.me.key):
+            self._end_round(f"the ranks of {self.me} failed")
+
+    def finish(self) -> None:
+        """Take note that this node's ranks have succeeded."""
+        self._is_done = True
+        if self.role == "following" and self._up is not None:
+            self._links.send(self._up, {"kind": "done"})
+
+    def close(self) -> None:
+        """End the job for all nodes, because this one has failed."""
+        if self.role == "following" and self._up is not None:
+            self._links.send(self._up, {"kind": "close"})
+        elif self.role == "leading":
+            self._close(failed=True)
+        self._is_closed = True
+
+    def leave(self) -> None:
+        """Leave the job; the others go on."""
+        for link in self._followed_links():
+            self._links.send(link, {"kind": "leave"})
+        self._is_closed = True
+
+    # ---- events of the links
+
+    def opened(self, link: int, now: float) -> None:
+        """Speak first on a link that this launcher has dialled."""
+        if self._contacts.is_asked(link):
+            self._links.send(link, {"kind": "ask", **self._describe()})
+        elif link == self._up:
+            words = {"offer": self._offer, "is_done": self._is_done}
+            nodes = {"least": self.terms.least, "most": self.terms.most}
+            self._links.send(link, {"kind": "join", **words, **nodes, **self._describe()})
+
+    def received(self, link: int, message: Message, now: float) -> None:
+        """Handle a message; what is not a message of this job ends the link."""
+        try:
+            if link == self._up:
+                self._up_heard_s = self._contact_s = now
+                self._hear_leader(message["kind"], message, now)
+            elif link in self._peers:
+                self._peers[link].heard_s = now
+                self._hear_follower(self._peers[link], message["kind"], message, now)
+            else:
+                self._hear_stranger(link, message["kind"], message, now)
+        except (KeyError, TypeError, ValueError):
+            self._links.close(link)
+            self.ended(link, False, now)
+
+    def ended(self, link: int, refused: bool, now: float) -> None:
+        """Handle the end of a link; `refused` if the other machine has nobody at that port."""
+        place = self._contacts.finish(link)
+        if place is not None:
+            if refused:
+                self._note_refusal(place, now)
+        elif link == self._up:
+            self._lose_leader(_CLOSED, now)
+        elif link in self._peers:
+            self._lose(self._peers[link], _CLOSED, now)
+
+    def tick(self, now: float) -> None:
+        """Beat, find out who is lost, and take the next step to a round."""
+        self._listen_for_silence(now)
+        if now - self._beat_s >= self.waits.beat_s:
+            self._beat(now)
+        self._contacts.give_up_late(now)
+        if self._is_closed:
+            return
+        if self.role == "seeking" and self._up is None:
+            self._contacts.ask(self._known(), self.waits.beat_s / 2, now)
+            self._find_leader(now)
+        elif self.role == "leading":
+            here = [place_of(peer.member) for peer in self._peers.values()]
+            self._contacts.ask(self._known(), self.waits.beat_s, now, not_at=here)
+            self._lead_on(now)
+        self._give_up_late(now)
+
+    # ---- what this launcher says of itself
+
+    def _describe(self) -> Message:
+        return {
+            "job": self.terms.job,
+            "member": asdict(self.me),
+            "role": self.role,
+            "world": world_to_json(self.world),
+            "pending": [[*ballot, world_to_json(world)] for ballot, world in self._pending.items()],
+            "dead": sorted(self._dead),
+            "leader": None if self._leader is None else asdict(self._leader),
+            "is_firm": self.role == "leading" and self._has_quorum(self._present()),
+            "is_closed": self._is_closed,
+        }
+
+    def _report(self, now: float) -> Message:
+        return reports.describe_job(
+            self._describe(),
+            self.terms,
+            self.world,
+            [Peer(self.me, 0, now, beats=self._beats), *self._peers.values()],
+            self._lost,
+            now,
+            is_over=self._is_over,
+        )
+
+    # ---- what it learns of others
+
+    def _hear_stranger(self, link: int, kind: str, message: Message, now: float) -> None:
+        if message.get("job") != self.terms.job:
+            text = f"{self.me} serves the job {self.terms.job!r}"
+            self._links.send(link, {"kind": "refuse", "text": text, "job": message.get("job")})
+            self._links.close(link)
+        elif kind == "status":
+            self._links.send(link, {"kind": "status", **self._report(now)})
+        elif kind == "join":
+            self._admit(link, message, now)
+        elif kind == "ask":
+            self._learn(link, message, now)
+            self._links.send(link, {"kind": "answer", **self._describe()})
+        elif kind in ("answer", "refuse"):
+            if kind == "answer":
+                self._learn(link, message, now)
+            else:
+                self._refusals.add(str(message["text"]))
+            self._contacts.finish(link)
+            self._links.close(link)
+
+    def _learn(self, link: int, message: Message, now: float) -> None:
+        other = read_answer(message, now)
+        self._contacts.take(link, other)
+        if other.member.key == self.me.key:
+            return
+        self._dead |= other.dead
+        for member in self._known():
+            if place_of(member) == place_of(other.member) and member.key != other.member.key:
+                self._dead.add(member.key)  # another launcher has its port
+        if other.is_closed:
+            if self.world is not None and other.world is not None and self.role != "leading":
+                self._close(failed=False)
+            return
+        self._adopt(other.world)
+        if self.role == "leading" and other.role == "leading" and self._comes_after(other):
+            self._step_down(f"{other.member} leads the job")
+
+    def _adopt(self, world: NodeWorld | None) -> None:
+        """Take over a committed world that is newer than the own one."""
+        if world is None or (self.world is not None and world.round <= self.world.round):
+            return
+        was_running = self._runs(self.me.key)
+        self._withdraw()
+        self.world, self._is_over = world, True
+        self._pending = {b: w for b, w in self._pending.items() if w.round > world.round}
+        if was_running:
+            self._agent.over("other nodes have gone on without this one", lost=True)
+
+    def _comes_after(self, other: Answer) -> bool:
+        """Return whether another leader goes before this one."""
+        mine = rank_leader(self.world, self.me, is_firm=self._has_quorum(self._present()))
+        return rank_leader(other.world, other.member, is_firm=other.is_firm) > mine
+
+    def _known(self) -> list[Member]:
+        worlds = [*([self.world] if self.world is not None else []), *self._pending.values()]
+        return [member for world in worlds for member in world.members]
+
+    def _note_refusal(self, place: Address, now: float) -> None:
+        """Take note that nobody listens at a place: the member that did is dead.
+
+        This only holds for one that was there just before: after a partition, it may have finished the job.
+        """
+        for member in self._known():
+            lost = self._lost.get(member.key)
+            is_recent = now - self._contact_s <= 2 * self.waits.detect_s
+            if place_of(member) == place and is_recent and not (lost is not None and lost.is_silent):
+                self._dead.add(member.key)
+
+    # ---- seeking
+
+    def _find_leader(self, now: float) -> None:
+        answers = self._contacts.fresh(now)
+        leaders = [answer for answer in answers if answer.role == "leading"]
+        if self.world is not None:
+            leaders = [answer for answer in leaders if answer.world is not None]
+        if leaders:
+            best = max(leaders, key=lambda a: (0 if a.world is None else a.world.round, a.is_firm))
+            if best.is_firm or not self._comes_before(best.member):
+                self._leader, self._up_heard_s = best.member, now
+                self._up = self._links.dial(*place_of(best.member))
+            return
+        if self.world is None:
+            if self._founds:
+                self._lead(now)
+            return
+        seekers = [answer for answer in answers if answer.role == "seeking"]
+        for answer in seekers:
+            self._pending |= {b: w for b, w in answer.pending.items() if w.round > self.world.round}
+        reached = {self.me.key, *(answer.member.key for answer in seekers)}
+        if self._has_quorum(reached) and all(self._comes_before(answer.member) for answer in seekers):
+            self._lead(now)
+
+    def _comes_before(self, other: Member) -> bool:
+        """Return whether this launcher is before another one in the order of the last world."""
+        return order_of(self.world, self.me) < order_of(self.world, other)
+
+    def _lead(self, now: float) -> None:
+        self.role, self._leader = "leading", self.me
+        self._peers, self._weak_since_s = {}, None
+        self._arrived_s = self._led_since_s = now
+
+    # ---- following
+
+    def _hear_leader(self, kind: str, message: Message, now: float) -> None:
+        up, leader = self._up, self._leader
+        if up is None or leader is None:
+            return
+        if kind == "joined":
+            self.role, self._lost = "following", {}
+            self._adopt(world_from_json(message["world"]))
+            # These may have changed since this launcher asked to join.
+            if self._offer is not None:
+                self._links.send(up, {"kind": "offer", "offer": self._offer})
+            if self._is_done:
+                self._links.send(up, {"kind": "done"})
+        elif kind == "beat":
+            if message["is_running"]:
+                self._offered_s = now  # a spare waits for as long as the others train
+        elif kind == "over":
+            self._is_over = True
+            self._agent.over(message["reason"], lost=bool(message["lost"]))
+        elif kind == "propose":
+            world = world_from_json(message["world"])
+            if world is None:
+                raise ValueError("no world")
+            self._ballot = max(self._ballot, int(message["ballot"]))
+            self._pending = {b: w for b, w in self._pending.items() if b[1] != leader.key}
+            self._pending[int(message["ballot"]), leader.key] = world
+            self._links.send(up, {"kind": "accept", "ballot": message["ballot"]})
+        elif kind == "commit":
+            self._commit(self._pending[int(message["ballot"]), leader.key])
+        elif kind == "note":
+            self._adopt(world_from_json(message["world"]))
+        elif kind == "closed":
+            self._close(failed=bool(message["failed"]))
+        elif kind == "leave":
+            self._dead.add(leader.key)
+            self._lose_leader("it was asked to leave", now, left=True)
+        elif kind in ("answer", "refuse"):  # it does not lead any more, or not this job
+            if kind == "answer":
+                self._learn(up, message, now)
+            else:
+                self._refusals.add(str(message["text"]))
+            self._drop_leader()
+
+    def _lose_leader(self, why: str, now: float, *, left: bool = False, is_silent: bool = False) -> None:
+        leader, was_following = self._leader, self.role == "following"
+        self._drop_leader()
+        if leader is None or not was_following or self._is_closed:
+            return
+        self._lost[leader.key] = Lost(leader, why, now, is_silent)
+        if is_silent:
+            self._contact_s = _NEVER
+            self._not_before_s = now + 2 * self.waits.beat_s
+        was_running, self._is_over = self._runs(self.me.key), True
+        if was_running:
+            self._agent.over(f"{leader} {'left' if left else 'is lost'}: {why}", lost=not left)
+
+    def _drop_leader(self) -> None:
+        if self._up is not None:
+            self._links.close(self._up)
+        self.role, self._up, self._leader = "seeking", None, None
+        self._contacts.answers.clear()
+
+    # ---- leading
+
+    def _admit(self, link: int, message: Message, now: float) -> None:
+        self._learn(link, message, now)
+        if self.role != "leading" or self._is_closed:
+            self._links.send(link, {"kind": "answer", **self._describe()})
+            self._links.close(link)
+            return
+        theirs, ours = (message["least"], message["most"]), (self.terms.least, self.terms.most)
+        if theirs != ours:
+            least, most = ours
+            text = f"{self.me} has --nnodes {least}:{most}, and this node has {theirs[0]}:{theirs[1]}"
+            self._links.send(link, {"kind": "refuse", "text": text, "job": self.terms.job})
+            self._links.close(link)
+            return
+        member = Member(**message["member"])
+        for peer in list(self._peers.values()):
+            if peer.member.key == member.key:
+                self._links.close(peer.link)
+                self._lose(peer, "it connected again", now)
+        self._links.send(link, {"kind": "joined", "world": world_to_json(self.world)})
+        self._peers[link] = Peer(member, link, now, message["offer"], bool(message["is_done"]))
+        self._lost.pop(member.key, None)
+        self._arrived_s = now
+        if self._runs(member.key) and not message["is_done"]:
+            self._end_round(f"{member} connected again")
+        last = 0 if self.world is None else self.world.round
+        self._pending |= {b: w for b, w in read_pending(message["pending"]).items() if w.round > last}
+
+    def _hear_follower(self, peer: Peer, kind: str, message: Message, now: float) -> None:
+        if kind == "beat":
+            peer.beats = int(message["n"])
+        elif kind == "offer":
+            peer.offer = message["offer"]
+            if self._runs(peer.member.key):
+                self._end_round(f"the ranks of {peer.member} failed")
+        elif kind == "accept":
+            proposal = self._proposal
+            if proposal is not None and proposal.ballot[0] == message["ballot"]:
+                proposal.missing.discard(peer.member.key)
+        elif kind == "done":
+            peer.is_done = True
+        elif kind == "close":
+            self._close(failed=True)
+        elif kind == "leave":
+            self._dead.add(peer.member.key)
+            self._links.close(peer.link)
+            self._lose(peer, "it was asked to leave", now, left=True)
+        if kind != "beat" and not self._is_closed and self.role == "leading":
+            self._lead_on(now)
+
+    def _lose(self, peer: Peer, why: str, now: float, *, left: bool = False, is_silent: bool = False) -> None:
+        self._peers.pop(peer.link, None)
+        self._lost[peer.member.key] = Lost(peer.member, why, now, is_silent)
+        proposal = self._proposal
+        if proposal is not None and (
+            peer.member.key in proposal.missing or proposal.world.find(peer.member.key) >= 0
+        ):
+            self._withdraw()
+        if is_silent:
+            # By then the other side has ended its ranks too, and nothing of this round is still written.
+            self._not_before_s = now + 2 * self.waits.beat_s
+        if self._runs(peer.member.key) and not (peer.is_done or self._is_closed):
+            self._end_round(f"{peer.member} {'left' if left else 'is lost'}: {why}", lost=not left)
+
+    def _withdraw(self) -> None:
+        """Give up the proposal; only this launcher could commit it, so it never happened."""
+        if self._proposal is not None:
+            self._pending.pop(self._proposal.ballot, None)
+            self._proposal = None
+
+    def _runs(self, key: str) -> bool:
+        """Return whether a member takes part in a round that is not over."""
+        return self.world is not None and not self._is_over and self.world.find(key) >= 0
+
+    def _end_round(self, reason: str, *, lost: bool = False) -> None:
+        self._is_over = True
+        for link in self._peers:
+            self._links.send(link, {"kind": "over", "reason": reason, "lost": lost})
+        self._agent.over(reason, lost=lost)
+
+    def _step_down(self, reason: str) -> None:
+        for link in self._peers:
+            self._links.close(link)
+        self._withdraw()
+        self._peers = {}
+        was_running, self._is_over = self._runs(self.me.key), True
+        if was_running:
+            self._agent.over(reason, lost=True)
+        self._drop_leader()
+
+    def _present(self) -> set[str]:
+        return {self.me.key, *(peer.member.key for peer in self._peers.values())}
+
+    def _has_quorum(self, present: Collection[str]) -> bool:
+        worlds = [*([self.world] if self.world is not None else []), *self._pending.values()]
+        return all(has_quorum(world, present, self._dead) for world in worlds)
+
+    def _lead_on(self, now: float) -> None:
+        """Form the next round if everything for it is there."""
+        if self._proposal is not None:
+            if not self._proposal.missing:
+                self._commit_proposal(self._proposal)
+            return
+        if not self._has_quorum(self._present()):
+            if self._weak_since_s is None:
+                self._weak_since_s = now
+            elif now - self._weak_since_s > 2 * self.waits.beat_s:
+                self._step_down("this node is cut off from the others")
+            return
+        self._weak_since_s, self._contact_s = None, now
+        here = [Peer(self.me, 0, now, self._offer, self._is_done), *self._peers.values()]
+        if self.world is not None and has_finished(self.world, here):
+            self._close(failed=False)
+        elif self.world is not None and not self._is_over:
+            self._let_in(self.world, now)
+        else:
+            self._propose(choose_peers(self.world, here, self.terms.most), now)
+
+    def _let_in(self, world: NodeWorld, now: float) -> None:
+        """End a round for newcomers if there is room; several that come together join at once."""
+        room = self.terms.most - len(world.members)
+        new = [p.member for p in self._peers.values() if p.offer is not None and world.find(p.member.key) < 0]
+        if new and room > 0 and now >= self._arrived_s + 2 * self.waits.beat_s:
+            names = ", ".join(map(str, new[:room]))
+            self._end_round(f"{names} {'joins' if len(new[:room]) == 1 else 'join'}")
+
+    def _propose(self, chosen: list[Peer] | None, now: float) -> None:
+        """Propose the next world, unless it is too early for it."""
+        if not chosen or len(chosen) < self.terms.least or now < self._not_before_s:
+            return
+        # A new leader gives the others of the last world the time to find it.
+        gone = self._present() | self._dead | self._lost.keys()
+        is_new = now < self._led_since_s + self.waits.probe_s
+        if is_new and self.world is not None and any(m.key not in gone for m in self.world.members):
+            return
+        if self.world is None and len(chosen) < self.terms.most:
+            # A launcher that begins anew also gives those that know of the job the time to ask it.
+            last_call_s = self._arrived_s + self.waits.first_call_s
+            if now < max(last_call_s, self._began_s + 3 * self.waits.beat_s):
+                return
+        rounds = [world.round for world in [self.world, *self._pending.values()] if world is not None]
+        offer = chosen[0].offer or {}
+        ports = int(offer["store_port"]), int(offer["master_port"])
+        world = NodeWorld(max(rounds, default=0) + 1, tuple(peer.member for peer in chosen), *ports)
+        self._ballot = max([self._ballot, *(number for number, _ in self._pending)]) + 1
+        ballot = self._ballot, self.me.key
+        self._pending = {b: w for b, w in self._pending.items() if b[1] != self.me.key} | {ballot: world}
+        self._proposal = Proposal(ballot, world)
+        # Who counts for the quorum accepts too, so that it does not also count for another leader's.
+        counts = {member.key for member in (*world.members, *self._known())}
+        for peer in self._peers.values():
+            if peer.member.key in counts:
+                self._proposal.missing.add(peer.member.key)
+                words = {"ballot": ballot[0], "world": world_to_json(world)}
+                self._links.send(peer.link, {"kind": "propose", **words})
+
+    def _commit_proposal(self, proposal: Proposal) -> None:
+        self._proposal = None
+        for peer in self._peers.values():
+            if proposal.world.find(peer.member.key) >= 0:
+                peer.offer = None
+                self._links.send(peer.link, {"kind": "commit", "ballot": proposal.ballot[0]})
+            else:
+                self._links.send(peer.link, {"kind": "note", "world": world_to_json(proposal.world)})
+        self._commit(proposal.world)
+
+    # ---- both
+
+    def _commit(self, world: NodeWorld) -> None:
+        self.world, self._pending, self._is_over = world, {}, False
+        if world.find(self.me.key) >= 0:
+            self._offer = None
+            self._agent.formed(world)
+
+    def _close(self, *, failed: bool) -> None:
+        if not self._is_closed:
+            for link in self._peers:
+                self._links.send(link, {"kind": "closed", "failed": failed})
+            self._is_closed = True
+            self._agent.closed(failed=failed)
+
+    def _followed_links(self) -> list[int]:
+        """Return the links over which this launcher beats."""
+        return [*self._peers, *([self._up] if self.role == "following" and self._up is not None else [])]
+
+    def _beat(self, now: float) -> None:
+        self._beat_s = now
+        self._beats += 1
+        is_running = self.world is not None and not self._is_over
+        for link in self._followed_links():
+            self._links.send(link, {"kind": "beat", "n": self._beats, "is_running": is_running})
+
+    def _listen_for_silence(self, now: float) -> None:
+        why = f"no beat for {self.waits.detect_s:g} s"
+        if self._up is not None and now - self._up_heard_s > self.waits.detect_s:
+            self._lose_leader(why, now, is_silent=True)
+        for peer in list(self._peers.values()):
+            if now - peer.heard_s > self.waits.detect_s:
+                self._links.close(peer.link)
+                self._lose(peer, why, now, is_silent=True)
+
+    def _give_up_late(self, now: float) -> None:
+        """Give up a round that has not come in time, and say why."""
+        if self._offer is None:
+            return
+        waited_s = now - self._offered_s
+        is_alone = self.world is None and self.role == "seeking"
+        if is_alone and self._refusals and waited_s > self.waits.detect_s:
+            self._agent.failed(reports.explain_refusal(self._refusals))
+        elif is_alone and waited_s > self.waits.join_s:
+            self._agent.failed(reports.explain_absence(self.waits, self.terms, self._contacts.endpoints))
+        elif waited_s > self.waits.join_s:
+            present = self._present()
+            is_firm = self.role == "following" or self._has_quorum(present)
+            words = self.waits, self.terms, self.world, present, self._lost, now
+            self._agent.failed(reports.explain_wait(*words, has_quorum=is_firm))

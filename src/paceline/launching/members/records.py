@@ -1,0 +1,124 @@
+"""Records of other launchers: what they say of themselves, and what the leader knows of its followers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from paceline.errors import PacelineError
+from paceline.launching.members.world import Member, NodeWorld, world_from_json
+
+Message = dict[str, Any]
+Address = tuple[str, int]
+Ballot = tuple[int, str]
+Role = Literal["seeking", "following", "leading"]
+
+
+class Agent(Protocol):
+    """The part of this launcher that starts and ends ranks; called in the thread of the links."""
+
+    def formed(self, world: NodeWorld) -> None:
+        """Take part in a world of which this node is a member."""
+
+    def over(self, reason: str, *, lost: bool) -> None:
+        """End the round; `lost` if a node was lost, so that the ranks cannot go on."""
+
+    def closed(self, *, failed: bool) -> None:
+        """Take note of the end of the job."""
+
+    def failed(self, error: PacelineError) -> None:
+        """Give up waiting for a round."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all nodes of a job have in common.
+
+    Attributes:
+        job: the job's name, `--rdzv-id`.
+        least, most: `--nnodes`.
+    """
+
+    job: str
+    least: int
+    most: int
+
+
+@dataclass
+class Peer:
+    """A follower, as its leader knows it.
+
+    Attributes:
+        heard_s: when its last message came.
+        offer: its ports, while its agent waits for a round.
+        is_done: whether its ranks have succeeded.
+        beats: the number of its last beat.
+    """
+
+    member: Member
+    link: int
+    heard_s: float
+    offer: Message | None = None
+    is_done: bool = False
+    beats: int = 0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A member that has gone."""
+
+    member: Member
+    why: str
+    at_s: float
+    is_silent: bool = False
+
+
+@dataclass
+class Proposal:
+    """A world that the leader has proposed, and the members that have not accepted it yet."""
+
+    ballot: Ballot
+    world: NodeWorld
+    missing: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What another launcher last said of itself."""
+
+    member: Member
+    role: Role
+    world: NodeWorld | None
+    pending: Mapping[Ballot, NodeWorld]
+    dead: frozenset[str]
+    leader: Member | None
+    is_firm: bool
+    is_closed: bool
+    at_s: float
+
+
+def read_answer(message: Message, now: float) -> Answer:
+    """Return what a launcher says of itself in a message.
+
+    Raises:
+        ValueError, KeyError, TypeError: the message is something else.
+    """
+    leader = message["leader"]
+    return Answer(
+        Member(**message["member"]),
+        message["role"],
+        world_from_json(message["world"]),
+        read_pending(message["pending"]),
+        frozenset(message["dead"]),
+        None if leader is None else Member(**leader),
+        bool(message["is_firm"]),
+        bool(message["is_closed"]),
+        now,
+    )
+
+
+def read_pending(values: Iterable[Any]) -> dict[Ballot, NodeWorld]:
+    """Return proposals that a launcher has accepted, without knowing whether they were committed."""
+    found = {(int(number), str(key)): world_from_json(value) for number, key, value in values}
+    return {ballot: world for ballot, world in found.items() if world is not None}

@@ -1,0 +1,113 @@
+"""Describes the state of a job for people, and why it does not go on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from paceline.errors import PacelineError
+from paceline.launching.members.records import Address, Lost, Message, Peer, Terms
+from paceline.launching.members.world import NodeWorld, Waits
+
+
+def describe_job(
+    description: Message,
+    terms: Terms,
+    world: NodeWorld | None,
+    here: Sequence[Peer],
+    lost: Mapping[str, Lost],
+    now: float,
+    *,
+    is_over: bool,
+) -> Message:
+    """Return the state of a job: a launcher's description of itself, with a row per member.
+
+    Args:
+        description: of the launcher.
+        terms: of the job.
+        world: the last one; its members come first, by their numbers.
+        here: this launcher and all that follow it.
+        lost: members that have gone.
+        now: the monotonic clock.
+        is_over: whether the round of that world is over.
+    """
+    peers = {peer.member.key: peer for peer in here}
+    members = list(world.members) if world is not None else []
+    others = [peer.member for peer in here if peer.member not in members]
+    is_running = world is not None and not is_over
+    return {
+        **description,
+        "state": "final" if description["is_closed"] else "frozen" if is_running else "joinable",
+        "round": 0 if world is None else world.round,
+        "least": terms.least,
+        "most": terms.most,
+        "members": [
+            {
+                "name": member.name,
+                "address": f"{member.address}:{member.port}",
+                "number": members.index(member) if member in members else None,
+                "is_here": member.key in peers,
+                "beats": peers[member.key].beats if member.key in peers else None,
+                "age_s": round(now - peers[member.key].heard_s, 2) if member.key in peers else None,
+                "why": lost[member.key].why if member.key in lost and member.key not in peers else "",
+            }
+            for member in [*members, *others]
+        ],
+    }
+
+
+def explain_absence(waits: Waits, terms: Terms, endpoints: Collection[Address]) -> PacelineError:
+    """Return the error of a launcher that has found nobody."""
+    places = ", ".join(f"{address}:{port}" for address, port in endpoints)
+    return PacelineError(
+        "PL373",
+        saw=f"No launcher of the job {terms.job!r} answered at {places} for {waits.join_s:g} s "
+        "(--join-timeout).",
+        rule="The nodes of a job meet at --rdzv-endpoint.",
+        fix="Start the same command on the node of the endpoint, and check that this node reaches it.",
+    )
+
+
+def explain_wait(
+    waits: Waits,
+    terms: Terms,
+    world: NodeWorld | None,
+    present: Collection[str],
+    lost: Mapping[str, Lost],
+    now: float,
+    *,
+    has_quorum: bool,
+) -> PacelineError:
+    """Return the error of a job that has waited too long for members that are missing."""
+    members = [] if world is None else [m for m in world.members if m.key not in present]
+    missing = "; ".join(f"{member}{_describe_loss(lost.get(member.key), now)}" for member in members)
+    waited = f"{waits.join_s:g} s (--join-timeout)"
+    if world is not None and not has_quorum:
+        return PacelineError(
+            "PL374",
+            saw=f"This node reached too few nodes of the last round for {waited}. Missing: {missing}.",
+            rule="Those that go on must be more than half of the last round, or half with its number 0 "
+            f"({world.members[0]}), so that two parts never both train. Launchers that are known to have "
+            "ended do not count.",
+            fix="Restore the network between the nodes, or start the job again.",
+        )
+    return PacelineError(
+        "PL375",
+        saw=f"{len(present)} of at least {terms.least} nodes were there after {waited}."
+        + (f" Missing: {missing}." if missing else ""),
+        rule="A job never trains on fewer nodes than --nnodes asks for.",
+        fix="Start the same command on the missing nodes, or lower MIN of --nnodes MIN:MAX.",
+    )
+
+
+def explain_refusal(texts: Collection[str]) -> PacelineError:
+    """Return the error of a launcher that the job has refused."""
+    return PacelineError(
+        "PL376",
+        saw=f"This node was refused: {'; '.join(sorted(texts))}.",
+        rule="All nodes of a job run the same command, and one endpoint serves one job.",
+        fix="Use the same --nnodes and --rdzv-id on all nodes; for another job, choose another port.",
+    )
+
+
+def _describe_loss(lost: Lost | None, now: float) -> str:
+    return "" if lost is None else f", lost {now - lost.at_s:.0f} s ago ({lost.why})"

@@ -1,0 +1,1 @@
+"""Tests of the launchers as members of a job."""

@@ -1,0 +1,261 @@
+"""The agreement of launchers on their rounds, in a simulated network: no clock, no ports, no waiting."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.launching.members.world import Member, NodeWorld, Waits, has_quorum
+from tests.launching.members.simulated import Simulation
+
+
+def start(machines: int, least: int, most: int | None = None, **options: int) -> Simulation:
+    """A job that trains on all of its machines."""
+    simulation = Simulation(machines, least, most or machines, **options)
+    for machine in range(machines):
+        simulation.start(machine)
+    simulation.run_until(lambda: simulation.trains_on(*range(machines)), 10)
+    return simulation
+
+
+@pytest.mark.parametrize("machine", [0, 1, 2])
+def test_a_killed_node_is_replaced_by_a_round_of_the_others_at_once(machine: int) -> None:
+    job = start(3, 1)
+    job.launchers[machine].kill()
+    others = {0, 1, 2} - {machine}
+    assert job.run_until(lambda: job.trains_on(*others), 5) < 1.5
+    for other in others:
+        assert job.launchers[other].losses == [
+            f"node{machine} (10.0.0.{machine}) is lost: its connection was closed"
+        ]
+
+
+@pytest.mark.parametrize("machine", [0, 1, 2])
+def test_a_node_that_falls_silent_is_lost_after_three_seconds(machine: int) -> None:
+    job = start(3, 1)
+    job.isolate({machine})
+    seconds = job.run_until(lambda: job.trains_on(*({0, 1, 2} - {machine})), 10)
+    assert 3.0 <= seconds < 6.0
+    assert job.launchers[machine].trains is None, "the node that is cut off does not train"
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_of_two_nodes_the_other_one_goes_on_where_one_is_known_to_be_dead(machine: int) -> None:
+    job = start(2, 1)
+    job.launchers[machine].kill()
+    assert job.run_until(lambda: job.trains_on(1 - machine), 5) < 1.5
+
+
+def test_of_two_nodes_that_are_cut_off_only_number_0_goes_on() -> None:
+    job = start(2, 1)
+    job.isolate({1})
+    job.run_until(lambda: job.trains_on(0), 10)
+    job.run(70)
+    assert job.trains_on(0)
+    (error, *_) = job.launchers[1].errors
+    assert error.code == "PL374"
+    assert "Missing: node0 (10.0.0.0)" in str(error)
+
+
+@pytest.mark.parametrize("machine", [0, 1, 2])
+def test_a_cut_that_heals_brings_the_node_back(machine: int) -> None:
+    job = start(3, 1)
+    job.isolate({machine})
+    job.run(20)
+    assert job.trains_on(*({0, 1, 2} - {machine}))
+    job.cut.clear()
+    assert job.run_until(lambda: job.trains_on(0, 1, 2), 10) < 5
+
+
+@pytest.mark.parametrize("machine", [0, 1, 2])
+def test_a_node_that_was_stopped_comes_back(machine: int) -> None:
+    job = start(3, 1)
+    job.launchers[machine].stop()
+    job.run(20)
+    assert job.trains_on(*({0, 1, 2} - {machine}))
+    job.launchers[machine].go_on()
+    assert job.run_until(lambda: job.trains_on(0, 1, 2), 10) < 5
+
+
+@pytest.mark.parametrize("machine", [0, 1, 2])
+def test_a_node_that_is_started_again_joins(machine: int) -> None:
+    job = start(3, 1)
+    job.launchers[machine].kill()
+    job.run(8)
+    job.start(machine)
+    assert job.run_until(lambda: job.trains_on(0, 1, 2), 10) < 5
+
+
+def test_a_world_below_the_minimum_waits_and_names_who_is_missing() -> None:
+    job = start(3, 3)
+    job.launchers[2].kill()
+    job.run(59)
+    assert job.training() == []
+    assert job.launchers[0].errors == []
+    job.run(3)
+    (error, *_) = job.launchers[0].errors
+    assert error.code == "PL375"
+    assert "2 of at least 3 nodes" in str(error)
+    assert "Missing: node2 (10.0.0.2), lost 60 s ago" in str(error)
+
+
+def test_a_job_whose_endpoint_never_comes_says_so() -> None:
+    job = Simulation(2, 1, 2)
+    job.start(1)
+    job.run(61)
+    assert [error.code for error in job.launchers[1].errors][:1] == ["PL373"]
+
+
+def test_nodes_beyond_the_most_wait_as_spares_and_replace_a_lost_one() -> None:
+    job = Simulation(4, 2, 3)
+    for machine in range(4):
+        job.start(machine)
+    job.run_until(lambda: len(job.training()) == 1, 10)
+    job.run(100)
+    (world,) = job.training()
+    spare = ({f"node{i}" for i in range(4)} - {member.name for member in world.members}).pop()
+    assert job.launchers[int(spare[4:])].errors == [], "a spare waits for as long as the others train"
+    for machine in (0, 1):
+        job.launchers[machine].kill()
+        job.run_until(lambda: len(job.training()) == 1, 5)
+    assert job.trains_on(2, 3)
+
+
+def test_ranks_that_fail_start_again_on_all_nodes() -> None:
+    job = start(3, 3)
+    for machine in (0, 2):
+        (before,) = job.training()
+        job.launchers[machine].want_round()
+        job.run_until(lambda before=before: job.training() not in ([], [before]), 5)
+        assert job.launchers[1].losses[-1] == f"the ranks of node{machine} (10.0.0.{machine}) failed"
+
+
+def test_a_job_ends_on_all_nodes_when_all_ranks_have_succeeded() -> None:
+    job = start(3, 1)
+    for launcher in job.launchers.values():
+        assert not launcher.has_ended
+        launcher.inner.finish()
+    job.run(1)
+    assert all(launcher.has_ended for launcher in job.launchers.values())
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_node_that_leaves_is_not_waited_for(machine: int) -> None:
+    job = start(2, 1)
+    job.launchers[machine].inner.leave()
+    job.launchers[machine].kill()
+    assert job.run_until(lambda: job.trains_on(1 - machine), 5) < 1.5
+    assert "left: it was asked to leave" in job.launchers[1 - machine].losses[0]
+
+
+def test_a_node_with_other_numbers_is_refused() -> None:
+    job = Simulation(2, 2, 2)
+    job.start(0)
+    job.terms = type(job.terms)("job", 1, 2)
+    job.start(1)
+    job.run(10)
+    assert [error.code for error in job.launchers[1].errors][:1] == ["PL376"]
+    assert job.training() == []
+
+
+def test_faults_never_let_two_worlds_train() -> None:
+    """`Simulation.check` looks after every event."""
+    worlds = 0
+    for seed in range(10):
+        worlds += len(run_faults(seed, 50).history)
+    assert worlds > 50, "there were rounds to speak of"
+
+
+def test_without_the_rule_two_worlds_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the test above could not fail."""
+    monkeypatch.setattr("paceline.launching.members.membership.has_quorum", lambda *_: True)
+    with pytest.raises(AssertionError, match="knows"):
+        run_faults(2, 50)
+
+
+def run_faults(seed: int, count: int) -> Simulation:
+    """Kills, cuts, stops and returns at random; in the end all are back, and train together."""
+    chance = random.Random(seed)
+    machines = chance.choice([2, 3, 3, 4, 5])
+    least = chance.randint(1, machines)
+    job = start(machines, least, seed=seed)
+    for _ in range(count):
+        job.run(chance.choice([0.01, 0.1, 0.5, 1.0, 3.0, 6.0]))
+        machine = chance.randrange(machines)
+        launcher = job.launchers[machine]
+        fault = chance.choice(["kill", "cut", "heal", "stop", "back", "fail"])
+        if fault == "kill":
+            launcher.kill()
+        elif fault == "cut":
+            job.isolate({m for m in range(machines) if chance.random() < 0.5})
+        elif fault == "heal":
+            job.cut.clear()
+        elif fault == "stop":
+            launcher.stop()
+            job.at(chance.choice([0.5, 4.0]), launcher.go_on)
+        elif fault == "back" and not launcher.is_alive and not job.cut:
+            # Where nobody can be reached, a first node would begin anew: that needs a common folder.
+            job.start(machine)
+        elif fault == "fail" and launcher.is_alive and launcher.trains is not None:
+            launcher.want_round()
+    job.cut.clear()
+    job.run(10)
+    for machine, launcher in job.launchers.items():
+        if not launcher.is_alive:
+            job.start(machine)
+    job.run_until(lambda: job.trains_on(*range(machines)), 60)
+    return job
+
+
+# ---- the rule
+
+
+def world(*keys: str) -> NodeWorld:
+    return NodeWorld(1, tuple(Member(key, key, key, 1) for key in keys))
+
+
+@pytest.mark.parametrize(
+    ("present", "dead", "may"),
+    [
+        ("abc", "", True),
+        ("ab", "", True),
+        ("bc", "", True),
+        ("a", "", False),
+        ("b", "a", True),
+        ("c", "b", False),
+        ("bc", "a", True),
+        ("b", "ac", True),
+        ("a", "b", True),
+        ("c", "a", False),
+        ("", "", False),
+        ("xyz", "", False),
+    ],
+)
+def test_the_quorum_of_a_world_of_three(present: str, dead: str, may: bool) -> None:
+    assert has_quorum(world("a", "b", "c"), set(present), set(dead)) is may
+
+
+def test_two_disjoint_parts_never_both_have_a_quorum() -> None:
+    """For all parts of a world of 5, and all that each may know of those that are dead."""
+    keys = "abcde"
+    last = world(*keys)
+    subsets = [{key for i, key in enumerate(keys) if bits >> i & 1} for bits in range(32)]
+    tried = 0
+    for first in subsets:
+        for second in subsets:
+            if first & second or not first or not second:
+                continue
+            dead = set(keys) - first - second
+            for known in subsets:
+                for also_known in subsets:
+                    if known <= dead and also_known <= dead:
+                        tried += 1
+                        assert not (has_quorum(last, first, known) and has_quorum(last, second, also_known))
+    assert tried > 1000
+
+
+def test_all_waits_follow_from_one_number() -> None:
+    waits = Waits(detect_s=6.0)
+    assert (waits.beat_s, waits.probe_s, waits.first_call_s) == (1.0, 3.0, 18.0)
+    assert "lost after 6 s" in str(waits)
