@@ -122,22 +122,23 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _clears_up(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        words = " ".join(process.cmdline())
-        return any(name in words for name in _CLEARERS) or _is_writer(process)
-    return False
+    words = _read_words(process)
+    return _WRITER in words or any(name in " ".join(words) for name in _CLEARERS)
 
 
 def _holds_memory(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return _MEMORY_KEEPER in process.cmdline()
-    return False
+    return _MEMORY_KEEPER in _read_words(process)
 
 
 def _is_writer(process: psutil.Process) -> bool:
+    return _WRITER in _read_words(process)
+
+
+def _read_words(process: psutil.Process) -> list[str]:
+    """Return a process's command line; it is empty if the process has ended."""
     with suppress(psutil.Error):
-        return _WRITER in process.cmdline()
-    return False
+        return list(process.cmdline())
+    return []
 
 
 def _prctl(option: int, value: int) -> None:
