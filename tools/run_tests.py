@@ -23,11 +23,11 @@ PARTS = (
     (
         "watch",
         "data",
-        "checkpoint",
         "comm",
         "bench",
         "models",
         "dist",
+        "parallel",
         "torch_seams",
         "profiling",
         "recipe",
