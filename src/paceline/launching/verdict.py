@@ -21,16 +21,21 @@ from paceline.launching.ending.endings import (
     has_lost_peer,
     read_endings,
 )
-from paceline.launching.ending.memory import describe_kill
+from paceline.launching.ending.memory import describe_kill, explain_kill
 from paceline.launching.ending.trace import find_last
 from paceline.launching.job import Job, ScriptJob
 from paceline.launching.processes.ranks import COLD, RankProcess, Ranks
 from paceline.launching.stop import Interrupted, Stop
-from paceline.launching.watcher import JobStuck, WatchMessage
+from paceline.launching.watcher import JobStuck, WatchMessage, name_account
+from paceline.memory.report import read_account
+from paceline.memory.words import describe
+from paceline.units import format_seconds
 
 log = logging.getLogger(__name__)
 
 _LOG_TAIL_BYTES = 65536
+# torch's words for a worker of a loader that was killed in place of its rank.
+_WORKER_KILLED = "killed by signal: Killed"
 _LOST_HERE = "It lost the connection to a peer, and no rank is known to have failed by itself."
 _LOST_ELSEWHERE = (
     "It lost the connection to a peer: the cause is a rank that ended on another node, see the output there."
@@ -158,6 +163,7 @@ def _fail(job: Job, ranks: Ranks, cause: Ending) -> RankFailed | JobStuck | Pace
     hints = [] if why is None else [f"The ranks' collectives do not match either: {why.text}"]
     if process is not None:
         hints.append(_explain_end(job, ranks, process, cause.code))
+        hints.append(_describe_memory(job, process, cause))
     if cause.follower and process is not None:
         is_one_node = process.start.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         hints.append(_LOST_HERE if is_one_node else _LOST_ELSEWHERE)
@@ -190,6 +196,21 @@ def _explain_end(job: Job, ranks: Ranks, process: RankProcess, status: int) -> s
     if status == -signal.SIGKILL:
         return describe_kill(process.pid, job.ooms)
     return job.explain_early_end(process) if status >= 0 else ""
+
+
+def _describe_memory(job: Job, process: RankProcess, cause: Ending) -> str:
+    """Return what filled a rank's memory if it ended for that and left an account, else an empty string."""
+    account = read_account(name_account(job.attempt, process.start.rank))
+    if account is None:
+        return ""
+    if account.is_raised:
+        return describe(account) if cause.code >= 0 else ""
+    is_counted = job.ooms.in_group is not None or job.ooms.on_machine is not None
+    is_killed = cause.code == -signal.SIGKILL or _WORKER_KILLED in cause.trace
+    if not is_killed or (is_counted and not explain_kill(process.pid, job.ooms)):
+        return ""
+    before_s = (process.ended_s or time.time()) - account.time_s
+    return f"{format_seconds(max(0.0, before_s))} before its end: {describe(account)}"
 
 
 def _read_tail(path: str) -> str:

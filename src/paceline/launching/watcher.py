@@ -26,6 +26,11 @@ def name_stacks(folder: Path, rank: int) -> Path:
     return folder / f"stacks-{rank}"
 
 
+def name_account(folder: Path, rank: int) -> Path:
+    """Return the file for a rank's account of its memory, in the folder of an attempt."""
+    return folder / f"memory-{rank}.json"
+
+
 def preload_watch(watch: str) -> None:
     """Import the watcher's entry module, so that ranks that are forked afterwards already have it."""
     if watch:

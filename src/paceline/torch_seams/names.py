@@ -261,6 +261,39 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "its profiler and Paceline's end each other",
         ),
     ),
+    "saved": (
+        TorchName(
+            "torch.autograd.graph.Node._sequence_nr",
+            "finds the module of what autograd has saved",
+            "",
+            "activations are not listed by module",
+        ),
+        TorchName(
+            "torch._C._functions.AddmmBackward0._saved_mat1",
+            "sums what autograd has saved",
+            "torch.autograd.graph.saved_tensors_hooks, which slow down every forward",
+            "activations are not found",
+        ),
+        TorchName(
+            "torch.distributed.tensor.DTensor._local_tensor",
+            "finds the memory of a rank's part",
+            "to_local, which autograd records",
+            "parts are not counted",
+        ),
+        *(
+            TorchName(
+                f"{_FSDP}._fsdp_param.FSDPParam.{name}",
+                "finds the module of a gathered parameter",
+                "",
+                "activations of sharded models are not listed by module",
+            )
+            for name in ("_module_info", "_unsharded_param")
+        ),
+        *(
+            TorchName(f"torch.nn.Module.{name}", "names modules that may be under construction")
+            for name in ("_parameters", "_buffers", "_modules")
+        ),
+    ),
     "scaling": (
         TorchName(
             "torch.amp.GradScaler._scale",

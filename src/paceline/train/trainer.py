@@ -46,7 +46,7 @@ from paceline.train.building import (
 from paceline.train.evaluation import Evaluation, Metric, evaluate
 from paceline.train.global_loss import GlobalLoss
 from paceline.train.loaders import TrainerLoader
-from paceline.train.memory import explain_out_of_memory
+from paceline.train.memory import MemoryErrors
 from paceline.train.phases import Phases
 from paceline.train.precision import Precision
 from paceline.train.probe import explain_single_sample
@@ -251,6 +251,7 @@ class Trainer(TrainedModels):
             tensorboard=given.tensorboard,
         )
         self._skipped = SkippedSteps(given.max_skipped_in_a_row)
+        self._memory = MemoryErrors(self.world, self.layout, self._precision.name)
         self._last_loss = math.nan
         self._source: Loader | None = None
         self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
@@ -437,7 +438,7 @@ class Trainer(TrainedModels):
 
         with (
             preserved_generators(self.world.device),
-            explain_out_of_memory(share, self.world),
+            self._memory.explained(share),
             explain_single_sample(share),
             phases.running(share, self.step_number, self._requests, self._settings),
         ):
@@ -493,7 +494,7 @@ class Trainer(TrainedModels):
         """
         self._require_loss()
         started_s = time.perf_counter()
-        with preserved_generators(self.world.device), explain_out_of_memory(None, self.world):
+        with preserved_generators(self.world.device), self._memory.explained(None):
             result = evaluate(
                 self.model,
                 self._updates["model"].runner,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import sysconfig
 from dataclasses import dataclass
+
+from paceline.own_code import PACKAGE, describe_place, is_own, library_roots
 
 _FRAME = re.compile(r'^(?P<indent>[\s|+]*)File "(?P<path>.+)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _HEAD = re.compile(r"^(\s*\+ Exception Group )?Traceback \(most recent call last\):\s*$")
@@ -22,8 +22,7 @@ _FATAL = "Fatal Python error"
 _CRASH = re.compile(rf"^({_FATAL}|Stack \(most|Current thread|Thread 0x)")
 # torch writes it before each line of an uncaught exception, once there is a process group.
 _PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
-_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
-_RUNNER = os.path.join(_PACKAGE, "launching", "rank", "script.py")
+_RUNNER = os.path.join(PACKAGE, "launching", "rank", "script.py")
 # Fewer than this many frames of a library in a row stay as they are.
 _FEW = 3
 
@@ -40,22 +39,12 @@ class TracebackFrame:
     @property
     def is_own(self) -> bool:
         """Return whether this is the user's code, outside of the folders of Python and its packages."""
-        return not self.path.startswith("<") and not any(
-            self.path.startswith(root) for root in _library_roots()
-        )
+        return is_own(self.path)
 
     @property
     def where(self) -> str:
         """The frame's place: `train.py:31 in load`."""
-        path = os.path.relpath(self.path)
-        return f"{self.path if path.startswith('..') else path}:{self.line} in {self.name}"
-
-
-def _library_roots() -> list[str]:
-    paths = sysconfig.get_paths()
-    roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    roots |= {os.path.realpath(root) for root in roots} | {_PACKAGE}
-    return [root + os.sep for root in roots] + [os.path.join(sys.prefix, "bin") + os.sep]
+        return describe_place(self.path, self.line, self.name)
 
 
 def find_own_frame(trace: str) -> TracebackFrame | None:
@@ -93,7 +82,7 @@ def fold(trace: str) -> str:
 
 def _short(frame: TracebackFrame) -> str:
     """Return a library's path, beginning with its package."""
-    for root in _library_roots():
+    for root in library_roots():
         if frame.path.startswith(root):
             return f"{frame.path[len(root) :].removeprefix('site-packages' + os.sep)}:{frame.line}"
     return f"{frame.path}:{frame.line}"

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import PacelineError
+from paceline.memory.errors import is_out_of_memory
 from paceline.parallel.construct.appearances import recording
 from paceline.parallel.construct.mode import BUILT, META, FactoryRecorder
 from paceline.parallel.construct.record import Kind, Record, StorageWindow
@@ -41,7 +42,6 @@ from paceline.parallel.construct.replay import (
     replay,
     seeded_generators,
 )
-from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.phrases import name_some
 from paceline.seeds import derive_seed
 from paceline.torch_seams.modules import STORES

@@ -40,6 +40,7 @@ from paceline.torch_seams.fsdp import (
     set_input_hook,
     set_output_hook,
 )
+from paceline.torch_seams.saved import find_order
 
 Register = Callable[..., Any]
 
@@ -256,7 +257,7 @@ def _is_real(value: Any) -> bool:
 
 def _number(tensor: Tensor) -> int:
     """Return the sequence number of a tensor's autograd node; -1 for a tensor that is no result."""
-    return -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+    return -1 if tensor.grad_fn is None else find_order(tensor.grad_fn)
 
 
 def _is_made(tensor: Tensor, start: int | None) -> bool:

@@ -27,6 +27,7 @@ from typing import IO
 
 from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
+from paceline.launching.watcher import name_account
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.watching import find_world
 from paceline.watch.protocol.frames import is_own
@@ -36,6 +37,7 @@ from paceline.watch.protocol.wire import Ask, Unpacker, pack
 from paceline.watch.rank.exits import Exits
 from paceline.watch.rank.gradients import Gradients
 from paceline.watch.rank.meeting import find_meeting
+from paceline.watch.rank.memory import MemoryGuard
 from paceline.watch.rank.operations import Operations
 from paceline.watch.rank.recorder import CollectiveProgress, CollectiveRecorder, choose_buffer_size
 from paceline.watch.rank.sampling import Sampler
@@ -81,6 +83,7 @@ class WatchedProcess:
         self._recorder = CollectiveRecorder(self.operations)
         self._gradients = Gradients()
         self._sampler = Sampler(time.monotonic())
+        self._guard: MemoryGuard | None = None
         self._has_begun = False
         self._is_leaving = False
         self._is_over = False
@@ -101,6 +104,7 @@ class WatchedProcess:
     def begin(self, socket_path: str, stacks_path: str) -> None:
         """Start the thread, if the launcher listens."""
         self._register_stacks(stacks_path)
+        self._guard = MemoryGuard(self._rank, name_account(Path(stacks_path).parent, self._rank))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(socket_path)
@@ -127,6 +131,8 @@ class WatchedProcess:
             return
         self.operations.remove()
         self._gradients.remove()
+        if self._guard is not None:
+            self._guard.remove()
         self._exits.forget()
         self._is_leaving = True
         if self._is_ours():
@@ -142,6 +148,8 @@ class WatchedProcess:
 
     def note_error(self, error: BaseException) -> None:
         """Report the exception that ends the script, and where it was raised."""
+        if self._guard is not None:
+            self._guard.note_error(error)
         with suppress(Exception):
             if self._gradients.note_error():  # At once, because the launcher ends the remaining ranks.
                 self._send(pack(self._make_beat()))
@@ -173,6 +181,8 @@ class WatchedProcess:
         self.operations.install(torch)
         self._exits.watch_terminate()
         self._gradients.install(torch)
+        if self._guard is not None:
+            self._guard.install(torch)
 
     # ---- the thread
 
@@ -203,7 +213,10 @@ class WatchedProcess:
                 next_s = max(next_s + _BEAT_S, now_s + _BEAT_S / 2)
             if now_s >= self._sampler.next_s:
                 self._sample()
-            until_s = min(next_s, self._sampler.next_s) - time.monotonic()
+            assert self._guard is not None
+            if now_s >= self._guard.next_s:
+                self._look_at_memory(self._guard)
+            until_s = min(next_s, self._sampler.next_s, self._guard.next_s) - time.monotonic()
             if not poll.poll(max(0.0, until_s) * 1000):
                 continue
             data = self._socket.recv(4096)
@@ -274,6 +287,13 @@ class WatchedProcess:
                 self._sampler.take(time.monotonic())
             else:
                 self._sampler.skip(time.monotonic())
+
+    def _look_at_memory(self, guard: MemoryGuard) -> None:
+        with self._work:
+            try:
+                guard.look()
+            except Exception:  # what is being looked at changes meanwhile
+                guard.next_s = time.monotonic() + _BEAT_S
 
     def _make_report(self, *, is_full: bool) -> Report:
         groups: dict[str, Group] = {}

@@ -1,0 +1,95 @@
+"""StepMemory notes the resident memory at the end of each optimizer step: two system calls per step.
+
+If the address space is limited (`ulimit -v`), it also holds some of it back, so that there is room for an
+account once the script has used up the rest. The reserve is never touched, so it takes no memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import sys
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from paceline.memory.account import Steps
+from paceline.memory.limits import ProcessMemory, read_process, read_resident
+from paceline.torch_seams.watching import hide_from_compiler
+
+# Unix counts the peak in kilobytes, macOS in bytes.
+_UNIT = 1 if sys.platform == "darwin" else 1024
+_RESERVE = 32 << 20
+
+
+class StepMemory:
+    """The memory of this process's steps.
+
+    Attributes:
+        base: what the process held before its script ran.
+    """
+
+    def __init__(self) -> None:
+        self.base = ProcessMemory()
+        self._count = self._peak = self._first = self._last = 0
+        self._optimizer: weakref.ref[Any] | None = None
+        self._handle: Any = None
+        self._torch: Any = None
+        self._reserve: mmap.mmap | None = None
+
+    def install(self, torch: Any) -> None:
+        """Note steps from now on; further calls do nothing.
+
+        Args:
+            torch: the module.
+        """
+        if self._handle is not None:
+            return
+        self.base = read_process() or ProcessMemory()
+        self._torch = torch
+        self.hold_reserve()
+        hide_from_compiler(torch, StepMemory._note)
+        module = sys.modules[torch.optim.Optimizer.__module__]
+        self._handle = module.register_optimizer_step_post_hook(self._note)
+
+    def hold_reserve(self) -> None:
+        """Hold back address space if it is limited and not held back already."""
+        if self._reserve is None and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            with suppress(OSError):
+                self._reserve = mmap.mmap(-1, _RESERVE)
+
+    def release_reserve(self) -> None:
+        """Give the reserve back, for an account."""
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._torch.compiler.is_compiling():
+            return
+        # Of several optimizers, the first one ends a step.
+        known = None if self._optimizer is None else self._optimizer()
+        if known is None:
+            with suppress(TypeError):
+                self._optimizer = weakref.ref(optimizer)
+        elif known is not optimizer:
+            return
+        self._count += 1
+        self._last = read_resident()
+        if self._count == 2:
+            self._first = self._last
+        self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
+
+    def summarize(self) -> Steps:
+        """Return the steps so far."""
+        return Steps(self._count, self._peak, self._first or self._last, self._last)
+
+
+STEPS = StepMemory()
+"""The record of this process; a fork inherits its counts, as it inherits the memory."""
