@@ -118,6 +118,35 @@ def hash_of(folder: Path) -> str:
     return hash_stored(open_usable(find_checkpoint(folder)).model)
 
 
+def test_ranks_that_stop_with_others_start_again(tmp_path: Path) -> None:
+    """A node joins and leaves: the other one's ranks stop twice, and there are no restarts to spend."""
+    meeting = [*c10d(f"127.0.0.1:{free_port()}"), "--nnodes", "1:2", "--rdzv-conf", _FAST]
+    command = paceline_run(*meeting, script("stops_with_all.py"), str(tmp_path))
+    with Launched(tmp_path / "first", command) as first:
+        first.wait_for("runs as 0 of 1", _LIMIT_S)
+        with Launched(tmp_path / "second", command) as second:
+            for job in (first, second):
+                job.wait_for("runs as . of 2", _LIMIT_S)
+            second.signal(15)
+            assert second.wait(_LIMIT_S) == 75, second.text
+        first.wait_for("runs as 0 of 1", _LIMIT_S, count=2)
+        (tmp_path / "end").touch()
+        assert first.wait(_LIMIT_S) == 0, first.text
+
+
+@pytest.mark.slow
+def test_ranks_that_stop_by_themselves_end_the_job(tmp_path: Path) -> None:
+    """No node joins or leaves, so all launchers pass the code on."""
+    meeting = [*c10d(f"127.0.0.1:{free_port()}"), "--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=20"]
+    command = paceline_run(*meeting, script("stops_with_all.py"), str(tmp_path))
+    with Launched(tmp_path / "first", command) as first, Launched(tmp_path / "second", command) as second:
+        for job in (first, second):
+            job.wait_for("runs as . of 2", _LIMIT_S)
+        (tmp_path / "stop").touch()
+        assert [first.wait(_LIMIT_S), second.wait(_LIMIT_S)] == [75, 75], first.text + second.text
+
+
+@pytest.mark.slow
 def test_a_node_joins_and_leaves(ranks: Pool, tmp_path: Path) -> None:
     """One rank; then a node with two, of which one waits as a spare; then one rank again."""
     run, endpoint = Run(tmp_path, LAYOUTS), f"127.0.0.1:{free_port()}"
