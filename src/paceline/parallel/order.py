@@ -138,7 +138,7 @@ def parallelize(
     plan, context = None, None
     if layout.cp > 1:
         assert mesh is not None
-        # Planned on the whole model.
+        # Planned on the whole model, before tp splits it.
         context = _plan_sequences(model, mesh, settings, masks)
     if layout.tp > 1:
         assert mesh is not None
@@ -245,7 +245,7 @@ def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Mas
             rule="To find out where cp can divide sequences, one forward is traced.",
             fix="Pass example=batch: tensors as the training loop provides them, with a few samples.",
         )
-    plan = find_context_plan(model, settings.example, mesh.cp.size, masks)
+    plan = find_context_plan(model, settings.example, mesh.cp.size, masks, tp=mesh.tp.size)
     log.info("%s", plan.describe())
     return plan
 

@@ -14,7 +14,7 @@ from tests.verifying.test_faults import recipe_table
 
 LAYOUTS = {
     # Those without recompute are among `tests/verifying/test_all_layouts.py`'s.
-    "gpt": ["cp=2 recompute=block"],
+    "gpt": ["cp=2 recompute=block", "cp=2 tp=2"],
     "encoder": ["cp=2 dp_shard=2 zero=2 recompute=selective"],
 }
 
@@ -26,6 +26,23 @@ def test_sequences_are_divided_as_in_one_process(ranks: Pool, tmp_path: Path, ki
     verified = verify_recipe(recipe, layouts, steps=2, run=PoolRunner(ranks))
     assert {result.status for result in verified.results} == {"ok"}, list(map(str, verified.findings))
     assert max(result.worst for result in verified.results) < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("encoder", "cp=2 tp=2 recompute=selective"),
+        ("gpt", "dp_replicate=2 cp=2 tp=2"),
+        ("gpt", "dp_shard=2 cp=2 tp=2 recompute=block"),
+        ("encoder", "dp_shard=2 cp=2 tp=2 zero=1"),
+    ],
+)
+def test_heads_are_divided_by_both(ranks: Pool, tmp_path: Path, kind: str, text: str) -> None:
+    recipe = parse_recipe(recipe_table(kind, tmp_path))
+    (result,) = verify_recipe(recipe, [resolve_layout(text)], steps=2, run=PoolRunner(ranks)).results
+    assert result.status == "ok", list(map(str, result.findings))
+    assert result.worst_noise < 20
 
 
 def test_tp_recomputes_blocks_from_whole_sequences(ranks: Pool, tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -27,8 +27,8 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
     """Run a model's blocks on a part of the sequence, in place. No collective runs here; forwards have some.
 
     Args:
-        model: the same weights on every rank, or on meta.
-        plan: of the same model.
+        model: on meta, or with the same weights on every rank of cp; tp may have split it.
+        plan: of the same model, before tp has split it.
         axis: cp.
         masks: the model's dropout.
 
@@ -64,7 +64,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
         change_output(modules[stretch.last], _join(own, stretch.dim))
     for key, (index, cut) in plan.draws.items():
         assert masks is not None
-        masks.splits[key] = [_cut(cut, rows[index])]
+        masks.splits[key] = _cut_further(masks.splits.get(key, ()), _cut(cut, rows[index]))
 
 
 def _take(rows: Rows, dim: int) -> Change:
@@ -89,14 +89,14 @@ def _cross(crossing: Crossing, rows: Rows) -> Change:
 
 
 def _cross_call(crossing: Crossing, change: Change, axis: Axis) -> CallChange:
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         if crossing.kind == "to_rows":
-            return func(*change_operand(func, args, change), **kwargs)
+            return run(*change_operand(func, args, change), **kwargs)
         if crossing.sums:
             args = change_operand(func, args, _add_up_gradient(axis))
-        return change(func(*args, **kwargs))
+        return change(run(*args, **kwargs))
 
-    return run
+    return cross
 
 
 def _change_sizes(changes: list[SizeChange], rows: Rows) -> CallChange:
@@ -105,12 +105,29 @@ def _change_sizes(changes: list[SizeChange], rows: Rows) -> CallChange:
             return lambda given: given // rows.axis.size
         return lambda given: given // rows.own * rows.whole
 
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def resize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         for change in changes:
             args, kwargs = change_given(func, args, kwargs, change.dim, size(change.kind))
-        return func(*args, **kwargs)
+        return run(*args, **kwargs)
 
-    return run
+    return resize
+
+
+def _cut_further(
+    present: Sequence[Cut | Callable[[], Cut]], cut: Cut | Callable[[], Cut]
+) -> list[Cut | Callable[[], Cut]]:
+    """Return the cuts of a dropped tensor of which tp has cut a dimension already."""
+    for place, other in enumerate(present):
+        if isinstance(other, Cut) and isinstance(cut, Cut) and other.dim == cut.dim:
+            # Heads are cut by tp first. The ranks of cp that share a rank of tp have neighbouring runs.
+            assert other.outer == cut.outer, (other, cut)
+            both = replace(
+                cut,
+                num_parts=other.num_parts * cut.num_parts,
+                part=other.part * cut.num_parts + cut.part,
+            )
+            return [*present[:place], both, *present[place + 1 :]]
+    return [*present, cut]
 
 
 @dataclass(frozen=True)

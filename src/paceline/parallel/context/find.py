@@ -16,7 +16,12 @@ from paceline.parallel.tensor.trace import trace_forward
 
 
 def find_context_plan(
-    model: nn.Module, example: Callable[[nn.Module], Any], num_ranks: int, masks: Masks | None = None
+    model: nn.Module,
+    example: Callable[[nn.Module], Any],
+    num_ranks: int,
+    masks: Masks | None = None,
+    *,
+    tp: int = 1,
 ) -> ContextPlan:
     """Find out how a model can run on a part of the sequence, without changing it.
 
@@ -25,12 +30,13 @@ def find_context_plan(
         example: calls the model on a batch of a few samples.
         num_ranks: degree of cp.
         masks: the model's dropout, so that the plan knows which dropouts see parts.
+        tp: degree of tp, which divides the heads too.
 
     Raises:
         PacelineError: PL460 if the forward cannot be traced, PL630 if the sequence cannot be divided.
     """
     trace = trace_forward(model, example, masks=masks)
-    walk = Walk(model, num_ranks, trace, read_dims(trace))
+    walk = Walk(model, num_ranks, trace, read_dims(trace), tp)
     walk.walk()
     Rehearsal(walk).rehearse(example, masks)
     return walk.plan

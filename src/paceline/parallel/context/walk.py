@@ -60,6 +60,7 @@ class Walk:
     Attributes:
         trace: the forward.
         num_ranks: degree of cp.
+        tp: degree of tp, which divides the same heads first.
         plan: grows.
         rows: by number of a tensor, the stretch whose rows it has.
         heads: by number of a tensor of which each rank has some heads, how they are cut.
@@ -68,8 +69,9 @@ class Walk:
         stretch_at: by number of an operation, the stretch that it is in.
     """
 
-    def __init__(self, model: nn.Module, num_ranks: int, trace: Trace, dims: Dims) -> None:
+    def __init__(self, model: nn.Module, num_ranks: int, trace: Trace, dims: Dims, tp: int = 1) -> None:
         self.trace, self.dims, self.num_ranks = trace, dims, num_ranks
+        self._tp = tp
         self.plan = ContextPlan(num_ranks)
         self.model = model
         self._modules = dict(model.named_modules())
@@ -168,7 +170,7 @@ class Walk:
         return all(tensor in self._uses.computed for tensor in operands)
 
     def _can_cut(self, atom: Atom) -> bool:
-        if atom.pinned or atom.size % self.num_ranks:
+        if atom.pinned or atom.size % (self.num_ranks * self._tp):
             return False
         for number in self._held[atom]:
             if sum(other is atom for _, _, other in self._atoms[number]) > 1 or number in self._chosen:
@@ -188,9 +190,10 @@ class Walk:
         where = op.module or "the model"
         heads = " x ".join(map(str, sizes)) or "1"
         why = f" ({reasons})" if reasons else ""
+        among = f" on each of {self._tp} ranks of tp" if self._tp > 1 else ""
         return cannot_divide_error(
             f"the attention in {where} has heads {heads} (with key and value heads that several query heads "
-            f"share counted apart), which cannot be divided by {self.num_ranks}{why}",
+            f"share counted apart), which cannot be divided by {self.num_ranks}{among}{why}",
             fix=f"Choose a cp that divides the key and value heads of {where}, or use dp_shard or tp.",
         )
 

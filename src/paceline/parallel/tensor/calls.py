@@ -32,8 +32,9 @@ from paceline.torch_seams.modules import CALL
 
 # File, function and instruction, from the call outwards; torch's own files are left out.
 Site = tuple[tuple[str, str, int], ...]
-# Replaces a call of a function of torch: from (function, arguments, keywords) to the result.
-Change = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+# Replaces a call of a function of torch: from (function, arguments, keywords, run) to the result. `run` takes
+# the arguments that the function gets, and applies the changes of earlier `change_calls` to them.
+Change = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
 # Functions whose result may be a sum over the ranks.
 SUMMED = frozenset(
     {
@@ -116,7 +117,7 @@ def run_inside(module: nn.Module, around: Callable[[], Any]) -> Callable[[], Non
 def change_calls(
     module: nn.Module, functions: Container[Any], changes: Mapping[Site, Sequence[Change | None]]
 ) -> None:
-    """Replace some calls in a module's own forward from now on.
+    """Replace some calls in a module's own forward from now on, in addition to those replaced before.
 
     Args:
         module: the forwards of modules that it calls are not changed.
@@ -124,9 +125,16 @@ def change_calls(
         changes: by site, for each call there in turn. Calls beyond these are treated as the last one, for
             example in a loop that is longer than it was in the trial.
     """
-    run_inside(module, lambda: _Changing(functions, changes))
+    layers: list[_Layer] | None = getattr(module.__dict__.get("forward"), _LAYERS, None)
+    if layers is not None:
+        # One mode for all: a mode does not see by which place of the source another mode was entered.
+        layers.append(_Layer(functions, changes))
+        return
+    layers = [_Layer(functions, changes)]
+    run_inside(module, lambda: _Changing(layers))
     # The compiler cannot read positions in the source.
     module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+    setattr(module.forward, _LAYERS, layers)
 
 
 def change_operand(func: Any, args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
@@ -140,27 +148,44 @@ def find_operand(func: Any) -> int:
     return 1 if func is torch.addmm else 0
 
 
+class _Layer(NamedTuple):
+    """The calls that one call of `change_calls` replaces."""
+
+    functions: Container[Any]
+    changes: Mapping[Site, Sequence[Change | None]]
+
+
 class _Changing(TorchFunctionMode):
     """A mode that replaces calls during one forward."""
 
-    def __init__(self, functions: Container[Any], changes: Mapping[Site, Sequence[Change | None]]) -> None:
+    def __init__(self, layers: Sequence[_Layer]) -> None:
         super().__init__()
-        self._functions = functions
-        self._changes = changes
-        self._passed: Counter[Site] = Counter()
+        self._layers = layers
+        self._passed: Counter[tuple[int, Site]] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._functions:
+        run = func
+        if any(func in layer.functions for layer in self._layers):
             site = find_site()
-            changes = None if site is None else self._changes.get(site)
-            if site is not None and changes:
-                number = self._passed[site]
-                self._passed[site] += 1
-                change = changes[min(number, len(changes) - 1)]
-                if change is not None:
-                    return change(func, args, kwargs)
-        return func(*args, **kwargs)
+            if site is not None:
+                for number, layer in enumerate(self._layers):
+                    change = self._find_change(number, layer, func, site)
+                    if change is not None:
+                        run = _then(change, func, run)
+        return run(*args, **(kwargs or {}))
+
+    def _find_change(self, number: int, layer: _Layer, func: Any, site: Site) -> Change | None:
+        """Count a call, and return the layer's change of it."""
+        changes = layer.changes.get(site)
+        if func not in layer.functions or not changes:
+            return None
+        passed = self._passed[number, site]
+        self._passed[number, site] += 1
+        return changes[min(passed, len(changes) - 1)]
+
+
+def _then(change: Change, func: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: change(func, args, kwargs, run)
 
 
 def _bind(inner: Callable[..., Any], around: Callable[[], Any]) -> Callable[..., Any]:
@@ -172,6 +197,8 @@ def _bind(inner: Callable[..., Any], around: Callable[[], Any]) -> Callable[...,
     return forward
 
 
+# The attribute of a changed forward with the calls that are replaced in it.
+_LAYERS = "paceline_changed_calls"
 _FORWARD = _bind(lambda: None, lambda: None).__code__
 _TORCH = str(Path(CALL.co_filename).parents[2]) + os.sep
 _CHECKPOINT = CheckpointFunction.forward.__code__.co_filename

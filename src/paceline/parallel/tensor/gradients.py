@@ -1,4 +1,4 @@
-"""Runs hooks that users register on parameters, under tp.
+"""Runs hooks that users register on parameters, under tp and cp.
 
 A hook of `parameter.register_hook` gets the same as in one process: the gradient of one microbatch for the
 whole parameter (see `parallel/parameter_hooks.py`, which does the same for dp_shard). All ranks of tp run it
@@ -42,7 +42,7 @@ def show_whole_gradients(
         model: with the parts in place of the whole parameters.
         splits: by full name.
         partial: names of whole parameters that get an addend of their gradient on each rank.
-        axis: tp.
+        axis: tp or cp.
 
     Raises:
         PacelineError: PL434 for hooks on accumulated gradients.
@@ -56,7 +56,11 @@ def show_whole_gradients(
             run = _AddedGradient(axis)
         else:
             continue  # every rank has the whole gradient
-        set_hooks(parameter, _Hooks(run, read_hooks(before[name])))
+        known = read_hooks(before[name])
+        if isinstance(known, _Hooks):  # of another axis, which divides the gradient too
+            known.enclose(run)
+        else:
+            set_hooks(parameter, _Hooks(run, known))
 
 
 class _Hooks(OrderedDict[int, Any]):
@@ -76,8 +80,12 @@ class _Hooks(OrderedDict[int, Any]):
             self[-1] = _InOrder(earlier)  # torch counts from 0
 
     def __setitem__(self, key: int, hook: Hook) -> None:
-        run = self._run
-        super().__setitem__(key, lambda gradient: run(hook, gradient))
+        super().__setitem__(key, lambda gradient: self._run(hook, gradient))
+
+    def enclose(self, run: Callable[[Hook, Tensor], Tensor]) -> None:
+        """Make a gradient whole along a further axis, before it is made whole along the present ones."""
+        inner = self._run
+        self._run = lambda hook, gradient: run(lambda whole: inner(hook, whole), gradient)
 
 
 class _InOrder:

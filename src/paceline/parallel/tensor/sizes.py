@@ -73,8 +73,8 @@ def _change_at(sizes: Any, dim: int, change: Change) -> tuple[int, ...]:
 def divide_size(dim: int, num_ranks: int) -> CallChange:
     """Return a change that makes a call give a dimension of its result the size of a part."""
 
-    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         args, kwargs = change_size(func, args, kwargs, dim, lambda size: size // num_ranks)
-        return func(*args, **kwargs)
+        return run(*args, **kwargs)
 
     return change

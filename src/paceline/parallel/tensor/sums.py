@@ -30,14 +30,14 @@ def add_up_call(change: Callable[[Tensor], Tensor]) -> Change:
         change: from a rank's addend to the sum.
     """
 
-    def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is torch.addmm:
             bias, left, right = args
             total = change(torch.mm(left, right))
             return total + bias.to(total.dtype)
-        return change(func(*args, **kwargs))
+        return change(run(*args, **kwargs))
 
     def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         total = change(F.linear(input, weight))
@@ -49,14 +49,14 @@ def add_up_call(change: Callable[[Tensor], Tensor]) -> Change:
 def add_up_lookup(change: Callable[[Tensor], Tensor], axis: Axis) -> Change:
     """Return a change that makes a call of `F.embedding` return the sum over the ranks' rows."""
 
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Callable[..., Any]) -> Any:
         given = _LOOKUP.bind(*args, **kwargs).arguments
         padding = given.get("padding_idx")
         if padding is not None and padding < 0:
             padding += given["weight"].shape[0] * axis.size
         return change(look_up(given["weight"], given["input"], padding, axis))
 
-    return run
+    return add_up
 
 
 def is_plain_lookup(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -60,13 +60,6 @@ def context_goes_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[
             f"Set pp=1 and cp={layout.cp * layout.pp}, or cp=1 and pp={layout.cp * layout.pp}.",
         ),
         (
-            layout.tp > 1,
-            "layout.tp",
-            f"layout.tp={layout.tp}",
-            "Both would change the same calls of an attention.",
-            f"Set tp=1 and cp={layout.cp * layout.tp}, or cp=1 and tp={layout.cp * layout.tp}.",
-        ),
-        (
             layout.sequence,
             "layout.sequence",
             "layout.sequence=true",
