@@ -245,7 +245,9 @@ def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Mas
             rule="To find out where cp can divide sequences, one forward is traced.",
             fix="Pass example=batch: tensors as the training loop provides them, with a few samples.",
         )
-    plan = find_context_plan(model, settings.example, mesh.cp.size, masks, tp=mesh.tp.size)
+    plan = find_context_plan(
+        model, settings.example, mesh.cp.size, masks, tp=mesh.tp.size, by=settings.layout.cp_by
+    )
     log.info("%s", plan.describe())
     return plan
 

@@ -15,6 +15,7 @@ from paceline.recipe.axes import AXES, OPEN, Degrees, list_axes
 Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
 Offload = Literal["none", "cpu", "disk"]
+Attending = Literal["heads", "gather"]
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs", "zero_bubble", "zbv", "dualpipev")
 # Schedules that go around the ranks several times; and those with two stages per rank, placed as a V.
 LOOPING = ("interleaved", "bfs")
@@ -27,6 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "sequence": (False, True),
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
+    "cp_by": get_args(Attending),
     "schedule": SCHEDULES,  # or the path of a file
     "chunks": tuple(range(1, MOST_CHUNKS + 1)),
     "stages": ("",),  # or any list
@@ -48,6 +50,8 @@ class Layout(Degrees):
         recompute: which activations are computed again in backward instead of kept: none, all of each
             block, or (selective) all but matrix products and attention.
         offload: where dp_shard keeps parameters and optimizer state between uses.
+        cp_by: how the ranks of cp attend to each other's positions: each has whole sequences of some heads,
+            or gathers the keys and values for its own positions.
         schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`; or the
             path of a file with a list of actions per rank.
         chunks: stages of the model that each rank of pp holds.
@@ -59,6 +63,7 @@ class Layout(Degrees):
     sequence: bool = False
     recompute: Recompute = "none"
     offload: Offload = "none"
+    cp_by: Attending = "heads"
     schedule: str = "1f1b"
     chunks: int = 1
     stages: str = ""

@@ -12,6 +12,7 @@ from paceline.recipe.axes import AXES, OPEN, list_axes
 from paceline.recipe.layout import (
     MOST_CHUNKS,
     SCHEDULES,
+    Attending,
     Layout,
     Offload,
     Recompute,
@@ -55,6 +56,10 @@ class LayoutSection(_DegreesSection):
     offload: Offload = Layout.offload
     """Place in which `dp_shard` keeps parameters and optimizer state between uses: `"none"` (the device),
     `"cpu"` (the CPU's memory), or `"disk"` (memory-mapped files, see `shard.offload_folder`)."""
+    cp_by: Attending = Layout.cp_by
+    """How the ranks of `cp` attend to each other's positions: `"heads"` (each has whole sequences of some
+    heads; any attention code works) or `"gather"` (each gathers keys and values for its own positions;
+    `cp` may exceed the key and value heads, and attention must be torch's function)."""
     schedule: str = Layout.schedule
     """The order in which ranks of `pp` run forwards and backwards. `"1f1b"` and `"gpipe"` have one stage per
     rank. `"interleaved"` and `"bfs"` go around the ranks `chunks` times. `"zero_bubble"`, `"zbv"` and

@@ -37,10 +37,10 @@ DIVIDED = {
 }
 
 
-def divide(name: str, num_ranks: int, tp: int = 1) -> tuple[torch.nn.Module, ContextPlan]:
+def divide(name: str, num_ranks: int, tp: int = 1, by: str = "heads") -> tuple[torch.nn.Module, ContextPlan]:
     model = build(name)
     open_attention(model)
-    return model, find_context_plan(model, example(name), num_ranks, tp=tp)
+    return model, find_context_plan(model, example(name), num_ranks, tp=tp, by=by)
 
 
 def example(name: str) -> Callable[[torch.nn.Module], Any]:
@@ -87,9 +87,11 @@ def test_foreign_models_as_one_process(ranks: Pool, num_ranks: int) -> None:
 
 # Models whose four key and value heads two axes of two ranks divide.
 DIVIDED_TWICE = ["encoder", "transformer", "seq-first", "lora", "gpt2", "t5", "bert", "vit"]
+# By gather, tp alone divides the two of these.
+GATHERED = ["llama", "gpt-grouped", "encoder", "transformer", "bert"]
 
 
-def compare_with_tp(world: Any, names: list[str]) -> dict[str, float]:
+def compare_with_tp(world: Any, names: list[str], by: str) -> dict[str, float]:
     """By model, the largest difference of its loss or a gradient, on cp=2 tp=2, in parts of the largest."""
     torch.set_num_threads(1)
     mesh = build_mesh(Layout.parse("cp=2 tp=2"), world)
@@ -99,7 +101,7 @@ def compare_with_tp(world: Any, names: list[str]) -> dict[str, float]:
         open_attention(reference)
         expected = compute_loss(name, reference)
         expected.backward()
-        model, context = divide(name, 2, tp=2)
+        model, context = divide(name, 2, tp=2, by=by)
         plan = find_plan(model, example(name), 2)
         assert plan.share > 0.5, plan.describe()
         apply_plan(model, plan, mesh.tp)
@@ -107,7 +109,7 @@ def compare_with_tp(world: Any, names: list[str]) -> dict[str, float]:
         loss = compute_loss(name, model)
         loss.backward()
         scale = max(float(p.grad.abs().max()) for p in reference.parameters() if p.grad is not None)
-        worst = abs(float(loss) / float(expected) - 1)
+        worst = abs(float(loss.detach() / expected.detach()) - 1)
         for (key, whole), part in zip(reference.named_parameters(), model.parameters(), strict=True):
             if whole.grad is None:
                 continue
@@ -126,6 +128,7 @@ def join(split: Split, part: torch.Tensor, axis: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_foreign_models_divided_over_cp_and_tp(ranks: Pool) -> None:
-    for found in ranks.run(compare_with_tp, nproc=4, args=(DIVIDED_TWICE,)):
+@pytest.mark.parametrize(("by", "names"), [("heads", DIVIDED_TWICE), ("gather", GATHERED)])
+def test_foreign_models_divided_over_cp_and_tp(ranks: Pool, by: str, names: list[str]) -> None:
+    for found in ranks.run(compare_with_tp, nproc=4, args=(names, by)):
         assert max(found.values()) < 1e-11, found

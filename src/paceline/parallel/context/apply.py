@@ -11,15 +11,16 @@ from torch import nn
 
 from paceline.mesh import Axis
 from paceline.parallel.context.exchange import Rows, join_rows, take_rows, to_heads, to_rows
+from paceline.parallel.context.gather import attend_by_rows, cut_entering
 from paceline.parallel.context.lengths import change_given
 from paceline.parallel.context.plan import ContextPlan, Crossing, SizeChange
 from paceline.parallel.dropout.replacements import Cut, Masks
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.calls import CallSite, change_calls, change_operand
+from paceline.parallel.tensor.calls import ATTENDING, CallSite, change_calls, change_operand
 from paceline.parallel.tensor.calls import Change as CallChange
 from paceline.parallel.tensor.collectives import copy
 from paceline.parallel.tensor.gradients import show_whole_gradients
-from paceline.parallel.tensor.hooks import Change, change_input, change_output
+from paceline.parallel.tensor.hooks import Change, change_argument, change_input, change_output
 from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
 
 
@@ -53,15 +54,23 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
             if crossing.sums:
                 change_input(module, crossing.keys, _add_up_gradient(axis))
             change_output(module, change)
+    for call in plan.attending:
+        inside[call.module][call.spot] = attend_by_rows(
+            rows[call.stretch], gathers=call.gathers, is_causal=call.is_causal
+        )
     for name, found in inside.items():
         listed = {
             site: [found.get(CallSite(site, number)) for number in range(count)]
             for site, count in plan.sites[name].items()
         }
-        change_calls(modules[name], WATCHED, listed)
+        change_calls(modules[name], WATCHED | ATTENDING, listed)
     for stretch, own in zip(plan.stretches, rows, strict=True):
         change_input(modules[stretch.first], stretch.keys, _take(own, stretch.dim))
         change_output(modules[stretch.last], _join(own, stretch.dim))
+    for entering in plan.entering:  # behind the stream's hook, which counts the rows
+        dim = entering.dim
+        change = _add_up_gradient(axis) if dim is None else _enter(rows[entering.stretch], dim)
+        change_argument(modules[entering.module], entering.path, change)
     for key, (index, cut) in plan.draws.items():
         assert masks is not None
         masks.splits[key] = _cut_further(masks.splits.get(key, ()), _cut(cut, rows[index]))
@@ -69,6 +78,10 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
 
 def _take(rows: Rows, dim: int) -> Change:
     return lambda tensor: take_rows(tensor, dim, rows)
+
+
+def _enter(rows: Rows, dim: int) -> Change:
+    return lambda tensor: cut_entering(tensor, dim, rows)
 
 
 def _join(rows: Rows, dim: int) -> Change:

@@ -129,7 +129,8 @@ def _own_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> 
     return own.clone(memory_format=torch.contiguous_format)
 
 
-def _all_gather_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
+def all_gather_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
+    """Return the rows of all ranks, which have `counts` of them; no autograd."""
     parts = []
     for count in counts:
         shape = list(tensor.shape)
@@ -138,7 +139,7 @@ def _all_gather_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Ax
     if len(set(counts)) == 1:
         dist.all_gather(parts, tensor.contiguous(), group=axis.group)
     else:
-        _all_to_all(parts, [tensor.contiguous()] * axis.size, axis)
+        exchange_messages(parts, [tensor.contiguous()] * axis.size, axis)
     return torch.cat(parts, dim)
 
 
@@ -149,18 +150,18 @@ def _exchange_to_heads(tensor: Tensor, dim: int, split: Split, counts: tuple[int
         shape = list(sent[0].shape)
         shape[dim] = count
         received.append(tensor.new_empty(shape))
-    _all_to_all(received, sent, axis)
+    exchange_messages(received, sent, axis)
     return torch.cat(received, dim)
 
 
 def _exchange_to_rows(tensor: Tensor, dim: int, split: Split, counts: tuple[int, ...], axis: Axis) -> Tensor:
     sent = [part.contiguous() for part in torch.split(tensor, list(counts), dim)]
     received = [torch.empty_like(sent[axis.rank]) for _ in counts]
-    _all_to_all(received, sent, axis)
+    exchange_messages(received, sent, axis)
     return split.join(received)
 
 
-def _all_to_all(received: list[Tensor], sent: list[Tensor], axis: Axis) -> None:
+def exchange_messages(received: list[Tensor], sent: list[Tensor], axis: Axis) -> None:
     """Send a tensor to every rank and receive one from each, in one message per pair of ranks."""
     flat = torch.cat([part.reshape(-1) for part in sent])
     into = flat.new_empty(sum(part.numel() for part in received))
@@ -179,14 +180,14 @@ class _DivideRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         refuse_graph()
-        return _all_gather_rows(grad, *ctx.given), None, None, None
+        return all_gather_rows(grad, *ctx.given), None, None, None
 
 
 class _JoinDivided(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axis) -> Tensor:
         ctx.given = dim, counts, axis
-        return _all_gather_rows(tensor, dim, counts, axis)
+        return all_gather_rows(tensor, dim, counts, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

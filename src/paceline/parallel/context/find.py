@@ -10,6 +10,7 @@ from torch import nn
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.context.rehearsal import Rehearsal
 from paceline.parallel.context.walk import Walk
+from paceline.parallel.context.walk_gather import GatherWalk
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.tensor.rules import read_dims
 from paceline.parallel.tensor.trace import trace_forward
@@ -22,6 +23,7 @@ def find_context_plan(
     masks: Masks | None = None,
     *,
     tp: int = 1,
+    by: str = "heads",
 ) -> ContextPlan:
     """Find out how a model can run on a part of the sequence, without changing it.
 
@@ -31,12 +33,16 @@ def find_context_plan(
         num_ranks: degree of cp.
         masks: the model's dropout, so that the plan knows which dropouts see parts.
         tp: degree of tp, which divides the heads too.
+        by: how ranks attend, `"heads"` or `"gather"`.
 
     Raises:
-        PacelineError: PL460 if the forward cannot be traced, PL630 if the sequence cannot be divided.
+        PacelineError: PL460 if the forward cannot be traced, PL630 if the sequence cannot be divided, PL634
+            if it cannot be by gather.
     """
+    if masks is not None:
+        masks.shows_attention = by == "gather"
     trace = trace_forward(model, example, masks=masks)
-    walk = Walk(model, num_ranks, trace, read_dims(trace), tp)
+    walk = (GatherWalk if by == "gather" else Walk)(model, num_ranks, trace, read_dims(trace), tp)
     walk.walk()
     Rehearsal(walk).rehearse(example, masks)
     return walk.plan

@@ -53,6 +53,43 @@ class Crossing:
 
 
 @dataclass(frozen=True)
+class Entering:
+    """A tensor besides the stream that a block gets.
+
+    Attributes:
+        module: full name of the block.
+        path: of the tensor among the arguments of its call (`tensor/hooks.py`).
+        dim: the dimension of which the block uses this rank's rows; `None` for another sequence, to which it
+            attends: it stays whole, and backward sums its gradient over the ranks.
+        stretch: number of the stretch.
+    """
+
+    module: str
+    path: tuple[int | str, ...]
+    dim: int | None
+    stretch: int
+
+
+@dataclass(frozen=True)
+class Attending:
+    """A call of attention with this rank's rows of the queries.
+
+    Attributes:
+        module: full name.
+        spot: the call in its forward.
+        stretch: number of the stretch.
+        gathers: whether the keys are rows too, which are gathered; if not, they are of a whole sequence.
+        is_causal: whether the trial's call was.
+    """
+
+    module: str
+    spot: CallSite
+    stretch: int
+    gathers: bool
+    is_causal: bool
+
+
+@dataclass(frozen=True)
 class SizeChange:
     """A size that a call in a module's forward is given and that is another one on a rank.
 
@@ -74,6 +111,8 @@ class ContextPlan:
         num_ranks: degree of cp.
         stretches: runs of blocks.
         crossings: places where rows and heads are exchanged.
+        entering: tensors besides the streams that blocks get, of which they use rows, or all.
+        attending: calls of attention by rows. By heads there are crossings, by gather these two.
         sizes: by module, the calls that are given changed sizes, and of which stretch.
         sites: by module, the places in the source where its forward makes changed calls, each with the number
             of calls that the trial made there.
@@ -86,6 +125,8 @@ class ContextPlan:
     num_ranks: int
     stretches: list[Stretch] = field(default_factory=list)
     crossings: list[Crossing] = field(default_factory=list)
+    entering: list[Entering] = field(default_factory=list)
+    attending: list[Attending] = field(default_factory=list)
     sizes: dict[str, dict[CallSite, list[SizeChange]]] = field(default_factory=dict)
     sites: dict[str, dict[Site, int]] = field(default_factory=dict)
     stretch_of: dict[str, int] = field(default_factory=dict)
@@ -103,7 +144,19 @@ class ContextPlan:
             "to_rows": "heads to rows, before",
         }
         for crossing in self.crossings:
-            name = ".".join("*" if part.isdigit() else part for part in crossing.module.split("."))
+            name = _shorten(crossing.module)
             counted[f"{words[crossing.kind]} {name}"] += 1
+        for entering in self.entering:
+            where = "".join(f"[{part!r}]" for part in entering.path)
+            what = "whole, gradient summed" if entering.dim is None else "rows"
+            counted[f"argument {where} of {_shorten(entering.module)}: {what}"] += 1
+        for call in self.attending:
+            keys = "gathered" if call.gathers else "whole"
+            counted[f"attention by rows, keys {keys}: {_shorten(call.module)}"] += 1
         lines += [f"  {text} ({count})" for text, count in counted.items()]
         return "\n".join(lines)
+
+
+def _shorten(name: str) -> str:
+    """Return a module's name with stars in place of numbers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

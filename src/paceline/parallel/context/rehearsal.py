@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.parallel.context.errors import cannot_divide_error
 from paceline.parallel.context.exchange import count_rows
+from paceline.parallel.context.gather import POSITIONS, AttentionCall
 from paceline.parallel.context.lengths import change_given
 from paceline.parallel.context.plan import SizeChange
 from paceline.parallel.context.walk import Walk
@@ -58,7 +59,8 @@ class Rehearsal:
         self._walk.plan.sizes = found
         changed = {(name, spot.site) for name, sizes in found.items() for spot in sizes}
         changed |= {(c.module, c.spot.site) for c in self._walk.plan.crossings if c.spot is not None}
-        for call in self._walk.trace.written:
+        changed |= {(call.module, call.spot.site) for call in self._walk.plan.attending}
+        for call in [*self._walk.trace.written, *self._walk.trace.attended]:
             if (call.module, call.spot.site) in changed:
                 sites = self._walk.plan.sites.setdefault(call.module, {})
                 sites[call.spot.site] = max(sites.get(call.spot.site, 0), call.spot.number + 1)
@@ -122,6 +124,17 @@ class Rehearsal:
                 change = _both(_resized(crossing.dim, own), _scaled(dim, self._walk.num_ranks, 1))
                 yield Detour(crossing.module, crossing.keys, change, crossing.spot, takes=True)
 
+        for entering in self._walk.plan.entering:
+            if entering.dim is None:
+                continue
+            own = count_rows(self._walk.length(entering.stretch), self._walk.num_ranks)[0]
+            change = _resized(entering.dim, own)
+            yield Detour(entering.module, (), change, path=entering.path)
+        for call in self._walk.plan.attending:
+            length = self._walk.length(call.stretch)
+            own = count_rows(length, self._walk.num_ranks)[0]
+            yield Detour(call.module, (), _attending(call.gathers, own, length), call.spot, takes=True)
+
     def expected(self, number: int) -> tuple[int, ...]:
         """Return the shape of a tensor on the first rank, as the operation that makes it returns it."""
         shape = list(self._walk.trace.shapes[number])
@@ -141,7 +154,11 @@ class Rehearsal:
         """Raise unless both traces have the same operations, with the planned shapes."""
         last = len(self._walk.trace.ops) - 1
         random: set[int] = set()  # computed from nothing but sizes and random numbers: masks of dropouts
-        for one, other in itertools.zip_longest(_compared(self._walk.trace), _compared(parts)):
+        by_rows = bool(self._walk.plan.attending)
+        pairs = itertools.zip_longest(
+            _compared(self._walk.trace, by_rows=by_rows), _compared(parts, by_rows=by_rows)
+        )
+        for one, other in pairs:
             _, mine = one or (last, self._walk.trace.ops[last])
             where = mine.module or "the model"
             if one is not None and other is None:
@@ -164,9 +181,15 @@ class Rehearsal:
                     )
 
 
-def _compared(trace: Trace) -> Iterator[tuple[int, TracedOp]]:
-    """Yield the operations that parts must go through as the whole does; copies and no-ops are left out."""
+def _compared(trace: Trace, *, by_rows: bool) -> Iterator[tuple[int, TracedOp]]:
+    """Yield the operations that parts must go through as the whole does; copies and no-ops are left out.
+
+    So are those inside of an attention by rows, which has another mask.
+    """
+    attended = {number for call in trace.attended if by_rows for number in range(call.first, call.last)}
     for number, op in enumerate(trace.ops):
+        if number in attended:
+            continue
         same = bool(op.inputs) and trace.shapes[op.inputs[0]] == trace.shapes[op.outputs[0]]
         if not (same and op.name in ("clone", "contiguous", "expand", "view", "_unsafe_view", "slice")):
             yield number, op
@@ -174,6 +197,23 @@ def _compared(trace: Trace) -> Iterator[tuple[int, TracedOp]]:
 
 def _kind(op: TracedOp) -> str:
     return "view" if op.name in ("_unsafe_view", "_reshape_alias", "reshape") else op.name
+
+
+def _attending(gathers: bool, own: int, length: int) -> Callable[[Any, Any], Any]:
+    """Return the arguments of an attention by rows, with tensors of the right shapes."""
+
+    def change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = AttentionCall(*args, **kwargs)
+        dim = call.query.dim() + POSITIONS
+        if gathers:
+            whole = _resized(dim, length)
+            call = call._replace(key=whole(call.key), value=whole(call.value))
+        mask = call.attn_mask
+        if mask is not None and mask.dim() > 1 and mask.shape[POSITIONS] == length:
+            call = call._replace(attn_mask=_resized(mask.dim() + POSITIONS, own)(mask))
+        return (), call._asdict()
+
+    return change
 
 
 def _resized(dim: int, size: int) -> Callable[[Tensor], Tensor]:

@@ -76,6 +76,8 @@ class Masks:
         unsafe: draws that depend on the layout, once each.
         on_draw: called with the key, the dropped tensor and the result. In attention that tensor is the
             weights [batch, heads, queries, keys]. Not called in compiled code.
+        shows_attention: whether modes for functions of torch see calls of attention as calls of `attend`,
+            like those of torch's own function.
     """
 
     def __init__(self, token: str) -> None:
@@ -84,6 +86,7 @@ class Masks:
         self.unsafe: list[Finding] = []
         self.on_draw: OnDraw | None = None
         self.token = token
+        self.shows_attention = False
         self._active: list[tuple[int, Sequence[int]]] = []
 
     @contextmanager
@@ -291,7 +294,22 @@ def _replace_dropout(found: Any) -> Callable[..., Tensor] | None:
     return dropout
 
 
-def _attention(
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replace F.scaled_dot_product_attention."""
+    given = (query, key, value)
+    if not torch.compiler.is_compiling() and has_torch_function(given):
+        masks = _find_masks()
+        if masks is not None and masks.shows_attention:
+            result: Tensor = handle_torch_function(attend, given, *given, *args, **kwargs)
+            return result
+    return attend(query, key, value, *args, **kwargs)
+
+
+# The frame between a model's code and the modes that see its call of attention.
+SHOWING = _attention.__code__
+
+
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -301,7 +319,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace F.scaled_dot_product_attention by torch's own math path, which takes a mask."""
+    """Compute attention by torch's own function, or with dropout by its math path, which takes a mask."""
     if not dropout_p or dropout_p > 1 or not _is_drawn(query):
         return ATTENTION(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

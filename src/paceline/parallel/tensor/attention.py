@@ -51,21 +51,19 @@ def _forward(
     elif not self.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     queries, keys, values = _project(self, query, key, value, same=same)
-    num_samples, num_targets = query.shape[:2]
+    num_samples = query.shape[0]
     if self.bias_k is not None and self.bias_v is not None:
         keys = torch.cat([keys, self.bias_k.expand(num_samples, 1, -1)], dim=1)
         values = torch.cat([values, self.bias_v.expand(num_samples, 1, -1)], dim=1)
     if self.add_zero_attn:
         keys, values = (torch.cat([x, torch.zeros_like(x[:, :1])], dim=1) for x in (keys, values))
-    num_sources = keys.shape[1]
+    num_added = (self.bias_k is not None) + self.add_zero_attn
 
     def heads(x: Tensor) -> Tensor:  # [samples, heads, length, width]
         split: Tensor = x.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
         return split.transpose(1, 2)
 
-    mask = _merge_masks(
-        attn_mask, key_padding_mask, queries.dtype, num_samples, num_targets, num_sources, batched
-    )
+    mask = _merge_masks(attn_mask, key_padding_mask, queries.dtype, num_samples, num_added, batched)
     dropout = self.dropout if self.training else 0.0
     weights: Tensor | None = None
     if need_weights:
@@ -116,23 +114,23 @@ def _merge_masks(
     key_padding_mask: Tensor | None,
     dtype: torch.dtype,
     num_samples: int,
-    num_targets: int,
-    num_sources: int,
+    num_added: int,
     batched: bool,
 ) -> Tensor | None:
-    """Return both masks as one addend of the scores [samples, heads, targets, sources], or `None`."""
+    """Return both masks as one addend of the scores [samples, heads, targets, sources], or `None`.
+
+    The masks have the number of sources, of which a rank may have some only. `num_added` more come behind.
+    """
     total: Tensor | None = None
     if attn_mask is not None:
         total = _as_addend(attn_mask, dtype)
         if total.dim() == 3:  # [samples * heads, targets, sources]
             total = total.unflatten(0, (num_samples, -1))  # type: ignore[no-untyped-call]
-        missing = num_sources - total.shape[-1]  # bias_k and add_zero_attn add positions
-        total = F.pad(total, (0, missing)) if missing else total
+        total = F.pad(total, (0, num_added)) if num_added else total  # bias_k and add_zero_attn
     if key_padding_mask is not None:
         padding = _as_addend(key_padding_mask, dtype)
         padding = padding if batched else padding.unsqueeze(0)
-        missing = num_sources - padding.shape[-1]
-        padding = F.pad(padding, (0, missing)) if missing else padding
+        padding = F.pad(padding, (0, num_added)) if num_added else padding
         padding = padding[:, None, None, :]
         total = padding if total is None else total + padding
     return total

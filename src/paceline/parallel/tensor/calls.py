@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from paceline.parallel.dropout.replacements import SHOWING, attend
 from paceline.torch_seams.modules import CALL
+from paceline.torch_seams.operators import ATTENTION
 
 # File, function and instruction, from the call outwards; torch's own files are left out.
 Site = tuple[tuple[str, str, int], ...]
@@ -52,6 +54,10 @@ SUMMED = frozenset(
         F.embedding,
     }
 )
+
+
+# Attention as one call, with dropout (`dropout/replacements.py`) or without.
+ATTENDING = frozenset({ATTENTION, attend})
 
 
 class CallSite(NamedTuple):
@@ -84,7 +90,7 @@ def find_site() -> Site | None:
             return None
         if code.co_filename == _CHECKPOINT:
             return None
-        if not code.co_filename.startswith(_TORCH):
+        if code is not SHOWING and not code.co_filename.startswith(_TORCH):
             if not found and code.co_filename.startswith(_OWN) and code.co_filename != _ATTENTION:
                 return None
             found.append((code.co_filename, code.co_qualname, frame.f_lasti))

@@ -24,9 +24,17 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import PacelineError
 from paceline.parallel.dropout.replacements import Masks
-from paceline.parallel.tensor.calls import SUMMED, CallSite, Site, change_operand, find_site, run_inside
+from paceline.parallel.tensor.calls import (
+    ATTENDING,
+    SUMMED,
+    CallSite,
+    Site,
+    change_operand,
+    find_site,
+    run_inside,
+)
 from paceline.parallel.tensor.collectives import second_gradient_error
-from paceline.parallel.tensor.hooks import change_input, change_output
+from paceline.parallel.tensor.hooks import Path, change_argument, change_input, change_output, find_tensors
 from paceline.parallel.tensor.sizes import LENGTHY, SIZED
 from paceline.phrases import first_line
 from paceline.torch_seams.dispatch import TorchDispatchMode
@@ -84,12 +92,14 @@ class ModuleCall:
     Attributes:
         inputs: by argument (its place, or its name for keywords), the tensors' numbers; nested ones are
             left out.
+        tensors: the same by path, with those in tuples and lists (`hooks.find_tensors`).
         outputs: numbers of the tensors that it returned, by their place among the leaves of the result.
     """
 
     module: str
     first: int
     inputs: dict[int | str, int]
+    tensors: dict[Path, int] = field(default_factory=dict)
     last: int = -1
     outputs: list[int] = field(default_factory=list)
 
@@ -103,14 +113,17 @@ class Detour:
         keys: arguments of its call that are the tensor; empty for its first output.
         change: returns the tensor to use instead; not recorded.
         spot: the call in the module's forward whose result is changed, in place of the module's.
-        takes: whether the activation that this call takes is changed instead of its result.
+        takes: whether the activation that this call takes is changed instead of its result. Of a call of
+            attention, `change` gets all arguments and returns those to use.
+        path: of a tensor among the arguments of the module's call, in place of `keys`.
     """
 
     module: str
     keys: tuple[int | str, ...]
-    change: Callable[[Tensor], Tensor]
+    change: Callable[..., Any]
     spot: CallSite | None = None
     takes: bool = False
+    path: Path = ()
 
 
 @dataclass
@@ -126,6 +139,7 @@ class Written:
         last: number after the last one.
         outputs: numbers of the tensors that it returned.
         taken: by place of an argument, the number of that tensor; `None` for anything else.
+        named: the same for keywords.
     """
 
     module: str
@@ -137,6 +151,7 @@ class Written:
     last: int = -1
     outputs: list[int] = field(default_factory=list)
     taken: list[int | None] = field(default_factory=list)
+    named: dict[str, int | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -153,6 +168,7 @@ class Trace:
         outputs: numbers of the tensors that the model returned, by index among the leaves.
         written: calls of functions that were given sizes or that may produce a sum, in order.
         drawn: by key of a dropout (`parallel/dropout/replacements.py`), the tensor that was dropped.
+        attended: calls of attention as one function, in order.
     """
 
     ops: list[TracedOp]
@@ -164,6 +180,7 @@ class Trace:
     outputs: list[int]
     written: list[Written]
     drawn: dict[str, int]
+    attended: list[Written] = field(default_factory=list)
 
 
 def trace_forward(
@@ -231,6 +248,7 @@ def trace_forward(
                     [],
                     functions.calls,
                     drawn,
+                    functions.attended,
                 )
             raise _forward_error(model, recorder, error) from error
     outputs = next(call for call in recorder.calls if call.module == "").outputs
@@ -244,6 +262,7 @@ def trace_forward(
         outputs,
         functions.calls,
         drawn,
+        functions.attended,
     )
 
 
@@ -385,7 +404,8 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for key, value in [*enumerate(args), *kwargs.items()]:
                     if isinstance(value, Tensor):
                         inputs[key] = self.number(value)
-                self._open.append(ModuleCall(name, len(self.ops), inputs))
+                tensors = {path: self.number(x) for path, x in find_tensors(args, kwargs).items()}
+                self._open.append(ModuleCall(name, len(self.ops), inputs, tensors))
                 self.calls.append(self._open[-1])
 
             def leave(_module: nn.Module, _args: Any, result: Any) -> None:
@@ -415,11 +435,14 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
             def change(tensor: Tensor, detour: Detour = detour) -> Tensor:
                 with self.pausing():
-                    return detour.change(tensor)
+                    changed: Tensor = detour.change(tensor)
+                return changed
 
             if detour.spot is not None:
                 continue  # done by `_Functions`
-            if detour.keys:
+            if detour.path:
+                handles.append(change_argument(module, detour.path, change, prepend=True))
+            elif detour.keys:
                 handles.append(change_input(module, detour.keys, change, prepend=True))
             else:
                 handles.append(change_output(module, change))
@@ -434,6 +457,7 @@ class _Functions(TorchFunctionMode):
     def __init__(self, recorder: _ForwardRecorder, resize: Resize | None, detours: Sequence[Detour]) -> None:
         super().__init__()
         self.calls: list[Written] = []
+        self.attended: list[Written] = []
         self._recorder = recorder
         self._resize = resize
         self._detours = {(d.module, d.spot): d.change for d in detours if d.spot and not d.takes}
@@ -441,11 +465,13 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        site = find_site() if func in WATCHED else None
+        site = find_site() if func in WATCHED or func in ATTENDING else None
         if site is None:
             return func(*args, **kwargs)
         call = Written(*self._recorder.find_call(site), func, args, kwargs, len(self._recorder.ops))
         call.taken = [self._recorder.number(x) if isinstance(x, Tensor) else None for x in args]
+        if func in ATTENDING:
+            return self._attend(call, func, args, kwargs)
         if self._resize is not None and func not in SUMMED:
             args, kwargs = self._resize(len(self.calls), func, args, kwargs)
         self.calls.append(call)
@@ -462,6 +488,19 @@ class _Functions(TorchFunctionMode):
         if detour is not None:
             with self._recorder.pausing():
                 result = detour(result)
+        return result
+
+    def _attend(self, call: Written, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.attended.append(call)
+        number = self._recorder.number
+        call.named = {key: number(x) if isinstance(x, Tensor) else None for key, x in kwargs.items()}
+        entering = self._entering.get((call.module, call.spot))
+        if entering is not None:
+            with self._recorder.pausing():
+                args, kwargs = entering(args, kwargs)
+        result: Tensor = func(*args, **kwargs)
+        call.last = len(self._recorder.ops)
+        call.outputs = [number(result)]
         return result
 
 

@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
 from paceline.recipe.layout import Layout
-from paceline.recipe.rules.context import context_divides_heads, context_goes_with
+from paceline.recipe.rules.context import (
+    context_divides_heads,
+    context_goes_with,
+    ways_to_attend_have_cp,
+)
 from paceline.recipe.rules.experts import (
     experts_are_there,
     experts_divide_replicas,
@@ -54,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     stages_go_with,
     context_divides_heads,
     context_goes_with,
+    ways_to_attend_have_cp,
     experts_are_there,
     experts_divide_replicas,
     experts_go_with,

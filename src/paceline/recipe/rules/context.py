@@ -12,7 +12,7 @@ from paceline.recipe.rules.words import divisors, list_numbers, refuse_mixes
 
 def context_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
     """Yield heads that cp and tp together do not divide, and sequences shorter than cp: inside of attention a
-    rank has whole sequences of some heads."""
+    rank has whole sequences of some heads, unless it gathers keys and values."""
     if layout.cp == 1:
         return
     if not model.splits:
@@ -27,7 +27,7 @@ def context_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Ite
     for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
         if name == "kv_heads" and size == model.heads:
             continue  # Reported already.
-        if size is not None and size % ranks and not size % layout.tp:
+        if layout.cp_by == "heads" and size is not None and size % ranks and not size % layout.tp:
             given = f"layout.cp={layout.cp}" + (f" with layout.tp={layout.tp}" if layout.tp > 1 else "")
             yield Finding(
                 "PL632",
@@ -35,7 +35,8 @@ def context_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Ite
                 f"{given} does not divide model.{name}={size}.",
                 f"Inside of attention each rank has whole sequences of some of {size // layout.tp} heads, "
                 f"so cp must be {list_numbers(divisors(size // layout.tp))}.",
-                f"Set cp to one of these, or model.{name} to a multiple of {ranks}.",
+                f"Set cp to one of these, model.{name} to a multiple of {ranks}, or "
+                'cp_by="gather", which divides no heads.',
             )
     if model.seq_len is not None and model.seq_len < layout.cp:
         yield Finding(
@@ -44,6 +45,18 @@ def context_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Ite
             f"layout.cp={layout.cp} with data.seq_len={model.seq_len}.",
             "Every rank of cp has at least one position of each sequence.",
             f"Set cp to at most {model.seq_len}.",
+        )
+
+
+def ways_to_attend_have_cp(_: ModelFacts, __: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield `cp_by` without cp: one rank has all positions."""
+    if layout.cp == 1 and layout.cp_by != Layout.cp_by:
+        yield Finding(
+            "PL635",
+            "layout.cp_by",
+            f"layout.cp_by={layout.cp_by} with layout.cp=1.",
+            "It says how the ranks of cp attend to each other's positions; one rank has all of them.",
+            "Set cp=2 or more, or leave cp_by out.",
         )
 
 
