@@ -99,9 +99,13 @@ WRONG = Finding(
 )
 VERIFIED = Verified(
     results=[
-        LayoutResult("dp_replicate=1", 1, "ok", same_bits=True, num_compared=10, seconds=0.1),
+        LayoutResult(
+            "dp_replicate=1", 1, "ok", same_bits=True, forward_bits=True, num_compared=10, seconds=0.1
+        ),
         LayoutResult("dp_replicate=2", 2, "differs", float("inf"), 3.0, "1/gradient/x", findings=[WRONG]),
-        LayoutResult("dp_replicate=4", 4, "ok", 0.02, 2.0, "2/loss/", num_compared=10, seconds=0.2),
+        LayoutResult(
+            "dp_replicate=4", 4, "ok", 0.02, 2.0, "2/loss/", forward_bits=False, num_compared=10, seconds=0.2
+        ),
     ],
     dtype="fp64",
     reduction="fast",
@@ -124,15 +128,16 @@ def test_what_people_read() -> None:
     assert "every bit the same" in lines[0]
     assert "DIFFERS" in lines[1]
     assert "inf times its tolerance, gradient of x, step 1" in lines[1]
-    assert "at 0.02 of its tolerance, loss, step 2" in lines[2]
+    assert "at 0.02 of its tolerance, loss, step 2; forward: within rounding" in lines[2]
     end = describe_end(VERIFIED, asked)
     assert "3 layouts: 2 the same as one process, 1 not the same." in end
     assert "3 of 5 layouts are legal" in end
     assert "   2  It is 1/2. It is a sum. [PL703]" in end
     assert str(WRONG) in end
     table = describe_markdown(VERIFIED, asked).splitlines()
-    assert table[2] == "| 1 | `dp_replicate=1` | ok | 0 | 0 | every bit the same |"
-    assert table[3] == "| 2 | `dp_replicate=2` | DIFFERS | inf | 3 | gradient of x, step 1 |"
+    assert table[2] == "| 1 | `dp_replicate=1` | ok | 0 | 0 | every bit the same | every bit the same |"
+    assert table[3] == "| 2 | `dp_replicate=2` | DIFFERS | inf | 3 | gradient of x, step 1 |  |"
+    assert table[4] == "| 4 | `dp_replicate=4` | ok | 0.02 | 2 | loss, step 2 | within rounding |"
 
 
 def test_json_knows_no_infinity() -> None:

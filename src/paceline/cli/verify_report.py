@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.verifying.check import LayoutResult, Verified
 
 _WORDS = {"ok": "ok", "differs": "DIFFERS", "refused": "refused", "failed": "FAILED"}
+_FORWARD = {True: "every bit the same", False: "within rounding", None: ""}
 _WIDTH = 44
 
 
@@ -36,6 +37,8 @@ def describe_layout(result: LayoutResult) -> str:
     if result.status == "ok":
         what = "every bit the same" if result.same_bits else f"at {_ratio(result.worst)} of its tolerance"
         where = "" if result.same_bits else f", {_where(result.worst_where)}"
+        if not result.same_bits and result.forward_bits is not None:
+            where += f"; forward: {_FORWARD[result.forward_bits]}"
         return f"{line} {what}{where}  ({format_seconds(result.seconds)})"
     if result.status == "differs":
         return f"{line} {_ratio(result.worst)} times its tolerance, {_where(result.worst_where)}"
@@ -65,8 +68,9 @@ _VERDICTS = {
 def describe_markdown(verified: Verified, asked: Asked) -> str:
     """Return a table for documents."""
     lines = [
-        "| ranks | layout | result | largest difference / tolerance | in units of rounding | where |",
-        "|---|---|---|---|---|---|",
+        "| ranks | layout | result | largest difference / tolerance | in units of rounding | where "
+        "| forward |",
+        "|---|---|---|---|---|---|---|",
     ]
     for result in verified.results:
         cells = [str(result.num_ranks), f"`{result.layout}`", _WORDS[result.status]]
@@ -74,8 +78,9 @@ def describe_markdown(verified: Verified, asked: Asked) -> str:
             cells += [_ratio(result.worst), f"{result.worst_noise:.2g}", _where(result.worst_where)]
             if result.same_bits:
                 cells[-1] = "every bit the same"
+            cells.append(_FORWARD[result.forward_bits])
         else:
-            cells += ["", "", ""]
+            cells += ["", "", "", ""]
         lines.append(f"| {' | '.join(cells)} |")
     if asked.num_candidates:
         lines += ["", f"{len(asked.layouts)} of {asked.num_candidates} layouts are legal."]

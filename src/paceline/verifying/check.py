@@ -44,6 +44,8 @@ class LayoutResult:
         worst_noise: the largest difference in units of an ordinary rounding difference.
         worst_where: which tensor had the largest, as `step/kind/name`.
         same_bits: whether nothing differed by a single bit.
+        forward_bits: whether the outputs and losses of the first step's forwards did not; `None` under tp,
+            whose ranks have parts of them.
         num_compared: tensors and numbers, over all ranks.
         seconds: that it took.
         findings: the causes if the status is not `"ok"`.
@@ -56,6 +58,7 @@ class LayoutResult:
     worst_noise: float = 0.0
     worst_where: str = ""
     same_bits: bool = False
+    forward_bits: bool | None = None
     num_compared: int = 0
     seconds: float = 0.0
     findings: list[Finding] = field(default_factory=list)
@@ -419,10 +422,17 @@ def _summarise(layout: Layout, ranks: list[Compared], finding: Finding | None) -
         worst_noise=max(compared.worst_noise for compared in ranks),
         worst_where=worst[1],
         same_bits=all(compared.same_bits for compared in ranks),
+        forward_bits=_join_bits([compared.forward_bits for compared in ranks]),
         num_compared=sum(compared.num_compared for compared in ranks),
         seconds=max(compared.seconds for compared in ranks),
         findings=[] if finding is None else [finding],
     )
+
+
+def _join_bits(found: list[bool | None]) -> bool | None:
+    """Return whether all ranks that know it have the bits; `None` if none knows."""
+    known = [bits for bits in found if bits is not None]
+    return all(known) if known else None
 
 
 def _describe_failure(layout: Layout, error: RankFailed | JobStuck | PacelineError) -> LayoutResult:

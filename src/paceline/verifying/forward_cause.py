@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from paceline.verifying.case import Case, Explained, describe_settings, near, show_size
 from paceline.verifying.locate import EventDifference
+from paceline.verifying.parts import join_positions
 from paceline.verifying.settings import FUNCTIONS, PROCESS
 
 _CONTAINERS = {"ModuleList", "ModuleDict", "Sequential"}
@@ -36,8 +37,11 @@ def explain_forward(case: Case) -> Explained:
             "Check the data: an order, an augmentation or a step that depends on the rank.",
         )
     saw = f"The first difference {which} is {place}, {micro}, {size}."
-    if first.owner is not None:
-        saw += f" It is what rank {first.owner} of tp should have."
+    positions = join_positions([d.positions for d in events if _is_same(d, first) and d.positions])
+    if positions:
+        saw += f" It differs at {positions}."
+    if first.owner:
+        saw += f" It is what {first.owner} should have."
         return _explain_module(case, first, module, saw)
     for explain in (
         explain_settings,
@@ -132,15 +136,13 @@ def _explain_draws(
     is_drawn = module in others or first.event.module in others
     is_dropout = facts is not None and "drop" in facts.kind.lower() and dropout > 0
     is_large = first.size > _LARGE * first.scale
-    # A mask inside a fused operation on some of the heads shows no zeros, and there is no draw to compare.
-    is_likely = (
-        bool(dropout) and is_large and max(case.layout.tp, case.layout.pp) > 1 and first.factor is None
-    )
+    is_likely = bool(dropout) and is_large and first.factor is None and _has_share(case, first, dropout)
     if not (first.looks_masked or is_drawn or (is_dropout and is_large) or is_likely):
         return None
     why = f" {facts.kind} has dropout {dropout:g}." if facts is not None and dropout else ""
     why += " Other elements are 0, and the rest agrees." if first.looks_masked else ""
     why += " It drew other random numbers than one process." if is_drawn else ""
+    why += f" {first.share:.0%} of the elements differ, as with two masks." if case.layout.cp > 1 else ""
     return Explained(
         "PL702",
         module,
@@ -149,6 +151,16 @@ def _explain_draws(
         "Draw them with nn.Dropout or torch's functions in the forward; seed a generator of your own by "
         "what is computed.",
     )
+
+
+def _has_share(case: Case, first: EventDifference, rate: float) -> bool:
+    """Return whether two dropout masks may explain a difference that shows no zeros and no draw."""
+    if case.layout.cp > 1:
+        # A wrong exchange differs everywhere; behind a residual sum, masks differ in this share.
+        wanted = 2 * rate * (1 - rate)
+        return abs(first.share - wanted) < 0.5 * wanted
+    # A mask inside a fused operation on some of the heads.
+    return max(case.layout.tp, case.layout.pp) > 1
 
 
 def _explain_padding(
@@ -205,7 +217,12 @@ def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -
         saw += " Its input and its weights agree."
     if facts is not None and facts.hooks:
         saw += f" It has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
-    if case.layout.tp > 1:
+    if case.layout.cp > 1:
+        fix = (
+            "Check what the ranks of cp exchange around this place, and in which order: rows for heads, and "
+            "back. Masks and positions must be those of the whole sequence, or of just this rank's rows."
+        )
+    elif case.layout.tp > 1:
         fix = (
             "Check how this module is laid out: a missing sum over tp after a matrix product that was split "
             "by rows, heads or vocabulary that are not split as the weights are, a copy that changed."
@@ -216,6 +233,11 @@ def _explain_module(case: Case, first: EventDifference, module: str, saw: str) -
             "the world size, a value from an earlier forward, its own collective."
         )
     return Explained("PL701", module, saw, "A module gives the same output under every layout.", fix)
+
+
+def _is_same(one: EventDifference, other: EventDifference) -> bool:
+    """Return whether two ranks' differences are at the same place of the same microbatch."""
+    return (one.order, one.microbatch) == (other.order, other.microbatch)
 
 
 def find_place(case: Case, first: EventDifference) -> tuple[str, str]:

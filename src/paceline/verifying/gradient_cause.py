@@ -10,7 +10,7 @@ from paceline.phrases import name_ranks, name_some
 from paceline.recipe.axes import list_axes
 from paceline.verifying.case import Case, Explained, near, show_size
 from paceline.verifying.compare import ANOTHERS_PART
-from paceline.verifying.forward_cause import explain_settings
+from paceline.verifying.forward_cause import explain_settings, find_parent
 from paceline.verifying.settings import FUNCTIONS, OPTIMIZER
 
 # The place of causes that belong to the reduction and to no module.
@@ -29,6 +29,7 @@ def explain(case: Case) -> Explained | None:
         _explain_absent,
         _explain_rounding,
         _explain_anothers,
+        _explain_partial,
         _explain_factors,
         _explain_moved,
     ):
@@ -55,6 +56,45 @@ def _explain_anothers(case: Case) -> Explained | None:
         "Each rank of dp_shard keeps the sum of its own chunk.",
         "Check the order in which the reduce-scatter distributes its chunks.",
     )
+
+
+def _explain_partial(case: Case) -> Explained | None:
+    """Explain gradients that each rank of an axis computes in part: the sum over it is missing, or wrong."""
+    names = {d.name for d in case.of_kind("gradient")}
+    if case.events(gradient=True):
+        return None
+    degrees = case.layout.degrees
+    for axis in {axis for observed in case.observed for axis in observed.partial}:
+        over = f"{axis}={degrees[axis]}"
+        place, many = f"the sum of gradients over {axis}", name_some(sorted(names))
+        which = case.name_ranks(d.rank for d in case.of_kind("gradient"))
+        rule = (
+            f"Each rank of {axis} computes with some positions or heads, and so gets an addend of these "
+            "parameters' gradients. They are summed over it once per step."
+        )
+        factors = [d.factor for d in case.of_kind("gradient")]
+        partial = {name for observed in case.observed for name in observed.partial.get(axis, ())}
+        if names <= partial and None not in factors:
+            for wanted, how in ((degrees[axis], "summed over it again"), (1 / degrees[axis], "averaged")):
+                if all(factor is not None and near(factor, wanted) for factor in factors):
+                    return Explained(
+                        "PL703",
+                        place,
+                        f"All outputs agree, but the gradient of {many} is {wanted:.4g} times the "
+                        f"reference's {which}: with {over} that is {how}. No other parameter's differs.",
+                        rule,
+                        f"Look for a second sum, or a mean, over {axis}.",
+                    )
+        if names <= {name for observed in case.observed for name in observed.addends.get(axis, ())}:
+            return Explained(
+                "PL705",
+                place,
+                f"All outputs agree, but the gradient of {many} is only this rank's addend {which}: the sum "
+                f"of all ranks' over {over} is right.",
+                rule,
+                f"Look for the missing sum over {axis}, or for a gradient that is set after it.",
+            )
+    return None
 
 
 def _explain_strange(case: Case) -> Explained | None:
@@ -357,6 +397,7 @@ def _explain_backward(case: Case) -> Explained:
         found = explain_settings(case, first, module, saw, ranks)
         assert found is not None
         return found
+    factor += _list_apart(case, find_parent(case, module))
     facts = None if case.watched is None else case.watched.modules.get(module)
     if facts is not None and facts.hooks:
         factor += f" It has hooks that are not Paceline's: {', '.join(facts.hooks[:3])}."
@@ -368,9 +409,23 @@ def _explain_backward(case: Case) -> Explained:
         "Backward through a module gives the same under every layout.",
         "Check the backward of what follows this place: "
         + ("a missing or duplicate sum over tp, " if case.layout.tp > 1 else "")
+        + ("rows or heads that an exchange over cp loses or repeats, " if case.layout.cp > 1 else "")
         + ("a gradient that is lost or doubled between stages, " if case.layout.pp > 1 else "")
         + "a hook or a custom backward, a tensor changed in place.",
     )
+
+
+def _list_apart(case: Case, parent: str) -> str:
+    """Return a sentence on the parameters of a module that alone have another gradient; empty for none.
+
+    Several children share the gradient of their common input; it shows which of them it came through.
+    """
+    own = [] if case.watched is None else [n for n in case.watched.parameters if n.startswith(f"{parent}.")]
+    differing = {d.name for d in case.of_kind("gradient")}
+    apart = [name for name in own if name in differing]
+    if not parent or not apart or len(apart) == len(own):
+        return ""
+    return f" Of the parameters in {parent}, only {name_some(apart)} has another gradient."
 
 
 def _explain_parameters(case: Case) -> Explained:
@@ -413,7 +468,7 @@ def _advise_on_parameters(case: Case) -> str:
             f"these; their {copies} cop{'ies' if copies > 1 else 'y'} over dp_replicate must be summed. Look "
             "for such a sum or factor, or for a hook on the parameter."
         )
-    if case.layout.tp > 1:
+    if case.layout.tp > 1 or case.layout.cp > 1:
         return (
             "A parameter that is whole on ranks which compute on parts needs its gradient summed over them; "
             "look for that sum, missing or done twice."

@@ -29,6 +29,7 @@ from paceline.verifying.compare import (
     measure_distance,
     share_apart,
 )
+from paceline.verifying.forward_bits import ForwardBits, compare_digests, keeps_outputs
 from paceline.verifying.observe import holds, list_parts, take_part
 from paceline.verifying.reference import Reference, key_of
 from paceline.verifying.run_steps import KINDS, run_steps
@@ -51,6 +52,8 @@ class Compared:
         same_bits: whether nothing differed by a single bit.
         differences: those beyond tolerance, in the order in which a run produces them.
         sizes: of all differences beyond tolerance, by key.
+        forward_bits: whether this rank's forwards of the first step had the bits of one process; `None` if it
+            has no whole outputs.
         refused: the code and text of the error that every rank met while building.
         seconds: the time that the layout took on this rank.
     """
@@ -61,6 +64,7 @@ class Compared:
     same_bits: bool = True
     differences: list[Difference] = field(default_factory=list)
     sizes: dict[str, float] = field(default_factory=dict)
+    forward_bits: bool | None = None
     refused: PacelineError | None = None
     seconds: float = 0.0
 
@@ -206,7 +210,13 @@ def compare_layout(opened: Opened, subject: Subject, reference: Reference, layou
         return Compared(refused=error)
     try:
         comparer = Comparer(reference, trainer, bits=promises_bits(subject, layout))
-        run_steps(trainer, opened.give_shares(trainer), subject.num_steps, comparer)
-        return comparer.finish()
+        bits = ForwardBits(trainer) if keeps_outputs(layout) else None
+        shares = opened.give_shares(trainer)
+        before = None if bits is None else bits.before_step
+        run_steps(trainer, shares, subject.num_steps, comparer, before_step=before)
+        compared = comparer.finish()
+        if bits is not None:
+            compared.forward_bits = compare_digests(bits.digests, reference.facts.forwards)
+        return compared
     finally:
         trainer.close()

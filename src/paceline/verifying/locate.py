@@ -19,7 +19,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.parallel.split import Split
 from paceline.recipe import Layout
 from paceline.torch_seams.modules import own_parameters
 from paceline.train.same_settings import ranks_may_differ
@@ -36,13 +35,16 @@ from paceline.verifying.compare import (
 )
 from paceline.verifying.microbatch_factors import fit_microbatches
 from paceline.verifying.observe import (
+    add_up,
     is_elsewhere,
     is_whole,
     list_optimizer_settings,
+    list_partial,
     move_last_bits,
     take_local,
     take_part,
 )
+from paceline.verifying.parts import Positions, find_owner, find_part, find_places, find_positions
 from paceline.verifying.reference import ONE, Facts, Reference, key_of, shuffle_shares
 from paceline.verifying.run_steps import run_steps
 from paceline.verifying.settings import (
@@ -78,7 +80,9 @@ class EventDifference:
         looks_masked: whether other elements are 0 and the rest agrees, as with two dropout masks.
         rounded_to: the narrower type that its values were rounded to, empty for none.
         only_padding: whether all differences are in positions that the batch marks as padding.
-        owner: the rank of tp whose part the tensor is, if it is another rank's.
+        share: the share of its elements that differ.
+        owner: the rank whose part the tensor is, such as `rank 1 of tp`, if it is another rank's.
+        positions: those of a sequence at which it differs, if the rank has rows of it.
         stale: the step after which the weight had this value, if that is an earlier step than expected.
         is_received: whether the rank has it from another stage, which has the module.
         instead: the microbatch whose tensor a received one is, if it is another one's.
@@ -96,7 +100,9 @@ class EventDifference:
     looks_masked: bool
     rounded_to: str
     only_padding: bool = False
-    owner: int | None = None
+    share: float = 1.0
+    owner: str = ""
+    positions: Positions | None = None
     stale: int | None = None
     is_received: bool = False
     instead: int | None = None
@@ -120,6 +126,9 @@ class Observed:
         other_draws: modules whose forward drew other random numbers of the same shapes than in one process.
         stale_copies: by module, the attribute that holds a weight as it was after an earlier step, and that
             step.
+        partial: by axis, the parameters of whose gradients the ranks have addends before they are summed.
+        addends: by axis, those whose gradient is still such an addend: it differs, and the sum over the axis
+            is right.
     """
 
     rank: int = 0
@@ -134,6 +143,8 @@ class Observed:
     settings: list[SettingDifference] = field(default_factory=list)
     other_draws: list[str] = field(default_factory=list)
     stale_copies: dict[str, tuple[str, int]] = field(default_factory=dict)
+    partial: dict[str, list[str]] = field(default_factory=dict)
+    addends: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -378,8 +389,7 @@ class _Judge(_Nothing):
         self.found = Observed(rank=trainer.world.rank)
         self.gradients: dict[str, Tensor] = {}
         self._folder, self._step, self._trainer = folder, step, trainer
-        layout = trainer.layout
-        self._place = layout.tp, layout.find_place(trainer.world.rank)["tp"]
+        self._places = find_places(trainer.layout, trainer.world.rank)
         self._reference = Reference(folder)
 
     @cached_property
@@ -401,7 +411,8 @@ class _Judge(_Nothing):
         key = _key(microbatch, event, gradient)
         if key not in self._keys:
             return
-        expected = find_part(self._file.get_tensor(key), tensor, *self._place)
+        whole = self._file.get_tensor(key)
+        expected = find_part(whole, tensor, self._places)
         if expected is None:
             return
         self.found.num_events += 1
@@ -424,7 +435,9 @@ class _Judge(_Nothing):
                 factor=find_factor(expected, tensor),
                 looks_masked=looks_masked(expected, tensor, noise.tolerance),
                 rounded_to=find_rounding(expected, tensor),
-                owner=None if event.is_weight else self._find_owner(key, tensor, noise.tolerance),
+                share=float(apart.double().mean()),
+                owner="" if event.is_weight else find_owner(whole, tensor, self._places, noise.tolerance),
+                positions=None if event.is_weight else find_positions(apart, whole, self._places),
                 stale=self._find_step(event.weight, tensor) if event.is_weight else None,
                 is_received=is_received,
                 instead=self._find_microbatch(event, tensor, noise.tolerance) if is_received else None,
@@ -437,7 +450,7 @@ class _Judge(_Nothing):
         for step in range(self._step - 2, -1, -1):
             key = _key_after(step, name)
             if key in self._reference.keys:
-                part = find_part(self._reference.tensor(key), tensor, *self._place)
+                part = find_part(self._reference.tensor(key), tensor, self._places)
                 noise = self._reference.facts.noise.get(_key_after(step, name))
                 if (
                     part is not None
@@ -451,19 +464,9 @@ class _Judge(_Nothing):
         """Return the microbatch for which the reference has this tensor there; `None` if there is none."""
         for number in sorted(self.facts.losses):
             key = _key(number, event, False)
-            part = find_part(self._file.get_tensor(key), tensor, *self._place) if key in self._keys else None
+            part = find_part(self._file.get_tensor(key), tensor, self._places) if key in self._keys else None
             if part is not None and measure_distance(part, tensor) <= tolerance:
                 return number
-        return None
-
-    def _find_owner(self, key: str, tensor: Tensor, tolerance: float) -> int | None:
-        whole, num_parts = self._file.get_tensor(key), self._trainer.layout.tp
-        if whole.shape == tensor.shape:
-            return None
-        for rank in range(num_parts):
-            part = find_part(whole, tensor, num_parts, rank)
-            if part is not None and measure_distance(part, tensor) <= tolerance:
-                return rank
         return None
 
     def _is_padding(self, microbatch: int, apart: Tensor) -> bool:
@@ -488,6 +491,7 @@ class _Judge(_Nothing):
             key=lambda d: (d.gradient, -d.order if d.gradient else d.order, d.microbatch)
         )
         self._fit_factors()
+        self._find_addends()
         self.found.types, self.found.outside = watch.types.forward, watch.types.outside
         self.found.other_draws = self._compare_draws(watch.types.draws)
         self.found.settings = self._compare_settings()
@@ -542,37 +546,29 @@ class _Judge(_Nothing):
             found, moved = self._fit([name for name in names if self._differs(name)])
         self.found.factors, self.found.moved = found, moved
 
-    def _differs(self, name: str) -> bool:
+    def _find_addends(self) -> None:
+        """Find gradients that are right once they are summed over an axis; collective over these axes."""
+        for axis, names in list_partial(self._trainer).items():
+            self.found.partial[axis] = names
+            present = [name for name in names if name in self.gradients]
+            sums = {name: add_up(self._trainer, axis, self.gradients[name]) for name in present}
+            found = [name for name in present if self._differs(name) and not self._differs(name, sums[name])]
+            self.found.addends[axis] = found
+
+    def _differs(self, name: str, gradient: Tensor | None = None) -> bool:
         key = key_of(self._step, "gradient", name)
         noise = self._reference.facts.noise.get(key)
         if noise is None:
             return True
         expected = take_part(self._trainer, name, self._reference.tensor(key))
-        return measure_distance(expected, self.gradients[name]) > noise.tolerance
+        found = self.gradients[name] if gradient is None else gradient
+        return measure_distance(expected, found) > noise.tolerance
 
     def _fit(self, names: list[str]) -> tuple[list[float] | None, list[float] | None]:
         count = 1 + max(self.facts.losses, default=-1)
         parts = self._folder / f"gradients-{self._step}.safetensors"
         gradients = {name: self.gradients[name] for name in names}
         return fit_microbatches(self._trainer, parts, gradients, count, self.facts.gradient_scale)
-
-
-def find_part(whole: Tensor, part: Tensor, num_parts: int, rank: int) -> Tensor | None:
-    """Return the expected tensor at a module's boundary: the whole one, or this rank's slice of it.
-
-    It is `None` if the shapes do not determine it.
-    """
-    if whole.shape == part.shape:
-        return whole
-    if whole.dim() != part.dim():
-        return None
-    dims = [dim for dim in range(whole.dim()) if whole.shape[dim] != part.shape[dim]]
-    if len(dims) != 1 or not part.shape[dims[0]] or whole.shape[dims[0]] != part.shape[dims[0]] * num_parts:
-        return None
-    dim = dims[0]
-    packings = [outer for outer in (1, 2, 3) if whole.shape[dim] % (outer * num_parts) == 0]
-    candidates = [Split(dim, outer, num_parts).take(whole, rank) for outer in packings]
-    return min(candidates, key=lambda candidate: measure_distance(candidate, part))
 
 
 @ranks_may_differ()

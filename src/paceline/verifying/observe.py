@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.placement import local
@@ -101,6 +102,25 @@ def is_whole(trainer: Trainer, name: str) -> bool:
     """Return whether all ranks of tp hold the same part of a parameter or buffer as this rank."""
     placement = _find_placement(trainer)
     return placement is None or name not in placement.splits
+
+
+def list_partial(trainer: Trainer) -> dict[str, list[str]]:
+    """Return by axis the parameters of whose gradients ranks have addends, until these are summed."""
+    placement = _find_placement(trainer)
+    found: dict[str, list[str]] = {}
+    for name, axes in (placement.partial if placement is not None else {}).items():
+        for axis in axes:
+            found.setdefault(axis, []).append(name)
+    return found
+
+
+def add_up(trainer: Trainer, axis: str, tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over the ranks of an axis, on the CPU; collective over it."""
+    mesh = trainer._updates["model"]._mesh
+    assert mesh is not None
+    total = tensor.to(trainer.world.device, copy=True)
+    dist.all_reduce(total, group=mesh.axes[axis].group)
+    return total.cpu()
 
 
 def has_part_of_gradient(tensor: Tensor) -> bool:

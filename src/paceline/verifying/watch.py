@@ -136,7 +136,11 @@ class Watch:
         if self._waiting is None or is_trial(self._trainer):
             return inner(model, batch)
         place = find_running(self._trainer)
-        self.microbatch = self._identify(batch) if place is None else self._numbers[place]
+        if place is None:
+            assert self._waiting is not None
+            self.microbatch = take_matching(self._trainer, self._waiting, batch)
+        else:
+            self.microbatch = self._numbers[place]
         if self.microbatch < 0:  # an idle round
             return inner(model, batch)
         if self.microbatch not in self.ran:  # a rank runs the forward once per stage
@@ -160,19 +164,6 @@ class Watch:
             yield
         finally:
             self._inside = self.types.is_forward = False
-
-    def _identify(self, batch: Any) -> int:
-        """Return the number of a microbatch, found by its contents, because a rank may have skipped one."""
-        assert self._waiting is not None
-        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        for place, (number, other) in enumerate(self._waiting):
-            there = [
-                leaf for leaf in tree_leaves(place_batch(self._trainer, other)) if isinstance(leaf, Tensor)
-            ]
-            if len(there) == len(leaves) and all(map(torch.equal, there, leaves)):
-                del self._waiting[place]
-                return number
-        return -1
 
     def _hook(self, name: str, module: nn.Module) -> None:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -214,6 +205,21 @@ class Watch:
             if not hasattr(parameter, "to_local"):  # gathered, or never sharded
                 event = Event(name, 0, f"{WEIGHT}{key}", 0)
                 self._sink.event(ONCE, event, take_local(parameter), gradient=False)
+
+
+def take_matching(trainer: Trainer, waiting: list[tuple[int, Any]], batch: Any) -> int:
+    """Take a microbatch from those that wait, by its contents, because a rank may have skipped one.
+
+    Returns:
+        Its number, -1 if it is none of them: an idle round.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    for place, (number, other) in enumerate(waiting):
+        there = [leaf for leaf in tree_leaves(place_batch(trainer, other)) if isinstance(leaf, Tensor)]
+        if len(there) == len(leaves) and all(map(torch.equal, there, leaves)):
+            del waiting[place]
+            return number
+    return -1
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from tests.verifying.faults import experts, harmless, replicate, shard, stages, tensor
+from tests.verifying.faults import context, experts, harmless, replicate, shard, stages, tensor
 
 HARMLESS = harmless.HARMLESS
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     **replicate.FAULTS,
     **tensor.FAULTS,
     **shard.FAULTS,
+    **context.FAULTS,
     **experts.FAULTS,
     **stages.FAULTS,
 }

@@ -98,7 +98,7 @@ EXPECTED: dict[str, Expected] = {
         "gpt", "tp=2", "PL702", "step 1", ["on rank 1 only", "before layers.0", "Other elements are 0"]
     ),
     "partial_gradients_not_summed": Expected(
-        "gpt", "tp=2 sequence=true", "PL707", "layernorm", ["needs its gradient summed"]
+        "gpt", "tp=2 sequence=true", "PL705", "the sum of gradients over tp", ["only this rank's addend"]
     ),
     "sequence_takes_another_part": Expected(
         "gpt", "tp=2 sequence=true", "PL701", "step 1", ["before layers.0", "what rank 1 of tp should have"]
@@ -146,6 +146,81 @@ EXPECTED: dict[str, Expected] = {
     ),
     "optimizer_skips_a_shard": Expected(
         "gpt", "dp_shard=2", "PL709", "layers", ["on rank 1 only", "Gradients and their norm agree"]
+    ),
+    "positions_from_zero": Expected(
+        "gpt",
+        "cp=2",
+        "PL701",
+        "layers.0.self_attn",
+        ["before layers.0.self_attn.o_proj", "positions 16 to 31 of 32"],
+    ),
+    "mask_lost": Expected(
+        "gpt", "cp=2", "PL701", "layers.0.self_attn", ["o_proj", "positions 0 to 30 of 32"]
+    ),
+    "mask_rows_of_another_rank": Expected(
+        "gpt", "cp=2", "PL701", "layers.0.self_attn", ["o_proj", "all 32 positions", "Masks and positions"]
+    ),
+    "heads_in_another_order": Expected(
+        "gpt", "cp=2", "PL701", "layers.0.self_attn", ["before layers.0.self_attn.o_proj", "rows for heads"]
+    ),
+    "heads_of_one_rank_twice": Expected(
+        "gpt", "cp=2", "PL701", "layers.0.self_attn", ["before layers.0.self_attn.o_proj", "rows for heads"]
+    ),
+    "rows_in_another_order": Expected(
+        "gpt", "cp=2", "PL701", "layers.0.self_attn.q_proj", ["in the output", "rows for heads"]
+    ),
+    "keys_of_one_rank_twice": Expected(
+        "gpt", "cp=2", "PL701", "layers.0.self_attn.k_proj", ["in the output", "rows for heads"]
+    ),
+    "rows_of_another_rank": Expected(
+        "gpt", "cp=2", "PL701", "step 1", ["before layers.0", "what rank 1 of cp should have"]
+    ),
+    "rows_joined_in_another_order": Expected(
+        "gpt", "cp=2", "PL701", "layers.1", ["in the output of layers.1"]
+    ),
+    "dropout_from_position_zero": Expected(
+        "gpt", "cp=2", "PL702", "layers.0", ["on rank 1 only", "as with two masks"]
+    ),
+    "labels_shifted_across_the_cut": Expected(
+        "gpt", "cp=2", "PL718", "the loss", ["What the loss function gives"]
+    ),
+    "gradient_of_keys_lost": Expected(
+        "gpt", "cp=2", "PL707", "layers.1.self_attn", ["only layers.1.self_attn.k_proj.weight", "over cp"]
+    ),
+    "gradient_of_rows_lost": Expected(
+        "gpt", "cp=2", "PL707", "embed_tokens", ["arrives at the output of embed_tokens", "over cp"]
+    ),
+    "weights_not_summed_over_cp": Expected(
+        "gpt", "cp=2", "PL705", "the sum of gradients over cp", ["only this rank's addend", "missing sum"]
+    ),
+    "weights_summed_twice_over_cp": Expected(
+        "gpt", "cp=2", "PL703", "the sum of gradients over cp", ["2 times", "cp=2", "second sum"]
+    ),
+    "weights_averaged_over_cp": Expected(
+        "gpt", "cp=2", "PL703", "the sum of gradients over cp", ["0.5 times", "averaged"]
+    ),
+    "causal_by_local_index": Expected(
+        "gpt",
+        "cp=2 cp_by=gather",
+        "PL701",
+        "layers.0.self_attn",
+        ["on rank 1 only", "before layers.0.self_attn.o_proj", "positions 16 to 31 of 32"],
+    ),
+    "causal_rows_of_another_rank": Expected(
+        "gpt", "cp=2 cp_by=gather", "PL701", "layers.0.self_attn", ["o_proj", "Masks and positions"]
+    ),
+    "positions_of_the_first_rank": Expected(
+        "gpt",
+        "cp=2 cp_by=gather",
+        "PL701",
+        "step 1",
+        ["on rank 1 only", "before layers.0", "what rank 0 of cp should have"],
+    ),
+    "gathered_keys_of_one_rank_twice": Expected(
+        "gpt", "cp=2 cp_by=gather", "PL701", "layers.0.self_attn", ["before layers.0.self_attn.o_proj"]
+    ),
+    "gradient_of_gathered_keys_not_summed": Expected(
+        "gpt", "cp=2 cp_by=gather", "PL707", "layers.1.self_attn", ["v_proj", "over cp"]
     ),
     "experts_gradient_scaled_by_ep": Expected(
         "moe", "dp_replicate=2 ep=2", "PL707", "layers.1.mlp.experts", ["2 times", "ranks of ep=2"]

@@ -1,0 +1,150 @@
+"""Finds which part of a whole tensor a rank has at a module's boundary, from the shapes alone.
+
+Along tp, a rank has a run of columns or heads. Along cp, it has consecutive positions (rows) between the
+blocks, and some heads inside of an attention. Several parts may have the same shape. Then the nearest one is
+the expected one, so a difference is never exaggerated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from paceline.parallel.context.exchange import count_rows
+from paceline.parallel.split import Split
+from paceline.recipe import Layout
+from paceline.verifying.compare import measure_distance
+
+# The axes that divide activations, in the order in which they divide the heads.
+_AXES = ("tp", "cp")
+# Queries alone; keys and values, or gate and up, packed into one matrix; queries, keys and values.
+_PACKINGS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place along an axis that divides activations.
+
+    Attributes:
+        axis: its name.
+        size: its degree.
+        rank: the rank's number along it.
+    """
+
+    axis: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of a sequence at which tensors differ.
+
+    Attributes:
+        first, last: of those that differ, in the whole sequence.
+        number: of those that differ, on one rank.
+        length: of the whole sequence.
+    """
+
+    first: int
+    last: int
+    number: int
+    length: int
+
+
+def find_places(layout: Layout, rank: int) -> tuple[Place, ...]:
+    """Return a rank's places along the axes of a layout that divide activations."""
+    places = layout.find_place(rank)
+    return tuple(
+        Place(axis, layout.degrees[axis], places[axis]) for axis in _AXES if layout.degrees[axis] > 1
+    )
+
+
+def find_part(whole: Tensor, part: Tensor, places: Sequence[Place]) -> Tensor | None:
+    """Return the expected tensor at a module's boundary: the whole one, or this rank's part of it.
+
+    It is `None` if the shapes do not determine it.
+    """
+    if whole.shape == part.shape:
+        return whole
+    if whole.dim() != part.dim():
+        return None
+    candidates = list(_list_parts(whole, part, places))
+    return min(candidates, key=lambda one: measure_distance(one, part)) if candidates else None
+
+
+def find_owner(whole: Tensor, part: Tensor, places: Sequence[Place], tolerance: float) -> str:
+    """Return the rank whose part a tensor is, such as `rank 1 of tp`; empty if there is none."""
+    if whole.shape == part.shape:
+        return ""
+    for number, place in enumerate(places):
+        for rank in range(place.size):
+            others = [*places[:number], replace(place, rank=rank), *places[number + 1 :]]
+            found = find_part(whole, part, others)
+            if found is not None and measure_distance(found, part) <= tolerance:
+                return f"rank {rank} of {place.axis}"
+    return ""
+
+
+def find_positions(apart: Tensor, whole: Tensor, places: Sequence[Place]) -> Positions | None:
+    """Return the positions at which a rank's rows differ; `None` for anything but rows.
+
+    Args:
+        apart: bool, where this rank's part differs.
+        whole: the whole tensor.
+        places: of this rank.
+    """
+    place = next((place for place in places if place.axis == "cp"), None)
+    if place is None or apart.dim() != 3 or whole.dim() != 3:
+        return None
+    for dim in (1, 0):  # batch or sequence first
+        counts = count_rows(whole.shape[dim], place.size)
+        if whole.shape[dim] != apart.shape[dim] == counts[place.rank]:
+            rest = [other for other in range(3) if other != dim]
+            found = apart.any(rest[1]).any(rest[0]).nonzero().flatten() + sum(counts[: place.rank])
+            if not len(found):
+                return None
+            return Positions(int(found[0]), int(found[-1]), len(found), whole.shape[dim])
+    return None
+
+
+def join_positions(found: Sequence[Positions]) -> str:
+    """Describe the positions of several ranks, such as `positions 8 to 15 of 16`; empty for none."""
+    found = list(dict.fromkeys(found))  # ranks of tp have the same rows
+    if not found:
+        return ""
+    first, last = min(p.first for p in found), max(p.last for p in found)
+    number, length = sum(p.number for p in found), found[0].length
+    if number == length:
+        return f"all {length} positions"
+    if number == last - first + 1:
+        run = f"positions {first} to {last}" if number > 1 else f"position {first}"
+        return f"{run} of {length}"
+    return f"{number} of {length} positions, from {first} to {last}"
+
+
+def _list_parts(whole: Tensor, part: Tensor, places: Sequence[Place]) -> Iterator[Tensor]:
+    """Yield all parts that a rank may have, of the shape that it has; none for a shape without meaning."""
+    if whole.shape == part.shape:
+        yield whole
+        return
+    if not places:
+        return
+    yield from _list_parts(whole, part, places[1:])  # this axis has not divided it
+    for dim in range(whole.dim()):
+        if whole.shape[dim] > part.shape[dim]:
+            for piece in _cut(whole, dim, places[0]):
+                if piece.shape[dim] >= part.shape[dim]:
+                    yield from _list_parts(piece, part, places[1:])
+
+
+def _cut(whole: Tensor, dim: int, place: Place) -> Iterator[Tensor]:
+    size = whole.shape[dim]
+    for outer in _PACKINGS:
+        if size % (outer * place.size) == 0:
+            yield Split(dim, outer, place.size).take(whole, place.rank)
+    if place.axis == "cp" and size % place.size and size >= place.size:
+        counts = count_rows(size, place.size)
+        yield whole.narrow(dim, sum(counts[: place.rank]), counts[place.rank])

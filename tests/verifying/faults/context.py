@@ -1,0 +1,350 @@
+"""Faults of context parallelism: in exchanges, masks, positions and sums among the ranks of cp."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from paceline.mesh import Axis
+from paceline.models import gpt
+from paceline.parallel.context import apply, exchange, gather
+from paceline.parallel.dropout import replacements
+from paceline.parallel.dropout.replacements import Cut
+from paceline.parallel.placement import Placement
+from paceline.parallel.split import Split
+from paceline.train import tasks
+
+Counts = tuple[int, ...]
+
+
+def _to_heads(change: Callable[[Tensor, int, Counts], Tensor]) -> AbstractContextManager[Any]:
+    """Change what a rank gets inside of attention: all rows of its heads."""
+    right = exchange._exchange_to_heads
+
+    def exchanged(tensor: Tensor, dim: int, split: Split, counts: Counts, axis: Axis) -> Tensor:
+        return change(right(tensor, dim, split, counts, axis), dim, counts)
+
+    return mock.patch.object(exchange, "_exchange_to_heads", exchanged)
+
+
+def _to_rows(change: Callable[[Tensor, Split, Axis], Tensor]) -> AbstractContextManager[Any]:
+    """Change what a rank gets behind attention: all heads of its rows."""
+    right = exchange._exchange_to_rows
+
+    def exchanged(tensor: Tensor, dim: int, split: Split, counts: Counts, axis: Axis) -> Tensor:
+        return change(right(tensor, dim, split, counts, axis), split, axis)
+
+    return mock.patch.object(exchange, "_exchange_to_rows", exchanged)
+
+
+def _weighing(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
+    """Replace the causal mask [length, length] inside of attention."""
+    right = replacements.weigh
+
+    def weigh(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, *rest: Any) -> Tensor:
+        if is_causal:
+            kept = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+            bias = change(kept)
+        return right(query, key, bias, False, *rest)
+
+    return mock.patch.object(replacements, "weigh", weigh)
+
+
+def _adding_up(change: Callable[[Placement, Any, Any], None]) -> AbstractContextManager[Any]:
+    """Change how gradients of which ranks have addends are summed."""
+    right = Placement.add_up_partial
+    return mock.patch.object(
+        Placement, "add_up_partial", lambda self, gradients: change(self, gradients, right)
+    )
+
+
+@contextlib.contextmanager
+def positions_from_zero() -> Iterator[None]:
+    """The positions of every rank's rows are counted from 0."""
+    right = gpt.rotate
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = len(cos) // 2
+        return right(x, *(torch.cat([angles[:half], angles[:half]]) for angles in (cos, sin)))
+
+    with mock.patch.object(gpt, "rotate", rotate):
+        yield
+
+
+@contextlib.contextmanager
+def mask_lost() -> Iterator[None]:
+    """Attention has no mask: every position sees those behind it."""
+    with _weighing(torch.ones_like):
+        yield
+
+
+@contextlib.contextmanager
+def mask_rows_of_another_rank() -> Iterator[None]:
+    """Each rank's rows have the rows of the mask of the other rank."""
+    with _weighing(lambda kept: kept.roll(len(kept) // 2, 0)):
+        yield
+
+
+@contextlib.contextmanager
+def heads_in_another_order() -> Iterator[None]:
+    """Behind attention, heads are joined in another order than they were divided."""
+    with _to_rows(lambda joined, split, axis: joined.roll(joined.shape[split.dim] // axis.size, split.dim)):
+        yield
+
+
+@contextlib.contextmanager
+def heads_of_one_rank_twice() -> Iterator[None]:
+    """Behind attention, the first rank's heads take the place of all others."""
+
+    def change(joined: Tensor, split: Split, axis: Axis) -> Tensor:
+        return split.join([split.take(joined, 0)] * axis.size)
+
+    with _to_rows(change):
+        yield
+
+
+@contextlib.contextmanager
+def rows_in_another_order() -> Iterator[None]:
+    """Inside of attention, the ranks' rows are joined in another order."""
+    with _to_heads(lambda joined, dim, counts: joined.roll(counts[0], dim)):
+        yield
+
+
+@contextlib.contextmanager
+def keys_of_one_rank_twice() -> Iterator[None]:
+    """Inside of attention, the first rank's keys take the place of the second's."""
+    calls = 0
+
+    def change(joined: Tensor, dim: int, counts: Counts) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 3 != 2:  # queries, keys, values
+            return joined
+        first = joined.narrow(dim, 0, counts[0])
+        return torch.cat([first] * len(counts), dim)
+
+    right = exchange._ToRows.backward
+
+    def backward(ctx: Any, grad: Tensor) -> Any:  # calls the same function, and is right
+        nonlocal calls
+        before, result = calls, right(ctx, grad)
+        calls = before
+        return result
+
+    with _to_heads(change), mock.patch.object(exchange._ToRows, "backward", staticmethod(backward)):
+        yield
+
+
+@contextlib.contextmanager
+def rows_of_another_rank() -> Iterator[None]:
+    """Before the first block, the ranks of cp take each other's rows."""
+    right = exchange._own_rows
+
+    def take(tensor: Tensor, dim: int, counts: Counts, axis: Axis) -> Tensor:
+        return right(tensor, dim, counts, replace(axis, rank=axis.size - 1 - axis.rank))
+
+    with mock.patch.object(exchange, "_own_rows", take):
+        yield
+
+
+@contextlib.contextmanager
+def rows_joined_in_another_order() -> Iterator[None]:
+    """Behind the last block, the ranks' rows are joined in another order."""
+
+    def forward(ctx: Any, tensor: Tensor, dim: int, counts: Counts, axis: Axis) -> Tensor:
+        ctx.given = dim, counts, axis
+        return exchange.all_gather_rows(tensor, dim, counts, axis).roll(counts[0], dim)
+
+    with mock.patch.object(exchange._JoinDivided, "forward", staticmethod(forward)):
+        yield
+
+
+@contextlib.contextmanager
+def dropout_from_position_zero() -> Iterator[None]:
+    """Every rank of cp drops what the first one drops."""
+    right = apply._RowsCut.__call__
+
+    def cut(self: apply._RowsCut) -> Cut:
+        found = right(self)
+        assert found.rows is not None
+        return replace(found, rows=(0, found.rows[1]))
+
+    with mock.patch.object(apply._RowsCut, "__call__", cut):
+        yield
+
+
+@contextlib.contextmanager
+def labels_shifted_across_the_cut() -> Iterator[None]:
+    """Labels are shifted within each rank's rows, so the last row of a rank has none."""
+    right = tasks.token_loss
+
+    def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        targets = batch["targets"].clone()
+        targets[:, targets.shape[1] // 2 - 1] = tasks.IGNORED
+        return right(logits, batch | {"targets": targets})
+
+    with mock.patch.object(tasks, "token_loss", loss):
+        yield
+
+
+@contextlib.contextmanager
+def gradient_of_keys_lost() -> Iterator[None]:
+    """The gradients of keys that the other rank's heads give are lost on their way back."""
+    calls = 0
+    right = exchange._ToHeads
+
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        ctx.is_keys = calls % 3 == 2
+        return right_forward(ctx, *given)  # type: ignore[no-any-return]
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        found, *rest = right_backward(ctx, grad)
+        if ctx.is_keys:
+            _, split, _, axis = ctx.given
+            parts = [split.take(found, rank) for rank in range(axis.size)]
+            found = split.join([p if rank == axis.rank else p * 0 for rank, p in enumerate(parts)])
+        return found, *rest
+
+    right_forward, right_backward = right.forward, right.backward
+    with (
+        mock.patch.object(right, "forward", staticmethod(forward)),
+        mock.patch.object(right, "backward", staticmethod(backward)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def gradient_of_rows_lost() -> Iterator[None]:
+    """Before the first block, the gradient of the first rank's rows is lost."""
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        dim, counts, _ = ctx.given
+        joined = exchange.all_gather_rows(grad, *ctx.given)
+        joined.narrow(dim, 0, counts[0]).zero_()
+        return joined, None, None, None
+
+    with mock.patch.object(exchange._DivideRows, "backward", staticmethod(backward)):
+        yield
+
+
+@contextlib.contextmanager
+def weights_not_summed_over_cp() -> Iterator[None]:
+    """Each rank of cp keeps the gradients that its own rows and heads give the weights."""
+    with _adding_up(lambda self, gradients, right: None):
+        yield
+
+
+@contextlib.contextmanager
+def weights_summed_twice_over_cp() -> Iterator[None]:
+    """The gradients of weights are summed over cp twice."""
+
+    def add_up(self: Placement, gradients: Any, right: Any) -> None:
+        right(self, gradients)
+        right(self, gradients)
+
+    with _adding_up(add_up):
+        yield
+
+
+@contextlib.contextmanager
+def weights_averaged_over_cp() -> Iterator[None]:
+    """The gradients of weights are averaged over cp."""
+
+    def add_up(self: Placement, gradients: Any, right: Any) -> None:
+        right(self, gradients)
+        for name in self.partial:
+            gradients[name].div_(self._axis("cp").size)
+
+    with _adding_up(add_up):
+        yield
+
+
+@contextlib.contextmanager
+def causal_by_local_index() -> Iterator[None]:
+    """By gather, each rank counts its rows of the causal mask from 0."""
+
+    def make(rows: Any, num_keys: int, device: torch.device) -> Tensor:
+        return torch.ones(rows.own, num_keys, dtype=torch.bool).tril()
+
+    with mock.patch.object(gather, "_make_causal", make):
+        yield
+
+
+@contextlib.contextmanager
+def causal_rows_of_another_rank() -> Iterator[None]:
+    """By gather, each rank has the other rank's rows of the causal mask."""
+
+    def make(rows: Any, num_keys: int, device: torch.device) -> Tensor:
+        start = rows.start + rows.own * (1 - 2 * rows.axis.rank)
+        return torch.ones(num_keys, num_keys, dtype=torch.bool).tril()[start : start + rows.own]
+
+    with mock.patch.object(gather, "_make_causal", make):
+        yield
+
+
+@contextlib.contextmanager
+def positions_of_the_first_rank() -> Iterator[None]:
+    """By gather, every rank takes the first rank's cosines and sines."""
+    with mock.patch.object(apply, "cut_entering", lambda tensor, dim, rows: tensor.narrow(dim, 0, rows.own)):
+        yield
+
+
+@contextlib.contextmanager
+def gathered_keys_of_one_rank_twice() -> Iterator[None]:
+    """By gather, the first rank's keys and values take the place of the second's."""
+    right = gather._gather_both
+
+    def both(key: Tensor, value: Tensor, rows: Any) -> tuple[Tensor, ...]:
+        found = right(key, value, rows)
+        return tuple(torch.cat([x[..., : rows.counts[0], :]] * 2, -2) for x in found)
+
+    with mock.patch.object(gather, "_gather_both", both):
+        yield
+
+
+@contextlib.contextmanager
+def gradient_of_gathered_keys_not_summed() -> Iterator[None]:
+    """By gather, a rank's keys and values get no gradient from the other rank's queries."""
+
+    def add_up(tensor: Tensor, dim: int, counts: Counts, axis: Axis) -> Tensor:
+        return tensor.narrow(dim, sum(counts[: axis.rank]), counts[axis.rank]).contiguous()
+
+    with mock.patch.object(gather, "_add_up_rows", add_up):
+        yield
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    fault.__name__: fault
+    for fault in (
+        positions_from_zero,
+        mask_lost,
+        mask_rows_of_another_rank,
+        heads_in_another_order,
+        heads_of_one_rank_twice,
+        rows_in_another_order,
+        keys_of_one_rank_twice,
+        rows_of_another_rank,
+        rows_joined_in_another_order,
+        dropout_from_position_zero,
+        labels_shifted_across_the_cut,
+        gradient_of_keys_lost,
+        gradient_of_rows_lost,
+        weights_not_summed_over_cp,
+        weights_summed_twice_over_cp,
+        weights_averaged_over_cp,
+        causal_by_local_index,
+        causal_rows_of_another_rank,
+        positions_of_the_first_rank,
+        gathered_keys_of_one_rank_twice,
+        gradient_of_gathered_keys_not_summed,
+    )
+}
