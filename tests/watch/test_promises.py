@@ -75,3 +75,17 @@ def test_a_stopped_rank_of_a_training_is_named(tmp_path: Path) -> None:
         verdict = job.text[job.text.index("paceline: rank 1 never reached") :]
         assert verdict.splitlines()[0].endswith("[PL809]")
         assert not job.find_left(5, ignored=["torchinductor"])  # torch makes that folder in any training
+
+
+@pytest.mark.parametrize(("how", "code", "words"), [("stop", "PL809", ""), ("sleep", "PL808", "SLEEPS")])
+def test_a_rank_that_hangs_in_a_sum_by_node_is_named(tmp_path: Path, how: str, code: str, words: str) -> None:
+    script = Path(__file__).parent / "scripts" / "own" / "sums_by_node.py"
+    flags = ["--nproc-per-node", "3", "--hang-after", "4"]
+    with Launched(tmp_path, paceline_run(*flags, str(script), how, "1")) as job:
+        assert job.wait(_END_S) == 1
+        (first,) = [line for line in job.text.splitlines() if line.endswith(f"[{code}]")]
+        assert first.startswith("paceline: rank 1 ")
+        if words:
+            lines = script.read_text().splitlines()
+            (number,) = [number for number, line in enumerate(lines, 1) if words in line]
+            assert f"sums_by_node.py:{number}" in job.text

@@ -10,12 +10,15 @@ Protocol for a vector of n elements on W ranks, where rank r contributes k_r sub
 Sent per rank: (k + 1)(W - 1)/W n elements. With one subtree per rank that is a ring all-reduce's
 2(W - 1)/W n; with uneven shares (k = 2 or more) it is (k + 1)/2 times as much.
 
+A small vector is one chunk, which every rank receives and adds: one message after another costs latency.
+
 An exchange issues its messages one vector after the other, on a group that nothing else uses, so their order
 is that of the calls. All ranks must make the same calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.tree import ReductionPlan
+
+# Vectors up to this size travel whole.
+_SMALL_BYTES = 8 << 10
 
 
 class Exchange(Protocol):
@@ -67,7 +73,10 @@ class MessageExchange:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
+        is_small = total.numel() * total.element_size() <= _SMALL_BYTES
         chunks = cut_evenly(total.numel(), self._num_ranks)
+        if is_small:
+            chunks = [slice(0, total.numel())] * self._num_ranks
         own = chunks[self._rank]
         own_subtrees = [subtree[0] if len(subtree) == 1 else torch.cat(subtree) for subtree in subtrees]
         own_rows = [subtree[own] for subtree in own_subtrees]
@@ -77,6 +86,8 @@ class MessageExchange:
         for left, right in plan.additions:
             rows[left].add_(rows[right])
         total[own].copy_(rows[0])
+        if is_small:
+            return
         self._pass_on(
             [(peer, total[own]) for peer in self._peers],
             [(peer, total[chunks[peer]]) for peer in self._peers],
@@ -116,6 +127,32 @@ class MessageExchange:
             for work in dist.batch_isend_irecv(messages):
                 work.wait()
         self.sent_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in departures)
+
+
+def add_overwriting(rows: dict[int, Tensor], additions: Sequence[tuple[int, int]], total: Tensor) -> None:
+    """Add rows by place in the order given, the last time into `total`; overwrites them."""
+    if not additions:
+        [only] = rows.values()
+        total.copy_(only)
+        return
+    *steps, (left, right) = additions
+    for first, second in steps:
+        rows[first].add_(rows[second])
+    torch.add(rows[left], rows[right], out=total)
+
+
+def add_keeping(rows: dict[int, Tensor], additions: Sequence[tuple[int, int]], total: Tensor) -> None:
+    """Add rows by place in the order given, the last time into `total`, leaving the rows unchanged."""
+    if not additions:
+        [only] = rows.values()
+        total.copy_(only)
+        return
+    own: dict[int, Tensor] = {}
+    *steps, (left, right) = additions
+    for first, second in steps:
+        other = own.get(second, rows[second])
+        own[first] = own[first].add_(other) if first in own else rows[first] + other
+    torch.add(own.get(left, rows[left]), own.get(right, rows[right]), out=total)
 
 
 def cut_evenly(length: int, num_parts: int) -> list[slice]:

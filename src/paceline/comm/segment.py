@@ -12,33 +12,68 @@ import logging
 import mmap
 import os
 import secrets
+import socket
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from paceline.comm.common_clock import read_boot
 
 log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 16
 
 
-def share_memory(group: dist.ProcessGroup, num_bytes: int) -> Tensor | None:
-    """Map one segment of zeros on every rank of a group; collective.
+def find_machines(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return a number for each rank of a group, equal for ranks that may share memory; collective.
+
+    The machines are numbered in the order of ranks. Containers with process ids of their own count as
+    machines of their own.
+    """
+    found: list[tuple[str, str, int]] = [("", "", 0)] * group.size()
+    dist.all_gather_object(found, _identify_machine(), group=group)
+    known = list(dict.fromkeys(found))
+    return tuple(map(known.index, found))
+
+
+def _identify_machine() -> tuple[str, str, int]:
+    """Return host name, boot and namespace of process ids; the last two are constants except on Linux."""
+    try:
+        processes = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        processes = 0
+    return socket.gethostname(), read_boot(), processes
+
+
+def share_memory(
+    group: dist.ProcessGroup, num_bytes: int, owners: Sequence[int] | None = None
+) -> Tensor | None:
+    """Map a segment of zeros on every rank of a group; collective.
 
     Args:
         group: the ranks, with a backend for the CPU.
         num_bytes: the size, the same on every rank.
+        owners: by rank, the rank that makes its segment; all of them map the first rank's by default.
 
     Returns:
-        The segment as bytes, or `None` on every rank where some rank cannot have it.
+        The segment as bytes, or `None` on every rank if any rank cannot have its segment.
     """
     handle, token = -1, secrets.token_bytes(_TOKEN_BYTES)
-    if group.rank() == 0:
+    owner = 0 if owners is None else owners[group.rank()]
+    if group.rank() == owner:
         handle = _make_segment(token, num_bytes)
-    box = [(os.getpid(), handle, token)]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    pid, remote, token = box[0]
+    own = (os.getpid(), handle, token)
+    if owners is None:
+        box = [own]
+        dist.broadcast_object_list(box, group=group, group_src=0)
+        pid, remote, token = box[0]
+    else:
+        boxes = [own] * group.size()
+        dist.all_gather_object(boxes, own, group=group)
+        pid, remote, token = boxes[owner]
     memory = None if remote < 0 else _map_segment(f"/proc/{pid}/fd/{remote}", token, num_bytes)
     everywhere = torch.tensor([memory is not None], dtype=torch.int32)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)  # by then everybody has opened it

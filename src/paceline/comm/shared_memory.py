@@ -1,5 +1,7 @@
 """Sums over ranks of one machine, in the order of a tree, through memory that they share.
 
+If the ranks turn out to be on several nodes, `comm/by_node.py` or messages take over.
+
 Protocol for a large vector, with one segment that all ranks have mapped:
 
     [ a place for the sum | a place for each subtree of all ranks ]
@@ -32,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.exchange import Exchange, MessageExchange, cut_evenly
+from paceline.comm.by_node import choose_between_nodes
+from paceline.comm.exchange import Exchange, MessageExchange, add_keeping, add_overwriting, cut_evenly
 from paceline.comm.segment import share_memory
 from paceline.comm.tree import ReductionPlan
 
@@ -65,6 +68,8 @@ class SharedMemoryExchange:
         self._turn = 0
         self._sum_bytes = 0
         self._subtrees_bytes = 0
+        # Whether it is known that all ranks are of one machine; else `_otherwise` sums.
+        self._is_known = False
         self._otherwise: Exchange | None = None
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
@@ -94,13 +99,14 @@ class SharedMemoryExchange:
             _lay_end_to_end(subtree, places[number])
         self._meet()
         if is_small:
-            _add_kept(places, plan, total)
+            add_keeping(dict(enumerate(places)), plan.additions, total)
             return
         result = self._memory[2 * _SMALL_BYTES : 2 * _SMALL_BYTES + length * size].view(total.dtype)
         own = cut_evenly(length, self._num_ranks)[self._rank]
         for at in range(own.start, own.stop, _BLOCK):
             block = slice(at, min(at + _BLOCK, own.stop))
-            _add([place[block] for place in places], plan, result[block])
+            rows = {number: place[block] for number, place in enumerate(places)}
+            add_overwriting(rows, plan.additions, result[block])
         self._meet()
         total.copy_(result)
 
@@ -117,6 +123,10 @@ class SharedMemoryExchange:
         self._sum_bytes = max(self._sum_bytes, sum_bytes)
         self._subtrees_bytes = max(self._subtrees_bytes, subtrees_bytes)
         self._memory = None
+        if not self._is_known:
+            self._is_known, self._otherwise = True, choose_between_nodes(self._group)
+            if self._otherwise is not None:
+                return
         num_bytes = 2 * _SMALL_BYTES + self._sum_bytes + self._subtrees_bytes
         self._memory = share_memory(self._group, num_bytes)
         if self._memory is None:
@@ -131,27 +141,3 @@ def _lay_end_to_end(parts: list[Tensor], target: Tensor) -> None:
         target[start : start + part.numel()].copy_(part)
         start += part.numel()
     assert start == target.numel()
-
-
-def _add(rows: list[Tensor], plan: ReductionPlan, total: Tensor) -> None:
-    """Add rows in the order of the plan into `total`; overwrites them."""
-    if not plan.additions:
-        total.copy_(rows[0])
-        return
-    *steps, (left, right) = plan.additions
-    for first, second in steps:
-        rows[first].add_(rows[second])
-    torch.add(rows[left], rows[right], out=total)
-
-
-def _add_kept(rows: list[Tensor], plan: ReductionPlan, total: Tensor) -> None:
-    """Add rows in the order of the plan into `total`, leaving the rows unchanged."""
-    if not plan.additions:
-        total.copy_(rows[0])
-        return
-    own: dict[int, Tensor] = {}
-    *steps, (left, right) = plan.additions
-    for first, second in steps:
-        other = own.get(second, rows[second])
-        own[first] = own[first].add_(other) if first in own else rows[first] + other
-    torch.add(own.get(left, rows[left]), own.get(right, rows[right]), out=total)
