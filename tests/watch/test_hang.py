@@ -636,3 +636,12 @@ def test_the_verdict_needs_no_torch() -> None:
     rooms = "paceline.watch.reasoning.hang, paceline.watch.reasoning.render"
     code = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_of_messages_under_way_the_one_that_was_never_sent_counts() -> None:
+    job = Job(3)
+    job.waits(0, call(7, "send", peer=2, age_s=63), call(4, "recv", peer=1, age_s=62))
+    job.waits(2, call(7, "recv", peer=0, age_s=62))
+    job.is_in(1, user(88, "fetch", "time.sleep(wait)"))
+    verdict = explain(job)
+    assert verdict.headline.startswith("rank 1 never sent what rank 0 wants (recv number 4 from rank 1)")

@@ -116,7 +116,7 @@ def _find_state(rank: int, seen: Seen, source: Source) -> State:
         return State(rank, "building", f"waits in {building}", frames=own, operation=building)
     if report is not None and report.phase == "starting":
         return State(rank, "elsewhere", "has not reached the first line of its script yet", frames=own)
-    call = None if report is None else _find_wait(main, report, process, source)
+    call = None if report is None else _find_wait(main, report, process, source, seen)
     if call is not None and report is not None:
         return _describe_wait(rank, call, report, own)
     state = _describe_activity(rank, main, process, source)
@@ -160,7 +160,9 @@ def _is_in_call(main: Sequence[Frame], report: Report | None) -> bool:
     )
 
 
-def _find_wait(main: Sequence[Frame], report: Report, process: Process | None, source: Source) -> Call | None:
+def _find_wait(
+    main: Sequence[Frame], report: Report, process: Process | None, source: Source, seen: Seen
+) -> Call | None:
     """Return the unfinished call that a rank waits in; none if it has issued some but does something else."""
     open_calls = [call for call in report.calls if not call.done]
     if not open_calls:
@@ -172,7 +174,13 @@ def _find_wait(main: Sequence[Frame], report: Report, process: Process | None, s
     same_line = [
         call for call in open_calls if own and _lines(own_frames(call.frames))[:1] == _lines(own)[:1]
     ]
-    first = min(same_line or open_calls, key=lambda call: (call.began_s, call.number))
+
+    def order(call: Call) -> tuple[bool, float, int]:
+        # Of several messages under way at once, the one that the other side has not issued is what keeps it.
+        is_met = is_pairwise(call) and call.peer is not None and _has_counterpart(call, report.rank, seen)
+        return is_met, call.began_s, call.number
+
+    first = min(same_line or open_calls, key=order)
     # On another line than its call, a rank waits only if its thread is in torch, or shows no work of its own.
     if same_line or not main or is_in_torch(main) or waits_for_device(main, source):
         return first
