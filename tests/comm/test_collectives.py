@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm.collectives import broadcast_in_pipeline, reduce_scatter_directly, sum_directly
+from paceline.comm import collectives
+from paceline.comm.collectives import (
+    broadcast_in_pipeline,
+    gather_directly,
+    reduce_scatter_directly,
+    sum_directly,
+)
 from paceline.plan.collectives import PIPELINE_BYTES
 from paceline.world import World
 from tests.dist.pool import Pool
@@ -75,3 +81,20 @@ def test_a_pipelined_broadcast_gives_every_rank_the_roots_numbers(ranks: Pool, n
     for found in ranks.run(broadcast_on_rank, nproc=nproc):
         for tensor, length in zip(found, (*LENGTHS, 5 * PIPELINE_BYTES // 4), strict=True):
             assert torch.equal(tensor, numbers(0, length))
+
+
+def gather_on_rank(world: World) -> list[torch.Tensor]:
+    found = [gather_directly(numbers(world.rank, length), dist.group.WORLD) for length in LENGTHS]  # type: ignore[arg-type]
+    assert dist.group.WORLD is not None
+    most, collectives._MOST_GATHERED_BYTES = collectives._MOST_GATHERED_BYTES, 0
+    try:
+        found.append(gather_directly(numbers(world.rank, 7), dist.group.WORLD))
+    finally:
+        collectives._MOST_GATHERED_BYTES = most
+    return found
+
+
+def test_a_direct_gather_has_one_row_per_rank(ranks: Pool) -> None:
+    for found in ranks.run(gather_on_rank, nproc=3):
+        for length, rows in zip((*LENGTHS, 7), found, strict=True):
+            assert torch.equal(rows, torch.stack([numbers(rank, length) for rank in range(3)]))

@@ -1,6 +1,10 @@
-"""Collectives by point-to-point messages where gloo's own take more round trips or bytes than needed.
+"""Collectives that take fewer round trips or bytes than gloo's own.
 
-All ranks of the default group must call them, with tensors in CPU memory of the same size and dtype.
+All ranks must call them, with tensors of the same size and dtype.
+
+- `gather_directly`: every rank sends its vector to all others at once. One round trip; gloo's ring takes N-1.
+
+The others are for the default group and tensors in CPU memory, by point-to-point messages:
 
 - `sum_directly`: every rank sends its vector to all others and adds all of them in the order of ranks, so the
   result has the same bits on every rank. One round trip; gloo's ring takes 2 (N-1).
@@ -10,7 +14,7 @@ All ranks of the default group must call them, with tensors in CPU memory of the
   sends log2(N) times as much.
 
 `paceline.plan.collectives` predicts them as the algorithms "direct" and "pipeline", and
-`paceline bench collectives` measures them beside gloo's. Training does not use them.
+`paceline bench collectives` measures them beside gloo's. Training uses only `gather_directly`.
 """
 
 from __future__ import annotations
@@ -22,6 +26,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.plan.collectives import PIPELINE_BYTES
+
+# A larger vector takes the library's all-gather: latency matters less, and a direct one copies it N times.
+_MOST_GATHERED_BYTES = 1 << 20
+
+
+def gather_directly(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the vectors of all ranks of a group, one per row.
+
+    On CUDA and for large vectors it is the library's all-gather. The rows have the same bits.
+    """
+    num_ranks = group.size()
+    gathered = own.new_empty(num_ranks, own.numel())
+    if own.is_cuda or gathered.numel() * gathered.element_size() > _MOST_GATHERED_BYTES:
+        dist.all_gather(list(gathered.unbind(0)), own, group=group)
+    else:
+        dist.all_to_all_single(gathered.view(-1), own.repeat(num_ranks), group=group)
+    return gathered
 
 
 def sum_directly(tensor: Tensor) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from paceline.comm.collectives import gather_directly
 from paceline.mesh import Mesh
 from paceline.parallel.placement import Placement, local
 from paceline.torch_seams.operators import measure_norms
@@ -58,7 +59,7 @@ def measure_norm(
         counted = [gradient for gradient in counted if gradient.numel()]
         zero = torch.zeros((), dtype=torch.float64, device=device)
         squares = get_total_norm(counted).double().square() if counted else zero
-        dist.all_reduce(squares, group=mesh.model.group)
+        squares = gather_directly(squares.reshape(1), mesh.model.group).sum()
     return squares.sqrt()
 
 
@@ -111,9 +112,7 @@ def _add_rows(
     for name in sorted(by_axis):
         assert mesh is not None
         axis, own = mesh.axes[name], _add_squares(by_axis[name], device)
-        parts = [torch.empty_like(own) for _ in range(axis.size)]
-        dist.all_gather(parts, own, group=axis.group)
-        total = torch.stack(parts).sum() + total
+        total = gather_directly(own.reshape(1), axis.group).sum() + total
     return total
 
 
@@ -169,8 +168,7 @@ def _order_rows(rows: list[Tensor], totals: list[int], mesh: Mesh) -> list[Tenso
     own = rows[0].new_zeros(sum(most))
     for start, part in zip(_starts(most), rows, strict=True):
         own[start : start + len(part)] = part
-    gathered = own.new_empty(num_ranks, len(own))
-    dist.all_gather(list(gathered.unbind(0)), own, group=mesh.dp_shard.group)
+    gathered = gather_directly(own, mesh.dp_shard.group)
     return [
         gathered[:, start : start + count].reshape(-1)[:total]
         for start, count, total in zip(_starts(most), most, totals, strict=True)
