@@ -152,7 +152,7 @@ class ExactReduction:
         total = bucket.buffer()
         if self._plan is None or not self._plan.num_leaves:
             # DDP's first pass over the graph, or a global batch without samples: zeros everywhere.
-            return _complete(total)
+            return complete_future(total)
         plan, leaf = self._plan, self._last_leaf
         views: list[Tensor] = []
         aside: list[tuple[Subtree, Gradients]] = []
@@ -186,7 +186,7 @@ class ExactReduction:
             gradient.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             work()
-            return _complete(total)
+            return complete_future(total)
 
 
 class _OrderedThread:
@@ -246,7 +246,7 @@ def _run(task: _Task, failures: list[Exception]) -> None:
     future.set_result(result)
 
 
-def _complete(total: Tensor) -> torch.futures.Future[Tensor]:
+def complete_future(total: Tensor) -> torch.futures.Future[Tensor]:
     """Return a future of a tensor that is complete, on CUDA once the current stream has finished."""
     future: torch.futures.Future[Tensor]
     future = torch.futures.Future(devices=[total.device] if total.is_cuda else [])

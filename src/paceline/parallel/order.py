@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.blocks import find_blocks
@@ -191,9 +192,14 @@ def parallelize(
     if experts is not None:
         experts.complete()
     if layout.dp_shard == 1:
-        # Last: DDP broadcasts the parameters as they are now, and hooks these very tensors.
+        # Last: DDP hooks these very tensors, and broadcasts the values of a model that was built on meta.
         replica, exact, lent = _replicate(
-            model, mesh, settings, device, [] if experts is None else experts.parameters
+            model,
+            mesh,
+            settings,
+            device,
+            [] if experts is None else experts.parameters,
+            is_aligned=construction is None,
         )
     return LaidOut(
         replica, shards, exact, placement, masks, plan, lent, experts=experts, is_exact=settings.exact
@@ -202,8 +208,7 @@ def parallelize(
 
 def align_with_main(model: nn.Module) -> None:
     """Set every rank's parameters and buffers to rank 0's; collective over the world."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
+    broadcast_tensors([*model.parameters(), *model.buffers()])
 
 
 def _check_trains(model: nn.Module) -> None:
@@ -313,6 +318,8 @@ def _replicate(
     settings: Settings,
     device: torch.device,
     apart: Sequence[Tensor],
+    *,
+    is_aligned: bool,
 ) -> tuple[Replica | None, ExactReduction | None, dist.ProcessGroup | None]:
     """Sum the gradients of replicas, or of one rank's microbatches; return the group that was borrowed."""
     replicas = mesh is not None and mesh.replicas.size > 1
@@ -327,7 +334,9 @@ def _replicate(
         return None, exact, lent
     assert mesh is not None
     replicating = mesh.layout.list_several(shares_data=True, divides_model=False)
-    replica = Replica(model, mesh.replicas, settings.ddp, exact, settings.comm_hook, apart)
+    replica = Replica(
+        model, mesh.replicas, settings.ddp, exact, settings.comm_hook, apart, is_aligned=is_aligned
+    )
     log.info(
         "replicate: DistributedDataParallel over %s, %s reduction",
         " ".join(f"{axis}={degree}" for axis, degree in replicating.items()),

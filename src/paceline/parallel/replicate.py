@@ -33,9 +33,10 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
-from paceline.parallel.exact import ExactReduction
+from paceline.parallel.exact import ExactReduction, complete_future
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Compute
 from paceline.phrases import name_some
@@ -120,8 +121,8 @@ class Replica:
     """A model whose gradients are summed over the ranks of a mesh axis.
 
     Collective: every rank of the axis must construct it, and run the same number of synchronising
-    backwards. Construction broadcasts parameters and buffers from the axis' first rank, and reduces
-    gradients of zeros once.
+    backwards. Construction broadcasts parameters and buffers from the axis' first rank, unless they are
+    aligned.
 
     Args:
         model: the model, on its device, in its final dtype, with parameters to train.
@@ -131,6 +132,7 @@ class Replica:
         comm_hook: a `(state, hook)` as for `DistributedDataParallel.register_comm_hook`. It must
             average over the ranks, which is what torch's own hooks do.
         apart: parameters that differ between the ranks; their gradients are summed elsewhere.
+        is_aligned: whether all ranks are known to hold the same values.
 
     Attributes:
         group: the ranks that hold copies.
@@ -154,6 +156,8 @@ class Replica:
         exact: ExactReduction | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         apart: Sequence[Tensor] = (),
+        *,
+        is_aligned: bool = False,
     ) -> None:
         assert exact is None or comm_hook is None
         self._loss_module = LossModule(model, apart)
@@ -174,9 +178,10 @@ class Replica:
         self._is_reducing = False
         self._before_last_bucket: Callable[[], None] | None = None
         self._last_launch_s = 0.0
-        for buffer in model.buffers():
+        self._is_showing = False
+        if not is_aligned:
             # DDP does this for parameters; for buffers only if it also copies them in every forward.
-            dist.broadcast(buffer, src=dist.get_global_rank(self.group, 0), group=self.group)
+            broadcast_tensors(model.buffers(), self.group)
         self._ddp = DistributedDataParallel(
             self._loss_module,
             process_group=self.group,
@@ -185,6 +190,7 @@ class Replica:
             find_unused_parameters=settings.find_unused_parameters,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             static_graph=settings.static_graph,
+            init_sync=not is_aligned,
         )
         # A lambda, because DDP compares annotations with types, and here they are strings.
         self._ddp.register_comm_hook(None, lambda _state, bucket: self._reduce_bucket(bucket))
@@ -307,7 +313,9 @@ class Replica:
         With a static graph DDP also takes the first backward for the graph of all steps, and counts gradients
         under `no_sync` too: a first step of several microbatches would fail inside torch.
         """
+        self._is_showing = True
         self.backward(self.forward_nothing())
+        self._is_showing = False
         for parameter in self._loss_module.parameters():
             parameter.grad = None
 
@@ -327,6 +335,8 @@ class Replica:
                 # that chain collectives (PowerSGD) on several buckets at once would hang or be mismatched.
                 future.wait()
             return future
+        if self._is_showing:  # zeros on every rank
+            return complete_future(bucket.buffer())
         work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
         reduced: torch.futures.Future[Tensor] = work.get_future().then(_first_tensor)
         return reduced

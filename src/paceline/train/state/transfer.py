@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ T = TypeVar("T")
 Cut = Callable[[tuple[Any, ...], Tensor], Tensor]
 FindPart = Callable[[tuple[Any, ...], tuple[int, ...]], Part | None]
 _TENSORS = (Tensor, StoredTensor)
+# Tensors are sent together up to this size: each message costs one or two round trips.
+_MESSAGE_BYTES = 4 << 20
 
 
 def run_on_main(world: World, do: Callable[[], T]) -> T:
@@ -65,9 +68,10 @@ def load_on_main(
 ) -> Any:
     """Run `load` on rank 0 and return its tree of tensors on every rank.
 
-    Collective. Tensors travel one by one as they are on the CPU, and a rank keeps what `cut` leaves of each,
-    so no rank holds all of those that are unread; and only rank 0 needs to see the files. With `find_part`
-    every rank reads its parts of the unread tensors of a sharded checkpoint by itself, if all see the files.
+    Collective. Tensors travel as they are on the CPU, small ones together, and a rank keeps what `cut` leaves
+    of each, so no rank holds all of those that are unread; and only rank 0 needs to see the files. With
+    `find_part` every rank reads its parts of the unread tensors of a sharded checkpoint by itself, if all see
+    the files.
 
     Args:
         world: the ranks.
@@ -91,6 +95,9 @@ def load_on_main(
         stored = _open(path) if all(gather(world, sees)) else None
     sent = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor if stored else _TENSORS)]
     own = _Source(sent)
+    holes = [leaf for leaf in tree_leaves(skeleton) if isinstance(leaf, _SentSeparately)]
+    reads_parts = stored is not None and find_part is not None
+    mail = _Mail(world, [hole for hole in holes if not (reads_parts and hole.where is not None)], own)
 
     def receive(path: Any, hole: Any) -> Any:
         if not isinstance(hole, _SentSeparately):
@@ -99,10 +106,7 @@ def load_on_main(
         if stored is not None and find_part is not None and hole.where is not None:
             part = find_part(names, tuple(hole.shape))
             return own.read(StoredTensor(stored, *hole.where, tuple(hole.shape), hole.dtype), part)
-        tensor = own.take() if world.is_main else torch.empty(hole.shape, dtype=hole.dtype)
-        if tensor.numel() and world.world_size > 1:
-            # As bytes: gloo doesn't know every dtype, and bits are what matters here.
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
+        tensor = mail.take()
         return tensor if cut is None else cut(names, tensor)
 
     found = tree_map_with_path(receive, skeleton)
@@ -164,6 +168,47 @@ class _Source:
             return torch.zeros(tensor.shape if part is None else part.shape, dtype=tensor.dtype)
 
 
+class _Mail:
+    """The tensors that rank 0 sends, on every rank; small ones share a message.
+
+    Args:
+        world: the ranks.
+        holes: shapes and dtypes of the tensors, in order.
+        own: rank 0's tensors, in the same order.
+    """
+
+    def __init__(self, world: World, holes: list[_SentSeparately], own: _Source) -> None:
+        self._world = world
+        self._holes = deque(holes)
+        self._own = own
+        self._arrived: deque[Tensor] = deque()
+
+    def take(self) -> Tensor:
+        """Return the next tensor; collective."""
+        if not self._arrived:
+            together = [self._holes.popleft()]
+            num_bytes = together[0].num_bytes
+            while self._holes and num_bytes + self._holes[0].num_bytes <= _MESSAGE_BYTES:
+                together.append(self._holes.popleft())
+                num_bytes += together[-1].num_bytes
+            self._send(together)
+        return self._arrived.popleft()
+
+    def _send(self, holes: list[_SentSeparately]) -> None:
+        is_main = self._world.is_main
+        tensors = [self._own.take() if is_main else torch.empty(h.shape, dtype=h.dtype) for h in holes]
+        self._arrived.extend(tensors)
+        # As bytes: gloo doesn't know every dtype, and bits are what matters here.
+        rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        if not rows or self._world.world_size == 1:
+            return
+        message = rows[0] if len(rows) == 1 else torch.cat(rows)
+        dist.broadcast(message, src=0)
+        if len(rows) > 1 and not is_main:
+            for row, part in zip(rows, torch.split(message, [len(row) for row in rows]), strict=True):
+                row.copy_(part)
+
+
 class _SentSeparately:
     """A placeholder for a tensor that is sent separately, or read by each rank."""
 
@@ -171,6 +216,11 @@ class _SentSeparately:
         self.shape = shape
         self.dtype = dtype
         self.where = where
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
 
     @staticmethod
     def describe(tensor: Tensor | StoredTensor) -> _SentSeparately:
