@@ -193,14 +193,9 @@ def parallelize(
         experts.complete()
     if layout.dp_shard == 1:
         # Last: DDP hooks these very tensors, and broadcasts the values of a model that was built on meta.
-        replica, exact, lent = _replicate(
-            model,
-            mesh,
-            settings,
-            device,
-            [] if experts is None else experts.parameters,
-            is_aligned=construction is None,
-        )
+        apart = [] if experts is None else experts.parameters
+        aligned = construction is None
+        replica, exact, lent = _replicate(model, mesh, settings, device, apart, is_aligned=aligned)
     return LaidOut(
         replica, shards, exact, placement, masks, plan, lent, experts=experts, is_exact=settings.exact
     )
