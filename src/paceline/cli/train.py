@@ -18,6 +18,7 @@ from paceline.cli.profiling import (
     print_recording,
     refuse_recording,
 )
+from paceline.cli.several_nodes import add_node_flags, refuse_node_flags, train_on_nodes
 from paceline.cli.watching import add_watching_flags, build_watcher, print_remark
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_watching_flags(parser)
     add_profile_flags(parser)
+    add_node_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -87,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
         _refuse_launcher_flags(args)
         refuse_recording(args)
         return _join(recipe, remarks, folder, args)
+    if args.nnodes is not None:
+        return train_on_nodes(args, recipe)
+    refuse_node_flags(args)
     nproc, layout, layout_remarks = _choose_ranks(args.nproc, recipe)
 
     from paceline.cli.preflight import check_memory
@@ -259,11 +264,12 @@ def _choose_ranks(asked: int | None, recipe: Recipe) -> tuple[int, Layout, list[
 def _refuse_launcher_flags(args: argparse.Namespace) -> None:
     from paceline.errors import PacelineError
 
-    for flag, given in (("--nproc", args.nproc is not None), ("--scaling", args.scaling)):
-        if given:
+    refuse_node_flags(args)
+    for flag in ("nproc", "scaling", "nnodes"):
+        if getattr(args, flag) not in (None, False):
             raise PacelineError(
                 "PL601",
-                saw=f"{flag} under torchrun, srun or mpirun.",
+                saw=f"--{flag} under torchrun, srun or mpirun.",
                 rule="The ranks already exist; this process is one of them.",
-                fix=f"Leave {flag} out, or start `paceline train` by itself.",
+                fix=f"Leave --{flag} out, or start `paceline train` by itself.",
             )

@@ -1,0 +1,106 @@
+"""Trains a recipe on several nodes: `paceline train --nnodes` is `paceline run -m paceline train` on each."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.recipe import Recipe
+
+_MAX_RESTARTS = 3
+
+
+def add_node_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--nnodes` and the flags that need it."""
+    nodes = parser.add_argument_group("several nodes", "The same command runs on each of them.")
+    nodes.add_argument(
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        help="number of nodes; with a range, the run goes on when nodes join, leave or are lost",
+    )
+    nodes.add_argument(
+        "--rdzv-endpoint", metavar="HOST[:PORT],...", help="where the nodes meet, the same on all of them"
+    )
+    nodes.add_argument(
+        "--rdzv-id", metavar="ID", help="the run's name where they meet (default: the name of the recipe)"
+    )
+    nodes.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help=f"how often failed ranks are started again (default {_MAX_RESTARTS})",
+    )
+
+
+def refuse_node_flags(args: argparse.Namespace) -> None:
+    """Raise PL607 for flags of several nodes without `--nnodes`."""
+    for flag in ("rdzv_endpoint", "rdzv_id", "max_restarts"):
+        value = getattr(args, flag)
+        if value is not None:
+            raise PacelineError(
+                "PL607",
+                saw=f"--{flag.replace('_', '-')} {value} without --nnodes.",
+                rule="It belongs to a run on several nodes.",
+                fix="Add --nnodes 2, or a range such as --nnodes 1:4, or leave it out.",
+            )
+
+
+def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
+    """Start this node's ranks, which meet those of the other nodes; does not return if they were started.
+
+    Raises:
+        PacelineError: PL365 for an invalid number of nodes, PL607 without `--rdzv-endpoint`, and whatever
+            keeps the recipe from training on one of these numbers of nodes.
+    """
+    from paceline.cli.main import build_parser
+    from paceline.recipe import settle_recipe
+    from paceline.schedulers.target import read_nodes
+
+    nodes, nproc = read_nodes(args.nnodes, "--nnodes"), 1 if args.nproc is None else args.nproc
+    if nodes.most > 1 and not args.rdzv_endpoint:
+        raise PacelineError(
+            "PL607",
+            saw=f"--nnodes {args.nnodes} without --rdzv-endpoint.",
+            rule="The nodes meet at the address of one of them.",
+            fix="Add --rdzv-endpoint HOST with the name or address of the first node, on every node.",
+        )
+    if args.scaling:
+        raise PacelineError(
+            "PL607",
+            saw=f"--scaling with --nnodes {args.nnodes}.",
+            rule="It measures the throughput of this machine alone.",
+            fix="Leave --scaling out, or measure with `paceline bench scaling`.",
+        )
+    for num_nodes in range(nodes.least, nodes.most + 1) if nproc > 0 else ():
+        settle_recipe(recipe, num_nodes * nproc)
+    words = [
+        "run",
+        "--nnodes",
+        args.nnodes,
+        "--nproc-per-node",
+        str(nproc),
+        "--hang-after",
+        str(args.hang_after),
+    ]
+    if nodes.most > 1:
+        name = args.rdzv_id or Path(args.recipe).stem
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", args.rdzv_endpoint, "--rdzv-id", name]
+    words += ["--max-restarts", str(_MAX_RESTARTS if args.max_restarts is None else args.max_restarts)]
+    for flag in ("profile", "profile_after", "profile_steps"):
+        value = getattr(args, flag)
+        words += [] if value is None else [_spell(flag), str(value)]
+    words += [_spell(flag) for flag in ("keep_alive", "no_watch", "json") if getattr(args, flag)]
+    words += ["-m", "paceline", "train", args.recipe, *(["--out", args.out] if args.out else [])]
+    words += [word for setting in args.set for word in ("--set", setting)]
+    words += [word for key in args.accept for word in ("--accept", key)]
+    words += ["--json"] * args.json
+    launch = build_parser().parse_args(words)
+    return int(launch.run(launch))
+
+
+def _spell(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
