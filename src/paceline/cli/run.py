@@ -64,14 +64,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="write Paceline's own messages as one JSON object per line to standard error",
     )
-    status.script = add_torchrun_flags(parser)
+    status.script_actions = add_torchrun_flags(parser)
     parser.set_defaults(run=run)
 
 
 class _NeedsNoScript(argparse.Action):
     """A switch that takes the place of the script."""
 
-    script: argparse.Action
+    script_actions: tuple[argparse.Action, ...]
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=False, help=help)
@@ -84,7 +84,8 @@ class _NeedsNoScript(argparse.Action):
         option: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, True)
-        self.script.required = False
+        for action in self.script_actions:
+            action.required = False
 
 
 def run(args: argparse.Namespace) -> int:

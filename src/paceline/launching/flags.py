@@ -77,11 +77,8 @@ _SWITCHES: tuple[tuple[str, str | None, str], ...] = (
 
 def add_torchrun_flags(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ
-) -> argparse.Action:
-    """Add torchrun's flags (with dashes or underscores), and the script with its arguments.
-
-    Return the script's action.
-    """
+) -> tuple[argparse.Action, argparse.Action]:
+    """Add torchrun's flags (with dashes or underscores), the script and its arguments; return these two."""
     for flag, default, settings, words in _VALUES:
         options = {k: v for k, v in settings.items() if k not in ("short", "env")}
         value = environ.get(_variable(flag), default) if settings.get("env", True) else default
@@ -95,10 +92,10 @@ def add_torchrun_flags(
     script = parser.add_argument(
         "training_script", metavar="SCRIPT", help="a path; a module with -m; a program with --no-python"
     )
-    parser.add_argument(
+    arguments = parser.add_argument(
         "training_script_args", metavar="ARGS", nargs=argparse.REMAINDER, help="go to the script"
     )
-    return script
+    return script, arguments
 
 
 def _spellings(flag: str) -> list[str]:

@@ -193,7 +193,9 @@ class _Agent(SteppedAgent):
     def start_ranks(self, group: Any) -> dict[int, Any]:
         self._rounds.begin()
         place = group.group_rank, group.group_world_size, group.master_addr, group.master_port
-        self._rounds.on_start(*place, self._rounds.number)
+        # A node that has come back has not counted the starts before.
+        number = self._rounds.number if self._members is None else self._members.round
+        self._rounds.on_start(*place, number)
         return super().start_ranks(group)
 
     def poll_ranks(self, group: WorkerGroup) -> RunResult:

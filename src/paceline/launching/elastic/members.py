@@ -152,6 +152,12 @@ class MembersRendezvous(RendezvousHandler):
             )
 
     @property
+    def round(self) -> int:
+        """The number of the latest round, the same on all of its nodes."""
+        with self._changed:
+            return 0 if self._formed is None else self._formed.round
+
+    @property
     def detection_s(self) -> float:
         """The time after which a lost node is known to be lost."""
         return self._waits.detect_s + 3 * self._waits.beat_s
