@@ -26,7 +26,7 @@ from tests.launching.launched import Launched, paceline_run, script, torchrun
 from tests.launching.nodes import Nodes, why_no_nodes
 
 TABLE = Path(__file__).with_name("nodes.txt")
-_START_S = 60.0
+_START_S = 180.0
 _LIMIT_S = 90.0
 
 
@@ -62,6 +62,25 @@ class Job:
             around=lambda inner: self.nodes.powered(self.nodes.command(node, inner)),
         )
         self.launched[node] = self._stack.enter_context(launched)
+
+    def restore(self) -> bool:
+        """Brings all nodes back; gives whether they then train together."""
+        for node in range(self.count):
+            self.nodes.heal(node)
+            launched = self.launched.get(node)
+            if launched is not None and launched.process.poll() is None:
+                self.each_process(node, psutil.Process.resume)
+            else:
+                self.start(node)
+        begin_s = time.monotonic()
+        row = self.await_step(lambda row: row["at_s"] > begin_s and row["size"] == self.count, _START_S)
+        if row is not None:
+            # In the middle of its work, and not in that of a change.
+            time.sleep(2.0)
+            row = self.await_step(
+                lambda row: row["at_s"] > begin_s + 2.0 and row["size"] == self.count, _START_S
+            )
+        return row is not None
 
     def kill(self, node: int) -> None:
         """SIGKILL of all processes of a node; its machine stays reachable."""
@@ -131,97 +150,114 @@ class Fault:
 
     Attributes:
         name: of the row.
-        count: nodes.
-        nnodes: the flag.
-        do: brings the fault about.
-        size: the world's size afterwards.
-        then: what comes back later, and after how many seconds.
+        count: nodes of the job.
+        first: whether it hits the node that is number 0 of the round; else another one.
+        do: brings the fault about at a node.
+        undo: undoes it after 8 s; None: it stays.
+        is_whole: whether all nodes train afterwards.
     """
 
     name: str
     count: int
-    nnodes: str
-    do: Callable[[Job], None]
-    size: int
-    late: Sequence[int] = ()
-    then: Callable[[Job], None] | None = None
-    then_after_s: float = 0.0
+    first: bool
+    do: Callable[[Job, int], None]
+    undo: Callable[[Job, int], None] | None = None
+    is_whole: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reading:
     """One try of a fault: `without_s` is None where the job was lost."""
 
     without_s: float | None
-    detect_s: float = 0.0
+    to_ranks_s: float = 0.0
     import_s: float = 0.0
     lost_steps: int = 0
     since_s: float = 0.0
     text: str = field(default="", repr=False)
 
 
+def _suspend(job: Job, node: int) -> None:
+    job.each_process(node, psutil.Process.suspend)
+
+
 FAULTS = [
-    Fault("node 1 of 2 killed", 2, "1:2", lambda job: job.kill(1), 1),
-    Fault("node 1 of 2, power cut", 2, "1:2", lambda job: job.power_off(1), 1),
-    Fault("node 0 of 2 killed", 2, "1:2", lambda job: job.kill(0), 1),
-    Fault("node 2 of 3 killed", 3, "1:3", lambda job: job.kill(2), 2),
-    Fault("node 0 of 3 killed", 3, "1:3", lambda job: job.kill(0), 2),
-    Fault("node 0 of 3, power cut", 3, "1:3", lambda job: job.power_off(0), 2),
-    Fault("a rank killed, 2 nodes", 2, "2", lambda job: job.kill_rank(1), 2),
-    Fault("node 1 of 3 cut off", 3, "1:3", lambda job: job.nodes.cut(1), 2),
-    Fault("node 1 of 3 stopped", 3, "1:3", lambda job: job.each_process(1, lambda p: p.suspend()), 2),
-    Fault("node 1 of 2 added", 2, "1:2", lambda job: job.start(1), 2, late=[1]),
-    Fault("node 1 of 2 gets SIGTERM", 2, "1:2", lambda job: job.terminate(1), 1),
-    Fault("node 0 of 2 gets SIGTERM", 2, "1:2", lambda job: job.terminate(0), 1),
+    Fault("number 1 of 2 killed", 2, False, Job.kill),
+    Fault("number 1 of 2 killed, back after 8 s", 2, False, Job.kill, Job.start),
+    Fault("number 1 of 2, power cut", 2, False, Job.power_off),
+    Fault("number 1 of 2 gets SIGTERM", 2, False, Job.terminate),
+    Fault("number 0 of 2 killed", 2, True, Job.kill),
+    Fault("number 0 of 2 gets SIGTERM", 2, True, Job.terminate),
+    Fault("a rank of 2 killed", 2, False, Job.kill_rank, is_whole=True),
+    Fault("one of 3 killed", 3, False, Job.kill),
+    Fault("one of 3, power cut", 3, False, Job.power_off),
+    Fault("one of 3 cut off", 3, False, lambda job, node: job.nodes.cut(node)),
     Fault(
-        "node 1 of 2 killed, back after 8 s",
-        *(2, "1:2", lambda job: job.kill(1), 2),
-        then=lambda job: job.start(1),
-        then_after_s=8.0,
+        "one of 3 cut off for 8 s",
+        *(3, False, lambda job, node: job.nodes.cut(node), lambda job, node: job.nodes.heal(node)),
     ),
-    Fault(
-        "node 0 of 3 killed, back after 8 s",
-        *(3, "1:3", lambda job: job.kill(0), 3),
-        then=lambda job: job.start(0),
-        then_after_s=8.0,
-    ),
-    Fault(
-        "node 1 of 3 cut off for 8 s",
-        *(3, "1:3", lambda job: job.nodes.cut(1), 3),
-        then=lambda job: job.nodes.heal(1),
-        then_after_s=8.0,
-    ),
+    Fault("one of 3 stopped (SIGSTOP)", 3, False, _suspend),
+    Fault("number 0 of 3 killed", 3, True, Job.kill),
+    Fault("number 0 of 3 killed, back after 8 s", 3, True, Job.kill, Job.start),
+    Fault("number 0 of 3, power cut", 3, True, Job.power_off),
+    Fault("number 0 of 3 cut off", 3, True, lambda job, node: job.nodes.cut(node)),
 ]
 
 
-def measure(fault: Fault, launcher: Callable[..., list[str]], limit_s: float) -> Reading:
-    """Tries a fault once."""
-    with (
-        tempfile.TemporaryDirectory(prefix="nodes-chaos-") as name,
-        Job(Path(name), fault.count, fault.nnodes, launcher) as job,
-    ):
-        early = [node for node in range(fault.count) if node not in fault.late]
-        for node in early:
-            job.start(node)
-        ready = job.await_step(lambda row: row["size"] == len(early) and row["step"] >= 7, _START_S)
-        if ready is None:
-            return Reading(None, text=f"never began:\n{job.text}")
-        time.sleep(1.5)
+class Bench:
+    """Tries faults on jobs that live on where they can: only lost nodes are started again."""
+
+    def __init__(self, launcher: Callable[..., list[str]], limit_s: float) -> None:
+        self._launcher, self._limit_s = launcher, limit_s
+        self._stack = ExitStack()
+        self._job: Job | None = None
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def measure(self, fault: Fault) -> Reading:
+        """Tries a fault once, on all nodes of its job."""
+        reading = self._try(self._prepare(fault.count), fault)
+        if reading.without_s is None:
+            self._stack.close()
+            self._job = None
+        return reading
+
+    def _prepare(self, count: int) -> Job | None:
+        job = self._job
+        if job is not None and job.count == count and job.restore():
+            return job
+        self._stack.close()
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="nodes-chaos-")))
+        self._job = job = self._stack.enter_context(Job(folder, count, f"1:{count}", self._launcher))
+        return job if job.restore() else None
+
+    def _try(self, job: Job | None, fault: Fault) -> Reading:
+        if job is None:
+            assert self._job is not None
+            return Reading(None, text=f"never began:\n{self._job.text}")
+        ready = job.rows()[-1]
+        first = int(ready["host"].removeprefix("node"))
+        node = first if fault.first else next(n for n in reversed(range(job.count)) if n != first)
         fault_s = time.monotonic()
-        fault.do(job)
-        if fault.then is not None:
-            time.sleep(fault.then_after_s)
+        fault.do(job, node)
+        if fault.undo is not None:
+            time.sleep(8)
             fault_s = time.monotonic()
-            fault.then(job)
+            fault.undo(job, node)
+        size = job.count if fault.undo or fault.is_whole else job.count - 1
         row = job.await_step(
-            lambda row: row["size"] == fault.size and row["born_s"] > max(fault_s, ready["born_s"]), limit_s
+            lambda row: row["size"] == size and row["born_s"] > max(fault_s, ready["born_s"]), self._limit_s
         )
         if row is None:
             return Reading(None, text=job.text)
         rows = job.rows()
-        _check_one_history(rows)
+        check_one_history(rows)
         last = [each for each in rows if each["born_s"] < row["born_s"]][-1]
-        began_s = max(last["at_s"], fault_s)  # when a node is added, the others go on for a while
+        began_s = max(last["at_s"], fault_s)  # when a node comes back, the others go on for a while
         return Reading(
             row["at_s"] - began_s,
             row["born_s"] - began_s,
@@ -232,7 +268,7 @@ def measure(fault: Fault, launcher: Callable[..., list[str]], limit_s: float) ->
         )
 
 
-def _check_one_history(rows: list[dict[str, Any]]) -> None:
+def check_one_history(rows: list[dict[str, Any]]) -> None:
     """Once ranks of a later start have taken a step, none of an earlier one does."""
     newest_s = 0.0
     for row in rows:
@@ -250,7 +286,7 @@ def describe(fault: Fault, readings: Sequence[Reading]) -> str:
     seconds = [reading.without_s or 0.0 for reading in good]
     medians = [
         statistics.median(getattr(reading, name) for reading in good)
-        for name in ("detect_s", "import_s", "since_s", "lost_steps")
+        for name in ("to_ranks_s", "import_s", "since_s", "lost_steps")
     ]
     return (
         f"{head}  {statistics.median(seconds):6.1f}  {max(seconds):6.1f}  "
@@ -282,16 +318,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = "torchrun, defaults" if args.torchrun else "paceline run, defaults"
     print(f"{name}\n{_HEAD}", flush=True)
     rows, is_good = [], True
-    for fault in FAULTS:
-        if args.match not in fault.name:
-            continue
-        readings = [measure(fault, launcher, args.limit) for _ in range(args.times)]
-        rows.append(describe(fault, readings))
-        print(rows[-1], flush=True)
-        for reading in readings:
-            is_good &= reading.without_s is not None
-            if args.verbose and reading.without_s is None:
-                print(reading.text, flush=True)
+    with Bench(launcher, args.limit) as bench:
+        for fault in FAULTS:
+            if args.match not in fault.name:
+                continue
+            readings = [bench.measure(fault) for _ in range(args.times)]
+            rows.append(describe(fault, readings))
+            print(rows[-1], flush=True)
+            for reading in readings:
+                is_good &= reading.without_s is not None
+                if args.verbose and reading.without_s is None:
+                    print(reading.text, flush=True)
     if not args.match:
         blocks = TABLE.read_text().split("\n\n") if TABLE.exists() else []
         kept = [block.rstrip() for block in blocks if not block.startswith(name)]

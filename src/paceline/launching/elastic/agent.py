@@ -181,6 +181,8 @@ class _Agent(SteppedAgent):
                 # A node of the new round may be lost before all have read their numbers from its store.
                 if members is None or members.is_closed() or not members.await_news(members.detection_s):
                     raise
+                if members.lost and not members.is_elastic:
+                    raise _build_loss_error(members) from None
 
     def _renew_static_store(self, group: Any) -> None:
         """Open a new store on node 0 for each restart: a static rendezvous has only one store."""

@@ -71,7 +71,8 @@ class MembersRendezvous(RendezvousHandler):
         self._changed = threading.Condition()
         self._formed: NodeWorld | None = None
         self._error: PacelineError | None = None
-        self._is_closed = self._has_failed = self._has_finished = self._has_trained = False
+        self._is_closed = self._has_failed = self._has_finished = False
+        self._has_trained = self._has_warned = False
         self._store: TCPStore | None = None
         self.news: str | None = None
         self.lost = False
@@ -201,7 +202,8 @@ class MembersRendezvous(RendezvousHandler):
                 "round %d on %d node%s: %s; this one is number %d",
                 *(world.round, count, "" if count == 1 else "s", names, number),
             )
-            if not self._has_trained and count == 2 and self._terms.least == 1:
+            if count == 2 and self._terms.least == 1 and not self._has_warned:
+                self._has_warned = True
                 first, second = world.members
                 log.info(
                     "if %s is lost, %s goes on; if %s is lost, %s goes on only if that launcher is known to "
