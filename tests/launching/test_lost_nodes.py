@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.dist.pool import Pool
 from tests.launching.launched import Launched, paceline_run, script
+from tests.launching.nodes import Nodes, why_no_nodes
 from tests.launching.test_meeting import c10d, free_port
+from tests.launching.test_membership_changes import Run, hash_of, train_alone
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -39,3 +44,33 @@ def test_a_job_that_waits_for_a_lost_node_in_vain_names_it(tmp_path: Path) -> No
     assert "the nodes have changed" in text
     assert "1 of at least 2 nodes were there after 5 s (--join-timeout). Missing: " in text
     assert text.rstrip().endswith("[PL375]")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_that_loses_its_first_node_has_the_bits_of_one_process(ranks: Pool, tmp_path: Path) -> None:
+    """Three nodes; number 0, which has the endpoint, is killed without a word, and comes back."""
+    if reason := why_no_nodes():
+        pytest.skip(reason)
+    run = Run(tmp_path, steps=80)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("every = 0", "every = 3"))
+    with Nodes(3) as nodes, ExitStack() as stack:
+
+        def start(node: int, name: str) -> Launched:
+            def around(command: Sequence[str]) -> list[str]:
+                return nodes.powered(nodes.command(node, command))
+
+            return run.start(stack, name, f"{nodes.address(0)}:29501", around=around, nodes="1:3")
+
+        jobs = [start(node, f"node{node}") for node in range(3)]
+        run.wait_for(3, *jobs)
+        jobs[0].process.kill()
+        run.wait_for(2, *jobs[1:])
+        jobs[0] = start(0, "node0-again")
+        run.wait_for(3, *jobs)
+        run.end(*jobs)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 81))
+    ranks.run(train_alone, nproc=1, args=(run.alone, tmp_path / "alone"))
+    assert hash_of(tmp_path / "run") == hash_of(tmp_path / "alone")
