@@ -329,13 +329,21 @@ def hoarding_workers() -> None:
         model(x).mean().backward()
 
 
-@shortage("activations", "This rank is alone", "microbatch", kill_mb=2000, nproc=2, by_kill_only=True)
+@shortage(
+    "activations",
+    "This rank is alone",
+    "microbatch",
+    budget_mb=900,
+    kill_mb=1600,
+    nproc=2,
+    by_kill_only=True,
+)
 def long_sample_on_one_rank() -> None:
     dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = adam(model)
     for step in range(6):
-        rows = 20_000 * SCALE if step == 5 and dist.get_rank() == 1 else 64
+        rows = 100_000 if step == 5 and dist.get_rank() == 1 else 64
         model(torch.ones(rows, 64)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -27,7 +27,7 @@ FULL = Account(
     modules=(ModuleMemory("blocks.0.attn", "Attention", 3 * GB, "SoftmaxBackward0"),),
     batch=(BatchTensor("x", (16, 512), "int64", 65536),),
     steps=Steps(count=4, peak=9 * GB, first=5 * GB, last=5 * GB),
-    progress=Progress("train.py:9 in train", "blocks.3", "Block", "forward", reached=0.5),
+    progress=Progress("train.py:9 in train", "blocks.3", "Block", "forward", 0.5, has_graph=True),
     model=ModelState(GB, "AdamW", 2 * GB, "blocks", 8, 4 * GB, 4 * GB),
     num_ranks=2,
 )
@@ -38,6 +38,12 @@ def test_a_forward_that_is_half_through_needs_twice_its_activations() -> None:
     assert need.activations == 8 * GB
     assert need.state == 7 * GB // 2
     assert need.total == 13 * GB
+
+
+def test_a_forward_without_a_graph_needs_no_more() -> None:
+    alone = replace(FULL, progress=replace(FULL.progress, has_graph=False))
+    assert estimate_need(alone).activations == 4 * GB
+    assert "recompute" not in [one.name for one in list_remedies(alone)]
 
 
 def test_optimizer_state_that_does_not_exist_yet_is_needed() -> None:

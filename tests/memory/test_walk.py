@@ -132,6 +132,31 @@ def test_variables_are_read_without_keeping_them() -> None:
     assert read_variables(frame)["tensor"] is None
 
 
+def test_what_a_forward_holds_without_a_graph_belongs_to_its_module() -> None:
+    model = nn.Sequential(Net(width=32, depth=3), Ends())
+
+    class Widens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = x.repeat(1, 10)
+            return self.inner(wide[:, :32])
+
+    outer, x = Widens(), torch.ones(1000, 32)
+
+    def run() -> None:
+        with torch.no_grad():
+            outer(x)
+
+    account = take(run)
+    assert account.get("activations") == pytest.approx(1_280_000 + 128_000, rel=0.1)
+    assert account.modules[0].name == ""
+    assert [one.shape for one in account.batch] == [(1000, 32)]
+    assert not account.progress.has_graph
+
+
 def test_an_account_survives_its_journey() -> None:
     model, x = nn.Sequential(Net(), Ends()), torch.ones(100, 64)
     losses: list[Tensor] = []

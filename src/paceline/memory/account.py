@@ -137,7 +137,8 @@ class Progress:
         phase: what the process was in.
         reached: the share of the model's parameters that the running forward had used; 1 after it.
         forwards: how many times one graph runs through the model.
-        is_evaluating: whether the model is in evaluation mode.
+        has_graph: whether autograd saves anything for backward.
+        is_evaluating: whether the model is in evaluation mode, and autograd saves for backward nevertheless.
     """
 
     place: str = ""
@@ -146,6 +147,7 @@ class Progress:
     phase: Phase = "elsewhere"
     reached: float = 1.0
     forwards: int = 1
+    has_graph: bool = False
     is_evaluating: bool = False
 
 

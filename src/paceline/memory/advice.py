@@ -79,10 +79,11 @@ def estimate_need(account: Account) -> Need:
     """Return the estimate of a step's peak."""
     held = account.get("activations")
     reached = min(1.0, max(account.progress.reached, 0.02))
-    whole = held / reached if account.progress.phase == "forward" else held
+    grows = account.progress.phase == "forward" and account.progress.has_graph
+    whole = held / reached if grows else held
     # The failed allocation is part of what the forward had not reached; it counts if it is more than that.
     activations = max(int(whole), held + account.get("request"))
-    is_training = not account.progress.is_evaluating and account.model.trained > 0
+    is_training = not account.progress.is_evaluating
     gradients = max(account.get("gradients"), account.model.trained if is_training else 0)
     optimizer = max(account.get("optimizer"), account.model.expected_state if is_training else 0)
     # Gradients appear while activations go.
@@ -168,7 +169,7 @@ def _shrink(account: Account, settings: MemorySettings, need: Need, room: int) -
             words += ", or a bound on the length of this rank's samples"
         found.append(("microbatch", words, int(per_batch * share)))
     number = account.model.num_repeated
-    if number > 1 and not settings.recomputes:
+    if number > 1 and account.progress.has_graph and not settings.recomputes:
         share = min(1.0, account.model.repeated_activations / max(1, account.get("activations")))
         # Of each block its input stays, an eighth at most of a transformer's; one is whole at a time.
         saves = need.activations * share * (1 - 1 / number) * 7 / 8

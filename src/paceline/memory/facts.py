@@ -35,29 +35,32 @@ def find_phase(frames: Sequence[FrameType]) -> Phase:
     return "elsewhere"
 
 
-def find_running(torch: Any, frames: Sequence[FrameType], models: Models) -> str | None:
-    """Return the name of the innermost running module, `None` outside of all models."""
-    for frame in frames:
+def find_running(torch: Any, frames: Sequence[FrameType], models: Models) -> list[str | None]:
+    """Return for each frame the name of the module in whose forward it runs, `None` outside of all models."""
+    found: list[str | None] = []
+    running = None
+    for frame in reversed(frames):
         if frame.f_code.co_name == _FORWARD:
             module = read_variables(frame).get("self")
             if isinstance(module, torch.nn.Module) and id(module) in models.names:
-                return models.names[id(module)]
-    return None
+                running = models.names[id(module)]
+        found.insert(0, running)
+    return found
 
 
 def describe_progress(
-    torch: Any, frames: Sequence[FrameType], models: Models, graph: Graph, forwards: int
+    frames: Sequence[FrameType], running: str | None, models: Models, graph: Graph, forwards: int
 ) -> Progress:
     """Return where the model was.
 
     Args:
-        torch: the module.
         frames: of the thread, innermost first.
+        running: the innermost module that runs.
         models: the live ones.
         graph: of the newest forward.
         forwards: how many times it runs through the model.
     """
-    running, phase = find_running(torch, frames, models), find_phase(frames)
+    phase = find_phase(frames)
     reached = 1.0
     if running is not None and phase == "forward":
         trained = models.trained
@@ -70,7 +73,9 @@ def describe_progress(
         phase="elsewhere" if phase == "forward" and running is None else phase,
         reached=reached,
         forwards=forwards,
-        is_evaluating=bool(models.trained) and not vars(models.roots[0]).get("training", True),
+        has_graph=graph.num_nodes > 0,
+        is_evaluating=bool(models.trained and graph.num_nodes)
+        and not vars(models.roots[0]).get("training", True),
     )
 
 

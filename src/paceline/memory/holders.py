@@ -35,12 +35,14 @@ class Variable:
         place: `train.py:31 in evaluate`.
         is_container: whether the value lies in a list or the like.
         is_own: whether the function is the user's.
+        module: the name of the module in whose forward the function runs; `None` outside of all.
     """
 
     name: str
     place: str
     is_container: bool
     is_own: bool
+    module: str | None = None
 
 
 def list_frames(frame: FrameType | None, trace: TracebackType | None = None) -> list[FrameType]:
@@ -82,18 +84,23 @@ def read_variables(frame: FrameType) -> dict[str, Any]:
 
 
 def find_held(
-    frames: Iterable[FrameType], is_tensor: Callable[[Any], bool], is_opaque: Callable[[Any], bool]
+    frames: Iterable[tuple[FrameType, str | None]],
+    is_tensor: Callable[[Any], bool],
+    is_opaque: Callable[[Any], bool],
 ) -> Iterator[tuple[Any, Variable]]:
     """Yield the tensors and large arrays that variables hold, each once, with the variable.
 
     Args:
-        frames: innermost first; a tensor belongs to the first variable that leads to it, of the user's
-            functions before those of libraries.
+        frames: innermost first, each with the module in whose forward it runs. A tensor belongs to the first
+            variable that leads to it: of the user's functions before those of libraries, and of those outside
+            of modules before those inside.
         is_tensor: whether a value is a tensor.
         is_opaque: whether not to look into an object.
     """
     seen: set[int] = set()
-    for frame in sorted(frames, key=lambda frame: not is_own(frame.f_code.co_filename)):
+    for frame, module in sorted(
+        frames, key=lambda pair: (not is_own(pair[0].f_code.co_filename), pair[1] is not None)
+    ):
         own = is_own(frame.f_code.co_filename)
         place = describe_frame(frame)
         todo: deque[tuple[Any, str, int, bool]] = deque(
@@ -105,7 +112,7 @@ def find_held(
                 continue
             seen.add(id(value))
             if is_tensor(value) or (count_bytes(value) or 0) >= _LARGE:
-                yield value, Variable(name, place, inside, own)
+                yield value, Variable(name, place, inside, own, module)
             elif depth < _DEPTH and not is_opaque(value):
                 todo.extend(_open(value, name, depth + 1, inside))
 

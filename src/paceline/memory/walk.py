@@ -37,6 +37,7 @@ from paceline.torch_seams.saved import find_gathered, find_order, is_built
 _MANY_MODULES = 12
 _MANY_HOLDERS = 6
 _MANY_INPUTS = 6
+_NEARLY = 0.9
 # Fewer graphs through the whole model may be meant: twins, or two views of a sample.
 _FEW_FORWARDS = 3
 
@@ -77,7 +78,8 @@ class MemoryWalk:
         for module, parameter in self._objects.gathered:
             if id(module) in self._models.names:
                 self._models.owners[id(parameter)] = self._models.names[id(module)]
-        self._running = find_running(torch, frames, self._models)
+        self._inside = find_running(torch, frames, self._models)
+        self._running = self._inside[0] if self._inside else None
         self._holders: list[Holder] = []
         self._batch: list[BatchTensor] = []
         self._graph = Graph()
@@ -99,6 +101,7 @@ class MemoryWalk:
         held = self._find_variables()
         self._claim_inputs(held)
         self._claim_graphs(held)
+        self._claim_temporaries(held)
         modules = self._list_modules()
         self._claim_rest(held)
         kinds: dict[Kind, int] = dict.fromkeys(TENSORS, 0)
@@ -120,7 +123,9 @@ class MemoryWalk:
             holders=tuple(sorted(self._holders, key=lambda holder: -holder.num_bytes)[:_MANY_HOLDERS]),
             batch=tuple(sorted(self._batch, key=lambda one: -one.num_bytes)[:_MANY_INPUTS]),
             steps=STEPS.summarize(),
-            progress=describe_progress(self._torch, self._frames, self._models, self._graph, self._forwards),
+            progress=describe_progress(
+                self._frames, self._running, self._models, self._graph, self._forwards
+            ),
             model=describe_model(self._models, self._objects.optimizers, self._graph, self._totals),
             peers=tuple(peers.values()),
             num_workers=len(workers),
@@ -171,7 +176,7 @@ class MemoryWalk:
         opaque = (self._torch.nn.Module, self._torch.optim.Optimizer)
         return list(
             find_held(
-                self._frames,
+                zip(self._frames, self._inside, strict=True),
                 lambda value: isinstance(value, self._torch.Tensor),
                 lambda value: isinstance(value, opaque),
             )
@@ -180,8 +185,8 @@ class MemoryWalk:
     def _claim_inputs(self, held: Sequence[tuple[Any, Variable]]) -> None:
         """Count what local variables hold and no operation has made: before the graph, which saves it too."""
         for value, variable in held:
-            is_alone = not variable.is_container or _is_input(variable)
-            if not variable.is_own or not is_alone or not isinstance(value, self._torch.Tensor):
+            is_input = _is_input(variable) or (variable.is_own and not variable.is_container)
+            if variable.module is not None or not is_input or not isinstance(value, self._torch.Tensor):
                 continue
             if value.requires_grad or not (size := self._claim(value, "batch")):
                 continue
@@ -252,6 +257,12 @@ class MemoryWalk:
             variable = longest[1]
             self._holders.append(Holder(variable.name, variable.place, kept, 1, self._forwards - 1))
 
+    def _claim_temporaries(self, held: Sequence[tuple[Any, Variable]]) -> None:
+        """Count what running forwards hold and autograd has not saved for their modules."""
+        for value, variable in held:
+            if variable.module is not None and isinstance(value, self._torch.Tensor):
+                self._totals[variable.module] += self._claim(value, "activations")
+
     def _list_modules(self) -> tuple[ModuleMemory, ...]:
         kinds = ("activations", "kept graphs") if self._forwards >= _FEW_FORWARDS else ("activations",)
         saved = [one for one in self._saved if self._kind_of.get(one.key) in kinds]
@@ -273,8 +284,9 @@ class MemoryWalk:
             totals[name] += one.num_bytes
             operations.setdefault(name, Counter())[one.operation] += one.num_bytes
         return tuple(
-            ModuleMemory(name, self._models.kind(name), size, operations[name].most_common(1)[0][0])
+            ModuleMemory(name, self._models.kind(name), size, _name_most(operations.get(name)))
             for name, size in totals.most_common(_MANY_MODULES)
+            if size
         )
 
     def _find_module(self, saved: Saved, neighbours: Neighbours) -> str:
@@ -331,6 +343,8 @@ class MemoryWalk:
         """Enter other processes, where a limit holds for all of them; return their bytes."""
         if use is None or use.kind not in ("cgroup", "machine"):
             return 0
+        if use.kind == "machine" and use.used + kinds["request"] < _NEARLY * use.limit:
+            return 0  # It is something else that ran short.
         kinds["loader workers"] = sum(map(count_private, workers))
         if use.kind == "cgroup":
             # By the group's own count: pages that forks share count once there.
@@ -338,6 +352,10 @@ class MemoryWalk:
         else:
             kinds["other processes"] = sum(peers.values())
         return kinds["loader workers"] + kinds["other processes"]
+
+
+def _name_most(operations: Counter[str] | None) -> str:
+    return operations.most_common(1)[0][0] if operations else ""
 
 
 def _is_input(variable: Variable) -> bool:

@@ -56,9 +56,10 @@ class MemoryErrors:
             fix = _FIX
             account = account_for(error, self._world.rank)
             if account is not None:
-                text += f"\n{describe_without_remedies(account)}\n"
+                text += f"\n{describe_without_remedies(account)}"
                 remedies = list_remedies(account, replace(self._settings, microbatch_size=size))
-                fix = " Or ".join(map(describe_remedy, remedies[:_MANY_REMEDIES])) or fix
+                words = [describe_remedy(one) for one in remedies[:_MANY_REMEDIES]]
+                fix = f"Use {' Or '.join(words)}" if words else fix
             raise PacelineError(
                 "PL432",
                 saw=f"rank {self._world.rank} ran out of memory on {self._world.device}{what}: {text}",
