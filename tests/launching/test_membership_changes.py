@@ -23,7 +23,7 @@ from tests.launching.nodes import Nodes, why_no_nodes
 from tests.launching.test_meeting import c10d, free_port
 from tests.train.cases import text_recipe
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 60
 MANY_STEPS = 400
