@@ -149,9 +149,11 @@ def choose_layouts(recipe: Recipe, args: argparse.Namespace) -> Asked:
                 "--all without --nproc.", "The possible layouts depend on the number of ranks."
             )
         return _list_all(recipe, args.nproc)
-    from paceline.recipe import Layout
+    from paceline.recipe import Layout, settle_recipe
     from paceline.recipe.legal import refuse_layout
 
+    if not args.layouts and args.nproc is not None:
+        return Asked([settle_recipe(recipe, args.nproc).layout])
     given = [Layout.parse(text) for text in args.layouts] or recipe.list_layouts()
     layouts = []
     for layout in given:

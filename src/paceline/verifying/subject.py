@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from paceline.data import build_data
 from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
-from paceline.recipe import Layout, Recipe
+from paceline.recipe import Layout, Recipe, Rules
 from paceline.torch_seams.trees import tree_map_only
 from paceline.train.batches import count_samples
 from paceline.train.run import build_loader, build_trainer, count_steps
@@ -124,7 +124,8 @@ class _OpenedRecipe:
 
     def _adapt(self, layout: Layout, reduction: str, clip_norm: float) -> Recipe:
         train = self._recipe.train.model_copy(update={"reduction": reduction, "clip_norm": clip_norm})
-        return self._recipe.with_layout(layout, train=train)
+        _, run = Rules.of(self._recipe).settle(layout, layout.num_ranks)
+        return self._recipe.with_layout(layout, train=train, shard=run.shard, ddp=run.ddp)
 
 
 @dataclass(frozen=True)
