@@ -74,7 +74,7 @@ def _train(layout: str, from_factory: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("nproc", "layouts"),
-    [(2, ["tp=2", "tp=2 sequence=true"]), (4, ["dp_shard=2 tp=2", "dp_replicate=2 tp=2"])],
+    [(2, ["tp=2", "tp=2 sequence=true"]), (4, ["dp_shard=2 tp=2", "dp_replicate=2 tp=2", "cp=2 tp=2"])],
 )
 @pytest.mark.parametrize("from_factory", [False, True])
 def test_hooks_work_as_in_one_process(
