@@ -23,7 +23,7 @@ from paceline.recipe.legal import check_layout
 from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool
 from tests.parallel.context.test_context_refusals import RECIPE, Model, _plain
-from tests.parallel.context.test_context_traffic import LENGTH, Packed
+from tests.parallel.context.test_context_traffic import LENGTH, Packed, count_kept
 from tests.parallel.tensor.models import CASES, _ids, build
 
 # Models whose attention is torch's function; four ranks are more than the two key and value heads of some.
@@ -165,6 +165,46 @@ def test_documents_do_not_see_each_other(ranks: Pool) -> None:
         assert same.tolist() == [not 9 <= position < 14 for position in range(LENGTH)]
 
 
+def read_packed(world: Any, ways: list[str]) -> list[tuple[Tensor, Tensor]]:
+    """The same of a Llama, whose positions begin anew with each document, by way to attend."""
+    torch.set_num_threads(1)
+    document = torch.arange(LENGTH) // 7
+    places = (torch.arange(LENGTH) % 7).expand(2, -1)
+    seen = (document[:, None] == document[None, :]).tril()
+    mask = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.float64).masked_fill(~seen, -1e30)
+    found = []
+    for way in ways:
+        model, ids = (
+            build("llama"),
+            torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(0)),
+        )
+
+        def run(model: nn.Module, ids: Tensor = ids) -> Tensor:
+            output: Tensor = model(
+                input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False
+            ).logits
+            return output
+
+        if way:
+            axis = build_mesh(Layout.parse(f"cp={world.world_size}"), world).cp
+            apply_context(model, find_context_plan(model, run, world.world_size, by=way), axis)
+        before = run(model).detach()
+        ids[:, 9] = (ids[:, 9] + 1) % 96
+        found.append((before, run(model).detach()))
+    return found
+
+
+def test_documents_packed_for_a_llama_do_not_see_each_other(ranks: Pool) -> None:
+    pytest.importorskip("transformers")
+    (((expected, changed),),) = ranks.run(read_packed, nproc=1, args=([""],))
+    for found in ranks.run(read_packed, nproc=2, args=(["heads", "gather"],)):
+        for before, after in found:
+            assert torch.equal(before, expected)
+            assert torch.equal(after, changed)
+            same = (before == after).all(-1).all(0)
+            assert same.tolist() == [not 9 <= position < 14 for position in range(LENGTH)]
+
+
 LAYERS, HIDDEN, HEADS, KV_HEADS, SAMPLES = 3, 32, 4, 1, 4
 
 
@@ -219,3 +259,26 @@ def test_layouts_by_gather(text: str, code: str) -> None:
     layout = Layout.parse(text).close()
     found = [problem.code for problem in check_layout(parse_recipe(RECIPE), layout, layout.num_ranks)]
     assert found == ([code] if code else [])
+
+
+def keep(world: Any) -> int:
+    """Bytes that backward keeps of a block, without parameters."""
+    torch.manual_seed(0)
+    model = Gpt(
+        GptModel(kind="gpt", layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS), 50, LENGTH
+    )
+    ids = torch.randint(0, 50, (SAMPLES, LENGTH))
+    if world.world_size > 1:
+        axis = build_mesh(Layout.parse(f"cp={world.world_size}"), world).cp
+        plan = find_context_plan(model, lambda m: m(ids[:2]), world.world_size, by="gather")
+        apply_context(model, plan, axis)
+    return count_kept(model, ids, model.layers[1])
+
+
+def test_activations_are_divided_and_keys_are_not(ranks: Pool) -> None:
+    (whole,) = ranks.run(keep, nproc=1)
+    n, keys = 2, 4 * SAMPLES * LENGTH * HIDDEN * KV_HEADS // HEADS
+    for part in ranks.run(keep, nproc=n):
+        # Keys and values of the other ranks too.
+        expected = whole / n + (n - 1) / n * 2 * keys
+        assert abs(part / expected - 1) < 0.05, (part, expected, whole)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.mesh import build_mesh
 from paceline.models.gpt import Gpt
@@ -72,17 +72,18 @@ def test_bytes_are_those_of_the_formula(ranks: Pool) -> None:
         assert sent["forward gather"] == sent["backward gather"] == (1, (n - 1) * activation // n)
 
 
-def keep(world: Any) -> int:
-    """Bytes that backward keeps of the blocks, without parameters."""
-    model, ids = _gpt(world)
+def count_kept(model: nn.Module, ids: Tensor, block: nn.Module) -> int:
+    """Return the bytes that backward keeps of a block's forward, without parameters and buffers."""
     known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
+    alive: list[Tensor] = []
     inside = False
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if inside and storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
         return tensor
 
     def enter(*_: Any) -> None:
@@ -93,12 +94,18 @@ def keep(world: Any) -> int:
         nonlocal inside
         inside = False
 
-    model.layers[1].register_forward_pre_hook(enter)
-    model.layers[1].register_forward_hook(leave)
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(ids).sum()
     assert loss.requires_grad
     return sum(kept.values())
+
+
+def keep(world: Any) -> int:
+    """Bytes that backward keeps of the blocks, without parameters."""
+    model, ids = _gpt(world)
+    return count_kept(model, ids, model.layers[1])
 
 
 def test_activations_of_a_block_are_divided(ranks: Pool) -> None:
