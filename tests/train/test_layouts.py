@@ -85,6 +85,7 @@ LAYOUTS = {
         "dp_shard=2",
         "tp=2",
         "tp=2 sequence=true",
+        "cp=2 cp_by=gather",
     ],
     4: [
         "dp_replicate=2 dp_shard=2",
@@ -93,6 +94,7 @@ LAYOUTS = {
         "tp=4",
         "dp_shard=4",
         "dp_shard=2 tp=2 sequence=true",
+        "cp=2 tp=2",
     ],
     8: ["dp_replicate=2 dp_shard=2 tp=2"],
 }

@@ -118,6 +118,18 @@ class LearnedBias(Packed):
         return result
 
 
+class TwoPaths(Packed):
+    """Attention that is written once for training and once for evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).split(32, dim=-1))  # type: ignore[no-untyped-call]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return result
+
+
 def _with(kind: Callable[[], nn.Module]) -> Model:
     torch.manual_seed(0)
     model = Model(_plain)
@@ -142,6 +154,24 @@ def test_what_gather_cannot_divide_is_refused_by_name(
     assert caught.value.code == code
     assert word in str(caught.value), str(caught.value)
     assert 'cp_by="heads"' in str(caught.value)
+
+
+def evaluate_otherwise(world: Any) -> str:
+    model, ids = _with(TwoPaths), torch.zeros(2, LENGTH, dtype=torch.int64)
+    axis = build_mesh(Layout.parse("cp=2"), world).cp
+    apply_context(model, find_context_plan(model, lambda m: m(ids), 2, by="gather"), axis)
+    model(ids)
+    try:
+        model.eval()(ids)
+    except PacelineError as error:
+        return str(error)
+    return ""
+
+
+def test_attention_that_the_trial_has_not_seen_is_refused(ranks: Pool) -> None:
+    for found in ranks.run(evaluate_otherwise, nproc=2):
+        assert "PL634" in found
+        assert "blocks.0.attend calls F.scaled_dot_product_attention at another place" in found
 
 
 def read_documents(world: Any) -> tuple[Tensor, Tensor]:
@@ -203,6 +233,23 @@ def test_documents_packed_for_a_llama_do_not_see_each_other(ranks: Pool) -> None
             assert torch.equal(after, changed)
             same = (before == after).all(-1).all(0)
             assert same.tolist() == [not 9 <= position < 14 for position in range(LENGTH)]
+
+
+def read_short(world: Any) -> tuple[Tensor, Tensor]:
+    """The logits for two positions, of one process and of this rank, which has one of them."""
+    torch.set_num_threads(1)
+    whole, model = build("llama"), build("llama")
+    axis = build_mesh(Layout.parse("cp=2"), world).cp
+    apply_context(model, find_context_plan(model, run_example("llama"), 2, by="gather"), axis)
+    ids = torch.tensor([[3, 5], [7, 2]])
+    return tuple(each(input_ids=ids, use_cache=False).logits.detach() for each in (whole, model))
+
+
+def test_a_single_position_is_causal_too(ranks: Pool) -> None:
+    """Models of transformers leave is_causal out for a single query, as if it were the first position."""
+    pytest.importorskip("transformers")
+    for expected, found in ranks.run(read_short, nproc=2):
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, SAMPLES = 3, 32, 4, 1, 4

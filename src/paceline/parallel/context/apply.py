@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.mesh import Axis
 from paceline.parallel.context.exchange import Rows, join_rows, take_rows, to_heads, to_rows
-from paceline.parallel.context.gather import attend_by_rows, cut_entering
+from paceline.parallel.context.gather import attend_by_rows, cut_entering, refuse_unknown
 from paceline.parallel.context.lengths import change_given
 from paceline.parallel.context.plan import ContextPlan, Crossing, SizeChange
 from paceline.parallel.dropout.replacements import Cut, Masks
@@ -63,7 +63,8 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
             site: [found.get(CallSite(site, number)) for number in range(count)]
             for site, count in plan.sites[name].items()
         }
-        change_calls(modules[name], WATCHED | ATTENDING, listed)
+        unknown = refuse_unknown(name) if name in {call.module for call in plan.attending} else None
+        change_calls(modules[name], WATCHED | ATTENDING, listed, unknown)
     for stretch, own in zip(plan.stretches, rows, strict=True):
         change_input(modules[stretch.first], stretch.keys, _take(own, stretch.dim))
         change_output(modules[stretch.last], _join(own, stretch.dim))

@@ -69,6 +69,22 @@ def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool) -> Change:
     return attend
 
 
+def refuse_unknown(module: str) -> Change:
+    """Return a change that refuses a call of attention, which would see this rank's keys only."""
+
+    def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        raise PacelineError(
+            "PL634",
+            saw=f'layout.cp_by="gather": {module} calls F.scaled_dot_product_attention at another place of '
+            "its code than in the trial forward.",
+            rule="By gather, keys and values are gathered in the calls that the trial forward, in training "
+            "mode, has made.",
+            fix='Set cp_by="heads", or let the code take the same path in training and in evaluation.',
+        )
+
+    return refuse
+
+
 def cut_mask(mask: Tensor | None, rows: Rows) -> Tensor | None:
     """Return this rank's rows of a mask of the whole sequence; one that is the same for all stays.
 

@@ -14,12 +14,13 @@ Tensors that such calls need stay whole.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ from paceline.parallel.dropout.replacements import SHOWING, attend
 from paceline.torch_seams.modules import CALL
 from paceline.torch_seams.operators import ATTENTION
 
-# File, function and instruction, from the call outwards; torch's own files are left out.
+# File, function and instruction (of attention: expression), from the call outwards; torch's own files are
+# left out.
 Site = tuple[tuple[str, str, int], ...]
 # Replaces a call of a function of torch: from (function, arguments, keywords, run) to the result. `run` takes
 # the arguments that the function gets, and applies the changes of earlier `change_calls` to them.
@@ -72,8 +74,8 @@ class CallSite(NamedTuple):
     number: int
 
 
-def find_site() -> Site | None:
-    """Return the site of the call of torch that a function mode was just given.
+def find_site(func: Any) -> Site | None:
+    """Return the site of the call of `func` that a function mode was just given.
 
     `__torch_function__` itself must call this.
 
@@ -93,9 +95,20 @@ def find_site() -> Site | None:
         if code is not SHOWING and not code.co_filename.startswith(_TORCH):
             if not found and code.co_filename.startswith(_OWN) and code.co_filename != _ATTENTION:
                 return None
-            found.append((code.co_filename, code.co_qualname, frame.f_lasti))
+            # With dropout, attention is a Python function in place of torch's own, and the interpreter calls
+            # the two by different instructions.
+            is_attention = not found and func in ATTENDING
+            place = _locate(code, frame.f_lasti) if is_attention else frame.f_lasti
+            found.append((code.co_filename, code.co_qualname, place))
         frame = frame.f_back
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _locate(code: CodeType, instruction: int) -> int:
+    """Return a number for the expression in the source that an instruction belongs to."""
+    places = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return hash(tuple(place or 0 for place in places))
 
 
 def run_inside(module: nn.Module, around: Callable[[], Any]) -> Callable[[], None]:
@@ -121,7 +134,10 @@ def run_inside(module: nn.Module, around: Callable[[], Any]) -> Callable[[], Non
 
 
 def change_calls(
-    module: nn.Module, functions: Container[Any], changes: Mapping[Site, Sequence[Change | None]]
+    module: nn.Module,
+    functions: Container[Any],
+    changes: Mapping[Site, Sequence[Change | None]],
+    unknown: Change | None = None,
 ) -> None:
     """Replace some calls in a module's own forward from now on, in addition to those replaced before.
 
@@ -130,13 +146,14 @@ def change_calls(
         functions: the functions whose calls are counted.
         changes: by site, for each call there in turn. Calls beyond these are treated as the last one, for
             example in a loop that is longer than it was in the trial.
+        unknown: for calls of attention at any other site.
     """
     layers: list[_Layer] | None = getattr(module.__dict__.get("forward"), _LAYERS, None)
     if layers is not None:
         # One mode for all: a mode does not see by which place of the source another mode was entered.
-        layers.append(_Layer(functions, changes))
+        layers.append(_Layer(functions, changes, unknown))
         return
-    layers = [_Layer(functions, changes)]
+    layers = [_Layer(functions, changes, unknown)]
     run_inside(module, lambda: _Changing(layers))
     # The compiler cannot read positions in the source.
     module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
@@ -159,6 +176,7 @@ class _Layer(NamedTuple):
 
     functions: Container[Any]
     changes: Mapping[Site, Sequence[Change | None]]
+    unknown: Change | None
 
 
 class _Changing(TorchFunctionMode):
@@ -172,7 +190,7 @@ class _Changing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = func
         if any(func in layer.functions for layer in self._layers):
-            site = find_site()
+            site = find_site(func)
             if site is not None:
                 for number, layer in enumerate(self._layers):
                     change = self._find_change(number, layer, func, site)
@@ -183,8 +201,10 @@ class _Changing(TorchFunctionMode):
     def _find_change(self, number: int, layer: _Layer, func: Any, site: Site) -> Change | None:
         """Count a call, and return the layer's change of it."""
         changes = layer.changes.get(site)
-        if func not in layer.functions or not changes:
+        if func not in layer.functions:
             return None
+        if not changes:
+            return layer.unknown if func in ATTENDING else None
         passed = self._passed[number, site]
         self._passed[number, site] += 1
         return changes[min(passed, len(changes) - 1)]

@@ -465,7 +465,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        site = find_site() if func in WATCHED or func in ATTENDING else None
+        site = find_site(func) if func in WATCHED or func in ATTENDING else None
         if site is None:
             return func(*args, **kwargs)
         call = Written(*self._recorder.find_call(site), func, args, kwargs, len(self._recorder.ops))
