@@ -169,7 +169,7 @@ def test_faults_never_let_two_worlds_train() -> None:
 
 def test_without_the_rule_two_worlds_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the test above could not fail."""
-    monkeypatch.setattr("paceline.launching.members.membership.has_quorum", lambda *_: True)
+    monkeypatch.setattr("paceline.launching.members.membership.has_quorum", lambda *_, **__: True)
     with pytest.raises(AssertionError, match="knows"):
         run_faults(2, 50)
 
@@ -195,8 +195,10 @@ def run_faults(seed: int, count: int) -> Simulation:
             launcher.stop()
             job.at(chance.choice([0.5, 4.0]), launcher.go_on)
         elif fault == "back" and not launcher.is_alive and not job.cut:
-            # Where nobody can be reached, a first node would begin anew: that needs a common folder.
-            job.start(machine)
+            # Where it can reach nobody, a first node would begin anew: that needs a common folder.
+            if not any(other.is_stopped for other in job.launchers.values()):
+                job.start(machine)
+                job.run(3)
         elif fault == "fail" and launcher.is_alive and launcher.trains is not None:
             launcher.want_round()
     job.cut.clear()
@@ -234,6 +236,12 @@ def world(*keys: str) -> NodeWorld:
 )
 def test_the_quorum_of_a_world_of_three(present: str, dead: str, may: bool) -> None:
     assert has_quorum(world("a", "b", "c"), set(present), set(dead)) is may
+
+
+def test_where_all_are_dead_only_the_launcher_at_the_endpoint_decides() -> None:
+    assert has_quorum(world("a", "b"), {"x"}, {"a", "b"}, has_endpoint=True)
+    assert not has_quorum(world("a", "b"), {"x"}, {"a", "b"})
+    assert not has_quorum(world("a", "b"), {"x"}, {"a"}, has_endpoint=True)
 
 
 def test_two_disjoint_parts_never_both_have_a_quorum() -> None:

@@ -96,13 +96,12 @@ class Membership:
         self._leader: Member | None = None
         self._up: int | None = None
         # When this launcher last was in contact with the world, so that nobody can have gone on without it.
-        self._contact_s = self._not_before_s = _NEVER
+        self._contact_s = self._not_before_s = self._seeks_until_s = _NEVER
         self._weak_since_s: float | None = None
         self._peers: dict[int, Peer] = {}
         self._lost: dict[str, Lost] = {}
         self._proposal: Proposal | None = None
-        self._beats = 0
-        self._refusals: set[str] = set()
+        self._beats, self._refusals = 0, set[str]()
 
     # ---- called for the agent
 
@@ -251,7 +250,7 @@ class Membership:
             return
         self._adopt(other.world)
         if self.role == "leading" and other.role == "leading" and self._comes_after(other):
-            self._step_down(f"{other.member} leads the job")
+            self._step_down(f"{other.member} leads the job", now)
 
     def _adopt(self, world: NodeWorld | None) -> None:
         """Take over a committed world that is newer than the own one."""
@@ -305,7 +304,8 @@ class Membership:
         for answer in seekers:
             self._pending |= {b: w for b, w in answer.pending.items() if w.round > self.world.round}
         reached = {self.me.key, *(answer.member.key for answer in seekers)}
-        if self._has_quorum(reached) and all(self._comes_before(answer.member) for answer in seekers):
+        is_first = all(self._comes_before(answer.member) for answer in seekers)
+        if is_first and self._has_quorum(reached) and now >= self._seeks_until_s:
             self._lead(now)
 
     def _comes_before(self, other: Member) -> bool:
@@ -461,7 +461,8 @@ class Membership:
             self._links.send(link, {"kind": "over", "reason": reason, "lost": lost})
         self._agent.over(reason, lost=lost)
 
-    def _step_down(self, reason: str) -> None:
+    def _step_down(self, reason: str, now: float) -> None:
+        self._seeks_until_s = now + self.waits.probe_s
         for link in self._peers:
             self._links.close(link)
         self._withdraw()
@@ -476,7 +477,7 @@ class Membership:
 
     def _has_quorum(self, present: Collection[str]) -> bool:
         worlds = [*([self.world] if self.world is not None else []), *self._pending.values()]
-        return all(has_quorum(world, present, self._dead) for world in worlds)
+        return all(has_quorum(w, present, self._dead, has_endpoint=self._founds) for w in worlds)
 
     def _lead_on(self, now: float) -> None:
         """Form the next round if everything for it is there."""
@@ -488,7 +489,7 @@ class Membership:
             if self._weak_since_s is None:
                 self._weak_since_s = now
             elif now - self._weak_since_s > 2 * self.waits.beat_s:
-                self._step_down("this node is cut off from the others")
+                self._step_down("this node is cut off from the others", now)
             return
         self._weak_since_s, self._contact_s = None, now
         here = [Peer(self.me, 0, now, self._offer, self._is_done), *self._peers.values()]

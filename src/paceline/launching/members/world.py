@@ -90,19 +90,23 @@ class Waits:
         )
 
 
-def has_quorum(world: NodeWorld, present: Collection[str], dead: Collection[str]) -> bool:
+def has_quorum(
+    world: NodeWorld, present: Collection[str], dead: Collection[str], *, has_endpoint: bool = False
+) -> bool:
     """Return whether some members may decide what follows a world.
 
     Args:
         world: the last one.
         present: keys of the members that decide.
         dead: keys of members that are known to have ended.
+        has_endpoint: whether the launcher at the endpoint, of which there is only one, decides. It may also
+            where no member of that world is left.
     """
     living = [member.key for member in world.members if member.key not in dead]
     here = [key for key in living if key in present]
-    if 2 * len(here) == len(living):
-        return not living or living[0] in here
-    return 2 * len(here) > len(living)
+    if not living:
+        return has_endpoint
+    return 2 * len(here) > len(living) or (2 * len(here) == len(living) and living[0] in here)
 
 
 def order_of(world: NodeWorld | None, member: Member) -> tuple[int, str]:
