@@ -111,3 +111,18 @@ def test_equal_links_and_too_few_pairs_are_not_slow() -> None:
     assert find_slow_links(make_links((0, 0, 0), slow={(0, 1): 1.5})) == []
     assert find_slow_links(make_links((0, 0, 0), late={(0, 1): 5.0})) == [], "not 1 ms longer"
     assert find_slow_links(make_links((0, 1), slow={(0, 1): 9.0})) == [], "nothing to compare with"
+
+
+def test_a_stream_slower_than_an_exchange_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    answers = iter([0.2, 0.027, 0.3, 0.3])
+
+    def measure(ring: list[int], size: int, *, in_flight: int) -> float:
+        assert in_flight == 2
+        asked.append(size)
+        return next(answers)
+
+    monkeypatch.setattr(links_module, "_measure_ring", measure)
+    found = links_module._look_again([0, 1], [0.026, 0.104, 0.06, 0.5], [0.052, 0.052, 0.058, 0.058])
+    assert asked == [4096, 4096, 1 << 20, 1 << 20], "twice at most, and only what is implausible"
+    assert found == [0.026, 0.027, 0.06, 0.3]
