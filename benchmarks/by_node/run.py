@@ -2,7 +2,7 @@
 
 The nodes are network namespaces of this machine with process ids of their own. It needs root.
 
-python benchmarks/by_node/run.py [sums] [steps] [hashes]       all by default; `table` only writes the table
+python benchmarks/by_node/run.py [sums] [steps] [start] [hashes]     all by default; `table` only writes
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from tests.launching.wan import Wan  # noqa: E402
 
 _LIMIT_S = 580
 SIZES = (1_000_000, 8_000_000, 25_000_000)
-REPEATS = 7
 ROUND_TRIP_MS = 50.0
 # Each rank's node.
 BLOCK, ROUND_ROBIN = (0, 0, 1, 1), (0, 1, 0, 1)
-# Name: nodes of the ranks, Mbit/s of each node's link.
+# Name: nodes of the ranks, Mbit/s of each node's link, turns.
 SETTINGS = {
-    "2 x 2, 100 Mbit/s": (BLOCK, 100),
-    "2 x 2, 1 Gbit/s": (BLOCK, 1000),
-    "2 x 2 round-robin, 100 Mbit/s": (ROUND_ROBIN, 100),
-    "2 + 1, 100 Mbit/s": ((0, 0, 1), 100),
+    "2 x 2, 100 Mbit/s": (BLOCK, 100, 7),
+    "2 x 2, 1 Gbit/s": (BLOCK, 1000, 21),
+    "2 x 2 round-robin, 100 Mbit/s": (ROUND_ROBIN, 100, 7),
+    "2 + 1, 100 Mbit/s": ((0, 0, 1), 100, 7),
 }
 # Ranks by node; the first two run on this machine as it is.
 PLACES: dict[str, tuple[int, ...] | int] = {
@@ -97,9 +96,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def measure_sums() -> None:
-    for name, (places, rate_mbit) in SETTINGS.items():
+    for name, (places, rate_mbit, turns) in SETTINGS.items():
         words = [sys.executable, "-W", "ignore", str(HERE / "sums.py"), ",".join(map(str, SIZES))]
-        out = run_on_nodes(places, rate_mbit, [*words, str(REPEATS), "eth0"])
+        out = run_on_nodes(places, rate_mbit, [*words, str(turns), "eth0"])
         line = next(line for line in out.splitlines() if line.startswith("{"))
         path = HERE / "results" / ("".join(c if c.isalnum() else "-" for c in name) + ".json")
         path.parent.mkdir(exist_ok=True)
@@ -120,6 +119,18 @@ def time_steps() -> None:
         ]
         lines.append(f"{name:24}" + "   ".join(cells))
     (HERE / "results" / "steps.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def count_start() -> None:
+    words = [sys.executable, "-W", "ignore", str(HERE / "start.py"), "wan0"]
+    out = run_on_nodes((0, 1), 100, words, ROUND_TRIP_MS)
+    found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    lines = [f"2 nodes, 100 Mbit/s, round trip of {ROUND_TRIP_MS:g} ms; bytes sent while a trainer is built"]
+    for reduction, row in found.items():
+        times = row["sent_bytes"] / row["model_bytes"]
+        lines.append(f"{reduction:8}{times:.2f} times the model   {row['seconds']:.2f} s")
+    (HERE / "results" / "start.txt").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
@@ -187,12 +198,14 @@ def _interval(spread: Spread, digits: str) -> str:
 
 
 def main(parts: list[str]) -> None:
-    if {"sums", "steps", "hashes"} & set(parts) and (reason := why_no_nodes()):
+    if {"sums", "steps", "start", "hashes"} & set(parts) and (reason := why_no_nodes()):
         raise SystemExit(f"nodes cannot be made here: {reason}")
     if "sums" in parts:
         measure_sums()
     if "steps" in parts:
         time_steps()
+    if "start" in parts:
+        count_start()
     if "hashes" in parts:
         compare_hashes()
     table = write_table()
@@ -201,4 +214,4 @@ def main(parts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["sums", "steps", "hashes"])
+    main(sys.argv[1:] or ["sums", "steps", "start", "hashes"])

@@ -2,8 +2,8 @@
 
 python benchmarks/by_node/steps.py STEPS       prints one JSON line on rank 0
 
-The times are those of rank 0, which the step before has brought in line with the others: the sum of the
-gradients (64 bytes), the agreement from its start to its end, and the whole step.
+The times are those of rank 0, which the step before has brought in line with the others: the exact sum of the
+gradients (64 bytes), the norm, and the whole step, in which the ranks also agree on loss, weight and more.
 """
 
 from __future__ import annotations
@@ -19,40 +19,30 @@ from torch import nn
 
 import paceline
 from paceline.comm.shared_memory import SharedMemoryExchange
-from paceline.train.agreement import Agreement
+from paceline.train import update
 
 _WARM_UP = 5
 
 
-def record(owner: type, begins: str, ends: str) -> tuple[list[float], Callable[[], None]]:
-    """Time from the start of one method to the end of another; return the times and what undoes it."""
-    first, last = getattr(owner, begins), getattr(owner, ends)
-    times: list[float] = []
-    start_s = [0.0]
+def record(owner: Any, name: str) -> tuple[list[float], Callable[[], None]]:
+    """Time the calls of a function; return the times and what undoes it."""
+    original, times = getattr(owner, name), []
 
-    def begin(*args: Any, **kwargs: Any) -> Any:
-        start_s[0] = time.perf_counter()
-        return first(*args, **kwargs) if begins != ends else end(*args, **kwargs)
-
-    def end(*args: Any, **kwargs: Any) -> Any:
-        found = last(*args, **kwargs)
-        times.append(time.perf_counter() - start_s[0])
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start_s = time.perf_counter()
+        found = original(*args, **kwargs)
+        times.append(time.perf_counter() - start_s)
         return found
 
-    def undo() -> None:
-        setattr(owner, begins, first)
-        setattr(owner, ends, last)
-
-    setattr(owner, ends, end)
-    setattr(owner, begins, begin)
-    return times, undo
+    setattr(owner, name, call)
+    return times, lambda: setattr(owner, name, original)
 
 
 def train(layout: str, reduction: str, num_steps: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
     size = 4 * torch.distributed.get_world_size()
     trainer = paceline.Trainer(
-        nn.Linear(15, 1),
+        nn.Linear(3, 4),
         forward=lambda model, batch: model(batch[0]),
         loss=lambda output, batch: ((output[:, 0] - batch[1]).square().sum(), len(output)),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
@@ -61,9 +51,9 @@ def train(layout: str, reduction: str, num_steps: int) -> dict[str, list[float]]
         reduction=reduction,
         layout=layout,
     )
-    samples = [(torch.randn(15), torch.randn(())) for _ in range(size * (num_steps + _WARM_UP))]
-    agreements, undo_agreement = record(Agreement, "launch", "wait")
-    sums, undo_sums = record(SharedMemoryExchange, "sum_subtrees", "sum_subtrees")
+    samples = [(torch.randn(3), torch.randn(())) for _ in range(size * (num_steps + _WARM_UP))]
+    sums, undo_sums = record(SharedMemoryExchange, "sum_subtrees")
+    norms, undo_norms = record(update, "measure_norm")
     steps: list[float] = []
     try:
         for batch in trainer.loader(samples, global_batch_size=size, epochs=1):
@@ -71,9 +61,9 @@ def train(layout: str, reduction: str, num_steps: int) -> dict[str, list[float]]
             trainer.step(batch)
             steps.append(time.perf_counter() - start_s)
     finally:
-        undo_agreement()
         undo_sums()
-    found = {"agreement": agreements, "gradients": sums, "step": steps}
+        undo_norms()
+    found = {"gradients": sums, "norm": norms, "step": steps}
     return {name: values[-num_steps:] for name, values in found.items()}
 
 
