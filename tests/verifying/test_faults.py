@@ -61,7 +61,6 @@ QUICK = {
     "sharded_microbatch_dropped",
     "idle_round_counted",
     "replicas_not_summed",
-    "heads_in_another_order",
     "dropout_from_position_zero",
     "weights_not_summed_over_cp",
     "experts_not_summed_over_copies",

@@ -78,10 +78,20 @@ def compare(world: Any, names: list[str]) -> dict[str, tuple[bool, float]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_models_as_in_one_process(ranks: Pool, num_ranks: int) -> None:
+QUICK = ["gpt-grouped", "encoder", "llama"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (2, QUICK),
+        pytest.param(2, [*MODELS, *ODD], marks=pytest.mark.slow),
+        pytest.param(4, [*MODELS, *ODD], marks=pytest.mark.slow),
+    ],
+)
+def test_models_as_in_one_process(ranks: Pool, num_ranks: int, names: list[str]) -> None:
     """The forward has every bit; gradients are sums over the sequence, in another order."""
-    for found in ranks.run(compare, nproc=num_ranks, args=(MODELS + ODD,)):
+    for found in ranks.run(compare, nproc=num_ranks, args=(names,)):
         wrong = {
             name: seen for name, seen in found.items() if seen[1] > 1e-12 or not (seen[0] or name in ODD)
         }

@@ -14,7 +14,7 @@ from tests.verifying.test_faults import recipe_table
 
 LAYOUTS = {
     # Those without recompute are among `tests/verifying/test_all_layouts.py`'s.
-    "gpt": ["cp=2 recompute=block", "cp=2 tp=2"],
+    "gpt": ["cp=2 recompute=block"],
     "encoder": ["cp=2 dp_shard=2 zero=2 recompute=selective"],
 }
 
@@ -32,6 +32,7 @@ def test_sequences_are_divided_as_in_one_process(ranks: Pool, tmp_path: Path, ki
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        ("gpt", "cp=2 tp=2"),
         ("encoder", "cp=2 tp=2 recompute=selective"),
         ("gpt", "dp_replicate=2 cp=2 tp=2"),
         ("gpt", "dp_shard=2 cp=2 tp=2 recompute=block"),
