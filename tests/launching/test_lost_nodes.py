@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_a_job_that_waits_for_a_lost_node_in_vain_names_it(tmp_path: Path) -> No
     assert "the nodes have changed" in text
     assert "1 of at least 2 nodes were there after 5 s (--join-timeout). Missing: " in text
     assert text.rstrip().endswith("[PL375]")
+
+
+@pytest.mark.slow
+def test_a_port_that_another_program_has_is_reported(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        command = paceline_run("--nnodes", "2", *c10d(endpoint), "--detect-s", "1", script("sums.py"))
+        with Launched(tmp_path, command) as job:
+            assert job.wait(60) == 2, job.text
+            assert job.text.rstrip().endswith("[PL379]")
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ class MembersRendezvous(RendezvousHandler):
         self.lost = False
         listener, has_own = _listen(address, own)
         founds = has_own and own == endpoints[0]
+        self._taken = own if own is not None and not has_own else None
         port = listener.getsockname()[1]
         self._me = Member(secrets.token_hex(8), socket.gethostname(), address, port)
         self._wire = Wire(listener, waits.beat_s / 5)
@@ -176,17 +177,32 @@ class MembersRendezvous(RendezvousHandler):
         with self._changed:
             self._formed = None
         self._wire.post(lambda: self._membership.want_round(offer, time.monotonic()))
+        began_s = time.monotonic()
         with self._changed:
             while (world := self._read_formed()) is None:
                 if self._error is not None:
                     self._error.exit_code = 1 if self._has_trained else 2
                     raise self._error
+                self._refuse_stranger(began_s)
                 if self._is_closed and not (self._has_failed or self._has_trained):
                     raise RendezvousGracefulExitError("the job has ended without this node")
                 if self._is_closed or self._is_asked():
                     raise RendezvousClosedError
                 self._changed.wait(0.1)
             return world
+
+    def _refuse_stranger(self, began_s: float) -> None:
+        """Raise PL379 if the port of the endpoint is taken, and not by a launcher of this job."""
+        member = self._membership
+        is_alone = member.role == "seeking" and member.world is None
+        if self._taken and is_alone and time.monotonic() - began_s > 3 * self._waits.detect_s:
+            raise PacelineError(
+                "PL379",
+                saw=f"Port {self._taken[1]} of this node is taken, and what listens there does not answer as "
+                f"a launcher of the job {self._terms.job!r}.",
+                rule="The launcher on the node of --rdzv-endpoint listens at its port.",
+                fix="Choose a free port, the same on all nodes (ss -ltnp shows who has it).",
+            )
 
     def _read_formed(self) -> NodeWorld | None:
         return self._formed

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,11 @@ from paceline.launching.members.records import Terms
 from paceline.launching.members.world import Waits
 from paceline.torch_seams.elastic import use_own_clock
 
+log = logging.getLogger(__name__)
+
 ONE_NODE = "one-node"
 _LOOPBACK = "127.0.0.1"
+_WITHOUT_EFFECT = {"read_timeout", "close_timeout", "heartbeat_timeout"}
 _STATIC_PORT = 29500  # torch's default
 
 
@@ -94,6 +98,8 @@ def _read_parameters(config: LaunchConfig, **more: Any) -> RendezvousParameters:
 def _build_members(
     config: LaunchConfig, waits: Waits, on_loss: Callable[[], None], is_asked: Callable[[], bool]
 ) -> MembersRendezvous:
+    for key in _WITHOUT_EFFECT & config.rdzv_configs.keys():
+        log.warning("--rdzv-conf %s has no effect: the waits follow from --detect-s and --join-timeout", key)
     endpoints = read_endpoints(config.rdzv_endpoint)
     is_host = _read_parameters(config).get_as_bool("is_host")
     if is_host is None:
