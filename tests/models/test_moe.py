@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import PacelineError
-from paceline.models.grouped import multiply_groups
+from paceline.models.grouped import add_to_groups, multiply_groups
 from paceline.models.moe import Mixture, MoeGpt
 from paceline.recipe import Layout, parse_recipe
 from paceline.recipe.legal import check_layout
@@ -102,6 +102,17 @@ def test_the_gradient_of_groups() -> None:
     assert gradient[0].any()
     assert gradient[2].any()
     assert multiply_groups(rows[:0], weights, torch.zeros(3, dtype=torch.int64)).shape == (0, 6)
+
+
+def test_the_gradient_of_biases_of_groups() -> None:
+    counts = torch.tensor([2, 0, 3])
+    rows = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    biases = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda r, b: add_to_groups(r, b, counts), (rows, biases))
+    (gradient,) = torch.autograd.grad(add_to_groups(rows, biases, counts).sum(), biases)
+    assert gradient[:, 0].tolist() == [2, 0, 3]
+    assert add_to_groups(rows[:0], biases, torch.zeros(3, dtype=torch.int64)).shape == (0, 4)
+    assert add_to_groups(rows.bfloat16(), biases.float(), counts).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

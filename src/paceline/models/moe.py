@@ -10,6 +10,7 @@ normalised over the chosen); Dai et al. 2024, "DeepSeekMoE", section 3.2 (shared
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,11 @@ from torch.nn import functional as F
 from paceline.models.gpt import Decoder, FeedForward, GptBlock
 from paceline.models.grouped import multiply_groups
 from paceline.recipe.schema import MoeModel, default_ffn_hidden
+from paceline.torch_seams.tensors import is_fake
+
+# Of `balance_loss` and `bias_rate`.
+DEFAULT_LOSS = 0.01
+DEFAULT_RATE = 0.001
 
 
 class MoeOutput(NamedTuple):
@@ -68,7 +74,10 @@ class MoeGpt(Decoder):
         balance = fullest = torch.zeros((), device=ids.device)
         for layer in self.layers:
             x, balance, fullest = layer(x, cos, sin, balance, fullest)
-        factor = self.section.balance_loss / self.num_mixtures if self.training else 0.0
+        weight = self.section.balance_loss
+        if weight is None:
+            weight = DEFAULT_LOSS if self.section.balance == "loss" else 0.0
+        factor = weight / self.num_mixtures if self.training else 0.0
         return MoeOutput(self.unembed(x), balance * factor, fullest / self.num_mixtures)
 
     def predict(self, ids: Tensor) -> Tensor:
@@ -102,6 +111,8 @@ class Mixture(nn.Module):
     def __init__(self, section: MoeModel) -> None:
         super().__init__()
         self.num_choices = section.experts_per_token
+        rate = section.bias_rate or DEFAULT_RATE
+        self.balance = Balance(section.experts, rate if section.balance == "bias" else 0.0)
         self.gate = nn.Linear(section.hidden, section.experts, bias=False)
         inner = section.expert_hidden or default_ffn_hidden(section.hidden)
         self.experts = Experts(section.experts, section.hidden, inner)
@@ -122,24 +133,89 @@ class Mixture(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.gate(tokens)
         chances = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights, chosen = chances.topk(self.num_choices, dim=-1)
+        chosen = self.balance(chances).topk(self.num_choices, dim=-1).indices
+        weights = chances.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
-        choices = chosen.reshape(-1)
-        numbers = torch.arange(self.gate.out_features, device=x.device)
-        counts = (choices.unsqueeze(1) == numbers).sum(0)
-        # Rows are sorted by expert, and in their order within an expert. Each row is moved, never added to
-        # another one, so no order of sums depends on the device.
-        order = choices.argsort(stable=True)
-        rows = tokens.unsqueeze(1).expand(-1, self.num_choices, -1).reshape(-1, x.shape[-1])
-        answers = self.experts(rows.index_select(0, order), counts)
-        answers = answers.index_select(0, order.argsort())
-        answers = answers.view(-1, self.num_choices, x.shape[-1])
+        counts = count_choices(chosen, self.gate.out_features)
+        self.balance.note(counts)
+        answers = ask_experts(tokens, chosen, lambda rows: self.experts(rows, counts))
         output = (answers * weights.unsqueeze(-1).type_as(answers)).sum(1).view_as(x)
         if self.shared is not None:
             output = output + self.shared(x)
-        shares = counts / choices.shape[0]
+        shares = counts / chosen.numel()
         balance = self.gate.out_features * (shares.type_as(chances) * chances.mean(0)).sum()
         return output, balance, shares.max()
+
+
+class Balance(nn.Module):
+    """The choices that a mixture's router has made, and the bias by which it evens them out.
+
+    Args:
+        num_experts: of the mixture.
+        rate: how far the bias moves per step; 0 for no bias.
+
+    Attributes:
+        counts: how often each expert was chosen since the trainer set it to `None`, int64 [num_experts].
+        bias: added to the probabilities to choose by; `None` for none.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, num_experts: int, rate: float) -> None:
+        super().__init__()
+        self.num_experts, self.rate = num_experts, rate
+        self.counts: Tensor | None = None
+        self.register_buffer("bias", torch.zeros(num_experts) if rate else None)
+
+    def forward(self, chances: Tensor) -> Tensor:
+        """Return the numbers by which to choose, [tokens, num_experts], from probabilities."""
+        return chances if self.bias is None else chances + self.bias.type_as(chances)
+
+    def note(self, counts: Tensor) -> None:
+        """Add the choices of a forward in training to `counts`; trial forwards make none."""
+        if self.training and not is_fake(counts):
+            self.counts = counts if self.counts is None else self.counts + counts
+
+    @torch.no_grad()
+    def move(self, counts: Tensor) -> None:
+        """Move the bias by a step, up for experts with fewer choices than the mean.
+
+        Args:
+            counts: of a global batch, whole numbers of any type [num_experts].
+        """
+        if self.bias is not None:
+            # Compared as whole numbers: no mean is rounded.
+            less = counts.sum() - counts * self.num_experts
+            self.bias += self.rate * less.sign().to(self.bias)
+
+
+def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert is chosen, int64 [num_experts].
+
+    Args:
+        chosen: numbers of experts, of any shape.
+        num_experts: their number.
+    """
+    numbers = torch.arange(num_experts, device=chosen.device)
+    return (chosen.reshape(-1, 1) == numbers).sum(0)
+
+
+def ask_experts(tokens: Tensor, chosen: Tensor, answer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the answers of its experts to each token, [tokens, choices, width].
+
+    Rows are sorted by expert, and in their order within an expert. Each row is moved, never added to another
+    one, so no order of sums depends on the device.
+
+    Args:
+        tokens: [tokens, width].
+        chosen: the numbers of each token's experts, int64 [tokens, choices].
+        answer: from rows that are sorted by expert to their answers.
+    """
+    num_choices, width = chosen.shape[-1], tokens.shape[-1]
+    order = chosen.reshape(-1).argsort(stable=True)
+    rows = tokens.unsqueeze(1).expand(-1, num_choices, -1).reshape(-1, width)
+    answers = answer(rows.index_select(0, order))
+    return answers.index_select(0, order.argsort()).view(-1, num_choices, answers.shape[-1])
 
 
 class Experts(nn.Module):

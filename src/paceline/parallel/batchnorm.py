@@ -1,5 +1,7 @@
 """Makes BatchNorm's running statistics independent of which rank computed which microbatch.
 
+The counts of routers' choices travel the same way (`experts/balance.py`).
+
 In training BatchNorm normalises with the statistics of one microbatch, which are the same wherever it is
 computed. Its running statistics, however, are a moving average in the order of forwards. One forward maps
 them as r -> (1 - m) r + m s. A sequence of c forwards thus maps them as r -> (1 - m)^c r + S, where S is the
@@ -18,21 +20,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.mesh import Axis
+from paceline.parallel.experts.balance import Choices
 from paceline.torch_seams.modules import BatchNormBase, own_buffers
 
 
 class RunningStatistics:
-    """The running statistics of all BatchNorm layers of some modules.
+    """The running statistics of all BatchNorm layers of some modules, and the choices of their routers.
 
     Layers in eval mode, layers without running statistics, and `SyncBatchNorm` (whose statistics are the same
     on all ranks anyway) are not changed.
 
     Usage per step: `begin()`; for each microbatch `start_microbatch()`, forward,
     `read_microbatch()`; then `merge(...)` with the rows of all microbatches, or `restore()`.
+
+    Attributes:
+        choices: of the routers.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
+        self.choices = Choices(self._modules)
         self._kept: list[ForwardBuffer] = []
         self._kept_before: list[Tensor] = []
         self._dp: Axis | None = None
@@ -57,8 +64,9 @@ class RunningStatistics:
 
     @property
     def num_values(self) -> int:
-        """The count of numbers per microbatch in the rows: means, variances and the count of every layer."""
-        return sum(2 * layer.num_features + 1 for layer in self._layers)
+        """The count of numbers per microbatch in the rows: means, variances and the count of every layer, and
+        those of `choices`."""
+        return sum(2 * layer.num_features + 1 for layer in self._layers) + self.choices.num_values
 
     def keep(self, buffers: list[ForwardBuffer], dp: Axis | None) -> None:
         """Start each microbatch from the same value of these buffers, in addition to those before.
@@ -86,7 +94,8 @@ class RunningStatistics:
         self._before = [tuple(buffer.clone() for buffer in _buffers(layer)) for layer in self._active]  # type: ignore[misc]
 
     def start_microbatch(self) -> None:
-        """Start the moving average from zero."""
+        """Start the moving average and the counts from zero."""
+        self.choices.start_microbatch()
         for layer in self._active:
             for buffer in _buffers(layer):
                 # Hidden from autograd: another microbatch's backward may still follow, whose forward has
@@ -100,6 +109,7 @@ class RunningStatistics:
     def read_microbatch(self) -> Tensor:
         """Return the microbatch's statistics from zero: float64 of length `num_values`; 0 for idle layers."""
         active = set(map(id, self._active))
+        choices = self.choices.read_microbatch()
         parts = []
         for layer in self._layers:
             if id(layer) in active:
@@ -107,7 +117,7 @@ class RunningStatistics:
                 parts += [mean.double(), var.double(), count.double().reshape(1)]
             else:
                 parts.append(torch.zeros(2 * layer.num_features + 1, dtype=torch.float64))
-        return torch.cat(parts)
+        return torch.cat([*(part.to(choices.device) for part in parts), choices]) if parts else choices
 
     @torch.no_grad()
     def merge(self, rows: Tensor) -> None:
@@ -125,6 +135,7 @@ class RunningStatistics:
             if id(layer) in active:
                 _merge_layer(layer, rows[:, start:stop])
             start = stop
+        self.choices.merge(rows[:, start:])
 
     def _merge_kept(self) -> None:
         """Set the kept buffers on every rank to their values after the first microbatch.

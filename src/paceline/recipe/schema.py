@@ -115,10 +115,17 @@ class MoeModel(DecoderFields):
     dense_layers: NonNegativeInt = 0
     """First blocks that have one feed-forward, of width `ffn_hidden`, in place of a mixture; less than
     `layers`."""
-    balance_loss: NonNegativeFloat = 0.01
-    """Weight of the auxiliary loss that keeps experts equally full, in training: with E experts, E times the
-    sum over experts of (share of the choices x mean probability), per microbatch, a mean over the mixtures
-    (Fedus et al. 2021, section 2.2)."""
+    balance: Literal["loss", "bias"] = "loss"
+    """What keeps experts equally full: `"loss"` is an auxiliary loss. `"bias"` is a number per expert that is
+    added to the router's probabilities when it chooses, and to nothing else. After each step it rises for
+    experts that the global batch chose less often than the mean, and falls for the others (DeepSeek-AI 2024,
+    "DeepSeek-V3", section 2.1.2)."""
+    balance_loss: NonNegativeFloat | None = None
+    """Weight of the auxiliary loss in training: with E experts, E times the sum over experts of (share of the
+    choices x mean probability), per microbatch, a mean over the mixtures (Fedus et al. 2021, section 2.2).
+    Default: 0.01, or 0 with `balance = "bias"`."""
+    bias_rate: PositiveFloat | None = None
+    """How far the bias moves per step; only with `balance = "bias"`. Default: 0.001."""
 
     @model_validator(mode="after")
     def _check_experts(self) -> MoeModel:
@@ -135,6 +142,13 @@ class MoeModel(DecoderFields):
                 f"model.dense_layers={self.dense_layers} with model.layers={self.layers}.",
                 "At least one block has experts.",
                 f'Set dense_layers to {self.layers - 1} or less, or kind = "gpt" for no experts.',
+            )
+        if self.bias_rate is not None and self.balance != "bias":
+            raise broken_rule(
+                "PL660",
+                f'model.bias_rate={self.bias_rate:g} with model.balance="{self.balance}".',
+                "It moves the bias of routers, and there is none.",
+                'Set balance = "bias", or leave bias_rate out.',
             )
         return self
 

@@ -181,6 +181,7 @@ def describe_step(
         "data_s": step.data_s,
         "comm_s": step.comm_s,
         "bubble": step.bubble,
+        "fullest_expert": step.fullest_expert,
         "samples_per_s": samples_per_s,
         "tokens_per_s": samples_per_s * tokens_per_sample if tokens_per_sample and samples_per_s else None,
         "flops_per_s": flops_per_s,

@@ -56,5 +56,13 @@ class Step:
         return self._first.bubble
 
     @property
+    def fullest_expert(self) -> float | None:
+        """Share of the choices that the fullest expert got in the global batch, a mean over the mixtures.
+
+        It is `None` without mixtures of `paceline.models.moe`, and in skipped steps.
+        """
+        return self._first.fullest_expert
+
+    @property
     def _first(self) -> Updated:
         return next(iter(self.updates.values()))

@@ -67,6 +67,8 @@ class Updated:
         comm_s: seconds this rank waited for others and for transfers (0 on CUDA, see `Replica.backward`).
         bubble: by rank of pp, the share of the update's actions that it waited; `None` without pp and on
             CUDA.
+        fullest_expert: the share of the choices that the fullest expert got, a mean over the mixtures; `None`
+            without mixtures of `paceline.models.moe` and in skipped steps.
     """
 
     loss: float
@@ -76,6 +78,7 @@ class Updated:
     stop_signum: int
     comm_s: float
     bubble: list[float] | None = None
+    fullest_expert: float | None = None
 
 
 class Update:
@@ -317,7 +320,8 @@ class Update:
         if self.schedule is not None:
             self._step_schedule(was_skipped=skipped is not None)
         bubble = None if self._mesh is None else find_bubble(agreed, self._mesh, self._precision.device)
-        return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble)
+        fullest = self._statistics.choices.fullest if skipped is None else None
+        return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble, fullest)
 
     def _measure_norm(self) -> Tensor:
         return measure_norm(
