@@ -25,21 +25,29 @@ def read_groups(world: Any, text: str) -> tuple[dict[str, list[int]], bool]:
 
 
 @pytest.mark.parametrize(
-    "text", ["dp_replicate=2 dp_shard=2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "dp_replicate=4 ep=2"]
+    "text",
+    [
+        *("dp_replicate=2 dp_shard=2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "dp_replicate=4 ep=2"),
+        *("dp_shard=4 ep=2", "dp_replicate=2 dp_shard=2 ep=4", "dp_replicate=2 dp_shard=2 ep=2"),
+    ],
 )
 def test_groups_are_those_of_the_layout(ranks: Pool, text: str) -> None:
     layout = Layout.parse(text).resolve(4)
-    expected = {name: (name,) for name in list_axes()} | {
-        "dp": list_axes(shares_data=True),
-        "dp_replicate": ("dp_replicate", "ep"),
-        "replicas": ("dp_replicate", "ep"),
-        "expert_replicas": ("dp_replicate",),
-        "model": list_axes(divides_model=True),
+    several = list_axes(multiplies=True)
+    expected = {name: layout.group_by([axis for axis in several if axis != name]) for name in several}
+    expected |= {
+        "ep": layout.list_groups(("ep",)),
+        "dp": layout.list_groups(list_axes(shares_data=True)),
+        "replicas": expected["dp_replicate"],
+        "expert_replicas": layout.list_groups(("dp_replicate", "dp_shard")),
+        "model": layout.list_groups(list_axes(divides_model=True)),
     }
+    if layout.ep == 1:
+        expected["expert_replicas"] = expected["replicas"]
     found = ranks.run(read_groups, nproc=4, args=(text,))
     for rank, (groups, _) in enumerate(found):
-        for name, axes in expected.items():
-            assert groups[name] in layout.list_groups(axes), name
+        for name, known in expected.items():
+            assert groups[name] in known, name
             assert rank in groups[name]
     # One rank reports for each place of dp.
     reporting = [rank for rank, (_, reports) in enumerate(found) if reports]

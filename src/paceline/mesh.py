@@ -2,8 +2,8 @@
 
 The axes, and their order in the rank number, are those of the table in `recipe/axes.py`. Rank =
 ((((stage * dp_replicate) + replica) * dp_shard + shard) * cp + cp rank) * tp + tp rank, so the ranks of the
-last axis have consecutive numbers. An axis within another one, as ep is within dp_replicate, divides the
-ranks of that one into groups of neighbours.
+last axis have consecutive numbers. An axis within others, as ep is within dp_replicate and dp_shard, divides
+the ranks of these into groups of neighbours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Axis:
 
     Attributes:
         name: of an axis of the layout, or of several together: `dp`, `replicas`, `model`; or of every ep-th
-            rank of dp_replicate: `expert_replicas`.
+            data rank: `expert_replicas`.
         size: the number of these ranks.
         rank: this rank's number among them.
         group: their process group.
@@ -47,7 +47,7 @@ class Mesh:
         pp, dp_replicate, ep, dp_shard, cp, tp: each of them.
         dp: the ranks that run different microbatches and have this rank's place on the other axes.
         replicas: the ranks of dp that hold the same parts of the model, experts apart.
-        expert_replicas: the ranks of dp_replicate that hold the same experts.
+        expert_replicas: the data ranks that hold the same experts; those of `replicas` without ep.
         model: the ranks that together hold one copy of the model.
         homes: by stage of the model, the rank of pp that holds it.
         device_mesh: torch's mesh, with one dimension per axis, of the same name.
@@ -64,9 +64,11 @@ class Mesh:
         self.pp, self.dp_replicate, self.ep, self.dp_shard, self.cp, self.tp = (
             self.axes[name] for name in ("pp", "dp_replicate", "ep", "dp_shard", "cp", "tp")
         )
-        self.expert_replicas = self._group("expert_replicas", ("dp_replicate",))
         self.dp = self._join("dp", list_axes(shares_data=True, multiplies=True))
         self.replicas = self._join("replicas", list_axes(shares_data=True, divides_model=False))
+        self.expert_replicas = replace(self.replicas, name="expert_replicas")
+        if self.ep.size > 1:
+            self.expert_replicas = self._group("expert_replicas", ("dp_replicate", "dp_shard"))
         self.model = self._join("model", list_axes(divides_model=True))
         self.homes = find_homes(layout.schedule, layout.pp, layout.chunks)
 

@@ -157,6 +157,21 @@ def test_an_axis_within_another_numbers_its_neighbours() -> None:
     assert Layout.parse("ep=2").resolve(6).dp_replicate == 6
 
 
+def test_an_axis_within_two_others_numbers_their_neighbours() -> None:
+    layout = Layout.parse("dp_replicate=2 dp_shard=2 ep=4").close()
+    assert layout.list_groups(["ep"]) == [[0, 1, 2, 3]]
+    assert layout.list_groups(["dp_replicate", "dp_shard"]) == [[0], [1], [2], [3]]
+    layout = Layout.parse("dp_shard=4 ep=2").close()
+    assert layout.list_groups(["ep"]) == [[0, 1], [2, 3]]
+    assert layout.list_groups(["dp_replicate", "dp_shard"]) == [[0, 2], [1, 3]]
+    assert layout.list_groups(list_axes(divides_model=True)) == [[0, 1, 2, 3]]
+    # Neighbours of dp_shard=3 and of ep=2 together hold one copy of everything.
+    layout = Layout.parse("dp_replicate=4 dp_shard=3 ep=2").close()
+    assert layout.list_groups(list_axes(divides_model=True))[0] == list(range(6))
+    assert Layout.parse("dp_shard=2 ep=2").fewest_ranks == 2
+    assert Layout.parse("dp_shard=2 ep=4").fewest_ranks == 4
+
+
 @pytest.mark.parametrize(
     "text",
     ["dp_replicate=2 dp_shard=2 tp=2", "dp_replicate=3 tp=2", "dp_shard=4", "pp=3 dp_replicate=2 tp=2"],

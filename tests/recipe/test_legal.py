@@ -128,11 +128,21 @@ IMPOSSIBLE = {
     "mixtures and parts of sequences": Case(
         MOE, "cp=2", 2, "PL652", "layout.cp=2", "whole sequence", "dp_shard"
     ),
-    "shared experts and shards": Case(
-        MOE, "dp_replicate=2 dp_shard=2 ep=2", 4, "PL656", "layout.dp_shard=2", "replicas", "dp_shard=1"
+    "experts of no data rank": Case(
+        MOE, "dp_shard=2 ep=3", 2, "PL654", "dp_shard=2", "data ranks", "multiple of 3"
     ),
-    "tokens that are sent twice": Case(
-        MOE, "dp_replicate=2 ep=2 recompute=block", 2, "PL656", "recompute=block", "again", "recompute out"
+    "offloaded shards beside experts": Case(
+        MOE, "dp_shard=2 ep=2 offload=cpu", 2, "PL656", "offload=cpu", "not sharded", "offload out"
+    ),
+    "narrow shards beside experts": Case(
+        MOE,
+        "dp_shard=2 ep=2",
+        2,
+        "PL656",
+        "param_dtype=bf16",
+        "not gathered",
+        "dtype",
+        ("shard.param_dtype=bf16", "train.dtype=bf16", "train.reduction=fast"),
     ),
     "experts of a static graph": Case(
         MOE,

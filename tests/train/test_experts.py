@@ -101,6 +101,29 @@ def test_an_expert_may_get_all_tokens_or_none(ranks: Pool) -> None:
 
 
 MIXTURES = ("Mixtral", "Qwen3Moe")
+# By kind, what its configuration needs besides: sizes of a few numbers.
+LOW_RANK = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "Olmoe": {"num_experts": 4},
+    "DeepseekV3": {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+        **LOW_RANK,
+    },
+    "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4},  # biases, transposed matrices
+}
 
 
 def build_foreign(kind: str) -> nn.Module:
@@ -116,14 +139,13 @@ def build_foreign(kind: str) -> nn.Module:
         "num_experts_per_tok": 2,
         "max_position_embeddings": SEQ,
         "use_cache": False,
+        "pad_token_id": None,
         "output_router_logits": True,  # its auxiliary loss is part of its loss
     }
-    if kind == "Mixtral":
-        config = transformers.MixtralConfig(**sizes, num_local_experts=4)
-    else:
-        config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=16, head_dim=8)
     torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(config)  # type: ignore[no-any-return]
+    config = getattr(transformers, f"{kind}Config")(**sizes, **SIZES[kind])
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model
 
 
 def train_foreign(world: Any, kind: str, layout: str) -> Any:
@@ -137,8 +159,9 @@ def train_foreign(world: Any, kind: str, layout: str) -> Any:
         example=batch,
         microbatch_size=2,
     )
-    step, state = trainer.step(batch), trainer.whole_state()
-    return step.loss, step.grad_norm, hash_tensors(state) if world.is_main else ""
+    steps = [trainer.step(batch) for _ in range(2)]
+    state = trainer.whole_state()
+    return [(step.loss, step.grad_norm) for step in steps], hash_tensors(state) if world.is_main else ""
 
 
 @pytest.mark.parametrize("kind", MIXTURES)

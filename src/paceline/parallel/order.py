@@ -25,7 +25,8 @@ from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
-from paceline.parallel.experts.layout import WEIGHTS, ExpertLayout
+from paceline.parallel.experts.forms import open_experts
+from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
@@ -124,7 +125,7 @@ def parallelize(
         PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
             models that cannot be sharded, PL455 to PL459 for factories that cannot be built on meta, PL460 to
             PL465 for models that tp and recompute cannot handle, PL630 and PL634 for
-            sequences that cp cannot divide, PL653, PL655 and PL657 for experts that ep cannot share out.
+            sequences that cp cannot divide, PL655 and PL657 to PL659 for experts that ep cannot share out.
     """
     _check_trains(model)
     layout = settings.layout
@@ -136,6 +137,9 @@ def parallelize(
         align_with_main(model)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
+    if settings.exact or layout.ep > 1:
+        # In a world of one too: these are the products that ranks of ep compute for each other.
+        open_experts(model)
     plan, context = None, None
     if layout.cp > 1:
         assert mesh is not None
@@ -146,12 +150,8 @@ def parallelize(
         # On whole modules: stages and sharding cut the remaining parts, and blocks must be recomputed with
         # their collectives.
         plan = _split(model, mesh, settings, masks)
-    experts: ExpertLayout | None = None
-    if layout.ep > 1:
-        assert mesh is not None
-        # Before replication, which leaves out what is not on all of its ranks.
-        experts = ExpertLayout(model, mesh, is_exact=settings.exact, device=device)
-        log.info("%s", experts.describe())
+    # Before replication, which leaves out what is not on all of its ranks.
+    experts = None if mesh is None or layout.ep == 1 else _share_experts(model, mesh, settings, device)
     if layout.recompute != "none":
         # Before sharding: a block is gathered again before it is recomputed.
         apply_recompute(model, find_blocks(model), layout.recompute)
@@ -183,6 +183,7 @@ def parallelize(
             zero=layout.zero,
             offload=layout.offload,
             exact_group=lent,
+            apart=() if experts is None else experts.splits,
         )
     if construction is not None:
         # Each rank knows its part now: it makes one whole tensor at a time and keeps its part of it.
@@ -262,6 +263,14 @@ def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Sp
     return plan
 
 
+def _share_experts(model: nn.Module, mesh: Mesh, settings: Settings, device: torch.device) -> ExpertLayout:
+    repeats = settings.layout.recompute != "none"
+    blocks = [name for name, _ in find_blocks(model)] if repeats else []
+    experts = ExpertLayout(model, mesh, is_exact=settings.exact, device=device, recomputed=blocks)
+    log.info("%s", experts.describe())
+    return experts
+
+
 def _cut(
     model: nn.Module,
     mesh: Mesh,
@@ -286,21 +295,24 @@ def _cut(
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     stages.drop_others()
     is_sharded = settings.layout.dp_shard > 1
+    apart = {} if experts is None else experts.splits
     if construction is not None:
         # Of other stages nothing is on the meta device any more. One whole tensor exists at a time.
-        rows = partial(_cut_rows, shapes, mesh.dp_shard) if is_sharded else lambda _, part: part
+        cut = {name: shape for name, shape in shapes.items() if name not in apart}
+        rows = partial(_cut_rows, cut, mesh.dp_shard) if is_sharded else lambda _, part: part
         place_values(construction, device, lambda n, whole: rows(n, placement.part(n, whole, whole)))
     if is_sharded:
-        stages.shard(mesh, shapes, zero=settings.layout.zero, prefetch=settings.shard.prefetch > 0)
+        ahead = settings.shard.prefetch > 0
+        stages.shard(mesh, shapes, zero=settings.layout.zero, prefetch=ahead, apart=apart)
     if experts is not None:
-        first = {name: stages.users[f"{name}.{WEIGHTS[0]}"][0] for name in experts.names}
+        first = {name: stages.users[weight][0] for name, weight in experts.names.items()}
         experts.complete({name: stage for name, stage in first.items() if stage in stages.own})
     lent = mesh.borrow_group(mesh.dp) if settings.exact and mesh.dp.size > 1 else None
     return LaidOut(None, None, None, placement, masks, plan, lent, stages, experts, settings.exact)
 
 
 def _cut_rows(shapes: Mapping[str, torch.Size], axis: Axis, name: str, whole: Tensor) -> Tensor:
-    """Return this rank's rows of a parameter; buffers and numbers are whole on every rank."""
+    """Return this rank's rows of a parameter; what has no shape here is whole on every rank."""
     if not shapes.get(name):
         return whole
     most = -(-len(whole) // axis.size)

@@ -8,6 +8,7 @@ state) are laid out like the parameter. Checkpoints, `verify` and users see full
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import lcm
 from typing import Any
 
 import torch
@@ -79,9 +80,9 @@ class Placement:
         return name not in self.holders or self.holders[name][0] == self._axis("pp").rank
 
     def counts(self, name: str, tensor: Tensor) -> bool:
-        """Return whether this rank counts a tensor in a sum that counts each part of one copy once.
+        """Return whether this rank counts a tensor in a sum over `mesh.model` that counts each part once.
 
-        Among ranks along an axis that hold the same part, the first one counts it.
+        Among ranks that hold the same part, the first one counts it.
         """
         if self._mesh is None:
             return True
@@ -90,7 +91,12 @@ class Placement:
             parted.add("pp")
         if not self.is_on_first_stage(name):
             return False
-        return all(self._axis(axis).rank == 0 for axis in list_axes(divides_model=True) if axis not in parted)
+        # Of neighbouring data ranks, dp_shard and ep each make parts of their own.
+        shards, experts = self._axis("dp_shard"), self._axis("ep")
+        place = self._mesh.dp.rank % lcm(shards.size, experts.size)
+        num_parts = shards.size if shards.name in parted else experts.size if experts.name in parted else 1
+        others = [axis for axis in list_axes(divides_model=True) if axis not in (shards.name, experts.name)]
+        return place < num_parts and all(self._axis(axis).rank == 0 for axis in others if axis not in parted)
 
     def _axis(self, name: str) -> Axis:
         assert self._mesh is not None

@@ -3,8 +3,9 @@
 State is what training keeps whatever the batch: parameters, gradients and optimizer state. With n = dp_shard,
 zero = 1 divides the optimizer state by n, 2 the gradients too, 3 the parameters too (Rajbhandari et al. 2020,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3 and figure 1). tp divides
-what it splits, ep the experts, and dp_replicate nothing. The paper's single number depends on the instant,
-because sharded parameters are gathered before use (torch's `fully_shard`): hence the instants.
+what it splits, and dp_replicate nothing. ep divides the experts, which dp_shard then leaves whole. The
+paper's single number depends on the instant, because sharded parameters are gathered before use (torch's
+`fully_shard`): hence the instants.
 
 Not counted: activations, the batch, buffers of collectives in progress and the libraries' own memory.
 """
@@ -93,16 +94,21 @@ def plan_memory(
     """
     sizes = sizes or Sizes()
     num_shards = layout.dp_shard
-    own = sum(count_own(p.divide(layout.tp, layout.ep), num_shards) for p in parameters)
-    padded = sum(count_padded(p.divide(layout.tp, layout.ep), num_shards) for p in parameters)
+    shared = [p for p in parameters if layout.ep > 1 and p.is_expert]
+    cut = [p for p in parameters if p not in shared]
+    own = sum(count_own(p.divide(layout.tp), num_shards) for p in cut)
+    padded = sum(count_padded(p.divide(layout.tp), num_shards) for p in cut)
+    experts = sum(math.prod(p.divide(layout.tp, layout.ep)) for p in shared)
     # Of each source of tokens apart: together as much as for all experts.
-    apart = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters)
-    root = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters if p.block == "")
-    shards = padded // num_shards * sizes.parameter
-    optimizer = own * sizes.parameter * sizes.num_moments
+    apart = padded + sum(math.prod(p.shape) for p in shared)
+    root = sum(count_padded(p.divide(layout.tp), num_shards) for p in cut if p.block == "")
+    shards = (padded // num_shards + experts) * sizes.parameter
+    optimizer = (own + experts) * sizes.parameter * sizes.num_moments
     keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
     accumulates = sizes.num_microbatches > 1
-    held = _count_held(layout, sizes) * shards
+    held = _count_held(layout, sizes) * (padded // num_shards) * sizes.parameter
+    if sizes.num_microbatches > 1 and not sizes.exact:
+        held += experts * sizes.parameter
     aside = _count_aside(sizes.num_microbatches) * apart * sizes.parameter if sizes.exact else 0
 
     def memory(*, gathered: int = 0, gradients: int = 0, set_aside: int = 0) -> Memory:

@@ -22,7 +22,7 @@ def plan_traffic(
 
     zero = 3 gathers each block twice per microbatch (parameters outside of blocks once) and sums gradients
     after each; 2 gathers once per step; 1 also sums only once per step. Replicas sum theirs once per step;
-    experts are summed over every ep-th replica.
+    experts that ep shares are summed over every ep-th data rank.
 
     Args:
         parameters: that are trained, whole.
@@ -35,13 +35,13 @@ def plan_traffic(
     copied = [p for p in parameters if layout.ep == 1 or not p.is_expert]
     experts = sum(math.prod(p.divide(layout.tp, layout.ep)) for p in parameters if p not in copied)
     whole = sum(count_padded(p.divide(layout.tp), num_shards) for p in copied)
-    root = sum(count_padded(p.divide(layout.tp), num_shards) for p in parameters if p.block == "")
+    root = sum(count_padded(p.divide(layout.tp), num_shards) for p in copied if p.block == "")
     keeps = layout.zero < 3 if sizes.keeps_gathered is None else sizes.keeps_gathered
     gathers = whole if keeps else 2 * whole - root
     gathers *= 1 if layout.zero < 3 else num_rounds
     sums = whole * (1 if layout.zero == 1 else num_rounds)
     replicated = _ring(layout.num_replicas) * whole / num_shards
-    replicated += _ring(layout.num_replicas // layout.ep) * experts
+    replicated += _ring(layout.dp // layout.ep) * experts
     return {
         "dp_replicate": 2 * replicated * sizes.parameter,
         "dp_shard": _ring(num_shards) * (gathers * sizes.gathered + sums * sizes.parameter),
@@ -78,8 +78,8 @@ def plan_ep_traffic(
 ) -> float:
     """Return the bytes that a rank sends per step over ep for tokens, if all experts are equally full.
 
-    Rows travel to their experts and back, in forward and again in backward. The counts of rows, 8 bytes per
-    expert, are left out.
+    Rows travel to their experts and back, in forward and again in backward; with recompute, once more for the
+    second forward. The counts of rows, 8 bytes per expert, are left out.
 
     Args:
         layout: resolved.
@@ -89,7 +89,9 @@ def plan_ep_traffic(
         num_microbatches: that the rank computes per step.
         number: bytes of one number.
     """
-    return 4 * num_mixtures * num_microbatches * _ring(layout.ep) * math.prod((num_rows, width, number))
+    num_exchanges = 4 if layout.recompute == "none" else 6
+    row_bytes = math.prod((num_rows, width, number))
+    return num_exchanges * num_mixtures * num_microbatches * _ring(layout.ep) * row_bytes
 
 
 def _ring(num_ranks: int) -> float:

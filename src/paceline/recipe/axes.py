@@ -25,8 +25,8 @@ class AxisKind:
             all of it.
         keeps_bits: with the exact reduction, weights have the same bits under any of its degrees.
         change_cost: how far a layout moves from the requested one, per factor of 2 in this degree.
-        within: the axis whose neighbouring ranks this one counts a second time; "" for an axis of ranks of
-            its own.
+        within: the axes whose ranks this one counts a second time, in groups of neighbours; neighbours in the
+            table. Empty for an axis of ranks of its own.
         stretches: its degree may be open ("auto"): it then follows from the number of ranks.
     """
 
@@ -37,7 +37,7 @@ class AxisKind:
     divides_sample: bool = False
     keeps_bits: bool = True
     change_cost: float = 1.5
-    within: str = ""
+    within: tuple[str, ...] = ()
     stretches: bool = False
 
     @property
@@ -79,13 +79,13 @@ class Degrees:
     # Copies of the experts are fewer than copies of the rest. Neighbours share them, because each token is
     # sent to its experts and back.
     ep: int = _ranks(
-        "Neighbouring ranks of `dp_replicate` that share the experts of a mixture among them; must divide "
-        "both.",
+        "Neighbouring ranks of `dp_replicate` x `dp_shard` that share the experts of a mixture among them; "
+        "must divide both numbers.",
         kw_only=True,
         shares_data=True,
         divides_model=True,
         change_cost=1.25,
-        within="dp_replicate",
+        within=("dp_replicate", "dp_shard"),
     )
     # It may be None until `resolve`. It is typed as a number because only a resolved layout is computed with.
     dp_shard: int = _ranks(

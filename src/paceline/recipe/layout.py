@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import prod
+from math import gcd, prod
 from typing import Any, Literal, get_args
 
 from paceline.errors import PacelineError
-from paceline.recipe.axes import AXES, OPEN, Degrees, list_axes
+from paceline.recipe.axes import AXES, OPEN, AxisKind, Degrees, list_axes
 
 # The values of a layout's other words: the only list, which the recipe's [layout] uses too.
 Zero = Literal[1, 2, 3]
@@ -176,8 +176,15 @@ class Layout(Degrees):
             rank, place[axis] = divmod(rank, place[axis])
         for kind in AXES:
             if kind.within:
-                place[kind.name] = place[kind.within] % getattr(self, kind.name)
+                place[kind.name] = self._number_within(kind, place) % getattr(self, kind.name)
         return place
+
+    def _number_within(self, kind: AxisKind, place: Mapping[str, int]) -> int:
+        """Return a rank's number among the ranks of the axes around an axis."""
+        number = 0
+        for axis in kind.within:
+            number = number * self.degrees[axis] + place[axis]
+        return number
 
     def find_dp_rank(self, rank: int) -> int:
         """Return a rank's number among those that train on different microbatches."""
@@ -191,19 +198,53 @@ class Layout(Degrees):
         return [rank for rank in range(self.num_ranks) if self.find_dp_rank(rank) == dp_rank]
 
     def list_groups(self, axes: Collection[str]) -> list[list[int]]:
-        """Return all ranks in groups: those of a group differ in their numbers along these axes only.
+        """Return all ranks in groups: steps along these axes connect those of a group.
 
-        With an axis but not the one within it, ranks at different places of the inner one are apart.
+        A step changes a rank's number along one axis. With an axis but not the one within it, ranks at
+        different places of the inner one are apart; a step then may change all axes around that one.
         """
+        groups = {rank: [rank] for rank in range(self.num_ranks)}
+        places = [self.find_place(rank) for rank in groups]
+        for kept in self._list_steps(axes):
+            first: dict[tuple[int, ...], int] = {}
+            for rank, place in enumerate(places):
+                other = groups[first.setdefault(kept(place), rank)]
+                if other is not groups[rank]:
+                    other += groups[rank]
+                    groups.update(dict.fromkeys(groups[rank], other))
+        different = {id(group): sorted(group) for group in groups.values()}
+        return sorted(different.values())
+
+    def group_by(self, axes: Collection[str]) -> list[list[int]]:
+        """Return all ranks in groups: those of a group have the same numbers along these axes."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.num_ranks):
             place = self.find_place(rank)
-            for kind in AXES:
-                if kind.within and kind.name in axes:
-                    place[kind.within] //= getattr(self, kind.name)
-            fixed = tuple(number for axis, number in place.items() if axis not in axes)
-            groups.setdefault(fixed, []).append(rank)
+            groups.setdefault(tuple(place[axis] for axis in axes), []).append(rank)
         return list(groups.values())
+
+    def _list_steps(self, axes: Collection[str]) -> list[Callable[[Mapping[str, int]], tuple[int, ...]]]:
+        """Return, for each kind of step, a function from a rank's place to what the step does not change."""
+
+        def keep(*changed: str, also: str = "") -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+            kept = [axis for axis in self.degrees if axis not in changed] + [also] * bool(also)
+            return lambda place: tuple(place[axis] for axis in kept)
+
+        def keep_neighbours(kind: AxisKind) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+            others = keep(*kind.within)
+            degree = getattr(self, kind.name)
+            return lambda place: (*others(place), self._number_within(kind, place) // degree)
+
+        steps = []
+        alone = {axis for axis in axes if axis in self.degrees}
+        for kind in AXES:
+            around = [axis for axis in kind.within if axis in axes]
+            if kind.within and kind.name in axes:
+                steps.append(keep_neighbours(kind))
+            elif around:
+                steps.append(keep(*around, also=kind.name))
+                alone -= set(around)
+        return steps + [keep(axis) for axis in self.degrees if axis in alone]
 
     @property
     def open_axis(self) -> str | None:
@@ -244,7 +285,13 @@ class Layout(Degrees):
         return replace(self, **changed)
 
     def _find_least(self, axis: str) -> int:
-        return max((getattr(self, each.name) for each in AXES if each.within == axis), default=1)
+        least = 1
+        for kind in AXES:
+            around = [getattr(self, each) for each in kind.within if each != axis]
+            if axis in kind.within and None not in around:
+                degree = getattr(self, kind.name)
+                least = max(least, degree // gcd(degree, prod(around)))
+        return least
 
     def _multiply(self, **facts: bool) -> int:
         return prod(getattr(self, axis) for axis in list_axes(**facts))

@@ -209,7 +209,7 @@ def _list_inner(candidates: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]
     """Yield the degrees with every degree of the axes that are within others."""
     inner = [axis for axis in AXES if axis.within]
     for degrees in candidates:
-        choices = [divisors(degrees[axis.within]) for axis in inner]
+        choices = [divisors(math.prod(degrees[outer] for outer in axis.within)) for axis in inner]
         for chosen in itertools.product(*choices):
             yield degrees | dict(zip((axis.name for axis in inner), chosen, strict=True))
 

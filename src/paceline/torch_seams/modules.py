@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from types import CodeType
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "BatchNormBase",
     "DropoutBase",
     "NormBase",
+    "copy_frame",
     "find_call",
     "hide_from_ddp",
     "list_forward_hooks",
@@ -48,6 +50,13 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dict in which a module itself keeps its buffers, those that are None included."""
     return module._buffers
+
+
+def copy_frame(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with copies of its children, which share its parameters and buffers."""
+    twin = copy(module)
+    twin._modules = {name: copy(child) for name, child in module.named_children()}
+    return twin
 
 
 def hide_from_ddp(module: nn.Module, names: list[str]) -> None:

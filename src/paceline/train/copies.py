@@ -42,8 +42,8 @@ from paceline.torch_seams.tensors import read_version
 from paceline.train.agreement import NUM_COPIES, Numbers
 from paceline.train.same_settings import is_comparing
 
-# Digests of one step, in the order of the message. Optimizer state is compared like the parameters that tp
-# and ep divide.
+# Digests of one step, in the order of the message: of parameters that neither tp nor ep divides, of those
+# that they divide, and of all optimizer state.
 _WHOLE, _CUT, _STATE = range(NUM_COPIES)
 _STATE_TURNS = 4
 _MAX_ON_DEVICE = 32
@@ -134,7 +134,9 @@ class Copies:
             for key, buffer in module.named_buffers(recurse=False)
         ]
         self._mesh = mesh
-        self._has_copies = mesh is not None and any(len(ranks) > 1 for ranks in self._holders(is_cut=False))
+        self._has_copies = mesh is not None and any(
+            len(ranks) > 1 for kind in range(NUM_COPIES) for ranks in self._holders(kind)
+        )
 
     def give_up(self) -> None:
         """Stop comparing: from here on the ranks diverge on purpose."""
@@ -206,7 +208,7 @@ class Copies:
             return held
         rank = dist.get_rank()
         ranks_by_cut = {
-            is_cut: next(ranks for ranks in self._holders(is_cut) if rank in ranks)
+            is_cut: next(ranks for ranks in self._holders(_CUT if is_cut else _WHOLE) if rank in ranks)
             for is_cut in (False, True)
         }
         for name, buffer in self._statistics:
@@ -219,13 +221,18 @@ class Copies:
 
     def _group(self, digests: Numbers, kind: int) -> list[list[tuple[float, ...]]]:
         pairs = digests[:, 2 * kind : 2 * kind + 2].tolist()
-        return [[tuple(pairs[rank]) for rank in ranks] for ranks in self._holders(kind != _WHOLE)]
+        return [[tuple(pairs[rank]) for rank in ranks] for ranks in self._holders(kind)]
 
-    def _holders(self, is_cut: bool) -> list[list[int]]:
-        """Return the groups of ranks that hold the same values of cut tensors, or of whole ones."""
+    def _holders(self, kind: int) -> list[list[int]]:
+        """Return the groups of ranks that hold the same values of a kind of tensors."""
         assert self._mesh is not None
-        axes = list_axes(divides_model=False)
-        return self._mesh.layout.list_groups(axes if is_cut else (*axes, "tp", "ep"))
+        layout, apart = self._mesh.layout, set(list_axes(divides_model=True))
+        if kind == _WHOLE:
+            apart -= {"tp", "ep"}
+        elif kind == _CUT and layout.ep > 1:
+            # Experts are not sharded, whatever shards of the rest their ranks have.
+            apart.remove("dp_shard")
+        return layout.group_by(sorted(apart))
 
     def _state_of(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
         state = self._optimizer.state.get(parameter)

@@ -462,11 +462,11 @@ def _explain_parameters(case: Case) -> Explained:
 
 def _advise_on_parameters(case: Case) -> str:
     if case.layout.ep > 1:
-        copies = case.layout.num_replicas // case.layout.ep
+        copies = case.layout.dp // case.layout.ep
         return (
             f"Experts differ between the ranks of ep={case.layout.ep}, so nothing is summed or averaged over "
-            f"these; their {copies} cop{'ies' if copies > 1 else 'y'} over dp_replicate must be summed. Look "
-            "for such a sum or factor, or for a hook on the parameter."
+            f"these; their {copies} cop{'ies' if copies > 1 else 'y'} over the data ranks must be summed. "
+            "Look for such a sum or factor, or for a hook on the parameter."
         )
     if case.layout.tp > 1 or case.layout.cp > 1:
         return (

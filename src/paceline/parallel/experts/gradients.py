@@ -4,7 +4,7 @@ The ranks of ep run their microbatches in rounds. In each round, a rank's expert
 of each rank of ep, the source of these tokens. Under pp several rounds are under way at a time.
 
 The gradients of a round are complete: they are not summed over ep. Only the ranks that hold the same experts
-(every ep-th of dp_replicate) add theirs.
+(every ep-th data rank) add theirs.
 
 - `OrderedExpertSum` keeps the gradient of each microbatch apart and adds them in the order of the tree
   (`comm/tree.py`), so that the sum has the bits of one process.
@@ -48,7 +48,7 @@ class ExpertSum(ABC):
         """Start a global batch.
 
         Args:
-            num_owned: per rank of dp_replicate, the number of microbatches that it computes.
+            num_owned: per data rank, the number of microbatches that it computes.
         """
         self._num_owned = num_owned
 
@@ -76,7 +76,7 @@ class ExpertSum(ABC):
         """Put the sums into the parameters; collective over the copies."""
 
     def list_sources(self) -> range:
-        """Return the ranks of dp_replicate that share one copy of the experts with this rank."""
+        """Return the data ranks that share one copy of the experts with this rank."""
         start = self._copies.rank * self._axis.size
         return range(start, start + self._axis.size)
 
@@ -204,5 +204,5 @@ class _Leaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.total.keep(*ctx.given, gradient)
+        ctx.total.keep(*ctx.given, gradient.contiguous())
         return None, None, None, None

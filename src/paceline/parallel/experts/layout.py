@@ -11,6 +11,7 @@ forward:
 
 Backward does the same in reverse. A rank without a microbatch left runs an idle round (`join_forward`,
 `join_backward`): it has no tokens and runs nothing but the mixtures, so that the others can use its experts.
+With recompute, the backward of a block begins with the exchanges of its second forward, in idle rounds too.
 
 So outputs and gradients of each microbatch have the bits of one process, and a rank stores 1/ep of the
 experts, of their gradients and of their optimizer state.
@@ -18,9 +19,10 @@ experts, of their gradients and of their optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import gcd
+from dataclasses import dataclass
+from itertools import groupby
 from types import MethodType
 from typing import Any
 
@@ -31,15 +33,28 @@ from paceline.comm.exchange import Exchange, MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
-from paceline.models.moe import Experts
 from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
+from paceline.parallel.experts.forms import Answer, ExpertForm, check_forms, find_experts, hide_functions
 from paceline.parallel.experts.gradients import ExpertSum, OrderedExpertSum, QuickExpertSum
+from paceline.parallel.experts.turns import Turns
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks
 from paceline.parallel.split import Split, take_parts
 from paceline.torch_seams.tensors import is_fake
 
-# The parameters of `Experts`, in the order in which `Experts.multiply` takes them.
-WEIGHTS = ("gate_up_proj", "down_proj")
+
+@dataclass(frozen=True)
+class _IdleBlock:
+    """The mixtures of one block in an idle round, between its forward and its backward.
+
+    Attributes:
+        forms: their experts.
+        answers: to none of this rank's rows.
+        is_recomputed: whether the block's backward begins with a second forward.
+    """
+
+    forms: list[ExpertForm]
+    answers: list[Tensor]
+    is_recomputed: bool
 
 
 class ExpertLayout:
@@ -52,32 +67,49 @@ class ExpertLayout:
         mesh: the ranks.
         is_exact: whether to sum gradients in an order that does not depend on the ranks.
         device: of the laid-out model.
+        recomputed: names of the blocks whose forward backward repeats.
 
     Attributes:
         splits: of the experts' parameters, by full name.
-        names: of the experts, in the order of the forward.
-        number: of the round whose forward runs; runners set it.
+        names: of the experts, in the order of the forward, each with the full name of its first parameter.
+        number: of the round whose forward runs.
 
     Raises:
-        PacelineError: PL653 for a model without experts, PL655 if ep does not divide them, PL657 for hooks on
-            their parameters, PL434 for hooks on accumulated gradients.
+        PacelineError: PL655 if ep does not divide the experts, PL657 for hooks on their parameters, PL658 and
+            PL659 for experts that cannot be shared out, PL434 for hooks on accumulated gradients. In forwards
+            PL661, see `Turns`.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, *, is_exact: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        is_exact: bool,
+        device: torch.device,
+        recomputed: Sequence[str] = (),
+    ) -> None:
+        self._recomputed = tuple(recomputed)
         self._axis, self._mesh = mesh.ep, mesh
-        self._modules = find_experts(model)
-        self.names = list(self._modules)
+        check_forms(model)
+        self._forms = find_experts(model)
+        self.names = {name: f"{name}.{form.keys[0]}" for name, form in self._forms.items()}
+        self._name_of = {id(form): name for name, form in self._forms.items()}
+        self._num_experts = {id(form): form.num_experts for form in self._forms.values()}
         self._check(mesh.ep.size)
         self.splits = {
-            f"{name}.{key}": Split(0, 1, mesh.ep.size, "ep") for name in self._modules for key in WEIGHTS
+            f"{name}.{key}": Split(0, 1, mesh.ep.size, "ep")
+            for name, form in self._forms.items()
+            for key in form.keys
         }
         named = dict(model.named_parameters())
         check_hooks((name, named[name]) for name in self.splits)
         for name in self.splits:
             _refuse_hooks(name, named[name])
         take_parts(model, self.splits, mesh.ep.rank)
-        for module in self._modules.values():
-            module.forward = MethodType(self._make_forward(), module)  # type: ignore[method-assign]
+        for form in self._forms.values():
+            forward = form.make_forward(self._num_experts[id(form)], self._make_answer(form))
+            form.module.forward = MethodType(hide_functions(forward), form.module)
         self._lent = [mesh.borrow_group(mesh.ep)]
         self._group = self._lent[0]
         copies = None
@@ -86,16 +118,20 @@ class ExpertLayout:
             self._lent.append(copies)
         self._is_exact, self._copies_group, self._device = is_exact, copies, device
         self.number = 0
-        self._stages: dict[int, list[Experts]] = {}
+        self._turns = Turns(list(self._forms), goes_in_stages=mesh.pp.size > 1)
+        model.register_forward_pre_hook(self._turns.begin)
+        # A stage of pp leaves the forward by an exception.
+        model.register_forward_hook(self._turns.end, always_call=True)
+        self._stages: dict[int, list[ExpertForm]] = {}
         self._sums: dict[int, ExpertSum] = {}
         self._sum_of: dict[int, ExpertSum] = {}
         self._microbatches: list[list[int | None]] = []
-        self._answers: dict[tuple[int, int], list[Tensor]] = {}
+        self._idle: dict[tuple[int, int], list[_IdleBlock]] = {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parts of the experts' parameters."""
-        return [weight for module in self._modules.values() for weight in _list_weights(module)]
+        return [weight for form in self._forms.values() for weight in form.list_weights()]
 
     def complete(self, stages: Mapping[str, int] | None = None) -> None:
         """Prepare the sums of the gradients, once the parameters have their values; collective.
@@ -112,24 +148,24 @@ class ExpertLayout:
                 if on_cpu
                 else MessageExchange(self._copies_group, self._device)
             )
-        stages = dict.fromkeys(self._modules, 0) if stages is None else stages
+        stages = dict.fromkeys(self._forms, 0) if stages is None else stages
         for name, stage in stages.items():
-            self._stages.setdefault(stage, []).append(self._modules[name])
+            self._stages.setdefault(stage, []).append(self._forms[name])
         copies = self._mesh.expert_replicas
-        for stage, modules in sorted(self._stages.items()):
-            trained = [p for module in modules for p in _list_weights(module) if p.requires_grad]
+        for stage, forms in sorted(self._stages.items()):
+            trained = [p for form in forms for p in form.list_weights() if p.requires_grad]
             self._sums[stage] = (
                 OrderedExpertSum(trained, self._axis, copies, exchange)
                 if self._is_exact
                 else QuickExpertSum(trained, self._axis, copies)
             )
-            self._sum_of |= {id(module): self._sums[stage] for module in modules}
+            self._sum_of |= {id(form): self._sums[stage] for form in forms}
 
     def describe(self) -> str:
         """Return a line for the log."""
-        counts = sorted({self._count(module) for module in self._modules.values()})
+        counts = sorted(set(self._num_experts.values()))
         return (
-            f"experts: {len(self._modules)} mixtures of {' or '.join(map(str, counts))} experts, over "
+            f"experts: {len(self._forms)} mixtures of {' or '.join(map(str, counts))} experts, over "
             f"ep={self._axis.size}, {self._mesh.expert_replicas.size} copies"
         )
 
@@ -137,18 +173,19 @@ class ExpertLayout:
         """Return the number of rounds of the ranks that share this rank's experts.
 
         Args:
-            num_owned: per rank of dp_replicate, the number of microbatches that it computes.
+            num_owned: per data rank, the number of microbatches that it computes.
         """
         return max(num_owned[source] for source in self._list_sources())
 
-    def begin(self, num_owned: tuple[int, ...], *, idle_first: bool) -> None:
+    def begin(self, num_owned: tuple[int, ...], *, idle_first: bool, num_rounds: int | None = None) -> None:
         """Start a global batch; see `count_rounds`.
 
         Args:
-            num_owned: per rank of dp_replicate, the number of microbatches that it computes.
+            num_owned: per data rank, the number of microbatches that it computes.
             idle_first: whether ranks with fewer microbatches run idle rounds first, or last.
+            num_rounds: of the step, if ranks beside those that share experts run more.
         """
-        num_rounds = self.count_rounds(num_owned)
+        num_rounds = self.count_rounds(num_owned) if num_rounds is None else num_rounds
         self._microbatches = []
         for number in range(num_rounds):
             row: list[int | None] = []
@@ -159,6 +196,12 @@ class ExpertLayout:
             self._microbatches.append(row)
         for each in self._sums.values():
             each.begin(num_owned)
+        self.start_round(0)
+
+    def start_round(self, number: int) -> None:
+        """Start a round, before its forward; under pp, of one stage."""
+        self.number = number
+        self._turns.num_forwards = 0
 
     def join_forward(
         self, autocast: Callable[[], AbstractContextManager[Any]], number: int, stage: int = 0
@@ -170,21 +213,38 @@ class ExpertLayout:
             number: of the round.
             stage: of pp.
         """
-        self.number = number
-        answers = []
+        self.start_round(number)
+        blocks = []
         with autocast():
-            for module in self._stages.get(stage, ()):
-                rows = module.gate_up_proj.new_empty(0, module.gate_up_proj.shape[2])
-                counts = torch.zeros(self._count(module), dtype=torch.int64, device=rows.device)
-                answers.append(self._answer(module, rows, counts))
+            for block, forms in groupby(self._stages.get(stage, ()), key=self._find_block):
+                own = list(forms)
+                blocks.append(_IdleBlock(own, [self._answer_nothing(form) for form in own], block != ""))
         if torch.is_grad_enabled():
-            self._answers[number, stage] = answers
+            self._idle[number, stage] = blocks
 
-    def join_backward(self, number: int, stage: int = 0) -> None:
+    def join_backward(
+        self, autocast: Callable[[], AbstractContextManager[Any]], number: int, stage: int = 0
+    ) -> None:
         """Take part in the other ranks' backward of a round without tokens; see `join_forward`."""
-        for answer in reversed(self._answers.pop((number, stage))):
-            answer.backward(torch.zeros_like(answer))  # type: ignore[no-untyped-call]
+        for block in reversed(self._idle.pop((number, stage))):
+            if block.is_recomputed:
+                with torch.no_grad(), autocast():
+                    for form in block.forms:
+                        self._answer_nothing(form)
+            for answer in reversed(block.answers):
+                answer.backward(torch.zeros_like(answer))  # type: ignore[no-untyped-call]
         self.end_round(number, stage)
+
+    def _answer_nothing(self, form: ExpertForm) -> Tensor:
+        """Take part in an exchange without rows; return the answers to none."""
+        rows = form.list_weights()[0].new_empty(0, form.width)
+        counts = torch.zeros(self._num_experts[id(form)], dtype=torch.int64, device=rows.device)
+        return self._answer(form, rows, counts)
+
+    def _find_block(self, form: ExpertForm) -> str:
+        """Return the name of the recomputed block that the experts are in, or \"\" for none."""
+        name = self._name_of[id(form)]
+        return next((block for block in self._recomputed if name.startswith(f"{block}.")), "")
 
     def end_round(self, number: int, stage: int = 0) -> None:
         """End a round of a step, after its backward."""
@@ -193,7 +253,7 @@ class ExpertLayout:
 
     def end(self) -> None:
         """Put the sums of the gradients into the parameters; collective."""
-        assert not self._answers
+        assert not self._idle
         for each in self._sums.values():
             each.end()
 
@@ -204,35 +264,34 @@ class ExpertLayout:
         self._lent = []
 
     def _list_sources(self) -> range:
-        """Return the ranks of dp_replicate that share this rank's copy of the experts."""
+        """Return the data ranks that share this rank's copy of the experts."""
         start = self._mesh.expert_replicas.rank * self._axis.size
         return range(start, start + self._axis.size)
 
     def _check(self, degree: int) -> None:
-        for name, module in self._modules.items():
-            num_experts = module.gate_up_proj.shape[0]
-            if num_experts % degree:
-                raise experts_not_divided_error(degree, f"the {num_experts} experts of {name}", num_experts)
+        for name, form in self._forms.items():
+            if form.num_experts % degree:
+                what = f"the {form.num_experts} experts of {name}"
+                raise experts_not_divided_error(degree, what, form.num_experts)
 
-    def _count(self, module: Experts) -> int:
-        return module.gate_up_proj.shape[0] * self._axis.size
+    def _make_answer(self, form: ExpertForm) -> Answer:
+        def answer(rows: Tensor, counts: Tensor) -> Tensor:
+            if not is_fake(rows):
+                self._turns.take(self._name_of[id(form)])
+            return self._answer(form, rows, counts)
 
-    def _make_forward(self) -> Callable[[Experts, Tensor, Tensor], Tensor]:
-        def forward(module: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-            return self._answer(module, rows, counts)
+        return answer
 
-        return forward
-
-    def _answer(self, module: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def _answer(self, form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' answers to this rank's rows; collective over ep, in backward too."""
         if is_fake(rows):
-            return module.multiply(rows, counts, *_list_weights(module))  # a trial forward, for shapes
+            return form.multiply(rows, counts, form.list_weights())  # a trial forward, for shapes
         kind = rows.device.type
         if torch.is_autocast_enabled(kind):
             rows = rows.to(torch.get_autocast_dtype(kind))  # as the product does, but before the way
         if torch.is_grad_enabled():
-            for key in WEIGHTS:
-                _refuse_hooks(key, getattr(module, key))
+            for key, weight in zip(form.keys, form.list_weights(), strict=True):
+                _refuse_hooks(key, weight)
             if not rows.requires_grad:
                 # The other ranks' backward needs this rank's, whatever is frozen here.
                 rows = rows.detach().requires_grad_()
@@ -241,41 +300,26 @@ class ExpertLayout:
         received = arrived.sum(1).tolist()
         found = exchange_rows(rows, sent, received, self._group)
         multiply = self._multiply_apart if self._is_exact else _multiply_together
-        return exchange_rows(multiply(module, found, arrived), received, sent, self._group)
+        return exchange_rows(multiply(form, found, arrived), received, sent, self._group)
 
-    def _multiply_apart(self, module: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    def _multiply_apart(self, form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the answers, from one product per rank and expert."""
         answers = []
         for place, part in enumerate(torch.split(rows, counts.sum(1).tolist())):
-            weights: list[Tensor] = [*_list_weights(module)]
+            weights: list[Tensor] = [*form.list_weights()]
             if torch.is_grad_enabled():
-                use = self._sum_of[id(module)].use
+                use = self._sum_of[id(form)].use
                 weights = [use(w, place, self.number) if w.requires_grad else w for w in weights]
-            answers.append(module.multiply(part, counts[place], *weights))
+            answers.append(form.multiply(part, counts[place], weights))
         return torch.cat(answers)
 
 
-def _list_weights(module: Experts) -> list[nn.Parameter]:
-    return [getattr(module, key) for key in WEIGHTS]
-
-
-def _multiply_together(module: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+def _multiply_together(form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the answers, from one product per expert."""
     experts = torch.arange(counts.shape[1], device=rows.device).repeat(counts.shape[0])
     order = experts.repeat_interleave(counts.reshape(-1)).argsort(stable=True)
-    weights = _list_weights(module)
-    answers = module.multiply(rows.index_select(0, order), counts.sum(0), *weights)
+    answers = form.multiply(rows.index_select(0, order), counts.sum(0), form.list_weights())
     return answers.index_select(0, order.argsort())
-
-
-def find_experts(model: nn.Module) -> dict[str, Experts]:
-    """Return the experts of all mixtures of a model by full name, in the order of the forward."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-
-
-def count_experts(model: nn.Module) -> int:
-    """Return the greatest number of experts that every mixture of a model is a multiple of; 0 for none."""
-    return gcd(*(module.gate_up_proj.shape[0] for module in find_experts(model).values()))
 
 
 def experts_not_divided_error(degree: int, what: str, num_experts: int) -> PacelineError:

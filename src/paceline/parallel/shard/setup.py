@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,11 +59,17 @@ class Unit:
 
 
 def apply_sharding(
-    model: nn.Module, mesh: DeviceMesh, settings: ShardSettings, *, zero: int, offload: str
+    model: nn.Module,
+    mesh: DeviceMesh,
+    settings: ShardSettings,
+    *,
+    zero: int,
+    offload: str,
+    apart: Collection[str] = (),
 ) -> list[Unit]:
     """Shard a model in place; its parameters become DTensors, cut along their first dimension.
 
-    Parameters without a dimension are not changed and stay whole on every rank.
+    Parameters without a dimension are not changed and stay whole on every rank, and so do those of `apart`.
 
     Args:
         model: on its device, or on the meta device.
@@ -70,6 +77,7 @@ def apply_sharding(
         settings: of the sharding.
         zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: "none", "cpu" or "disk".
+        apart: full names of parameters that are not sharded.
 
     Returns:
         The blocks in the order of the definition, and the model last.
@@ -81,12 +89,12 @@ def apply_sharding(
     """
     keeps = _keeps_parameters(settings, zero)
     blocks = separable_blocks(model)
-    _check_parameters(model, blocks)
+    _check_parameters(model, blocks, apart)
     before = dict(model.named_parameters())
     check_hooks(before.items())
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, offload)}
-    # Kept whole on every rank, see `whole.py`.
-    arguments["ignored_params"] = {parameter for parameter in before.values() if not parameter.dim()}
+    # Those without a dimension are kept whole on every rank, see `whole.py`.
+    arguments["ignored_params"] = {p for name, p in before.items() if not p.dim() or name in apart}
     for name, block in [*blocks, ("", model)]:
         fully_shard(
             block,
@@ -99,7 +107,7 @@ def apply_sharding(
     check_torch(list(modules.values()))
     _hide_mark(model, [block for _, block in blocks])
     move_hooks(before, model)
-    units = _collect_units(model, modules)
+    units = _collect_units(model, modules, apart)
     for unit in units:
         # With a factor of 1 the operation is a plain sum; without force it would be "multiply, then sum".
         unit.module.set_gradient_divide_factor(1.0)
@@ -121,12 +129,12 @@ def _hide_mark(model: nn.Module, blocks: list[nn.Module]) -> None:
             unmark(module)
 
 
-def _collect_units(model: nn.Module, modules: dict[str, FSDPModule]) -> list[Unit]:
+def _collect_units(model: nn.Module, modules: dict[str, FSDPModule], apart: Collection[str]) -> list[Unit]:
     units = [Unit(name, module, []) for name, module in modules.items() if name]
     units.append(Unit("", modules[""], []))
     homes = {id(record.sharded_param): unit for unit in units for record in list_records(unit.module)}
     for name, parameter in model.named_parameters():
-        if parameter.dim():
+        if parameter.dim() and name not in apart:
             homes[id(parameter)].parameters.append((name, parameter))
     return units
 
@@ -144,8 +152,8 @@ def _keeps_parameters(settings: ShardSettings, zero: int) -> bool:
     return zero < 3 or settings.reshard_after_forward is False
 
 
-def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
-    named = list(model.named_parameters())
+def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]], apart: Collection[str]) -> None:
+    named = [(name, p) for name, p in model.named_parameters() if name not in apart]
     strided = [name for name, p in named if not p.is_contiguous()]
     if strided:
         raise PacelineError(
@@ -163,7 +171,7 @@ def _check_parameters(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> 
     for where, parameters in groups:
         dtypes: dict[torch.dtype, str] = {}
         for name, parameter in parameters:
-            if parameter.requires_grad and parameter.dim():
+            if parameter.requires_grad and parameter.dim() and name not in apart:
                 dtypes.setdefault(parameter.dtype, name)
         if len(dtypes) > 1:
             shown = ", ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in dtypes.items())

@@ -30,7 +30,7 @@ https://arxiv.org/abs/2304.11277). The levels are those of Rajbhandari et al. 20
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,6 +81,7 @@ class Shards:
         zero: what is sharded: 1 the optimizer's state, 2 gradients too, 3 parameters too.
         offload: "none", "cpu" or "disk": where the shards and the optimizer's state are kept between uses.
         exact_group: a private group over `mesh.dp` for the exact reduction, or `None` for the fast one.
+        apart: full names of parameters that are not sharded, and whose gradients are summed elsewhere.
 
     Attributes:
         group: the ranks over which gradients are summed.
@@ -106,6 +107,7 @@ class Shards:
         zero: int,
         offload: str = "none",
         exact_group: dist.ProcessGroup | None = None,
+        apart: Collection[str] = (),
     ) -> None:
         assert mesh.dp_shard.size > 1, "one rank has nothing to share"
         assert zero in (1, 2, 3), zero
@@ -120,10 +122,13 @@ class Shards:
         self._is_in_round = False
         self._hooked: set[int] = set()  # ids of torch's records
         self._disk = Disk(settings.offload_folder) if offload == "disk" else None
-        self.units = apply_sharding(model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload)
+        self.units = apply_sharding(
+            model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload, apart=apart
+        )
         self._chunks = self._build_chunks(mesh, exact_group)
         exchange = None if exact_group is None else self.exchange.exchange
-        self._whole = WholeParameters(model, self._rounds, self.group, exchange)
+        self._whole = WholeParameters(model, self._rounds, self.group, exchange, apart)
+        self._has_plain = bool(self._whole) or bool(apart)
         *blocks, root = [unit.module for unit in self.units]
         self._marks = Marks(root, blocks, mesh.device_mesh.device_type)
         self._skipped = Skipped(model, self.units, self._rounds, settings.prefetch, self._marks)
@@ -298,7 +303,7 @@ class Shards:
         """
         if self._disk is not None:
             self._disk.step(optimizer)
-        elif self._whole:
+        elif self._has_plain:
             with split_groups(optimizer):
                 optimizer.step()
         else:

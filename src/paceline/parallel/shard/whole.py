@@ -8,7 +8,7 @@ that the bits are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,12 +31,19 @@ class WholeParameters:
         rounds: of this model.
         group: the ranks of dp.
         exchange: sums in the order of the tree; `None` for the fast reduction.
+        apart: full names of parameters whose gradients are summed elsewhere.
     """
 
     def __init__(
-        self, model: nn.Module, rounds: StepProgress, group: dist.ProcessGroup, exchange: Exchange | None
+        self,
+        model: nn.Module,
+        rounds: StepProgress,
+        group: dist.ProcessGroup,
+        exchange: Exchange | None,
+        apart: Collection[str] = (),
     ) -> None:
         self._model = model
+        self._apart = apart
         self._rounds = rounds
         self._group = group
         self._exchange = exchange
@@ -91,7 +98,8 @@ class WholeParameters:
 
     def _list(self) -> list[tuple[str, nn.Parameter]]:
         named = self._model.named_parameters()
-        return [(name, p) for name, p in named if p.requires_grad and not isinstance(p, DTensor)]
+        plain = [(name, p) for name, p in named if p.requires_grad and not isinstance(p, DTensor)]
+        return [(name, p) for name, p in plain if name not in self._apart]
 
     def _of(self, dtype: torch.dtype) -> list[nn.Parameter]:
         return [p for _, p in self._trained if p.dtype == dtype]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -144,10 +144,18 @@ class Stages:
                 small = torch.zeros((), dtype=parameter.dtype, device=self._device).expand(parameter.shape)
                 self._replace(parameter, nn.Parameter(small, requires_grad=parameter.requires_grad))
 
-    def shard(self, mesh: Mesh, shapes: Mapping[str, torch.Size], *, zero: int, prefetch: bool) -> None:
-        """Divide the parameters over dp_shard; see `StageShards`."""
+    def shard(
+        self,
+        mesh: Mesh,
+        shapes: Mapping[str, torch.Size],
+        *,
+        zero: int,
+        prefetch: bool,
+        apart: Collection[str],
+    ) -> None:
+        """Divide the parameters over dp_shard, except those of `apart`; see `StageShards`."""
         self.shards = StageShards(
-            self._model, mesh, shapes, self.users, self.own, zero=zero, prefetch=prefetch
+            self._model, mesh, shapes, self.users, self.own, zero=zero, prefetch=prefetch, apart=apart
         )
 
     def vacate(self) -> None:

@@ -16,7 +16,7 @@ on every rank of dp_shard:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,7 @@ class StageShards:
         own: the stages of this rank.
         zero: 1, 2 or 3; see the module.
         prefetch: whether the next action's stage is gathered ahead.
+        apart: full names of parameters that are not sharded.
 
     Attributes:
         num_ranks, rank: of dp_shard.
@@ -97,6 +98,7 @@ class StageShards:
         *,
         zero: int,
         prefetch: bool,
+        apart: Collection[str] = (),
     ) -> None:
         axis = mesh.dp_shard
         self.num_ranks, self.rank, self.zero = axis.size, axis.rank, zero
@@ -107,7 +109,7 @@ class StageShards:
         self._by_stage: dict[int, list[_Parted]] = {stage: [] for stage in own}
         check_hooks(model.named_parameters())
         for name, parameter in list(model.named_parameters()):
-            if not shapes[name]:
+            if not shapes[name] or name in apart:
                 continue  # a number cannot be cut
             found = self._replace(model, name, parameter, shapes[name])
             for stage in users[name]:

@@ -19,7 +19,7 @@ from paceline.recipe.rules.context import (
 )
 from paceline.recipe.rules.experts import (
     experts_are_there,
-    experts_divide_replicas,
+    experts_divide_data_ranks,
     experts_go_with,
     mixtures_have_whole_sequences,
 )
@@ -60,7 +60,7 @@ RULES: tuple[Rule, ...] = (
     context_goes_with,
     ways_to_attend_have_cp,
     experts_are_there,
-    experts_divide_replicas,
+    experts_divide_data_ranks,
     experts_go_with,
     mixtures_have_whole_sequences,
 )

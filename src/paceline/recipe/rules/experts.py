@@ -21,8 +21,8 @@ def experts_are_there(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterato
             "layout.ep",
             f"layout.ep={layout.ep} for a model without experts.",
             "ep shares the experts of mixtures among ranks. It finds those of paceline.models.moe.Experts, "
-            'which model.kind="moe" has.',
-            "Leave ep out: the ranks of dp_replicate then hold copies.",
+            'which model.kind="moe" has, and those of transformers.',
+            "Leave ep out: every data rank then has the whole model, or a shard of it.",
         )
     elif model.num_experts % layout.ep:
         yield Finding(
@@ -30,7 +30,7 @@ def experts_are_there(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterato
             "layout.ep",
             f"layout.ep={layout.ep} does not divide {model.num_experts} experts.",
             "Each rank of ep holds equally many experts of each mixture.",
-            f"Set ep to {list_numbers(divisors(gcd(model.num_experts, layout.dp_replicate or 1)))}.",
+            f"Set ep to {list_numbers(divisors(gcd(model.num_experts, _count_data(layout))))}.",
         )
 
 
@@ -46,19 +46,23 @@ def mixtures_have_whole_sequences(model: ModelFacts, _: RunFacts, layout: Layout
         )
 
 
-def experts_divide_replicas(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield ep that does not divide dp_replicate: neighbouring replicas share the experts."""
-    replicas = layout.dp_replicate or 1
-    if replicas % layout.ep:
-        choices = divisors(gcd(model.num_experts or replicas, replicas))
+def experts_divide_data_ranks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield ep that does not divide the data ranks: neighbours among these share the experts."""
+    num_ranks = _count_data(layout)
+    if num_ranks % layout.ep:
+        choices = divisors(gcd(model.num_experts or num_ranks, num_ranks))
+        shards = f" x layout.dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else ""
         yield Finding(
             "PL654",
             "layout.ep",
-            f"layout.ep={layout.ep} does not divide layout.dp_replicate={replicas}.",
-            "ep adds no ranks: each group of ep neighbouring ranks of dp_replicate shares one copy of the "
-            "experts.",
+            f"layout.ep={layout.ep} does not divide layout.dp_replicate={layout.dp_replicate or 1}{shards}.",
+            "ep adds no ranks: each group of ep neighbouring data ranks shares one copy of the experts.",
             f"Set ep to {list_numbers(choices)}, or dp_replicate to a multiple of {layout.ep}.",
         )
+
+
+def _count_data(layout: Layout) -> int:
+    return (layout.dp_replicate or 1) * layout.dp_shard
 
 
 def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
@@ -68,11 +72,18 @@ def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fi
     ddp = list_changed(run.ddp, besides=frozenset({"bucket_cap_mb", "gradient_as_bucket_view"}))
     mixes = (
         (
-            layout.dp_shard > 1,
-            "layout.dp_shard",
-            f"layout.dp_shard={layout.dp_shard}",
-            "Shards are gathered by all data ranks, and ep shares experts among replicas.",
-            "Set dp_shard=1, or ep=1.",
+            layout.offload != "none",
+            "layout.offload",
+            f"layout.offload={layout.offload}",
+            "Experts are not sharded, and offloading moves shards.",
+            "Leave offload out, or set ep=1.",
+        ),
+        (
+            run.shard.param_dtype != "none",
+            "shard.param_dtype",
+            f"shard.param_dtype={run.shard.param_dtype}",
+            "It converts parameters when they are gathered, and experts are not gathered.",
+            "Set train.dtype instead, or ep=1.",
         ),
         (
             layout.tp > 1,
@@ -80,13 +91,6 @@ def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fi
             f"layout.tp={layout.tp}",
             "Ranks of tp would all send the same tokens.",
             "Set tp=1, or ep=1.",
-        ),
-        (
-            layout.recompute != "none",
-            "layout.recompute",
-            f"layout.recompute={layout.recompute}",
-            "Backward would send the tokens again, which ranks without a microbatch do not expect.",
-            "Leave recompute out, or set ep=1.",
         ),
         (
             bool(ddp),

@@ -45,11 +45,10 @@ class RoutedRunner(WholeRunner):
     def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
         """Run the rank's own microbatches after its idle rounds, and sum the experts' gradients."""
         self._experts.begin(work.share.num_owned, idle_first=True)
-        self._experts.number = 0
         for number in range(self._count_idle(work.share)):
             self._experts.join_forward(self._precision.autocast, number)
-            self._experts.join_backward(number)
-            self._experts.number = number + 1
+            self._experts.join_backward(self._precision.autocast, number)
+        self._experts.start_round(self._count_idle(work.share))
         comm_s = super()._run_rounds(work, count_flops=count_flops)
         self._experts.end()
         return comm_s
@@ -57,7 +56,7 @@ class RoutedRunner(WholeRunner):
     def _after_backward(self, work: Work, *, is_last: bool) -> None:
         super()._after_backward(work, is_last=is_last)
         self._experts.end_round(self._experts.number)
-        self._experts.number += 1
+        self._experts.start_round(self._experts.number + 1)
 
     @torch.no_grad()
     def _forward_all(

@@ -2,7 +2,7 @@
 
 All ranks of dp run as many rounds as the one with the most microbatches, because all of them take part in
 each gather. A rank without a microbatch left runs an idle round: a borrowed microbatch, whose gradients do
-not count.
+not count. If the data ranks share experts too, it sends the tokens of this microbatch to them as well.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class ShardedRunner(Runner):
         assert laid_out.shards is not None
         assert self.used is not None
         self._shards = laid_out.shards
+        self._experts = laid_out.experts
         self._dp = mesh.dp
 
     @property
@@ -58,6 +59,11 @@ class ShardedRunner(Runner):
     def adopt_state(self, optimizer: Optimizer) -> None:
         self._shards.offload_state(optimizer)
 
+    def close(self) -> None:
+        if self._experts is not None:
+            self._experts.close()
+        super().close()
+
     def _run_rounds(self, work: Work, *, count_flops: bool) -> float:
         """Run equally many rounds on every rank, because all ranks gather parameters in each forward."""
         share, shards, comm_s = work.share, self._shards, 0.0
@@ -65,18 +71,26 @@ class ShardedRunner(Runner):
         if not shards.num_rounds:
             work.launch.now()
             return 0.0
+        if self._experts is not None:
+            self._experts.begin(share.num_owned, idle_first=False, num_rounds=shards.num_rounds)
         lent = None
         if min(share.num_owned) < shards.num_rounds:
             lent = lend_batch(share, self._dp)
         for number in range(shards.num_rounds):
             is_last = number == shards.num_rounds - 1
             is_own = number < len(share.microbatches)
+            if self._experts is not None:
+                self._experts.start_round(number)
             with shards.synchronising(is_last, share.microbatches[number][0] if is_own else None):
                 if is_own:
                     with self._counting_flops(share) if count_flops and number == 0 else nullcontext():
                         comm_s += self._run_microbatch(work, number, is_last=is_last)
                 else:
                     comm_s += self._run_idle(work, lent, is_last=is_last)
+            if self._experts is not None:
+                self._experts.end_round(number)
+        if self._experts is not None:
+            self._experts.end()
         if not shards.silent:
             shards.check_reduced()
         return comm_s
@@ -104,7 +118,8 @@ class ShardedRunner(Runner):
         """Read the used parameters from the shards, because unused parameters get gradients of zeros too."""
         if is_last:
             assert self.used is not None
-            self.used[:] = [id(p) in self._shards.used for p in self._trained]
+            apart = set() if self._experts is None else {id(p) for p in self._experts.parameters}
+            self.used[:] = [id(p) in self._shards.used or id(p) in apart for p in self._trained]
             work.launch.now()
 
     def _list_microbatches(self, share: Share) -> list[Microbatch]:

@@ -37,11 +37,13 @@ from paceline.errors import PacelineError
 from paceline.generators import seed_generators
 from paceline.mesh import Mesh
 from paceline.parallel.exact import Gradients, nothing_like
+from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.flops import FlopCounter
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
 from paceline.parallel.placement import local
 from paceline.parallel.recompute import explaining_recompute
+from paceline.parallel.shard.whole import split_groups
 from paceline.parallel.stages.deferred import WeightGradients, deferring, list_deferrable
 from paceline.parallel.stages.plan import StageCut
 from paceline.parallel.stages.received import ReceivedGradient, receive
@@ -156,6 +158,13 @@ class StagedRunner(Runner):
             fix="Measure whole steps, for example with `paceline bench scaling`.",
         )
 
+    def step(self, optimizer: Optimizer) -> None:
+        if self._shards is None or self._experts is None:
+            optimizer.step()
+            return
+        with split_groups(optimizer):
+            optimizer.step()
+
     def adopt_state(self, optimizer: Optimizer) -> None:
         """Do nothing: the state already is on its device."""
 
@@ -175,7 +184,7 @@ class StagedRunner(Runner):
         for reduction in self._reductions.values():
             reduction.begin(share.num_owned)
         if self._experts is not None:
-            self._experts.begin(share.num_owned, idle_first=False)
+            self._experts.begin(share.num_owned, idle_first=False, num_rounds=self._count_rounds(share))
         waited_s, begun_s = 0.0, time.perf_counter()
         if self._count_rounds(share):
             with self._whole():
@@ -197,11 +206,11 @@ class StagedRunner(Runner):
         If stages are gathered or gradients summed for each action, or data ranks share experts, those with
         fewer microbatches take part in the actions of the others, without microbatches of their own.
         """
+        if self._shards is not None:
+            return max(share.num_owned, default=0)
         if self._experts is not None:
             return self._experts.count_rounds(share.num_owned)
-        if self._shards is None:
-            return len(share.microbatches)
-        return max(share.num_owned, default=0)
+        return len(share.microbatches)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -217,20 +226,25 @@ class StagedRunner(Runner):
 
     def _join(self, action: Action, following: Action | None) -> None:
         """Take part in the collectives of an action of other data ranks."""
-        if self._experts is not None:
-            if action.kind is ActionKind.FORWARD:
-                self._experts.join_forward(self._precision.autocast, action.microbatch, action.stage)
-            elif action.kind is not ActionKind.WEIGHT:
-                self._experts.join_backward(action.microbatch, action.stage)
-            return
-        assert self._shards is not None
         next_stage = None if following is None else following.stage
-        self._shards.gather(action.stage, next_stage)
+        if self._shards is not None:
+            self._shards.gather(action.stage, next_stage)
+        if self._experts is not None:
+            self._join_experts(self._experts, action)
+        if self._shards is None:
+            return
         self._shards.free(action.stage, next_stage)
         reduction = self._reductions[action.stage]
         adds = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)
         if adds and isinstance(reduction, CutStageSum):
             reduction.add_nothing()
+
+    def _join_experts(self, experts: ExpertLayout, action: Action) -> None:
+        """Take part in the exchanges of tokens of an action of other data ranks."""
+        if action.kind is ActionKind.FORWARD:
+            experts.join_forward(self._precision.autocast, action.microbatch, action.stage)
+        elif action.kind is not ActionKind.WEIGHT:
+            experts.join_backward(self._precision.autocast, action.microbatch, action.stage)
 
     def _run_schedule(self, work: Work, *, count_flops: bool) -> float:
         """Do this rank's actions in order; return the seconds that it waited for other stages."""
@@ -314,7 +328,7 @@ class StagedRunner(Runner):
         stage, number = action.stage, action.microbatch
         work, batch = state.work, state.batches[number]
         if self._experts is not None:
-            self._experts.number = number
+            self._experts.start_round(number)
         cut, index = self._cuts[number], work.share.microbatches[number][0]
         crossing = cut.crossings[stage]
         received, gradients = receive(crossing, *needs.values())
@@ -482,8 +496,9 @@ class StagedRunner(Runner):
                         results.append(objective.loss(output, batch))
                 for message in list_results(action, schedule.num_stages, {}):
                     transfer.give(message, [made[tensor.made] for tensor in cut.crossings[stage + 1]])
-            for number in range(len(batches), num_rounds if self._experts is not None else 0):
-                self._join(Action(ActionKind.FORWARD, stage, number), None)
+            for number in range(len(batches), num_rounds):
+                if self._experts is not None:
+                    self._join_experts(self._experts, Action(ActionKind.FORWARD, stage, number))
             if self._shards is not None:
                 self._shards.free(stage, following)
         UNDER_WAY.action = None

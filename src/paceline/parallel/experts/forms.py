@@ -1,0 +1,255 @@
+"""The forms of experts that ep can share out: Paceline's own, and those of transformers.
+
+In each of them, one module holds the weights of all experts of a mixture, as parameters whose first dimension
+counts experts. The experts of transformers choose at each call among several implementations, whose products
+have other bits and need other shapes. `open_experts` replaces these by one: each token's answers are computed
+by a product per expert, and weighted and added in the order of the token's choices, as transformers'
+`grouped_mm` adds them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import PacelineError
+from paceline.models.grouped import add_to_groups, multiply_groups
+from paceline.models.moe import Experts, ask_experts, count_choices
+from paceline.phrases import name_some
+from paceline.torch_seams.dispatch import without_functions
+from paceline.torch_seams.modules import copy_frame
+from paceline.torch_seams.tensors import is_fake
+
+# From rows that are sorted by expert, and the number of rows for each expert, to the answers.
+Answer = Callable[[Tensor, Tensor], Tensor]
+
+
+class ExpertForm(ABC):
+    """The experts of one mixture, in one module.
+
+    Args:
+        module: the experts, whole.
+
+    Attributes:
+        module: as given.
+        keys: the names of the module's parameters that ep divides by experts.
+        num_experts: of the mixture, on all ranks together.
+        width: of a row.
+    """
+
+    keys: tuple[str, ...]
+    width: int
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def list_weights(self) -> list[nn.Parameter]:
+        """Return the parameters of `keys`, as they are now: whole, or a rank's part."""
+        return [getattr(self.module, key) for key in self.keys]
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts whose weights the module holds now."""
+        return self.list_weights()[0].shape[0]
+
+    @abstractmethod
+    def multiply(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Return the answers of experts to rows.
+
+        Args:
+            rows: [rows, width], sorted by expert.
+            counts: rows of each expert, int64 [experts].
+            weights: of these experts, in the order of `keys`.
+        """
+
+    @abstractmethod
+    def make_forward(self, num_experts: int, answer: Answer) -> Callable[..., Tensor]:
+        """Return a forward for the module, as a function of the module and its inputs.
+
+        Args:
+            num_experts: of the mixture, on all ranks together.
+            answer: computes the answers.
+        """
+
+
+class OwnForm(ExpertForm):
+    """Experts of `paceline.models.moe`."""
+
+    keys = ("gate_up_proj", "down_proj")
+
+    def __init__(self, module: Experts) -> None:
+        super().__init__(module)
+        self.width = module.gate_up_proj.shape[2]
+
+    def multiply(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        return Experts.multiply(rows, counts, *weights)
+
+    def make_forward(self, num_experts: int, answer: Answer) -> Callable[..., Tensor]:
+        return lambda module, rows, counts: answer(rows, counts)
+
+
+class TransformersForm(ExpertForm):
+    """Experts of transformers: a class with the decorator `use_experts_implementation`.
+
+    The decorator's attributes describe the class: whether its experts have a gate and biases, and whether
+    their matrices are transposed. The gate's own function is the class's `_apply_gate`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        # A copy that no hook and no stage of pp follows: the module computes a part per rank of ep, and an
+        # activation is a module that would be called as often.
+        self._described: Any = copy_frame(module)
+        first = "gate_up_proj" if self._described.has_gate else "up_proj"
+        keys = [first, "down_proj"]
+        if self._described.has_bias:
+            keys = [key for weight in keys for key in (weight, f"{weight}_bias")]
+        self.keys = tuple(keys)
+        self.width = getattr(module, first).shape[1 if self._described.is_transposed else 2]
+
+    def multiply(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        described, given = self._described, dict(zip(self.keys, weights, strict=True))
+        inner = self._apply(self.keys[0], rows, counts, given)
+        activate = described._apply_gate if described.has_gate else described.act_fn
+        if is_fake(inner):
+            inner = activate(inner)
+        else:
+            # By expert as well: kernels compute the last elements of a tensor in another way.
+            parts = [activate(part) for part in torch.split(inner, counts.tolist()) if len(part)]
+            inner = torch.cat(parts) if parts else activate(inner)
+        return self._apply("down_proj", inner, counts, given)
+
+    def _apply(self, key: str, rows: Tensor, counts: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        matrices = given[key].transpose(1, 2) if self._described.is_transposed else given[key]
+        product = multiply_groups(rows, matrices, counts)
+        return add_to_groups(product, given[f"{key}_bias"], counts) if f"{key}_bias" in given else product
+
+    def make_forward(self, num_experts: int, answer: Answer) -> Callable[..., Tensor]:
+        def forward(_: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            tokens = hidden.reshape(-1, hidden.shape[-1])
+            if not torch.is_autocast_enabled(hidden.device.type):
+                tokens = tokens.to(self.list_weights()[0].dtype)
+            counts = count_choices(chosen, num_experts)
+            answers = ask_experts(tokens, chosen, lambda rows: answer(rows, counts))
+            # As transformers does: in the wider type of the two, and narrowed after the sum.
+            added = (answers * weights.reshape(*answers.shape[:2], 1)).sum(1)
+            return added.to(hidden.dtype).view(*hidden.shape[:-1], added.shape[-1])
+
+        return forward
+
+
+def hide_functions(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward whose functions no mode follows, except in trial forwards.
+
+    A stage of pp follows the functions that the trial forward has called, and would not know the exchanges.
+    """
+
+    def hidden(module: nn.Module, tokens: Tensor, *others: Tensor) -> Tensor:
+        if is_fake(tokens):
+            return forward(module, tokens, *others)
+        with without_functions():
+            return forward(module, tokens, *others)
+
+    return hidden
+
+
+def find_experts(model: nn.Module) -> dict[str, ExpertForm]:
+    """Return the experts of all mixtures of a model by full name, in the order of the definition."""
+    found = {name: _find_form(module) for name, module in model.named_modules()}
+    return {name: form for name, form in found.items() if form is not None}
+
+
+def open_experts(model: nn.Module) -> None:
+    """Let transformers' experts multiply by one product per expert, in place, whatever the user has set."""
+    for form in find_experts(model).values():
+        if isinstance(form, TransformersForm):
+            form.module.forward = MethodType(_forward_alone, form.module)
+
+
+def count_experts(model: nn.Module) -> int | None:
+    """Return the greatest number of experts that every mixture of a model is a multiple of.
+
+    It is 0 for a model without mixtures, and `None` if some are in a form that `check_forms` refuses.
+    """
+    if _list_unknown(model):
+        return None
+    return gcd(*(form.num_experts for form in find_experts(model).values()))
+
+
+def check_forms(model: nn.Module) -> None:
+    """Raise for mixtures that cannot be shared out.
+
+    Raises:
+        PacelineError: PL658 for experts of an unknown form, PL659 for experts that share weights.
+    """
+    unknown = _list_unknown(model)
+    if unknown:
+        raise PacelineError(
+            "PL658",
+            saw=f"experts in a form that ep cannot share out: {name_some(unknown, 4)}.",
+            rule="ep divides parameters whose first dimension counts experts, in a module that is called "
+            "once with all tokens: experts of transformers that its use_experts_implementation decorates, or "
+            "paceline.models.moe.Experts.",
+            fix="Hold the experts' weights in a paceline.models.moe.Experts, or leave ep out.",
+        )
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for form in find_experts(model).values():
+        for weight in form.list_weights():
+            if len(names[id(weight)]) > 1:
+                raise PacelineError(
+                    "PL659",
+                    saw=f"one parameter of experts under several names: {name_some(names[id(weight)], 4)}.",
+                    rule="Under ep each mixture has weights of its own.",
+                    fix="Give each mixture its own experts, or leave ep out.",
+                )
+
+
+def _find_form(module: nn.Module) -> ExpertForm | None:
+    if isinstance(module, Experts):
+        return OwnForm(module)
+    return TransformersForm(module) if _is_decorated(module) and not _has_norm(module) else None
+
+
+def _is_decorated(module: nn.Module) -> bool:
+    """Return whether transformers' decorator made a module's class, whose forward nobody has replaced."""
+    if "_is_expert_parallel" not in vars(module) or not hasattr(type(module).forward, "__wrapped__"):
+        return False
+    weight = getattr(module, "down_proj", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 3 or not weight.is_floating_point():
+        return False  # quantised
+    own = vars(module).get("forward")
+    return own is None or getattr(own, "__func__", None) is _forward_alone
+
+
+def _has_norm(module: nn.Module) -> bool:
+    # Its weights belong to all experts, so that no rank has their whole gradient.
+    return bool(getattr(module, "has_post_expert_norm", False))
+
+
+def _list_unknown(model: nn.Module) -> list[str]:
+    """Return descriptions of the modules that hold experts in an unknown form."""
+    found = []
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1
+        if is_list and "expert" in name.rpartition(".")[2].lower():
+            kinds = {type(child).__name__ for child in module.children()}
+            found.append(
+                f"{name} ({type(module).__name__} of {len(cast(Any, module))} {name_some(sorted(kinds), 2)})"
+            )
+        elif _is_decorated(module) and _has_norm(module):
+            found.append(f"{name} ({type(module).__name__}, with a norm that all experts share)")
+    return found
+
+
+def _forward_alone(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    form = TransformersForm(module)
+    answer: Answer = lambda rows, counts: form.multiply(rows, counts, form.list_weights())  # noqa: E731
+    return hide_functions(form.make_forward(form.num_experts, answer))(module, hidden, chosen, weights)
