@@ -5,6 +5,8 @@ Ranks of different claimed nodes exchange messages only, as real ones do.
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import os
 import random
 import re
@@ -192,3 +194,26 @@ def test_delayed_steps_have_the_bits_of_one_process(ranks: Pool, nodes: tuple[in
     ((trained, _),) = ranks.run(train_deep, 1, (30, False, False), timeout_s=60)
     for found in ranks.run(train_on_nodes, len(nodes), (nodes, 30), timeout_s=100):
         assert found == (trained.hash, trained.losses)
+
+
+def collect_warnings(world: Any, nodes: tuple[int, ...]) -> list[str]:
+    handler = logging.handlers.BufferingHandler(100)
+    by_node.log.addHandler(handler)
+    leaves = draw_leaves(len(nodes), 10, torch.float32, 0)
+    try:
+        with claim_node(nodes[world.rank]):
+            exchange = SharedMemoryExchange(dist.group.WORLD)  # type: ignore[arg-type]
+            for _ in range(2):
+                sum_on_ranks(exchange, (1,) * len(nodes), leaves)
+    finally:
+        by_node.log.removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer if record.levelno >= logging.WARNING]
+
+
+def test_ranks_that_are_placed_round_robin_are_warned_of_once(ranks: Pool) -> None:
+    first, *others = ranks.run(collect_warnings, 3, ((0, 1, 0),))
+    (message,) = first
+    assert "their nodes are 0, 1, 0" in message
+    assert message.endswith("[PL957]")
+    assert others == [[], []]
+    assert ranks.run(collect_warnings, 3, ((0, 0, 1),)) == [[], [], []]

@@ -226,3 +226,27 @@ def before_the_last_backward(world: Any) -> list[str]:
 def test_the_agreement_travels_while_gradients_are_computed(ranks: Pool) -> None:
     for events in ranks.run(before_the_last_backward):
         assert events == ["forward", "backward", "forward", "backward", "gradients", "agreement"]
+
+
+def collectives_of_a_start(world: Any, reduction: str) -> tuple[int, int, bool]:
+    """Bytes broadcast and numbers summed while a trainer is built, and whether ranks agree."""
+    model = nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.Linear(64, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(world.rank)
+    before = count_recorded()
+    build_trainer(model, reduction=reduction)
+    found = recorded_collectives(before)
+    broadcast = [sizes[0] for name, sizes in found if name == "broadcast" and sizes[0] > 64]
+    summed = sum(sizes[0] for name, sizes in found if name == "all_reduce" and len(sizes) == 1)
+    return sum(broadcast), summed, all((p == 0).all().item() for p in model.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_the_model_is_sent_once_when_training_starts(ranks: Pool, reduction: str) -> None:
+    num_parameters = 12 * 64 + 64 + 2 * 64 + 64 * 3 + 3
+    model_bytes = 4 * (num_parameters + 2 * 64)  # and running statistics
+    for broadcast, summed, is_same in ranks.run(collectives_of_a_start, args=(reduction,), env=RECORD):
+        assert is_same
+        assert broadcast == model_bytes
+        assert summed < num_parameters
