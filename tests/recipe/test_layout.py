@@ -36,7 +36,7 @@ def test_parse(text: str, degree: int | None) -> None:
     [
         ("dp_shard=auto", 1),
         ("dp_replicate=2 dp_shard=auto", 2),
-        ("ep=2 dp_shard=auto", 2),
+        ("ep=2 dp_shard=auto", 1),  # ep counts shards too
     ],
 )
 def test_one_degree_is_open(text: str, copies: int) -> None:

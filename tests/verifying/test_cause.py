@@ -21,7 +21,8 @@ from paceline.verifying.compare import (
     measure_distance,
     share_apart,
 )
-from paceline.verifying.locate import EventDifference, Observed, WatchedFacts, find_part
+from paceline.verifying.locate import EventDifference, Observed, WatchedFacts
+from paceline.verifying.parts import Place, find_part
 from paceline.verifying.reference import Facts
 from paceline.verifying.watch import Event, ModuleFacts
 
@@ -81,13 +82,17 @@ def test_rounding_and_masks(matrix: Tensor) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_ranks_part_is_found(matrix: Tensor, dim: int, rank: int) -> None:
-    part = matrix.chunk(2, dim)[rank]
-    assert torch.equal(find_part(matrix, part, 2, rank), part)  # type: ignore[arg-type]
-    packed = torch.cat([piece.chunk(2, 0)[rank] for piece in matrix.chunk(3, 0)])  # heads of q, k and v
-    assert torch.equal(find_part(matrix, packed, 2, rank), packed)  # type: ignore[arg-type]
-    assert find_part(matrix, matrix, 2, rank) is matrix
-    assert find_part(matrix, matrix[:5], 2, rank) is None
-    assert find_part(matrix, matrix[:6, :3], 2, rank) is None
+    places = [Place("tp", 2, rank)]
+    for part in (
+        matrix.chunk(2, dim)[rank],
+        torch.cat([piece.chunk(2, 0)[rank] for piece in matrix.chunk(3, 0)]),  # heads of q, k and v
+    ):
+        found = find_part(matrix, part, places)
+        assert found is not None
+        assert torch.equal(found, part)
+    assert find_part(matrix, matrix, places) is matrix
+    assert find_part(matrix, matrix[:5], places) is None
+    assert find_part(matrix, matrix[:6, :3], places) is None
 
 
 def test_a_sum_is_taken_apart() -> None:

@@ -78,7 +78,7 @@ QUICK = {
 def test_a_planted_fault_is_found_and_explained(ranks: Pool, tmp_path: Path, fault: str) -> None:
     expected = EXPECTED[fault]
     result = find(ranks, tmp_path, expected.kind, expected.layout, fault)
-    assert result.status == "differs"
+    assert result.status == "differs", result
     assert result.worst > 1e9, "faults are orders of magnitude beyond rounding"
     (finding,) = result.findings
     assert finding.code == expected.code, str(finding)

@@ -42,7 +42,7 @@ class Layout(Degrees):
 
     The degrees are the rows of the table in `axes.py`, which explains each. One of `dp_replicate` and
     `dp_shard` may be open (`None`): as many as there are ranks left. With an open `dp_shard`, copies that are
-    not given are as few as `ep` allows.
+    not given are one.
 
     Attributes:
         zero: what dp_shard shards: 1 the optimizer's state, 2 gradients too, 3 parameters too.

@@ -152,8 +152,9 @@ def test_one_sum_per_attention_and_feed_forward_and_pass(ranks: Pool, tp: int) -
             activations, agreed = split_axes(sent)
             assert activations == PLAIN * k
             # Losses and weights of k microbatches with the header; then the norm, once per step.
-            assert [kind for kind, _ in agreed] == ["all_to_all", "all_reduce"]
-            assert agreed[1] == ("all_reduce", 1)
+            # Each rank sends its own to every other.
+            assert [kind for kind, _ in agreed] == ["all_to_all", "all_to_all"]
+            assert agreed[1] == ("all_to_all", tp)
             total = sum(each.num_bytes(tp) for each in sent if each.dtype == "Float")
             assert total == plan_bytes(f"tp={tp}", k)
 
@@ -206,8 +207,10 @@ def test_shards_of_parts_send_the_parts_only(ranks: Pool, zero: int) -> None:
             assert {each.axis for each in sent} == {"dp_shard", "tp", "world"}
             sums = [each for each in sent if each.axis == "tp" and each.numel == ACTIVATION]
             assert len(sums) == k * (2 + 4 * LAYERS)
-            norms = [each for each in sent if each.axis == "world" and each.kind == "all_reduce"]
-            assert [each.numel for each in norms] == [1]
+            # Losses and weights; then each rank's part of the norm, to every other.
+            small = [(each.kind, each.dtype) for each in sent if each.axis == "world"]
+            assert small == [("all_to_all", "Double")] * 2
+            assert [each.numel for each in sent if each.axis == "world"][1] == 4
 
 
 def test_loss_stays_cut_under_sharding(ranks: Pool) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from paceline.parallel import norm
 from paceline.parallel.experts import layout
+from paceline.parallel.experts.forms import ExpertForm
 from paceline.parallel.experts.gradients import QuickExpertSum
 from paceline.parallel.placement import Placement
 
@@ -61,12 +60,10 @@ def experts_averaged_over_ep() -> Iterator[None]:
 def answers_in_another_order() -> Iterator[None]:
     """The answers travel back in the order of the experts, not of the ranks that have asked."""
 
-    def multiply(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    def multiply(form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
         experts = torch.arange(counts.shape[1]).repeat(counts.shape[0])
         order = experts.repeat_interleave(counts.reshape(-1)).argsort(stable=True)
-        return module.multiply(  # type: ignore[no-any-return]
-            rows.index_select(0, order), counts.sum(0), module.gate_up_proj, module.down_proj
-        )
+        return form.multiply(rows.index_select(0, order), counts.sum(0), form.list_weights())
 
     with mock.patch.object(layout, "_multiply_together", multiply):
         yield
@@ -77,8 +74,8 @@ def tokens_of_another_expert() -> Iterator[None]:
     """Each rank multiplies the rows for its experts by those of its neighbours in memory."""
     right = layout._multiply_together
 
-    def multiply(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
-        return right(module, rows, counts.flip(1))
+    def multiply(form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
+        return right(form, rows, counts.flip(1))
 
     with mock.patch.object(layout, "_multiply_together", multiply):
         yield
@@ -94,8 +91,7 @@ def norm_counts_copies_on_every_rank_of_ep() -> Iterator[None]:
 @contextlib.contextmanager
 def norm_of_own_experts() -> Iterator[None]:
     """Each rank of ep clips by the norm of what it counts itself."""
-    silent = SimpleNamespace(**{**vars(dist), "all_reduce": lambda tensor, group=None: None})
-    with mock.patch.object(norm, "dist", silent):
+    with mock.patch.object(norm, "gather_directly", lambda tensor, group: tensor):
         yield
 
 

@@ -40,7 +40,8 @@ def choose_rendezvous(flags: argparse.Namespace, place: RankPlace, environ: Muta
     flags.nnodes = flags.nnodes or "1:1"
     if _most_nodes(flags.nnodes) == 1:
         has_address = flags.rdzv_endpoint or flags.master_port is not None
-        if flags.standalone or (flags.rdzv_backend == "static" and not has_address):
+        is_any_port = flags.rdzv_backend == "c10d" and flags.rdzv_endpoint.endswith(":0")
+        if flags.standalone or is_any_port or (flags.rdzv_backend == "static" and not has_address):
             flags.standalone = True  # what torchrun makes of it
         return
     endpoint = host = flags.rdzv_endpoint

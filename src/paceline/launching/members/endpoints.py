@@ -25,8 +25,8 @@ def read_endpoints(text: str) -> list[Address]:
         if port and not (port.isdigit() and 0 < int(port) < 1 << 16):
             raise PacelineError(
                 "PL377",
-                saw=f"--rdzv-endpoint {text}: {port!r} is not a port.",
-                rule="It is HOST, HOST:PORT or several of them, separated by commas.",
+                saw=f"--rdzv-endpoint {text}: {port!r} is not a port at which several nodes can meet.",
+                rule="It is HOST, HOST:PORT or several of them, separated by commas, with ports from 1 to 65535.",
                 fix=f"Use for example --rdzv-endpoint {host or 'node0'}:{DEFAULT_PORT}.",
             )
         found.append((host.strip("[]"), int(port) if port else None))

@@ -169,7 +169,8 @@ def open_experts(model: nn.Module) -> None:
     """Let transformers' experts multiply by one product per expert, in place, whatever the user has set."""
     for form in find_experts(model).values():
         if isinstance(form, TransformersForm):
-            form.module.forward = MethodType(_forward_alone, form.module)
+            # The form is made here: while stages of pp run, children carry forwards that follow each call.
+            form.module.forward = MethodType(_forward_alone, form)
 
 
 def count_experts(model: nn.Module) -> int | None:
@@ -249,7 +250,6 @@ def _list_unknown(model: nn.Module) -> list[str]:
     return found
 
 
-def _forward_alone(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    form = TransformersForm(module)
+def _forward_alone(form: TransformersForm, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     answer: Answer = lambda rows, counts: form.multiply(rows, counts, form.list_weights())  # noqa: E731
-    return hide_functions(form.make_forward(form.num_experts, answer))(module, hidden, chosen, weights)
+    return hide_functions(form.make_forward(form.num_experts, answer))(form.module, hidden, chosen, weights)

@@ -25,8 +25,9 @@ T = TypeVar("T")
 Cut = Callable[[tuple[Any, ...], Tensor], Tensor]
 FindPart = Callable[[tuple[Any, ...], tuple[int, ...]], Part | None]
 _TENSORS = (Tensor, StoredTensor)
-# Tensors are sent together up to this size: each message costs one or two round trips.
-_MESSAGE_BYTES = 4 << 20
+# Tensors are sent together up to this size: each message costs one or two round trips. It bounds what a rank
+# holds beyond its part, and larger tensors take longer than a round trip anyway.
+_MESSAGE_BYTES = 256 << 10
 
 
 def run_on_main(world: World, do: Callable[[], T]) -> T:
