@@ -20,20 +20,7 @@ TESTS = Path("tests")
 # Of about the same length; what is in no list is in the last part.
 PARTS = (
     ("launching", "cli", "verifying"),
-    (
-        "watch",
-        "data",
-        "comm",
-        "bench",
-        "models",
-        "dist",
-        "parallel",
-        "torch_seams",
-        "profiling",
-        "recipe",
-        "plan",
-        "pipeline",
-    ),
+    ("watch", "parallel", "data", "dist", "torch_seams"),
     (),
 )
 _NO_TESTS = 5

@@ -26,7 +26,7 @@ def read_endpoints(text: str) -> list[Address]:
             raise PacelineError(
                 "PL377",
                 saw=f"--rdzv-endpoint {text}: {port!r} is not a port at which several nodes can meet.",
-                rule="It is HOST, HOST:PORT or several of them, separated by commas, with ports from 1 to 65535.",
+                rule="It is HOST, HOST:PORT or several of them, separated by commas; ports are 1 to 65535.",
                 fix=f"Use for example --rdzv-endpoint {host or 'node0'}:{DEFAULT_PORT}.",
             )
         found.append((host.strip("[]"), int(port) if port else None))
