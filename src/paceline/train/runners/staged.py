@@ -1,4 +1,4 @@
-"""Runs microbatches of a model that is cut into stages over `pp`.
+"""Runs the steps of a model that is cut into stages over `pp`.
 
 A rank does the actions of its schedule in order (`pipeline/schedule.py`). Protocol, per action:
 
@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +32,8 @@ from torch.optim import Optimizer
 
 from paceline.data.share import Share
 from paceline.errors import PacelineError
-from paceline.generators import seed_generators
 from paceline.mesh import Mesh
 from paceline.parallel.exact import Gradients, nothing_like
-from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.flops import FlopCounter
 from paceline.parallel.objective import Loss, Objective
 from paceline.parallel.order import LaidOut
@@ -45,18 +41,14 @@ from paceline.parallel.placement import local
 from paceline.parallel.recompute import explaining_recompute
 from paceline.parallel.shard.whole import split_groups
 from paceline.parallel.stages.deferred import WeightGradients, deferring, list_deferrable
-from paceline.parallel.stages.plan import StageCut
 from paceline.parallel.stages.received import ReceivedGradient, receive
 from paceline.parallel.stages.reduction import CutStageSum, build_sums
-from paceline.parallel.stages.transfer import Form, StageTransfer
 from paceline.pipeline.messages import Message, Payload, list_needs, list_results
-from paceline.pipeline.schedule import Action, ActionKind, Schedule
+from paceline.pipeline.schedule import Action, ActionKind
 from paceline.pipeline.timeline import Timeline
 from paceline.pipeline.under_way import UNDER_WAY
-from paceline.train.runners.runner import Runner
+from paceline.train.runners.staged_forwards import StagedForwards
 from paceline.train.runners.work import Work
-
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -105,7 +97,7 @@ class _Due:
     weights: WeightGradients
 
 
-class StagedRunner(Runner):
+class StagedRunner(StagedForwards):
     """The runner of a model that is cut into stages.
 
     Args:
@@ -116,16 +108,9 @@ class StagedRunner(Runner):
         timeline: records the actions of the following steps, if it is set.
     """
 
-    is_staged = True
-
     def __init__(self, name: str, model: nn.Module, laid_out: LaidOut, mesh: Mesh, **settings: Any) -> None:
         super().__init__(name, model, laid_out, mesh, **settings)
-        assert laid_out.stages is not None
         self.timeline: Timeline | None = None
-        self._stages = laid_out.stages
-        self._pp = mesh.pp
-        device = self._precision.device
-        self._experts = laid_out.experts
         apart = set() if self._experts is None else {id(p) for p in self._experts.parameters}
         # The last stage first, in which order sums over the data ranks are started.
         self._reductions = build_sums(
@@ -135,18 +120,14 @@ class StagedRunner(Runner):
             },
             mesh,
             laid_out.lent,
-            device,
-            laid_out.stages.shards,
+            self._precision.device,
+            self._shards,
             is_exact=laid_out.is_exact,
         )
         self._num_started = 0
-        self._shards = laid_out.stages.shards
-        # As they are in a step, whole.
-        self._weights = {name: self._stages.whole(p) for name, p in model.named_parameters()}
         self._shared = {
             n: users for n, users in self._stages.shared.items() if self._weights[n].requires_grad
         }
-        self._cuts: list[StageCut] = []
         self._deferrable = list_deferrable(model)
         self._excluded = {id(self._weights[name]) for name in self._shared}
 
@@ -200,30 +181,6 @@ class StagedRunner(Runner):
         self._spread_shared()
         return waited_s + time.perf_counter() - started_s
 
-    def _count_rounds(self, share: Share) -> int:
-        """Return the number of microbatches of the step's schedule.
-
-        If stages are gathered or gradients summed for each action, or data ranks share experts, those with
-        fewer microbatches take part in the actions of the others, without microbatches of their own.
-        """
-        if self._shards is not None:
-            return max(share.num_owned, default=0)
-        if self._experts is not None:
-            return self._experts.count_rounds(share.num_owned)
-        return len(share.microbatches)
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Have whole parameters in the model inside the context, though gathered only when they are used."""
-        if self._shards is None:
-            yield
-            return
-        self._shards.enter()
-        try:
-            yield
-        finally:
-            self._shards.leave()
-
     def _join(self, action: Action, following: Action | None) -> None:
         """Take part in the collectives of an action of other data ranks."""
         next_stage = None if following is None else following.stage
@@ -238,13 +195,6 @@ class StagedRunner(Runner):
         adds = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)
         if adds and isinstance(reduction, CutStageSum):
             reduction.add_nothing()
-
-    def _join_experts(self, experts: ExpertLayout, action: Action) -> None:
-        """Take part in the exchanges of tokens of an action of other data ranks."""
-        if action.kind is ActionKind.FORWARD:
-            experts.join_forward(self._precision.autocast, action.microbatch, action.stage)
-        elif action.kind is not ActionKind.WEIGHT:
-            experts.join_backward(self._precision.autocast, action.microbatch, action.stage)
 
     def _run_schedule(self, work: Work, *, count_flops: bool) -> float:
         """Do this rank's actions in order; return the seconds that it waited for other stages."""
@@ -448,90 +398,6 @@ class StagedRunner(Runner):
             total.item() * num_parts / math.ceil(share.num_samples / share.num_microbatches)
         )
 
-    # Forwards alone
-
-    @torch.no_grad()
-    def _forward_all(
-        self,
-        objective: Objective[Result],
-        share: Share,
-        seed_of: Callable[[int], int],
-        around: Callable[[int, Any], AbstractContextManager[None]],
-    ) -> list[Result]:
-        """Run all microbatches through one stage after another; the results are on the last stage's rank."""
-        batches = [self._precision.place_batch(batch) for _, batch in share.microbatches]
-        indices = [index for index, _ in share.microbatches]
-        with self._whole():
-            num_rounds = self._count_rounds(share)
-            return self._run_forwards(objective, batches, indices, seed_of, around, num_rounds)
-
-    def _run_forwards(
-        self,
-        objective: Objective[Result],
-        batches: list[Any],
-        indices: list[int],
-        seed_of: Callable[[int], int],
-        around: Callable[[int, Any], AbstractContextManager[None]],
-        num_rounds: int,
-    ) -> list[Result]:
-        self._cuts = [
-            self._find_cut(objective, batch, around(index, batch))
-            for index, batch in zip(indices, batches, strict=True)
-        ]
-        schedule = _list_forwards(self._stages.homes, self._pp.size, len(batches))
-        transfer = self._begin_transfer(schedule, {})
-        results: list[Result] = []
-        for stage, following in zip_longest(self._stages.own, self._stages.own[1:]):
-            if self._shards is not None:  # also on a data rank without microbatches
-                self._shards.gather(stage, following)
-            for number, batch in enumerate(batches):
-                action, cut = Action(ActionKind.FORWARD, stage, number), self._cuts[number]
-                UNDER_WAY.action = action
-                needs = [transfer.take(m) for m in list_needs(action, schedule.num_stages, {})]
-                received, _ = receive(cut.crossings[stage], *needs)
-                seed_generators(seed_of(indices[number]), self._precision.device)
-                with around(indices[number], batch), self._precision.autocast():
-                    made, output = self._stages.run(cut, stage, received, partial(objective.forward, batch))
-                    if stage + 1 == schedule.num_stages:
-                        results.append(objective.loss(output, batch))
-                for message in list_results(action, schedule.num_stages, {}):
-                    transfer.give(message, [made[tensor.made] for tensor in cut.crossings[stage + 1]])
-            for number in range(len(batches), num_rounds):
-                if self._experts is not None:
-                    self._join_experts(self._experts, Action(ActionKind.FORWARD, stage, number))
-            if self._shards is not None:
-                self._shards.free(stage, following)
-        UNDER_WAY.action = None
-        transfer.finish()
-        self._cuts = []
-        return results
-
-    # Both
-
-    def _find_cut(
-        self, objective: Objective[Any], batch: Any, drawing: AbstractContextManager[None]
-    ) -> StageCut:
-        self.is_trying = True
-        try:
-            with drawing, self._precision.autocast():
-                return self._stages.find_cut(batch, partial(objective.forward, batch))
-        finally:
-            self.is_trying = False
-
-    def _begin_transfer(self, schedule: Schedule, shared: dict[str, tuple[int, ...]]) -> StageTransfer:
-        return StageTransfer(self._pp, schedule, shared, self._describe, self._precision.device)
-
-    def _describe(self, message: Message) -> list[Form]:
-        """Return the forms of a message's tensors."""
-        if message.content is Payload.SHARED:
-            weight = self._weights[message.name]
-            return [Form(tuple(weight.shape), weight.dtype)]
-        cut = self._cuts[message.microbatch]
-        if message.content is Payload.OUTPUT:
-            return [Form(each.shape, each.dtype, each.stride) for each in cut.crossings[message.target]]
-        needing = [tensor for tensor in cut.crossings[message.source] if tensor.needs_grad]
-        return [Form(tensor.shape, tensor.dtype) for tensor in needing]
-
     def _compute(self, objective: Loss, batch: Any) -> tuple[Tensor, Tensor]:
         return objective(batch)
 
@@ -552,17 +418,3 @@ def _gradient_of(tensor: Tensor) -> Tensor:
 
 def _with_objective(work: Work, objective: Loss) -> Work:
     return Work(objective, work.share, work.step, work.phase, work.unit, work.launch)
-
-
-def _list_forwards(homes: tuple[int, ...], num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return a schedule of forwards alone: all microbatches through one stage of a rank, then the next."""
-    actions = [
-        tuple(
-            Action(ActionKind.FORWARD, stage, number)
-            for stage, home in enumerate(homes)
-            if home == rank
-            for number in range(num_microbatches)
-        )
-        for rank in range(num_ranks)
-    ]
-    return Schedule("forwards", num_microbatches, homes, tuple(actions))
