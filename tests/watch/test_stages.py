@@ -101,35 +101,43 @@ def test_messages_that_fit_are_not_taken_for_others() -> None:
 # ---- real ranks
 
 
-def train_a_pipeline() -> None:
+def train_a_pipeline(global_batch_size: int = 10) -> None:
     with paceline.start(device="cpu"):
         trainer = build("pp=2", Outside)
-        for share in trainer.loader(Series(), global_batch_size=10):
+        for share in trainer.loader(Series(), global_batch_size=global_batch_size):
             trainer.step(share)
+
+
+def leave_out(content: Payload, microbatch: int, global_batch_size: int = 10) -> None:
+    """A stage does not send a message, and goes on."""
+    right = StageTransfer.give
+
+    def give(self: StageTransfer, message: Message, tensors: Any) -> None:
+        if (message.content, message.microbatch) != (content, microbatch):
+            right(self, message, tensors)
+
+    with mock.patch.object(StageTransfer, "give", give):
+        train_a_pipeline(global_batch_size)
 
 
 def leave_a_send_out() -> None:
     """Stage 1 does not send the gradient of microbatch 3."""
-    right = StageTransfer.give
-
-    def give(self: StageTransfer, message: Message, tensors: Any) -> None:
-        if (message.content, message.microbatch) != (Payload.GRADIENT, 3):
-            right(self, message, tensors)
-
-    with mock.patch.object(StageTransfer, "give", give):
-        train_a_pipeline()
+    leave_out(Payload.GRADIENT, 3)
 
 
 def leave_the_last_send_out() -> None:
     """Stage 1 does not send the gradient of the last microbatch, and goes on to the end of the step."""
-    right = StageTransfer.give
+    leave_out(Payload.GRADIENT, 4)
 
-    def give(self: StageTransfer, message: Message, tensors: Any) -> None:
-        if (message.content, message.microbatch) != (Payload.GRADIENT, 4):
-            right(self, message, tensors)
 
-    with mock.patch.object(StageTransfer, "give", give):
-        train_a_pipeline()
+def leave_a_gradient_out_before_a_ragged_one() -> None:
+    """The next message is shorter: the last microbatch has one sample, the others two."""
+    leave_out(Payload.GRADIENT, 4, 11)
+
+
+def leave_an_output_out_before_a_ragged_one() -> None:
+    """The same in the other direction."""
+    leave_out(Payload.OUTPUT, 4, 11)
 
 
 def stop_a_stage() -> None:
@@ -169,6 +177,22 @@ VERDICTS: dict[str, tuple[Any, str, list[str]]] = {
         [
             "rank 1 sent the gradient of microbatch 3 from stage 1 to stage 0 never",
             "is the gradient of microbatch 4",
+        ],
+    ),
+    "a gradient left out before a ragged one": (
+        leave_a_gradient_out_before_a_ragged_one,
+        "PL808",
+        [
+            "rank 1 sent the gradient of microbatch 4 from stage 1 to stage 0 never",
+            "is the gradient of microbatch 5",
+        ],
+    ),
+    "an output left out before a ragged one": (
+        leave_an_output_out_before_a_ragged_one,
+        "PL808",
+        [
+            "rank 0 sent the output of microbatch 4 from stage 0 to stage 1 never",
+            "is the output of microbatch 5",
         ],
     ),
     "the last send left out": (

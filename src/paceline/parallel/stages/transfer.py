@@ -1,16 +1,20 @@
 """Sends and receives what crosses the cuts of a model, between the ranks of `pp`.
 
 Every rank knows all messages of a step, their order, shapes and types. So a receive is posted in the sender's
-order, and no message describes another. Tensors travel as bytes, in the order in which they lie in memory, so
-that the receiver has the same strides: kernels may add in their order. The strides of outputs are recorded;
-those of gradients follow as one byte per dimension.
+order, and no message describes another. Each has a tag of its own, so where the library knows tags (gloo), a
+message that was left out is waited for and the next one is not taken for it.
+
+Tensors travel as bytes, in the order in which they lie in memory, so that the receiver has the same strides:
+kernels may add in their order. The strides of outputs are recorded; those of gradients follow as one byte per
+dimension.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.mesh import Axis
-from paceline.pipeline.messages import Message, list_received
+from paceline.pipeline.messages import Message, Payload, list_received
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.under_way import UNDER_WAY
+
+# Tags of gloo have 31 bits, and a message has fewer tensors than this.
+_MOST_TAGS, _MOST_TENSORS = 1 << 30, 1 << 10
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,8 @@ class StageTransfer:
         self._posted: dict[Message, list[_Posted]] = {}
         self._local: dict[Message, list[Tensor]] = {}
         self._sent: list[tuple[Message, dist.Work, Tensor]] = []
-        self._tags: dict[tuple[int, int], int] = {}
+        self._kinds = [(Payload.OUTPUT, ""), (Payload.GRADIENT, "")]
+        self._kinds += [(Payload.SHARED, name) for name in sorted(shared)]
 
     def give(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Send what an action made; does not wait."""
@@ -86,7 +94,7 @@ class StageTransfer:
             self._local[message] = list(tensors)
             return
         UNDER_WAY.posted = message
-        for tensor, form in zip(tensors, self._describe(message), strict=True):
+        for place, (tensor, form) in enumerate(zip(tensors, self._describe(message), strict=True)):
             assert (tuple(tensor.shape), tensor.dtype) == (form.shape, form.dtype), (message, form)
             if not tensor.numel():
                 continue
@@ -94,9 +102,7 @@ class StageTransfer:
             sent = tensor.permute(order).contiguous().reshape(-1).view(torch.uint8)
             if form.stride is None:
                 sent = torch.cat([sent, torch.tensor(order, dtype=torch.uint8, device=sent.device)])
-            work = dist.isend(
-                sent, group=self._pp.group, group_dst=peer, tag=self._next_tag(self._pp.rank, peer)
-            )
+            work = dist.isend(sent, group=self._pp.group, group_dst=peer, tag=self._tag(message, place))
             assert work is not None
             self._sent.append((message, work, sent))
             self.sent_bytes += sent.numel()
@@ -111,7 +117,10 @@ class StageTransfer:
         while message not in self._posted:
             following = queue.popleft()
             UNDER_WAY.posted = following
-            self._posted[following] = [self._post(form, peer) for form in self._describe(following)]
+            self._posted[following] = [
+                self._post(form, peer, self._tag(following, place))
+                for place, form in enumerate(self._describe(following))
+            ]
         UNDER_WAY.posted = None
 
     def take(self, message: Message) -> list[Tensor]:
@@ -120,7 +129,8 @@ class StageTransfer:
             return self._local.pop(message)
         self.expect(message)
         UNDER_WAY.awaited = message
-        found = [posted.take() for posted in self._posted.pop(message)]
+        with self._naming(message, message.source):
+            found = [posted.take() for posted in self._posted.pop(message)]
         UNDER_WAY.awaited = None
         return found
 
@@ -128,25 +138,39 @@ class StageTransfer:
         """Wait until everything that was given has left."""
         for message, work, _ in self._sent:
             UNDER_WAY.awaited = message
-            work.wait()
+            with self._naming(message, message.target):
+                work.wait()
         UNDER_WAY.awaited = None
         self._sent.clear()
         assert not self._local
         assert not self._posted
         assert not any(self._expected.values())
 
-    def _post(self, form: Form, peer: int) -> _Posted:
+    def _post(self, form: Form, peer: int, tag: int) -> _Posted:
         if not math.prod(form.shape):
             return _Posted(form, torch.empty(form.shape, dtype=form.dtype, device=self._device), None)
         flat = torch.empty(form.num_bytes, dtype=torch.uint8, device=self._device)
-        tag = self._next_tag(peer, self._pp.rank)
         return _Posted(form, flat, dist.irecv(flat, group=self._pp.group, group_src=peer, tag=tag))
 
-    def _next_tag(self, source: int, target: int) -> int:
-        """Return the number of a message between two ranks: the same on both, as both count in one order."""
-        tag = self._tags.get((source, target), 0)
-        self._tags[source, target] = tag + 1
-        return tag
+    def _tag(self, message: Message, place: int) -> int:
+        """Return the tag of a message's tensor: the same on both ranks, and no other's of this step."""
+        kind = self._kinds.index((message.content, message.name))
+        number = (message.microbatch * len(self._homes) + message.target) * len(self._kinds) + kind
+        return (1 + number * _MOST_TENSORS + place) % _MOST_TAGS
+
+    @contextmanager
+    def _naming(self, message: Message, stage: int) -> Iterator[None]:
+        """Name the message in an error of the library, which knows ranks and bytes only."""
+        try:
+            yield
+        except RuntimeError as error:
+            peer = self._homes[stage]
+            what = "received" if stage == message.source else "sent"
+            side = "from" if stage == message.source else "to"
+            error.add_note(
+                f"paceline: rank {self._pp.rank} of pp {what} {message}, {side} rank {peer} of pp."
+            )
+            raise
 
 
 @dataclass(frozen=True)
