@@ -13,17 +13,18 @@ import argparse
 import json
 import os
 import sys
-import time
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
-import alternate
+import torch.distributed as dist
 from loops import LOOPS, Job
 
-from paceline.bench.machine import describe_machine
+import paceline
+from paceline.bench.alternate import BlockTimes, Conditions, alternate, join_ranks
 from paceline.bench.spread import Spread
 from paceline.launching.local import launch
 
@@ -56,29 +57,51 @@ SIZES = {
 LAYOUTS = ["dp_shard=2 zero=3", "dp_shard=2 zero=2", "tp=2", "dp_shard=2 tp=2"]
 
 
+@dataclass(frozen=True)
+class Times:
+    """What one rank measured.
+
+    Attributes:
+        blocks: the times of both loops.
+        losses: per loop, the loss after the first steps: the mean over this global batch.
+        num_parameters: of the whole model.
+    """
+
+    blocks: BlockTimes
+    losses: dict[str, float]
+    num_parameters: int
+
+
+def run_rank(job: Job, num_blocks: int, block_steps: int, warm_up: int) -> Times:
+    """Runs on every rank: both loops, each with its model, optimizer and loader."""
+    warnings.simplefilter("ignore")  # of torch, about itself
+    with paceline.start(device="cpu", threads_per_rank=1) as world:
+        loops = {name: loop(job) for name, loop in LOOPS.items()}
+        first = alternate(world, loops, num_blocks=0, warm_up=warm_up)
+        losses = {name: float(loss) for name, loss in first.last.items()}
+        # By hand it is the loss of this rank's last microbatch; with one microbatch, their mean is the loss.
+        found: list[Any] = [None] * world.world_size
+        dist.all_gather_object(found, losses)
+        losses = {name: sum(each[name] for each in found) / len(found) for name in loops}
+        blocks = alternate(world, loops, num_blocks=num_blocks, block_steps=block_steps)
+        num_parameters = sum(p.numel() for p in job.build_model().parameters())
+    return Times(replace(blocks, last={}), losses, num_parameters)
+
+
 def measure(size_name: str, layout: str, num_microbatches: int, num_blocks: int) -> dict[str, Any]:
     """One comparison."""
     size = SIZES[size_name]
     job = Job(size.model, layout, SEQ_LEN, MICROBATCH_SIZE, num_microbatches)
     degrees = job.degrees
-    started, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
+    conditions = Conditions()
     found = launch(
-        alternate.run_rank,
+        run_rank,
         nproc=degrees.dp_shard * degrees.tp,
         args=(job, num_blocks, size.block_steps, 3),
     )
     losses = found[0].losses
     if num_microbatches == 1 and abs(losses["paceline"] - losses["by_hand"]) > 1e-4:
         raise SystemExit(f"the loops don't train alike: {losses}")
-    # A block is over when the last rank is through.
-    block_s = {
-        name: [max(blocks) for blocks in zip(*(times.block_s[name] for times in found), strict=True)]
-        for name in LOOPS
-    }
-    block_cpu_s = {
-        name: [sum(blocks) for blocks in zip(*(times.block_cpu_s[name] for times in found), strict=True)]
-        for name in LOOPS
-    }
     return {
         "size": size_name,
         "layout": layout,
@@ -87,13 +110,9 @@ def measure(size_name: str, layout: str, num_microbatches: int, num_blocks: int)
         "microbatch_size": MICROBATCH_SIZE,
         "microbatches_per_rank": num_microbatches,
         "block_steps": size.block_steps,
-        "started": started,
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "machine": f"{describe_machine()}, gloo, 1 thread per rank",
+        **conditions.read("gloo", "1 thread per rank"),
         "losses": losses,
-        "block_s": block_s,
-        "block_cpu_s": block_cpu_s,
+        **join_ranks([times.blocks for times in found]),
     }
 
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import sys
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from loops import SCHEDULES, VARIANTS, Job
 
 import paceline
-from paceline.bench.machine import describe_machine
+from paceline.bench.alternate import BlockTimes, Conditions, alternate, join_ranks
 from paceline.bench.spread import Spread
 from paceline.data import build_data, prepare_data
 from paceline.launching.local import launch
@@ -79,64 +78,53 @@ def build_recipe(schedule: str, reduction: str) -> Recipe:
 
 @dataclass(frozen=True)
 class Times:
-    """The measurements of one rank: seconds and CPU seconds of each block, and the last loss, by variant."""
+    """The measurements of one rank: the times of each variant's steps, with the last loss."""
 
-    block_s: dict[str, list[float]]
-    cpu_s: dict[str, list[float]]
-    losses: dict[str, float | None]
+    blocks: BlockTimes
     num_parameters: int
 
 
 def run_rank(recipe: Recipe, schedule: str, num_blocks: int) -> Times:
-    """Runs on every rank: a step of each variant in order, then in reverse order, and so on."""
+    """Runs on every rank: a step of each variant in turn."""
     warnings.simplefilter("ignore")  # torch's pipelining warns of its own choices
     train = recipe.train
+
+    def choose_kernels(name: str) -> None:
+        torch.use_deterministic_algorithms(name == "paceline" and train.deterministic)
+
     with paceline.start(
         device="cpu", seed=train.seed, threads_per_rank=1, deterministic=train.deterministic
     ) as world:
         job = Job(recipe, build_data(recipe), world, schedule, list_starts(schedule))
         num_parameters = sum(p.numel() for p in job.build_model().parameters())
         loops = {name: build(job) for name, build in VARIANTS.items()}
-        found = Times({n: [] for n in loops}, {n: [] for n in loops}, {}, num_parameters)
-        for number in range(-NUM_WARM_UP, num_blocks):
-            for name in loops if number % 2 == 0 else reversed(loops):
-                torch.use_deterministic_algorithms(name == "paceline" and train.deterministic)
-                world.barrier()
-                start_s, cpu_s = time.perf_counter(), time.process_time()
-                found.losses[name] = next(loops[name])
-                spent_s = time.process_time() - cpu_s
-                world.barrier()
-                if number >= 0:
-                    found.block_s[name].append(time.perf_counter() - start_s)
-                    found.cpu_s[name].append(spent_s)
-    return found
+        blocks = alternate(world, loops, num_blocks=num_blocks, warm_up=NUM_WARM_UP, before=choose_kernels)
+    return Times(blocks, num_parameters)
 
 
 def measure(schedule: str, num_blocks: int, reduction: str) -> dict[str, Any]:
     """One comparison."""
     recipe = build_recipe(schedule, reduction)
     prepare_data(recipe)
-    started, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
+    conditions = Conditions()
     found = launch(run_rank, nproc=NUM_RANKS, args=(recipe, schedule, num_blocks), hang_after_s=None)
     return {
         "schedule": schedule,
         "reduction": reduction,
         "num_parameters": found[0].num_parameters,
         "num_microbatches": 8,
-        "started": started,
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "machine": describe_machine(),
+        **conditions.read(),
         "torch": torch.__version__,
-        "losses": {n: next(t.losses[n] for t in found if t.losses[n] is not None) for n in VARIANTS},
-        "block_s": {n: [max(b) for b in zip(*(t.block_s[n] for t in found), strict=True)] for n in VARIANTS},
-        "cpu_s": {n: [sum(b) for b in zip(*(t.cpu_s[n] for t in found), strict=True)] for n in VARIANTS},
+        "losses": {
+            n: next(t.blocks.last[n] for t in found if t.blocks.last[n] is not None) for n in VARIANTS
+        },
+        **join_ranks([times.blocks for times in found]),
     }
 
 
 def describe(result: dict[str, Any]) -> str:
     """A table in Markdown."""
-    block_s, cpu_s = result["block_s"], result["cpu_s"]
+    block_s, cpu_s = result["block_s"], result["block_cpu_s"]
     lines = [
         f"{result['schedule']}, {result['num_parameters']:,} parameters, {NUM_RANKS} ranks, "
         f"{result['num_microbatches']} microbatches, reduction {result['reduction']}; load before "

@@ -13,19 +13,22 @@ import json
 import os
 import platform
 import sys
-import time
-from dataclasses import dataclass
+import tempfile
+import warnings
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
-import alternate
+import torch
+from loops import VARIANTS, Job
 
-from paceline.bench.machine import describe_machine
+import paceline
+from paceline.bench.alternate import BlockTimes, Conditions, alternate, join_ranks
 from paceline.bench.spread import Spread
-from paceline.data import prepare_data
+from paceline.data import build_data, prepare_data
 from paceline.launching.local import launch
 from paceline.recipe import Recipe, parse_recipe
 
@@ -85,20 +88,67 @@ def build_recipe(size: Size, num_microbatches: int) -> Recipe:
     )
 
 
+@dataclass(frozen=True)
+class Times:
+    """What one rank measured.
+
+    Attributes:
+        blocks: the times of all variants.
+        losses: per variant, the loss of the last step: all of them have learned about the same.
+        num_parameters: of the model.
+    """
+
+    blocks: BlockTimes
+    losses: dict[str, float]
+    num_parameters: int
+
+
+def run_rank(recipe: Recipe, names: list[str], num_blocks: int, block_steps: int, warm_up: int) -> Times:
+    """Runs on every rank: all variants, each with its own model, optimizer and loader.
+
+    Paceline's steps run as its recipes do by default, with deterministic kernels only; the others with the
+    defaults of torch.
+    """
+    warnings.simplefilter("ignore", FutureWarning)  # peers call what torch 2.13 has renamed
+    train = recipe.train
+
+    def choose_kernels(name: str) -> None:
+        torch.use_deterministic_algorithms(name == "paceline" and train.deterministic)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        paceline.start(
+            device=train.device,
+            timeout_s=train.timeout_s,
+            seed=train.seed,
+            threads_per_rank=train.threads_per_rank,
+            deterministic=train.deterministic,
+        ) as world,
+    ):
+        job = Job(recipe, build_data(recipe), world, Path(folder))
+        loops = {name: VARIANTS[name](job) for name in names}
+        blocks = alternate(
+            world,
+            loops,
+            num_blocks=num_blocks,
+            block_steps=block_steps,
+            warm_up=warm_up,
+            before=choose_kernels,
+        )
+        losses = {name: float(loss) for name, loss in blocks.last.items()}
+        num_parameters = sum(p.numel() for p in job.build_model().parameters())
+    return Times(replace(blocks, last={}), losses, num_parameters)
+
+
 def measure(size_name: str, group: str, num_microbatches: int, num_blocks: int) -> dict[str, Any]:
     """One comparison: all variants of a group on the same ranks."""
     size = SIZES[size_name]
     recipe = build_recipe(size, num_microbatches)
     prepare_data(recipe)
     names = GROUPS[group]
-    started, load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
+    conditions = Conditions()
     arguments = (recipe, names, num_blocks, size.block_steps, 3 * size.block_steps)
-    found = launch(alternate.run_rank, nproc=NUM_RANKS, args=arguments)
-    # A step is over when the last rank is through.
-    block_s = {
-        name: [max(blocks) for blocks in zip(*(times.block_s[name] for times in found), strict=True)]
-        for name in names
-    }
+    found = launch(run_rank, nproc=NUM_RANKS, args=arguments)
     return {
         "size": size_name,
         "group": group,
@@ -109,13 +159,10 @@ def measure(size_name: str, group: str, num_microbatches: int, num_blocks: int) 
         "microbatch_size": size.microbatch_size,
         "microbatches_per_rank": num_microbatches,
         "block_steps": size.block_steps,
-        "started": started,
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "machine": describe_machine(),
+        **conditions.read(),
         "versions": find_versions(),
         "losses": found[0].losses,
-        "block_s": block_s,
+        **join_ranks([times.blocks for times in found]),
     }
 
 
