@@ -33,6 +33,7 @@ from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
 from paceline.parallel.stages.layout import Stages
+from paceline.parallel.stages.measure import TimedBatch
 from paceline.parallel.tensor.apply import apply_plan, divide_stretches
 from paceline.parallel.tensor.attention import open_attention
 from paceline.parallel.tensor.plan import SplitPlan, find_plan
@@ -55,6 +56,7 @@ class Settings:
         sync_batchnorm: whether to convert BatchNorm to `SyncBatchNorm`.
         compile: whether to `torch.compile` the model; under dp_shard, tp or recompute, each of its blocks.
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
+        timed: the batch on which blocks are timed, for stages by measured times.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
     """
 
@@ -66,6 +68,7 @@ class Settings:
     sync_batchnorm: bool = False
     compile: bool = False
     example: Callable[[nn.Module], Any] | None = None
+    timed: TimedBatch | None = None
     tp_plan: Mapping[str, str] | None = None
 
     @property
@@ -284,7 +287,7 @@ def _cut(
     """Cut a model into stages, on the whole model; then drop, or never make, what is on other ranks."""
     # After tp and recompute: the trial forward must take the path that later ones take.
     has_modes = plan is not None
-    stages = Stages(model, mesh, settings.example, masks, device, has_modes=has_modes)
+    stages = Stages(model, mesh, settings.example, masks, device, settings.timed, has_modes=has_modes)
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     holders = {

@@ -23,6 +23,8 @@ AS_V = ("zbv", "dualpipev")
 # Schedules that compute the gradients of weights apart.
 DIVIDED = ("zero_bubble", *AS_V)
 MOST_CHUNKS = 16
+# The value of `stages` for a cut by measured times.
+MEASURED = "measured"
 CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": get_args(Zero),
     "sequence": (False, True),
@@ -56,7 +58,8 @@ class Layout(Degrees):
             path of a file with a list of actions per rank.
         chunks: stages of the model that each rank of pp holds.
         stages: where the model is cut, joined by "+": the names of the modules that all stages but the first
-            begin with, or the numbers of blocks of all stages; "" to cut by cost.
+            begin with, or the numbers of blocks of all stages; "" to cut by counted operations, "measured"
+            by measured times.
     """
 
     zero: Zero = 3
@@ -154,8 +157,8 @@ class Layout(Degrees):
 
     @property
     def stages_by_hand(self) -> list[int] | list[str]:
-        """The parts of `stages`: numbers of blocks, or names of modules."""
-        parts = self.stages.split("+") if self.stages else []
+        """The parts of `stages`: numbers of blocks, or names of modules; none if the cut is found."""
+        parts = self.stages.split("+") if self.stages not in ("", MEASURED) else []
         is_number = all(part.isascii() and part.isdigit() for part in parts)
         return [int(part) for part in parts] if is_number else parts
 

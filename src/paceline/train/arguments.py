@@ -14,16 +14,19 @@ from paceline.errors import PacelineError
 from paceline.parallel.order import Settings
 from paceline.parallel.replicate import CommHook, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
+from paceline.parallel.stages.measure import TimedBatch
 from paceline.pipeline.files import read_list
 from paceline.recipe import Layout
 from paceline.recipe.explain import validate_section
-from paceline.recipe.layout import is_file
+from paceline.recipe.layout import MEASURED, is_file
 from paceline.recipe.schema import DdpSection, ShardSection
 from paceline.train.building import (
     Model,
     OptimizerFactory,
     ScheduleFactory,
     UpdateModel,
+    build_timed,
+    call_model,
     check_functions,
     check_loss_over,
     check_numbers,
@@ -31,6 +34,7 @@ from paceline.train.building import (
     check_several,
     check_stages,
 )
+from paceline.train.precision import Precision
 from paceline.train.same_settings import describe_code
 from paceline.train.settings import describe_function, name_settings
 from paceline.train.update import Update
@@ -134,12 +138,18 @@ class Arguments:
             check_several(layout)
         check_stages(layout, self.loss_over)
 
-    def lay_out(self, layout: Layout, example: Callable[[nn.Module], Any] | None) -> Settings:
+    def lay_out(
+        self,
+        layout: Layout,
+        example: Callable[[nn.Module], Any] | None,
+        timed: TimedBatch | None = None,
+    ) -> Settings:
         """Return the settings for laying out the models.
 
         Args:
             layout: resolved.
             example: calls the model on a batch of a few samples, or `None`.
+            timed: the batch on which blocks are timed, if the layout wants that.
         """
         ddp, shard = self.ddp, self.shard
         if not isinstance(ddp, DdpSection):
@@ -157,8 +167,15 @@ class Arguments:
             sync_batchnorm=self.sync_batchnorm,
             compile=self.compile,
             example=example,
+            timed=timed,
             tp_plan=self.tp_plan,
         )
+
+    def build_timed(self, layout: Layout, example: Any, precision: Precision) -> TimedBatch | None:
+        """Return the batch on which blocks are timed, from the example; `None` for other layouts."""
+        if layout.stages != MEASURED or example is None or self.loss is None:
+            return None
+        return build_timed(self.forward or call_model, self.loss, precision, example, self.microbatch_size)
 
     def describe_for_ranks(self, layout: Layout) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, as texts by name."""

@@ -16,6 +16,7 @@ from paceline.data import TaskData, build_data, measure_bigram
 from paceline.generators import preserved_generators, seed_generators
 from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, settle_recipe
+from paceline.recipe.layout import MEASURED
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
 from paceline.train.evaluation import Evaluation
@@ -105,7 +106,7 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
     """
     settled = settle_recipe(recipe, current_world().world_size)
     task, train, layout = build_task(recipe), recipe.train, settled.layout
-    divides_sample = layout.num_sample_parts > 1
+    num_examples = train.microbatch_size if layout.stages == MEASURED else 2  # blocks are timed on these
     return Trainer(
         lambda: build_model(recipe, data),
         forward=task.forward,
@@ -114,7 +115,9 @@ def build_trainer(recipe: Recipe, data: TaskData, num_steps: int, **settings: An
         schedule=lambda optimizer: build_lr_schedule(recipe, optimizer, num_steps),
         layout=layout,
         shard=settled.recipe.shard,
-        example=default_collate([data.train[place] for place in range(2)]) if divides_sample else None,
+        example=default_collate([data.train[place] for place in range(num_examples)])
+        if layout.num_sample_parts > 1
+        else None,
         dtype=train.dtype,
         reduction=train.reduction,
         microbatch_size=train.microbatch_size,

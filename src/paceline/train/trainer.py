@@ -194,7 +194,8 @@ class Trainer(TrainedModels):
         self._mesh = build_mesh(self.layout, world) if world.world_size > 1 else None
         self._dp = self._mesh.dp if self._mesh is not None else None
         trial = None if example is None else partial(self._try_forward, batch=example)
-        laying_out = given.lay_out(self.layout, trial)
+        timed = given.build_timed(self.layout, example, self._precision)
+        laying_out = given.lay_out(self.layout, trial, timed)
         settings = UpdateSettings(
             mesh=self._mesh,
             precision=self._precision,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from paceline.parallel.dropout.find import find_random
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.placement import local
 from paceline.parallel.stages.by_hand import add_named, find_named
+from paceline.parallel.stages.measure import TimedBatch, measure_costs
 from paceline.parallel.stages.plan import StageCut, find_starts
 from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
 from paceline.parallel.stages.shards import StageShards
@@ -31,7 +32,7 @@ from paceline.phrases import name_some
 from paceline.pipeline.files import read_schedule_file, shorten
 from paceline.pipeline.orders import NAMES, make_schedule
 from paceline.pipeline.schedule import Schedule
-from paceline.recipe.layout import Layout
+from paceline.recipe.layout import MEASURED, Layout
 from paceline.torch_seams.modules import own_parameters
 from paceline.torch_seams.trees import tree_leaves
 
@@ -50,6 +51,7 @@ class Stages:
         example: calls the model on a batch of a few samples.
         masks: the model's dropout.
         device: of the laid-out model.
+        timed: the batch for a cut by measured times.
         has_modes: see `run_stage`.
 
     Attributes:
@@ -70,6 +72,7 @@ class Stages:
         example: Callable[[nn.Module], Any] | None,
         masks: Masks,
         device: torch.device,
+        timed: TimedBatch | None = None,
         *,
         has_modes: bool = False,
     ) -> None:
@@ -97,7 +100,12 @@ class Stages:
         record = self._try(example, masks)
         if record.num_segments < len(self.homes):
             raise _few_blocks_error(record.num_segments - 1, len(self.homes), layout)
-        self._starts = find_named(record.entered, layout) or find_starts(record.costs, len(self.homes))
+        costs, unit = record.costs, "operations"
+        if layout.stages == MEASURED:
+            assert timed is not None
+            costs = measure_costs(model, self._blocks, timed, masks, device, has_modes=has_modes)
+            unit = f"{sum(costs) * 1e3:.3g} ms that one microbatch takes"
+        self._starts = find_named(record.entered, layout) or find_starts(costs, len(self.homes))
         cut = StageCut(record, self._starts)
         cut.check_writes()
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -108,7 +116,7 @@ class Stages:
             name: tuple(dict.fromkeys(self.homes[stage] for stage in stages))
             for name, stages in users.items()
         }
-        log.info("%s", self._describe(record))
+        log.info("%s", self._describe(costs, unit))
 
     @property
     def num_stages(self) -> int:
@@ -275,17 +283,17 @@ class Stages:
             for key in [key for key, value in own.items() if value is old]:
                 setattr(module, key, new)
 
-    def _describe(self, record: ForwardRecord) -> str:
-        total = sum(record.costs) or 1.0
+    def _describe(self, costs: Sequence[float], unit: str) -> str:
+        total = sum(costs) or 1.0
         shares = [
-            f"{sum(record.costs[first:last]) / total:.0%}"
+            f"{sum(costs[first:last]) / total:.0%}"
             for first, last in zip(self._starts, self._starts[1:], strict=False)
         ]
         begins = [f"block {start}" if start else "the start" for start in self._starts[:-1]]
         text = (
             f"pp: {self.num_stages} stages that begin with {', '.join(begins)} and have {', '.join(shares)}"
         )
-        text += f" of the operations; schedule {self._layout.schedule}"
+        text += f" of the {unit}; schedule {self._layout.schedule}"
         if self.shared:
             text += f"; on several stages: {name_some(list(self.shared))}"
         return text
