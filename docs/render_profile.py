@@ -21,12 +21,12 @@ def main() -> None:
     paceline = [sys.executable, "-m", "paceline"]
     with tempfile.TemporaryDirectory() as name:
         traces = str(Path(name) / "traces")
-        command = [*paceline, "run", "--nproc-per-node", "2", "--profile", traces, str(SCRIPT)]
+        command = [*paceline, "profile", "--nproc-per-node", "2", "--out", traces, str(SCRIPT)]
         subprocess.run(command, cwd=name, check=True, capture_output=True)
         # Exit code 1: it has a finding.
         page = Path(name) / "page.html"
         read = [*paceline, "profile", "read", traces, "--html", str(page)]
-        done = subprocess.run(read, capture_output=True, text=True, check=False)
+        done = subprocess.run(read, capture_output=True, text=True, check=False, cwd=ROOT)
         picture = re.findall(r"<svg.*?</svg>", page.read_text(encoding="utf-8"), re.S)[0]
     if done.returncode != 1:
         raise SystemExit(done.stderr)

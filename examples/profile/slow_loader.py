@@ -1,6 +1,6 @@
 """A training loop in which rank 1 reads its samples from something slow.
 
-paceline run --nproc-per-node 2 --profile traces examples/profile/slow_loader.py
+paceline profile --nproc-per-node 2 examples/profile/slow_loader.py
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 def main() -> None:
-    """Train for 16 steps."""
+    """Train for 30 steps."""
     dist.init_process_group("gloo")
     layers = [nn.Linear(512, 512) for _ in range(6)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = iter(DataLoader(Numbers(), batch_size=16))
-    for _ in range(16):
+    for _ in range(30):
         loss = model(next(batches)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,11 +23,20 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.cli.main import main
 from paceline.errors import PacelineError
 from paceline.profiling.analysis import Profile, analyse
-from paceline.profiling.launcher import prepare_folder
+from paceline.profiling.intervals import clip
+from paceline.profiling.launcher import list_recordings, prepare_folder
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.read import read_traces
-from paceline.profiling.trace import BACKWARD, COLLECTION, DATA, FORWARD, OPTIMIZER, READING
+from paceline.profiling.trace import (
+    BACKWARD,
+    COLLECTION,
+    DATA,
+    FORWARD,
+    HOST,
+    OPTIMIZER,
+    READING,
+)
 
 # Long against the steps of a busy machine, which take some milliseconds on an idle one.
 PAUSE_S = 0.15
@@ -65,10 +76,10 @@ def collect_much() -> None:
         gc.collect()
 
 
-def train(world: Any, folder: str, late: int, cause: str) -> None:
+def train(world: Any, folder: str, late: int, cause: str, is_full: bool) -> None:
     """Train a small model for some steps, with a cause of waiting on one rank; runs on every rank."""
     is_late = world.rank == late
-    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=3))
+    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=3, is_full=is_full))
     recorder.install(torch)
     pause_s = PAUSE_S if is_late else 0.0
     loader = DataLoader(Numbers(pause_s / 4 if cause == DATA else 0.0), batch_size=4)
@@ -88,19 +99,36 @@ def train(world: Any, folder: str, late: int, cause: str) -> None:
     recorder.finish()
 
 
-def record(ranks: Any, folder: Path, late: int, cause: str) -> Profile:
-    ranks.run(train, nproc=2, args=(str(folder), late, cause))
+def record(ranks: Any, folder: Path, late: int, cause: str, *, is_full: bool) -> Profile:
+    ranks.run(train, nproc=2, args=(str(folder), late, cause, is_full))
     return analyse(read_traces([folder]))
 
 
+FUNCTIONS = {
+    DATA: "__getitem__",
+    FORWARD: "forward",
+    COLLECTION: "collect_much",
+    READING: "read_many",
+}
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["light", "full"])
 @pytest.mark.parametrize(
     ("late", "cause"), [(1, DATA), (0, FORWARD), (1, COLLECTION), (0, READING)], ids=lambda value: str(value)
 )
-def test_a_planted_cause_is_named(ranks: Any, tmp_path: Path, late: int, cause: str) -> None:
-    profile = record(ranks, tmp_path, late, cause)
+def test_a_planted_cause_is_named(ranks: Any, tmp_path: Path, late: int, cause: str, is_full: bool) -> None:
+    profile = record(ranks, tmp_path, late, cause, is_full=is_full)
     assert profile.steps == (3, 4, 5)
+    assert profile.is_light is not is_full
     worst = profile.blames[0]
-    assert (worst.rank, worst.phase, worst.waiters) == (late, cause, (1 - late,))
+    # Values that are read are operators, which only the full recording has.
+    phase = HOST if cause == READING and not is_full else cause
+    assert (worst.rank, worst.phase, worst.waiters) == (late, phase, (1 - late,))
+    assert worst.place is not None
+    assert worst.place.file == __file__
+    assert worst.place.function == FUNCTIONS[cause]
+    if cause == FORWARD:
+        assert worst.place.module == ("Pausing" if is_full else "1")
     assert worst.lost_ns > 0.5 * PAUSE_S * 1e9
     assert profile.num_matched >= 3
     for row in profile.rows:
@@ -178,17 +206,8 @@ def test_a_script_is_recorded_unmodified(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "traces"
     wrap = "model = nn.parallel.DistributedDataParallel(model)"
     script.write_text(LOOP.format(before=JOIN, wrap=wrap, at_8="raise ValueError('enough')"))
-    words = [
-        "--nproc-per-node",
-        "2",
-        "--profile",
-        str(folder),
-        "--profile-after",
-        "3",
-        "--profile-steps",
-        "50",
-    ]
-    command = [sys.executable, "-m", "paceline", "run", *words, "--json", str(script)]
+    words = ["--nproc-per-node", "2", "--out", str(folder), "--from", "5", "--steps", "50", "--json"]
+    command = [sys.executable, "-m", "paceline", "profile", *words, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, env=environment
@@ -199,7 +218,10 @@ def test_a_script_is_recorded_unmodified(tmp_path: Path) -> None:
     (report,) = [line["profile"] for line in lines if "profile" in line]
     assert report["steps"] == [5, 6, 7, 8, 9]
     assert report["num_unmatched"] == 0
-    assert {traffic["group"] for row in report["rows"] for traffic in row["traffic"]} == {"0"}
+    assert report["is_light"]
+    traffic = [each for row in report["rows"] for each in row["traffic"]]
+    assert {each["group"] for each in traffic} == {"0"}
+    assert {each["at"] for each in traffic} == {"script.py:11 in <module>"}
 
 
 @pytest.mark.parametrize("ahead_ns", [0, 5_000_000, -2_000_000_000])
@@ -239,6 +261,8 @@ def test_a_folder_with_traces_is_refused(tmp_path: Path) -> None:
         (["--profile-steps", "3"], "--profile-steps 3 without --profile"),
         (["--profile", "{}/t", "--profile-after", "0"], "--profile-after 0."),
         (["--profile", "{}/t", "--profile-steps", "-1"], "--profile-steps -1."),
+        (["--profile-full"], "--profile-full without --profile"),
+        (["--profile", "{}/t", "--profile-every", "22"], "a recording of 20 steps every 22 steps"),
     ],
 )
 def test_flags_that_do_not_fit(
@@ -271,6 +295,78 @@ def test_a_job_that_recorded_nothing_is_one_message(tmp_path: Path) -> None:
 
     with pytest.raises(PacelineError, match=r"no rank has recorded a step in .*\[PL907\]"):
         report_recording(Namespace(profile=tmp_path, profile_after=None))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--from", "2"], "--from 2."),
+        (["--steps", "0"], "--profile-steps 0"),
+        (["--nnodes", "2"], "--nnodes 2 without --out"),
+    ],
+)
+def test_flags_of_profile_that_do_not_fit(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def stop(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", stop)
+    try:
+        code = main(["profile", *words, "script.py"])
+    except SystemExit as end:  # as `paceline run` ends
+        code = end.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "[PL905]" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recordings_are_repeated(tmp_path: Path) -> None:
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=2, every=5))
+    recorder.install(torch)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = len(model._forward_hooks), torch.autograd.backward
+    for _ in range(14):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    recorder.finish()
+    folders = list_recordings(tmp_path)
+    assert [folder.name for folder in folders] == ["step-00000003", "step-00000008", "step-00000013"]
+    steps = [[step.number for step in read_traces([folder])[0].steps] for folder in folders]
+    assert steps == [[3, 4], [8, 9], [13, 14]]
+    assert (len(model._forward_hooks), torch.autograd.backward) == hooks
+    (trace,) = read_traces(folders[:1])
+    for step in trace.steps:
+        own = {name for name, spans in trace.phases.items() if len(clip(spans, step.begin_ns, step.end_ns))}
+        assert own == {FORWARD, BACKWARD, OPTIMIZER}
+
+
+def test_a_model_that_is_copied_while_it_is_recorded(tmp_path: Path) -> None:
+    """A moving average or a checkpoint of the model must work, and keep nothing of the recording."""
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=1))
+    recorder.install(torch)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copies = []
+    for _ in range(5):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        copies.append(copy.deepcopy(model))
+        pickle.dumps(model)
+    recorder.finish()
+    assert any(len(each._forward_hooks) for each in copies)
+    for each in copies:
+        assert torch.equal(each(torch.ones(2, 4)), each[0](torch.ones(2, 4)))
+    assert [step.number for step in read_traces([tmp_path])[0].steps] == [3]
 
 
 def pass_around(world: Any, folder: str) -> None:

@@ -1,31 +1,45 @@
-"""`paceline profile read`: where the time of recorded steps went, and who waited for whom."""
+"""`paceline profile`: where the time of steps goes, and who waits for whom."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import PacelineError
 
 _DESCRIPTION = """
+Runs any script, unmodified, as `paceline run` does, records some of its optimizer steps, and reports where
+their time goes: computation, communication, how much of it is exposed, who waits for whom, and at which line
+the late rank is. `paceline profile read` reports on traces that exist, `paceline profile compare` on two
+recordings.
+"""
+_READ = """
 Reads traces of torch.profiler, one file per rank, and reports per step: computation, communication, how much
 of it is exposed, who waits for whom, and what the late rank did.
 """
+_COMPARE = """
+Compares two recordings, for example of before and after a change: step time, phases and communication, each
+with the interval of the difference.
+"""
+_SCRIPT = "script"
+# The first step that can be recorded: one must end before, and one passes.
+_LEAST_FROM = 3
+_TRACES = "a trace of a rank (.json or .json.gz), or a folder of such files"
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
-    parser = subparsers.add_parser("profile", help="find out where the time of a step goes, and who waits")
-    kinds = parser.add_subparsers(dest="profile_command", required=True, metavar="WHAT")
-    read = kinds.add_parser("read", help="report on traces that exist", description=_DESCRIPTION)
-    read.add_argument(
-        "traces",
-        nargs="+",
-        type=Path,
-        metavar="TRACE",
-        help="a trace of a rank (.json or .json.gz), or a folder of such files",
+    parser = subparsers.add_parser(
+        "profile", help="find out where the time of a step goes, and who waits", description=_DESCRIPTION
     )
+    kinds = parser.add_subparsers(
+        dest="profile_command", required=True, metavar="[read | compare]", title="commands"
+    )
+    read = kinds.add_parser("read", help="report on traces that exist", description=_READ)
+    read.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help=_TRACES)
     read.add_argument(
         "--html",
         type=Path,
@@ -34,6 +48,66 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     read.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     read.set_defaults(run=run)
+    compare = kinds.add_parser("compare", help="compare two recordings", description=_COMPARE)
+    compare.add_argument(
+        "before", type=Path, metavar="BEFORE", help="a folder of traces, or the trace of one rank"
+    )
+    compare.add_argument("after", type=Path, metavar="AFTER", help="the other one")
+    compare.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    compare.set_defaults(run=run_comparison)
+    _add_script(kinds)
+    _accept_scripts(parser, tuple(kinds.choices))
+
+
+def _add_script(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from paceline.cli.run import add_run_flags
+
+    script = kinds.add_parser(_SCRIPT, description=_DESCRIPTION)
+    script.prog = script.prog.removesuffix(f" {_SCRIPT}")
+    ours = add_run_flags(script)
+    ours.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="a new folder for the recording (default: profile-1, profile-2 ...)",
+    )
+    ours.add_argument(
+        "--from",
+        type=int,
+        dest="first",
+        metavar="STEP",
+        help="the first optimizer step to record (default 7)",
+    )
+    ours.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps to record (default 20; 5 with --full)"
+    )
+    ours.add_argument(
+        "--every",
+        type=int,
+        metavar="N",
+        help="record again each N steps; the report is on the last recording",
+    )
+    ours.add_argument(
+        "--full",
+        action="store_true",
+        help="record every operator too, for Perfetto; steps take longer meanwhile",
+    )
+    ours.add_argument(
+        "--html", type=Path, metavar="FILE", help="also draw the timelines of all ranks as one page"
+    )
+    script.set_defaults(run=run_script)
+
+
+def _accept_scripts(parser: argparse.ArgumentParser, commands: Sequence[str]) -> None:
+    """Have a parser take a script, with flags before it, where a command would stand."""
+    parse = parser.parse_known_args
+
+    def parse_script(words: Any = None, namespace: Any = None) -> Any:
+        if words and words[0] not in (*commands, "-h", "--help"):
+            words = [_SCRIPT, *words]
+        return parse(words, namespace)
+
+    vars(parser)["parse_known_args"] = parse_script
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,30 +117,63 @@ def run(args: argparse.Namespace) -> int:
         PacelineError: PL900 to PL904 for traces that cannot be read or compared, PL908 if the page cannot be
             written.
     """
-    from paceline.cli.profile_report import as_table, describe_profile
+    from paceline.cli.profiling import report_on
+
+    text, table, has_findings = report_on(args.traces, args.html)
+    print(json.dumps(table) if args.json else text)
+    return 1 if has_findings else 0
+
+
+def run_comparison(args: argparse.Namespace) -> int:
+    """Compare two recordings; return 1 if the steps of the second take longer.
+
+    Raises:
+        PacelineError: PL900 to PL904 for traces that cannot be read or compared.
+    """
+    from dataclasses import asdict
+
+    from paceline.cli.profile_report import describe_comparison
     from paceline.profiling.analysis import analyse
-    from paceline.profiling.judge import judge_profile
+    from paceline.profiling.compare import compare
     from paceline.profiling.read import read_traces
 
-    traces = read_traces(args.traces)
-    profile = analyse(traces)
-    findings = judge_profile(profile)
-    text = describe_profile(profile, findings)
-    if args.html is not None:
-        from paceline.profiling.page import draw_page
-
-        _write(args.html, draw_page(traces, profile, text))
-    print(json.dumps(as_table(profile, findings)) if args.json else text)
-    return 1 if findings else 0
+    before, after = (analyse(read_traces([path])) for path in (args.before, args.after))
+    comparison = compare(before, after)
+    table = {"rows": [asdict(row) for row in comparison.rows], "remarks": comparison.remarks}
+    print(json.dumps(table) if args.json else describe_comparison(comparison))
+    return 1 if comparison.is_slower else 0
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
+def run_script(args: argparse.Namespace) -> int:
+    """Run a script while recording it, and report; return the script's exit code.
+
+    Raises:
+        PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used.
+    """
+    from paceline.cli.run import run as run_ranks
+
+    if args.first is not None and args.first < _LEAST_FROM:
         raise PacelineError(
-            "PL908",
-            saw=f"--html {path}: {error.strerror}.",
-            rule="The page is written there, as one file.",
-            fix="Name a file in a folder with write permission.",
-        ) from None
+            "PL905",
+            saw=f"--from {args.first}.",
+            rule=f"The steps before it start the recording on all ranks, so it is at least {_LEAST_FROM}.",
+            fix="Leave it out for step 7.",
+        )
+    if args.out is None and args.nnodes not in (None, "1", "1:1"):
+        raise PacelineError(
+            "PL905",
+            saw=f"--nnodes {args.nnodes} without --out.",
+            rule="All nodes must write into folders of the same name.",
+            fix="Add --out DIR.",
+        )
+    args.profile = args.out or _find_folder()
+    args.profile_after = None if args.first is None else args.first - 2
+    args.profile_steps, args.profile_every, args.profile_full = args.steps, args.every, args.full
+    return run_ranks(args)
+
+
+def _find_folder() -> Path:
+    number = 1
+    while Path(f"profile-{number}").exists():
+        number += 1
+    return Path(f"profile-{number}")

@@ -9,7 +9,8 @@ from typing import Any
 from paceline.finding import Finding
 from paceline.phrases import name_ranks
 from paceline.profiling.analysis import Profile, RankStep
-from paceline.profiling.judge import grade_exposed, grade_overlap
+from paceline.profiling.compare import ProfileDifference
+from paceline.profiling.judge import describe_phase, describe_place_of, grade_exposed, grade_overlap
 from paceline.profiling.trace import HOST, PHASES
 from paceline.units import format_bytes, format_seconds
 
@@ -21,7 +22,12 @@ _RAN = ("data", "forward", "backward", "optimizer", "reading values", "garbage c
 
 def describe_profile(profile: Profile, findings: Sequence[Finding]) -> str:
     """Return the report: times by rank, communication by operation, the grades, and the findings."""
-    parts = [_describe_head(profile), _tabulate_ranks(profile), _tabulate_traffic(profile)]
+    parts = [
+        _describe_head(profile),
+        _describe_cause(profile),
+        _tabulate_ranks(profile),
+        _tabulate_traffic(profile),
+    ]
     parts += [_describe_grades(profile), *(str(finding) for finding in findings)]
     if not findings:
         parts.append("No rank keeps the others waiting, and communication is hidden well enough.")
@@ -47,6 +53,46 @@ def _describe_head(profile: Profile) -> str:
         f"{_milliseconds(profile.step_ns(median))} ms per step (median), "
         f"{_milliseconds(profile.step_ns(worst))} ms in the longest, step {worst}"
     )
+
+
+def _describe_cause(profile: Profile) -> str:
+    """Return the sentence on the most exposed rank, and on whom it waits for; empty if it waits little."""
+    rank = profile.exposed_rank
+    rows = [row for row in profile.rows if row.rank == rank]
+    blame = next((blame for blame in profile.blames if rank in blame.waiters), None)
+    if blame is None:
+        return ""
+    waiting = _mean(rows, lambda row: row.waiting_ns.get(blame.rank, 0))
+    return (
+        f"Of {_milliseconds(_mean(rows, lambda row: row.total_ns))} ms per step, "
+        f"{_milliseconds(_mean(rows, lambda row: row.exposed_ns))} ms are exposed communication on "
+        f"rank {rank}; "
+        f"{_milliseconds(waiting)} of these are rank {rank} waiting for rank {blame.rank}, which spends "
+        f"{_milliseconds(blame.lost_ns)} of them in {describe_phase(blame.phase)}{describe_place_of(blame)}."
+    )
+
+
+def describe_comparison(comparison: ProfileDifference) -> str:
+    """Return the table of two profiles and what may not be concluded from it."""
+    lines = [["ms per step", "before", "after", "difference", "95% interval", ""]]
+    for row in comparison.rows:
+        lines.append(
+            [
+                row.name,
+                _milliseconds(row.before_ns),
+                _milliseconds(row.after_ns),
+                _signed(row.after_ns - row.before_ns),
+                f"{_signed(row.low_ns)} to {_signed(row.high_ns)}",
+                "" if row.differs else "not distinguishable",
+            ]
+        )
+    return "\n\n".join(
+        filter(None, [_align(lines), "\n".join(f"note: {line}" for line in comparison.remarks)])
+    )
+
+
+def _signed(ns: float) -> str:
+    return f"{ns / 1e6:+.1f}"
 
 
 def _tabulate_ranks(profile: Profile) -> str:
@@ -88,20 +134,25 @@ def _mean(rows: Sequence[RankStep], value: Any) -> float:
 
 def _tabulate_traffic(profile: Profile) -> str:
     """Return communication by group and operation, as means over ranks and steps."""
-    totals: dict[tuple[str, str], list[float]] = {}
+    totals: dict[tuple[str, str, str], list[float]] = {}
     for row in profile.rows:
         for traffic in row.traffic:
-            total = totals.setdefault((traffic.group, traffic.operation), [0, 0, 0])
+            total = totals.setdefault((traffic.group, traffic.operation, traffic.at), [0, 0, 0])
             total[0] += traffic.count
             total[1] += traffic.num_bytes if traffic.num_bytes is not None else float("nan")
             total[2] += traffic.busy_ns
     if not totals:
         return "no collectives"
-    lines = [["per rank and step", "group", "count", "input", "ms under way"]]
+    has_lines = any(at for _, _, at in totals)
+    lines = [["per rank and step", "group", "count", "input", "ms under way", *["line"] * has_lines]]
     number = len(profile.rows)
-    for (group, operation), (count, size, busy) in sorted(totals.items(), key=lambda item: -item[1][2]):
+    ordered = sorted(totals.items(), key=lambda item: -item[1][2])
+    for (group, operation, at), (count, size, busy) in ordered[:_MOST_ROWS]:
         known = "?" if size != size else format_bytes(size / number)
-        lines.append([operation, group or "?", f"{count / number:.3g}", known, _milliseconds(busy / number)])
+        cells = [operation, group or "?", f"{count / number:.3g}", known, _milliseconds(busy / number)]
+        lines.append([*cells, *[at] * has_lines])
+    if len(ordered) > _MOST_ROWS:
+        lines.append([f"({len(ordered) - _MOST_ROWS} more)"])
     return _align(lines)
 
 
@@ -124,6 +175,11 @@ def _describe_grades(profile: Profile) -> str:
 
 def _describe_limits(profile: Profile) -> list[str]:
     lines = list(profile.remarks)
+    if profile.is_light:
+        lines.append(
+            "Operators were not recorded: compute is the loop's time in forward, backward and optimizer "
+            "without its waiting."
+        )
     if profile.num_uncertain:
         error = format_seconds(profile.clock_error_ns / 1e9)
         lines.append(

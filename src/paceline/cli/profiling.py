@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.watching import as_table
 from paceline.errors import PacelineError
+from paceline.phrases import name_some
 
 if TYPE_CHECKING:
     from paceline.launching.watcher import Watcher
 
-_AFTER, _STEPS = 5, 5
+_AFTER, _STEPS, _FULL_STEPS = 5, 20, 5
+# From a recording's begin to the next one's: its steps, the one that passes, and one in which it is written.
+_LEAST_BETWEEN = 3
 
 
 def add_profile_flags(parser: argparse._ActionsContainer) -> None:
-    """Add `--profile`, `--profile-after` and `--profile-steps`."""
+    """Add `--profile` and the flags that go with it."""
     parser.add_argument(
         "--profile",
         type=Path,
@@ -32,7 +36,18 @@ def add_profile_flags(parser: argparse._ActionsContainer) -> None:
         help=f"optimizer steps before recording starts (default {_AFTER}; one more is left out)",
     )
     parser.add_argument(
-        "--profile-steps", type=int, metavar="N", help=f"optimizer steps to record (default {_STEPS})"
+        "--profile-steps",
+        type=int,
+        metavar="N",
+        help=f"optimizer steps to record (default {_STEPS}; {_FULL_STEPS} with --profile-full)",
+    )
+    parser.add_argument(
+        "--profile-every", type=int, metavar="N", help="record again each N steps; reports on the last one"
+    )
+    parser.add_argument(
+        "--profile-full",
+        action="store_true",
+        help="record every operator too, for Perfetto; steps take longer meanwhile",
     )
 
 
@@ -43,25 +58,47 @@ def add_recording(args: argparse.Namespace, watcher: Watcher | None) -> Watcher 
         PacelineError: PL905 for flags that do not fit, PL906 if the folder cannot be used, PL901 without
             msgspec, which the report needs.
     """
-    for name in ("profile_after", "profile_steps"):
+    for name in ("profile_after", "profile_steps", "profile_every", "profile_full"):
         value = getattr(args, name)
-        if value is not None and (args.profile is None or value < 1):
-            raise PacelineError(
-                "PL905",
-                saw=f"--{name.replace('_', '-')} {value}{'' if args.profile else ' without --profile'}.",
-                rule="It is a number of optimizer steps, at least 1, for a recording with --profile DIR.",
-                fix="Use for example --profile traces --profile-after 10 --profile-steps 5.",
-            )
+        if value and args.profile is None:
+            raise _flag_error(f"{_name_flag(name, value)} without --profile")
+        if value is not None and value is not False and value < 1:
+            raise _flag_error(_name_flag(name, value))
     if args.profile is None:
         return watcher
     from paceline.profiling.kineto import import_msgspec
     from paceline.profiling.launcher import RecordingWatcher, prepare_folder
     from paceline.profiling.rank.recorder import RecordSettings
 
+    steps = args.profile_steps or (_FULL_STEPS if args.profile_full else _STEPS)
+    every = args.profile_every or 0
+    if every and every < steps + _LEAST_BETWEEN:
+        raise PacelineError(
+            "PL905",
+            saw=f"a recording of {steps} steps every {every} steps.",
+            rule=f"A recording takes {_LEAST_BETWEEN} steps more than it records, to begin and to end.",
+            fix=f"Record at most every {steps + _LEAST_BETWEEN} steps, or fewer steps each time.",
+        )
     import_msgspec()
     folder = prepare_folder(args.profile)
-    settings = RecordSettings(str(folder), args.profile_after or _AFTER, args.profile_steps or _STEPS)
+    settings = RecordSettings(
+        str(folder), args.profile_after or _AFTER, steps, is_full=args.profile_full, every=every
+    )
     return RecordingWatcher(settings, watcher)
+
+
+def _name_flag(name: str, value: int | bool) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
+
+
+def _flag_error(saw: str) -> PacelineError:
+    return PacelineError(
+        "PL905",
+        saw=f"{saw}.",
+        rule="Numbers of optimizer steps are at least 1, and belong to a recording with --profile DIR.",
+        fix="Use for example --profile traces --profile-after 10 --profile-steps 5.",
+    )
 
 
 def refuse_recording(args: argparse.Namespace) -> None:
@@ -91,26 +128,60 @@ def describe_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Return the report on what was recorded, for people and for programs.
+    """Return the report on what was recorded last, for people and for programs.
 
     Raises:
-        PacelineError: PL907 if there is no trace, and as `analyse`.
+        PacelineError: PL907 if there is no trace, PL908 if the page cannot be written, and as `analyse`.
+    """
+    from paceline.profiling.launcher import list_recordings
+
+    recordings = list_recordings(args.profile)
+    if not recordings:
+        raise PacelineError(
+            "PL907",
+            saw=f"no rank has recorded a step in {args.profile}.",
+            rule=f"Recording starts after {args.profile_after or _AFTER} optimizer steps, and one passes.",
+            fix="Lower --profile-after (--from), or let the script run longer.",
+        )
+    text, table, _ = report_on(recordings[-1:], getattr(args, "html", None))
+    where = name_some([str(folder) for folder in reversed(recordings)])
+    return f"{text}\n\nrecorded: {where}", table
+
+
+def report_on(paths: Sequence[Path], html: Path | None) -> tuple[str, dict[str, Any], bool]:
+    """Return the report on traces for people and for programs, and whether there are findings.
+
+    Args:
+        paths: files or folders of traces.
+        html: where to draw the page, if anywhere.
+
+    Raises:
+        PacelineError: as `read_traces` and `analyse`, and PL908 if the page cannot be written.
     """
     from paceline.cli.profile_report import as_table as tabulate
     from paceline.cli.profile_report import describe_profile
     from paceline.profiling.analysis import analyse
     from paceline.profiling.judge import judge_profile
-    from paceline.profiling.launcher import PATTERN
     from paceline.profiling.read import read_traces
 
-    paths = sorted(args.profile.glob(PATTERN))
-    if not paths:
-        raise PacelineError(
-            "PL907",
-            saw=f"no rank has recorded a step in {args.profile}.",
-            rule=f"Recording starts after {args.profile_after or _AFTER} optimizer steps, and one passes.",
-            fix="Lower --profile-after, or let the script run longer.",
-        )
-    profile = analyse(read_traces(paths))
+    traces = read_traces(paths)
+    profile = analyse(traces)
     findings = judge_profile(profile)
-    return describe_profile(profile, findings), tabulate(profile, findings)
+    text = describe_profile(profile, findings)
+    if html is not None:
+        from paceline.profiling.page import draw_page
+
+        _write(html, draw_page(traces, profile, text))
+    return text, tabulate(profile, findings), bool(findings)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PacelineError(
+            "PL908",
+            saw=f"--html {path}: {error.strerror}.",
+            rule="The page is written there, as one file.",
+            fix="Name a file in a folder with write permission.",
+        ) from None

@@ -25,11 +25,18 @@ for whom, and the job is ended.
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
-    from paceline.launching.flags import add_torchrun_flags
-
     parser = subparsers.add_parser(
         "run", help="run any script on many ranks: torchrun's flags, started warm", description=_DESCRIPTION
     )
+    ours = add_run_flags(parser)
+    add_profile_flags(ours)
+    parser.set_defaults(run=run)
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add torchrun's flags, the script, and Paceline's own flags, of which the group is returned."""
+    from paceline.launching.flags import add_torchrun_flags
+
     ours = parser.add_argument_group("paceline's own flags")
     ours.add_argument(
         "--cold", action="store_true", help="start a separate Python process for every rank, as torchrun does"
@@ -58,14 +65,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="print the members, the round and the state of the job at --rdzv-endpoint, and exit",
     )
     add_watching_flags(ours)
-    add_profile_flags(ours)
     ours.add_argument(
         "--json",
         action="store_true",
         help="write Paceline's own messages as one JSON object per line to standard error",
     )
     status.script_actions = add_torchrun_flags(parser)
-    parser.set_defaults(run=run)
+    return ours
 
 
 class _NeedsNoScript(argparse.Action):

@@ -24,7 +24,7 @@ from paceline.profiling.trace import (
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one operation of a group in a step of a rank.
+    """The collectives of one operation of a group in a step of a rank, issued by one line.
 
     Attributes:
         group: its name.
@@ -32,6 +32,7 @@ class Traffic:
         count: how many the rank issued in the step.
         num_bytes: their inputs; `None` if some size is unknown.
         busy_ns: for how long at least one of them was under way in the step.
+        at: the user's line; empty if unknown.
     """
 
     group: str
@@ -39,6 +40,7 @@ class Traffic:
     count: int
     num_bytes: int | None
     busy_ns: int
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Profile:
         clock_error_ns: the largest error of a rank's clock.
         slowdown: how much longer steps took while recorded, the largest over ranks; `None` if unknown.
         remarks: facts that limit what can be said.
+        is_light: whether no operators were recorded; see `RankTrace.is_light`.
     """
 
     world_size: int
@@ -99,6 +102,7 @@ class Profile:
     clock_error_ns: int
     slowdown: float | None
     remarks: tuple[str, ...] = field(default=())
+    is_light: bool = False
 
     def step_ns(self, step: int) -> int:
         """Return the duration of a step: that of the rank that took longest."""
@@ -178,10 +182,13 @@ def analyse(traces: Sequence[RankTrace]) -> Profile:
         blames=find_blame(traces, matched, waits, sorted(numbers)),
         num_matched=len(matched),
         num_unmatched=_count_unmatched(traces, matched, numbers),
-        num_uncertain=sum(not wait.is_certain for own in waits.values() for wait in own),
+        num_uncertain=sum(
+            wait.exposed_ns > 0 and not wait.is_certain for own in waits.values() for wait in own
+        ),
         clock_error_ns=max(trace.clock_error_ns for trace in traces),
         slowdown=max((trace.slowdown for trace in traces if trace.slowdown is not None), default=None),
         remarks=tuple(dict.fromkeys(remark for trace in traces for remark in trace.remarks)),
+        is_light=any(trace.is_light for trace in traces),
     )
 
 
@@ -261,12 +268,12 @@ def _measure_steps(
 
 
 def _count_traffic(step: TracedStep, issued: Sequence[TracedCollective]) -> tuple[Traffic, ...]:
-    kinds: dict[tuple[str, str], list[tuple[int, int, int | None]]] = {}
+    kinds: dict[tuple[str, str, str], list[tuple[int, int, int | None]]] = {}
     for part in issued:
         own = part.issued_ns, min(part.end_ns, step.end_ns), part.num_bytes
-        kinds.setdefault((part.group, part.operation), []).append(own)
+        kinds.setdefault((part.group, part.operation, part.at), []).append(own)
     found = []
-    for (group, operation), parts in sorted(kinds.items()):
+    for (group, operation, at), parts in sorted(kinds.items()):
         sizes = [size for _, _, size in parts]
         known = [size for size in sizes if size is not None]
         busy = unite(as_spans((begin, end) for begin, end, _ in parts))
@@ -277,6 +284,7 @@ def _count_traffic(step: TracedStep, issued: Sequence[TracedCollective]) -> tupl
                 len(parts),
                 sum(known) if len(known) == len(sizes) else None,
                 measure(busy),
+                at,
             )
         )
     return tuple(found)

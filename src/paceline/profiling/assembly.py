@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 
 from paceline.profiling.elements import count_bytes
 from paceline.profiling.intervals import NOTHING, Spans, as_spans, unite
-from paceline.profiling.kineto import EventKind, TraceFile, decode_arguments
+from paceline.profiling.kineto import EventKind, Recorded, TraceFile, decode_arguments
+from paceline.profiling.light import divide_loop
 from paceline.profiling.rank.marks import MARK
 from paceline.profiling.trace import (
     BACKWARD,
@@ -28,6 +30,7 @@ from paceline.profiling.trace import (
     OPTIMIZER,
     PHASES,
     READING,
+    CodePlace,
     RankTrace,
     TracedCollective,
     TracedStep,
@@ -53,13 +56,14 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
     is_top, is_leaf = _find_nesting(file, order)
     has_kernels = bool((file.kinds == EventKind.KERNEL).any())
     steps = _find_steps(file, spans)
+    recorded = file.recorded
+    loop = recorded.loop if recorded is not None else None
     if has_kernels:
         computes = file.kinds == EventKind.KERNEL
         collectives, remarks = _list_kernels(file)
     else:
         computes = is_leaf & np.isin(file.kinds, (EventKind.OPERATOR, EventKind.ITEM))
         collectives, remarks = _list_spans(file, rank, steps)
-    recorded = file.recorded
     if recorded is not None:  # Raises OverflowError: numbers in JSON have any length.
         as_spans((begin, end) for _, begin, end in recorded.steps)
         as_spans((issued, number) for issued, _, number, _, _ in recorded.calls)
@@ -67,17 +71,26 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
     if recorded is None and steps and steps[0].number == 1:
         remarks = [*remarks, "Steps are numbered within the traces: the files do not say which of the run."]
     ahead = 0 if recorded is None else recorded.clock_ahead_ns
+    compute = unite(spans[computes])
+    if loop is None:
+        phases = _find_phases(file, spans, order[is_top[order]], collectives)
+    else:
+        phases, busy = divide_loop(loop, *_list_annotations(file, spans, order[is_top[order]]))
+        compute = compute if has_kernels else busy
     trace = RankTrace(
         rank=rank,
         world_size=file.world_size,
         steps=steps,
-        phases=_find_phases(file, spans, order[is_top[order]], collectives),
-        compute=unite(spans[computes]),
+        phases=phases,
+        compute=compute,
         collectives=collectives,
         host=file.host,
         clock_error_ns=0 if recorded is None else recorded.clock_error_ns,
         slowdown=None if recorded is None else recorded.slowdown,
         remarks=tuple(remarks),
+        samples=NOTHING if recorded is None else _list_samples(recorded),
+        places=() if recorded is None else tuple(CodePlace(*place) for place in recorded.places),
+        is_light=loop is not None,
     )
     return move_trace(trace, -ahead)
 
@@ -91,18 +104,24 @@ def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
     fields["phases"] = {name: spans + by_ns for name, spans in trace.phases.items()}
     fields["compute"] = trace.compute + by_ns
     fields["collectives"] = tuple(
-        TracedCollective(
-            part.operation,
-            part.group,
-            part.sequence,
-            part.number,
-            part.issued_ns + by_ns,
-            part.end_ns + by_ns,
-            part.num_bytes,
-        )
+        replace(part, issued_ns=part.issued_ns + by_ns, end_ns=part.end_ns + by_ns)
         for part in trace.collectives
     )
+    fields["samples"] = trace.samples + np.array([by_ns, 0])
     return RankTrace(**fields)
+
+
+def _list_samples(recorded: Recorded) -> Spans:
+    """Return the samples whose place exists."""
+    samples = as_spans(recorded.samples)
+    return samples[(samples[:, 1] >= 0) & (samples[:, 1] < len(recorded.places))]
+
+
+def _list_annotations(file: TraceFile, spans: Spans, tops: NDArray[np.intp]) -> tuple[Spans, Spans]:
+    """Return the spans of loaders and of optimizers on the thread of the training loop."""
+    tops = tops[np.isin(file.threads[tops], _find_main_threads(file))]
+    kinds = file.kinds[tops]
+    return unite(spans[tops[kinds == EventKind.DATA]]), unite(spans[tops[kinds == EventKind.OPTIMIZER]])
 
 
 def _find_nesting(file: TraceFile, order: NDArray[np.intp]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -322,12 +341,25 @@ def _join_calls(file: TraceFile, indices: Sequence[int]) -> list[TracedCollectiv
     if file.recorded is None or len(file.recorded.calls) != len(indices):
         return None
     joined = []
-    for i, (issued, group, number, operation, num_bytes) in zip(indices, file.recorded.calls, strict=True):
+    lines = _name_lines(file.recorded)
+    for place, (i, call) in enumerate(zip(indices, file.recorded.calls, strict=True)):
+        issued, group, number, operation, num_bytes = call
         if _name(file.names[i]) != _name(operation):
             return None
         end = int(file.ends_ns[i])
-        joined.append(TracedCollective(_name(operation), group, "", number, min(issued, end), end, num_bytes))
+        joined.append(
+            TracedCollective(
+                _name(operation), group, "", number, min(issued, end), end, num_bytes, lines[place]
+            )
+        )
     return joined
+
+
+def _name_lines(recorded: Recorded) -> list[str]:
+    """Return the user's line of each recorded call; empty where it is unknown."""
+    known = [str(CodePlace(*place)) for place in recorded.places]
+    numbers = [*recorded.call_places, *[-1] * len(recorded.calls)][: len(recorded.calls)]
+    return [known[number] if 0 <= number < len(known) else "" for number in numbers]
 
 
 def _number_in_steps(

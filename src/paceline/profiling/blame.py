@@ -11,11 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.profiling.intervals import Coverage, as_spans, unite
+from paceline.profiling.lines import find_line
 from paceline.profiling.matching import MatchedCollective, Waiting
-from paceline.profiling.trace import HOST, RankTrace, divide_time
+from paceline.profiling.trace import HOST, CodePlace, RankTrace, divide_time
 
 # In a phase of a rank that waited for another one, the other one is the cause.
 WAITING = "waiting"
@@ -37,6 +38,7 @@ class Blame:
         share: of the mean step.
         num_steps: steps in which it was late by this.
         waiters: the ranks that waited.
+        place: the line, and the module, at which it was; `None` if no sample shows one.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Blame:
     share: float
     num_steps: int
     waiters: tuple[int, ...]
+    place: CodePlace | None = None
 
 
 class _RankTime:
@@ -53,11 +56,11 @@ class _RankTime:
     def __init__(self, trace: RankTrace, waits: Sequence[Waiting]) -> None:
         self.begin_ns = trace.steps[0].begin_ns
         spans = unite(as_spans((wait.begin_ns, wait.end_ns) for wait in waits))
-        self._parts = {WAITING: Coverage(spans), **divide_time(trace, spans)}
+        self.parts = {WAITING: Coverage(spans), **divide_time(trace, spans)}
 
     def measure(self, begin_ns: int, end_ns: int) -> dict[str, int]:
         """Return the nanoseconds by phase between two instants."""
-        found = {name: spans.measure(begin_ns, end_ns) for name, spans in self._parts.items()}
+        found = {name: spans.measure(begin_ns, end_ns) for name, spans in self.parts.items()}
         return {**found, HOST: max(0, end_ns - begin_ns - sum(found.values()))}
 
 
@@ -109,7 +112,25 @@ def find_blame(
                 by_waiter = lost[wait.collective.last, phase][step]
                 by_waiter[rank] = by_waiter.get(rank, 0) + length
     mean_ns = sum(s.end_ns - s.begin_ns for own in steps.values() for s in own) / len(traces) / len(numbers)
-    return _choose(lost, mean_ns, len(numbers), len(traces))
+    found = _choose(lost, mean_ns, len(numbers), len(traces))
+    by_rank, divided = (
+        {trace.rank: trace for trace in traces},
+        {rank: own.parts for rank, own in times.items()},
+    )
+    return tuple(
+        replace(
+            blame,
+            place=find_line(
+                blame.phase,
+                by_rank[blame.rank],
+                [by_rank[rank] for rank in blame.waiters],
+                divided,
+                set(numbers),
+                blame.lost_ns * len(numbers),
+            ),
+        )
+        for blame in found
+    )
 
 
 class _Shared:

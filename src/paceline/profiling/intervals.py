@@ -86,6 +86,12 @@ class Coverage:
         """Return the nanoseconds covered between two instants; 0 if the second is not later."""
         return max(0, self._until(end_ns) - self._until(begin_ns)) if end_ns > begin_ns else 0
 
+    def covers(self, instants_ns: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which instants the spans cover."""
+        if not len(self.spans):
+            return np.zeros(len(instants_ns), dtype=bool)
+        return _is_covered(self.spans, instants_ns)
+
     def _until(self, instant_ns: int) -> int:
         place = int(np.searchsorted(self.spans[:, 0], instant_ns, side="right"))
         if not place:

@@ -91,15 +91,27 @@ def judge_profile(profile: Profile) -> list[Finding]:
 
 
 def _judge_blame(blame: Blame) -> Finding:
-    phase = _WORDS.get(blame.phase, blame.phase)
     return Finding(
         "PL913",
         where=name_ranks([blame.rank]),
         saw=f"{name_ranks(blame.waiters)} waited {format_seconds(blame.lost_ns / 1e9)} per step "
-        f"({blame.share:.0%} of it) for {name_ranks([blame.rank])}, which took longer in {phase}.",
+        f"({blame.share:.0%} of it) for {name_ranks([blame.rank])}, which took longer in "
+        f"{describe_phase(blame.phase)}{describe_place_of(blame)}.",
         rule="All ranks of a collective wait for the last one.",
         fix=_MOVES[blame.phase],
     )
+
+
+def describe_phase(phase: str) -> str:
+    """Return a phase in words: `its data loader`."""
+    return _WORDS.get(phase, phase)
+
+
+def describe_place_of(blame: Blame) -> str:
+    """Return the line and the module of a cause: ` at train.py:41 in load`; empty if unknown."""
+    if blame.place is None:
+        return ""
+    return f" at {blame.place}" + (f" (module {blame.place.module})" if blame.place.module else "")
 
 
 def _describe_waiting(profile: Profile) -> str:

@@ -60,6 +60,10 @@ class Recorded:
         clock_error_ns: how far that may be off.
         slowdown: how much longer a step took while it was recorded.
         host: identifies the machine and its start.
+        loop: spans of the training loop by phase, and of its waiting, if no operators were recorded.
+        samples: of the training loop: instant and number of a place.
+        places: file, line, function and module.
+        call_places: of each call, the number of the place that issued it; -1 if unknown.
     """
 
     steps: list[tuple[int, int, int]]
@@ -69,6 +73,10 @@ class Recorded:
     clock_error_ns: int = 0
     slowdown: float | None = None
     host: str = ""
+    loop: dict[str, list[tuple[int, int]]] | None = None
+    samples: list[tuple[int, int]] = field(default_factory=list)
+    places: list[tuple[str, int, str, str]] = field(default_factory=list)
+    call_places: list[int] = field(default_factory=list)
 
 
 @dataclass

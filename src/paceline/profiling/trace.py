@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.profiling.intervals import Coverage, Spans, subtract, unite
+from paceline.own_code import describe_place
+from paceline.profiling.intervals import NOTHING, Coverage, Spans, subtract, unite
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 COLLECTION, READING, HOST = "garbage collection", "reading values", "host"
@@ -31,6 +32,7 @@ class TracedCollective:
             host runs ahead, the begin of the kernel.
         end_ns: the end of the rank's part.
         num_bytes: size of the rank's input; `None` if unknown.
+        at: the user's line that issued it; empty if unknown.
     """
 
     operation: str
@@ -40,6 +42,7 @@ class TracedCollective:
     issued_ns: int
     end_ns: int
     num_bytes: int | None = None
+    at: str = ""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -62,6 +65,24 @@ class TracedStep:
     end_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class CodePlace:
+    """A line of the user's code, and the module whose forward was running.
+
+    Attributes:
+        file, line, function: the innermost of the user's.
+        module: its name in the outermost module, or its class; empty outside of a forward.
+    """
+
+    file: str
+    line: int
+    function: str
+    module: str = ""
+
+    def __str__(self) -> str:
+        return describe_place(self.file, self.line, self.function)
+
+
 @dataclass(frozen=True)
 class RankTrace:
     """The trace of one rank; all times are nanoseconds on the clock of the first rank.
@@ -77,6 +98,10 @@ class RankTrace:
         clock_error_ns: how far the times may be off those of the first rank.
         slowdown: how much longer a step took while it was recorded, such as 1.2; `None` if unknown.
         remarks: facts that limit what can be said.
+        samples: rows of an instant and the number of the place at which the training loop was then.
+        places: lines of the user's, with the module that was running.
+        is_light: whether operators were not recorded: `compute` is then the loop's time in forward, backward
+            and optimizer without its waiting for collectives.
     """
 
     rank: int
@@ -89,6 +114,9 @@ class RankTrace:
     clock_error_ns: int = 0
     slowdown: float | None = None
     remarks: tuple[str, ...] = field(default=())
+    samples: Spans = field(default_factory=lambda: NOTHING)
+    places: tuple[CodePlace, ...] = ()
+    is_light: bool = False
 
 
 def divide_time(trace: RankTrace, elsewhere: Spans) -> dict[str, Coverage]:

@@ -260,6 +260,30 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
             "",
             "its profiler and Paceline's end each other",
         ),
+        TorchName(
+            "torch.autograd.profiler._enable_profiler",
+            "records annotations and collectives without operators",
+            "torch.profiler, which has no argument for scopes",
+            "all operators are recorded",
+        ),
+        TorchName(
+            "torch._C._profiler.RecordScope",
+            "records annotations and collectives without operators",
+            "",
+            "all operators are recorded",
+        ),
+        TorchName(
+            "torch._C._distributed_c10d.Work.wait",
+            "notes when a rank waits for a collective",
+            "",
+            "waits inside of a forward count as computation",
+        ),
+        TorchName(
+            "torch.distributed._functional_collectives.wait_tensor",
+            "notes when a rank waits for a collective",
+            "",
+            "waits inside of a forward count as computation",
+        ),
     ),
     "saved": (
         TorchName(

@@ -7,11 +7,39 @@ from __future__ import annotations
 
 import functools
 import pickle
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from paceline.torch_seams.watching import find_group_class, find_world, list_dumps
+from paceline.torch_seams.watching import find_group_class, find_world, list_dumps, without_inductor
+
+_C10D = "torch._C._distributed_c10d"
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A collective as the Flight Recorder has it.
+
+    Attributes:
+        issued_ns: since 1970.
+        group: the group's name.
+        number: in the group's sequence.
+        operation: such as `all_reduce`.
+        sizes, dtypes: of the inputs.
+        frames: file, line and function, the innermost first.
+    """
+
+    issued_ns: int
+    group: str
+    number: int
+    operation: str
+    sizes: list[Any]
+    dtypes: list[str]
+    frames: list[tuple[str, int, str]]
 
 
 def build_profiler(torch: Any) -> Any:
@@ -26,6 +54,74 @@ def build_profiler(torch: Any) -> Any:
     with suppress(AttributeError, TypeError, ImportError):
         settings["experimental_config"] = torch._C._profiler._ExperimentalConfig(trace_only=True)
     return torch.profiler.profile(activities=activities, **settings)
+
+
+def start_light(torch: Any, profiler: Any) -> bool:
+    """Start a profiler that records annotations and collectives of gloo only; return whether this torch can.
+
+    `torch.profiler` gives no way to choose scopes, but the function that it calls takes them. If this torch
+    has another function there, nothing is started.
+    """
+    module: Any = sys.modules.get("torch.autograd.profiler")
+    enable = getattr(module, "_enable_profiler", None)
+    scopes: Any = getattr(getattr(torch._C, "_profiler", None), "RecordScope", None)
+    if enable is None or not hasattr(scopes, "USER_SCOPE"):
+        return False
+
+    def enable_scope(config: Any, activities: Any) -> None:
+        enable(config, activities, {scopes.USER_SCOPE})
+
+    module._enable_profiler = enable_scope
+    try:
+        profiler.start()
+    except TypeError:  # another signature
+        with suppress(Exception):
+            profiler.stop()
+        return False
+    finally:
+        module._enable_profiler = enable
+    return True
+
+
+def note_waits(note: Callable[[int, int], None]) -> Callable[[], None]:
+    """Call `note` with begin and end of each wait for a collective; return the function that ends this.
+
+    Times are nanoseconds since 1970. Waits inside of C++, such as those of DDP, are not among them.
+    """
+    owners = [
+        (getattr(sys.modules.get(_C10D), "Work", None), "wait"),
+        (sys.modules.get(_FUNCTIONAL), "wait_tensor"),
+    ]
+    undo: list[Callable[[], None]] = []
+    for owner, name in owners:
+        original = vars(owner).get(name) if owner is not None else None
+        if original is not None:
+            wrapped = _wrap_wait(original, note)
+            setattr(owner, name, wrapped)
+            undo.append(functools.partial(_put_back, owner, name, wrapped, original))
+
+    def remove() -> None:
+        for step in undo:
+            step()
+
+    return remove
+
+
+def _put_back(owner: Any, name: str, wrapped: Any, original: Any) -> None:
+    if vars(owner).get(name) is wrapped:
+        setattr(owner, name, original)
+
+
+def _wrap_wait(original: Any, note: Callable[[int, int], None]) -> Any:
+    @functools.wraps(original)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        began = time.time_ns()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            note(began, time.time_ns())
+
+    return wait
 
 
 def is_profiling(torch: Any) -> bool | None:
@@ -72,24 +168,30 @@ def _wrap_transfer(name: str, original: Any, note: Callable[[str, str, int, int]
     return transfer
 
 
-def read_collectives(since_ns: int) -> list[tuple[int, str, int, str, list[Any], list[str]]]:
-    """Return the collectives issued since an instant: instant, group, number, operation, sizes and dtypes.
+def read_collectives(since_ns: int) -> list[RecordedCall]:
+    """Return the collectives issued since an instant, in order of issue.
 
-    They are in order of issue. Sends and receives of gloo are not recorded.
+    Sends and receives of gloo are not recorded.
     """
+    with without_inductor():
+        dumps = [dump(True, True, False) for _, dump in list_dumps()]
     found = []
-    for _, dump in list_dumps():
-        loaded = pickle.loads(dump(True, False, False))  # torch's own bytes, made in this process
+    for dump in dumps:
+        loaded = pickle.loads(dump)  # torch's own bytes, made in this process
         for entry in loaded.get("entries", ()) if isinstance(loaded, dict) else ():
             if entry["time_created_ns"] >= since_ns and not entry.get("is_p2p"):
                 found.append(
-                    (
+                    RecordedCall(
                         int(entry["time_created_ns"]),
                         str(entry["process_group"][0]),
                         int(entry["collective_seq_id"]),
                         str(entry["profiling_name"]).rpartition(":")[2],
                         list(entry.get("input_sizes", ())),
                         [str(name) for name in entry.get("input_dtypes", ())],
+                        [
+                            (str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+                            for frame in entry.get("frames", ())
+                        ],
                     )
                 )
     return found

@@ -20,7 +20,7 @@ from paceline.torch_seams.watching import BUFFER_SIZES
 
 SETTINGS = "profile.json"
 # The entries of torch's Flight Recorder: those of some steps of FSDP over 80 layers.
-_BUFFER_SIZE = "4000"
+_BUFFER_SIZE = "8000"
 
 
 class RecordedRank:

@@ -1,4 +1,4 @@
-"""PhaseMarks forward, backward and garbage collection in a trace while it is recorded.
+"""Marks forward, backward and garbage collection in a trace while it is recorded.
 
 torch's profiler shows optimizer steps and the loaders' waiting by itself, but not where a forward or backward
 begins and ends.
@@ -18,6 +18,8 @@ METADATA = "paceline"
 """The key of a trace's own table for what the recorder knows beside the events."""
 MARK = "paceline: "
 """The beginning of the names of marks; the rest is a phase."""
+WAITING = "waiting"
+"""The key of the loop's waiting in the table of a light recording, beside the names of phases."""
 # Collections of the youngest objects take some 10 us and would fill the trace.
 _LEAST_GENERATION = 1
 
@@ -52,6 +54,7 @@ class PhaseMarks:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         for name, original in self._originals.items():
             if getattr(getattr(self._torch.autograd, name), "__wrapped__", None) is original:
                 setattr(self._torch.autograd, name, original)

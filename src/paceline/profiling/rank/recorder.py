@@ -1,8 +1,8 @@
 """Records some steps of a rank by torch's profiler, without any change to its script.
 
-Optimizer steps are counted by torch's global hooks. After `after` of them the machines' clocks are compared,
-the profiler starts, and one step passes, since ranks start at different times. The next `steps` are recorded.
-The file appears whole, by one rename, also if the script ends or is stopped before.
+Optimizer steps are counted by torch's global hooks. After `after` of them the machines' clocks are compared
+and a `Recording` begins; with `every`, another one begins each so many steps. A file appears whole, by one
+rename, also if the script ends or is stopped before.
 
 A failure here must not end the script: it is logged, and no trace appears.
 """
@@ -10,7 +10,6 @@ A failure here must not end the script: it is logged, and no trace appears.
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import signal
@@ -21,27 +20,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paceline.profiling.elements import count_bytes
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
-from paceline.profiling.rank.marks import METADATA, PhaseMarks
-from paceline.torch_seams.profiling import (
-    build_profiler,
-    is_profiling,
-    note_transfers,
-    read_collectives,
-)
+from paceline.profiling.rank.recording import Recording
 
 log = logging.getLogger(__name__)
 
 _KEY = "paceline/profile/clock"
-_OWN = "the script runs torch.profiler itself, and a process can run one at a time"
 _WAIT_S = 10.0
 # The median of fewer steps before the recording says nothing about its cost.
 _LEAST_BEFORE = 3
@@ -53,14 +44,18 @@ class RecordSettings:
     """The steps to record, and the folder for them.
 
     Attributes:
-        folder: for the file `rank-NNNN.json`.
+        folder: for the file `rank-NNNN.json`; with `every`, for a folder `step-NNNNNNNN` per recording.
         after: optimizer steps before the recording starts, at least 1.
         steps: how many to record, at least 1.
+        is_full: whether to record operators.
+        every: steps from the begin of a recording to that of the next one; 0 for one recording.
     """
 
     folder: str
     after: int
     steps: int
+    is_full: bool = False
+    every: int = 0
 
 
 class StepRecorder:
@@ -80,18 +75,14 @@ class StepRecorder:
         self._number = 0
         self._last_ns = 0
         self._before: deque[int] = deque(maxlen=16)
-        self._steps: list[tuple[int, int, int]] = []
-        self._profiler: Any = None
-        self._marks: PhaseMarks | None = None
-        self._began_ns = 0
+        self._recording: Recording | None = None
+        self._first = settings.after  # the last step before a recording
         self._clock: tuple[int, int] | None = None
         self._address: tuple[str, int] | None = None
         self._server: ClockServer | None = None
         self._signal: Any = None
         self._pid = os.getpid()
         self._is_done = False
-        self._transfers: list[tuple[int, str, str, str, int]] = []
-        self._forget_transfers: Callable[[], None] = lambda: None
 
     def install(self, torch: Any) -> None:
         """Count the optimizer steps from now on; call it when torch has been imported."""
@@ -109,7 +100,7 @@ class StepRecorder:
         atexit.unregister(self.finish)
         with suppress(Exception):
             self._handle.remove()
-        if self._profiler is not None:
+        if self._recording is not None:
             self._guard(self._write)
         if self._server is not None:
             self._server.close()
@@ -127,21 +118,31 @@ class StepRecorder:
         if self._optimizer() is not optimizer:
             return  # a step of several optimizers ends with the first one
         self._number += 1
-        first, now = self._settings.after + 1, time.time_ns()
-        if self._number < first:
+        now, recording = time.time_ns(), self._recording
+        if recording is None:
             self._before.append(now - self._last_ns)
-            if self._number == self._settings.after:
+            if self._number == self._first:
                 self._guard(self._start)
-        elif len(self._steps) == self._settings.steps:
-            self.finish()
-        elif self._number > first:
-            self._steps.append((self._number, self._last_ns, now))
+        elif recording.is_complete:
+            self._complete()
+        elif self._number == self._first + 1:
+            self._guard(recording.settle)
+        else:
+            recording.steps.append((self._number, self._last_ns, now))
         self._last_ns = time.time_ns()
 
     def _on_forward(self) -> None:
         """End the recording: not in the last optimizer's step, whose span is open until it returns."""
-        if len(self._steps) == self._settings.steps:
+        if self._recording is not None and self._recording.is_complete:
+            self._complete()
+
+    def _complete(self) -> None:
+        if not self._settings.every:
             self.finish()
+            return
+        self._guard(self._write)
+        self._first = max(self._first + self._settings.every, self._number + 1)
+        self._before.clear()
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -149,30 +150,24 @@ class StepRecorder:
         except Exception as error:
             log.warning("rank %d records no trace: %s: %s", self._rank, type(error).__name__, error)
             self._is_done = True
-            with suppress(Exception):
-                self._forget_transfers()
-                if self._marks is not None:
-                    self._marks.remove()
+            recording, self._recording = self._recording, None
+            if recording is not None:
+                recording.abandon()
 
     # ---- recording
 
     def _start(self) -> None:
-        if is_profiling(self._torch):
-            raise RuntimeError(_OWN)
         with suppress(OSError, RuntimeError, ValueError):
             self._clock = self._compare_clocks()
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if self._signal is None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._signal = signal.signal(signal.SIGTERM, self._terminate)
-        profiler = build_profiler(self._torch)
-        profiler.start()
-        self._profiler = profiler
-        self._marks = PhaseMarks(self._torch, self._on_forward)
-        self._forget_transfers = note_transfers(self._note_transfer)
-        self._began_ns = time.time_ns()
-
-    def _note_transfer(self, operation: str, group: str, peer: int, num_bytes: int) -> None:
-        direction = f"{self._rank}>{peer}" if operation == "send" else f"{peer}>{self._rank}"
-        self._transfers.append((time.time_ns(), group, direction, operation, num_bytes))
+        self._recording = Recording(
+            self._torch,
+            self._rank,
+            self._settings.steps,
+            is_full=self._settings.is_full,
+            on_forward=self._on_forward,
+        )
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.finish()
@@ -180,45 +175,25 @@ class StepRecorder:
         os.kill(os.getpid(), number)
 
     def _write(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        assert self._marks is not None
-        self._marks.remove()
-        self._forget_transfers()
-        if is_profiling(self._torch) is False:
-            raise RuntimeError(_OWN)
-        try:
-            profiler.add_metadata_json(METADATA, json.dumps(self._describe()))
-        finally:
-            profiler.stop()  # a process that exits while it runs crashes
-        if not self._steps:
-            return
+        recording, self._recording = self._recording, None
+        assert recording is not None
         folder = Path(self._settings.folder)
-        part = folder / f".rank-{self._rank:04d}.part"
-        try:
-            profiler.export_chrome_trace(str(part))
-            os.replace(part, folder / f"rank-{self._rank:04d}.json")
-        finally:
-            part.unlink(missing_ok=True)
+        if self._settings.every and recording.steps:
+            folder /= f"step-{recording.steps[0][0]:08d}"
+        recording.write(folder, lambda: self._describe(recording.steps))
 
-    def _describe(self) -> dict[str, Any]:
-        """Return the table that `kineto.Recorded` reads."""
+    def _describe(self, steps: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+        """Return clock, cost and machine, as `kineto.Recorded` reads them."""
         clock = self._clock or (0, 0)
         if self._address is not None and self._clock is not None:
             with suppress(OSError):
                 clock = join_measurements(self._clock, measure_clock(self._address))
-        calls = [
-            (issued, group, number, operation, _count_bytes(sizes, dtypes))
-            for issued, group, number, operation, sizes, dtypes in read_collectives(self._began_ns)
-        ]
         before = list(self._before)[1:]
         slowdown = None
-        if len(before) >= _LEAST_BEFORE and self._steps:
-            recorded = statistics.median(end - begin for _, begin, end in self._steps)
+        if len(before) >= _LEAST_BEFORE:
+            recorded = statistics.median(end - begin for _, begin, end in steps)
             slowdown = recorded / max(1.0, statistics.median(before))
         return {
-            "steps": self._steps,
-            "calls": calls,
-            "transfers": self._transfers,
             "clock_ahead_ns": clock[0],
             "clock_error_ns": clock[1],
             "slowdown": slowdown,
@@ -235,6 +210,10 @@ class StepRecorder:
         from paceline.torch_seams.groups import find_store
 
         store, host = find_store(), _read_host()
+        if self._address is not None:
+            return measure_clock(self._address)
+        if self._server is not None:
+            return 0, 0
         if self._rank == 0:
             self._server = ClockServer()
             store.set(_KEY, f"{host} {self._server.port}")
@@ -258,7 +237,3 @@ def _read_host() -> str:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
-
-
-def _count_bytes(sizes: list[Any], dtypes: list[str]) -> int:
-    return sum(count_bytes(*pair) or 0 for pair in zip(sizes, dtypes, strict=False))

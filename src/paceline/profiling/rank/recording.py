@@ -1,0 +1,166 @@
+"""Records consecutive steps of a rank, light or full, and writes them as one file.
+
+Light: torch's profiler sees collectives and annotations (optimizer steps, loaders) and no operator; the
+loop's phases are noted by hooks on the outermost modules and around backward. Full: it sees every operator.
+Both read the collectives' groups, numbers and lines from the Flight Recorder, and sample the loop's lines.
+
+A step passes between start and first recorded step, since ranks start at different times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.own_code import is_own
+from paceline.profiling.elements import count_bytes
+from paceline.profiling.rank.loop import LoopTimes
+from paceline.profiling.rank.marks import METADATA, WAITING, PhaseMarks
+from paceline.profiling.rank.sampler import LineSampler, Place
+from paceline.torch_seams.profiling import (
+    RecordedCall,
+    build_profiler,
+    is_profiling,
+    note_transfers,
+    read_collectives,
+    start_light,
+)
+
+OWN = "the script runs torch.profiler itself, and a process can run one at a time"
+
+
+class Recording:
+    """A recording of a rank's steps, from the passing step on.
+
+    Args:
+        torch: the module.
+        rank: global.
+        num_steps: to record, at least 1.
+        is_full: whether to record operators.
+        on_forward: called before each forward.
+
+    Attributes:
+        steps: number, begin and end of each recorded step.
+    """
+
+    def __init__(
+        self, torch: Any, rank: int, num_steps: int, *, is_full: bool, on_forward: Callable[[], None]
+    ) -> None:
+        if is_profiling(torch):
+            raise RuntimeError(OWN)
+        self._torch = torch
+        self._rank = rank
+        self._num_steps = num_steps
+        self._transfers: list[tuple[int, str, str, str, int]] = []
+        self.steps: list[tuple[int, int, int]] = []
+        self._profiler = build_profiler(torch)
+        self._loop: LoopTimes | None = None
+        self._marks: PhaseMarks | None = None
+        if not is_full and start_light(torch, self._profiler):
+            self._loop = LoopTimes(torch, on_forward)
+        else:
+            if not is_full:
+                self._profiler = build_profiler(torch)
+            self._profiler.start()
+            self._marks = PhaseMarks(torch, on_forward)
+        self._sampler = LineSampler(torch)
+        self._forget_transfers = note_transfers(self._note_transfer)
+        self._began_ns = time.time_ns()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are recorded."""
+        return len(self.steps) == self._num_steps
+
+    def settle(self) -> None:
+        """End the passing step."""
+        if self._loop is not None:
+            self._loop.keep_outermost()
+
+    def abandon(self) -> None:
+        """Remove all hooks and end the profiler; nothing is written."""
+        self._remove()
+        with suppress(Exception):
+            self._profiler.stop()
+
+    def write(self, folder: Path, more: Callable[[], Mapping[str, Any]]) -> None:
+        """End the recording, and write its file if it has a step.
+
+        Args:
+            folder: exists, or is made.
+            more: returns what else the file's own table has; called after the last step.
+        """
+        self._remove()
+        if is_profiling(self._torch) is False:
+            raise RuntimeError(OWN)
+        try:
+            if self.steps:
+                table = {**self._describe(), **more()}
+                self._profiler.add_metadata_json(METADATA, json.dumps(table))
+        finally:
+            self._profiler.stop()  # a process that exits while it runs crashes
+        if not self.steps:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".rank-{self._rank:04d}.part"
+        try:
+            self._profiler.export_chrome_trace(str(part))
+            os.replace(part, folder / f"rank-{self._rank:04d}.json")
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _remove(self) -> None:
+        self._sampler.end()
+        for marks in (self._marks, self._loop):
+            if marks is not None:
+                marks.remove()
+        self._marks = None
+        self._forget_transfers()
+
+    def _note_transfer(self, operation: str, group: str, peer: int, num_bytes: int) -> None:
+        direction = f"{self._rank}>{peer}" if operation == "send" else f"{peer}>{self._rank}"
+        self._transfers.append((time.time_ns(), group, direction, operation, num_bytes))
+
+    def _describe(self) -> dict[str, Any]:
+        """Return the table that `kineto.Recorded` reads."""
+        calls = read_collectives(self._began_ns)
+        places = self._sampler.name_places({} if self._loop is None else self._loop.names)
+        table: dict[str, Any] = {
+            "steps": self.steps,
+            "calls": [
+                (call.issued_ns, call.group, call.number, call.operation, _count_bytes(call))
+                for call in calls
+            ],
+            "call_places": [_find_place(call, places) for call in calls],
+            "transfers": self._transfers,
+            "samples": self._sampler.samples,
+            "places": places,
+        }
+        if self._loop is not None:
+            table["loop"] = {
+                "forward": self._loop.forwards,
+                "backward": self._loop.backwards,
+                "garbage collection": self._loop.collections,
+                WAITING: self._loop.waits,
+            }
+        return table
+
+
+def _count_bytes(call: RecordedCall) -> int:
+    return sum(count_bytes(*pair) or 0 for pair in zip(call.sizes, call.dtypes, strict=False))
+
+
+def _find_place(call: RecordedCall, places: list[Place]) -> int:
+    """Return the number of the user's line that issued a collective, added if it is new; -1 if unknown."""
+    own = next((frame for frame in call.frames if is_own(frame[0])), None)
+    if own is None:
+        return -1
+    place = (*own, "")
+    if place not in places:
+        places.append(place)
+    return places.index(place)

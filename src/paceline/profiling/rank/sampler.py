@@ -1,0 +1,114 @@
+"""Samples the main thread's line and module while steps are recorded.
+
+The samples name the line at which a late rank was. A sample costs Python's lock for some microseconds, so the
+thread measures itself and sleeps long enough to stay below `_SHARE` of the time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from paceline.own_code import PACKAGE, is_own
+
+_LEAST_S = 0.005
+_SHARE = 0.005
+_MANY_FRAMES = 200
+# Stacks inside of this package that are not a recipe's code.
+_RECORDING = f"{PACKAGE}/profiling/", f"{PACKAGE}/torch_seams/"
+
+Place = tuple[str, int, str, str]
+
+
+class LineSampler:
+    """A thread that notes where the thread that creates it is.
+
+    Args:
+        torch: the module.
+
+    Attributes:
+        samples: the instant in nanoseconds since 1970 and the number of the place of each sample.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self._module_class = torch.nn.Module
+        self._watched = threading.get_ident()
+        self._ended = threading.Event()
+        self._places: dict[tuple[str, int, str, int], int] = {}
+        self._classes: dict[int, str] = {}
+        self.samples: list[tuple[int, int]] = []
+        self._thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Take no further sample."""
+        self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    def name_places(self, names: Mapping[int, str]) -> list[Place]:
+        """Return file, line, function and module of each place.
+
+        Args:
+            names: of modules by id; others are named by their class.
+        """
+        return [
+            (path, line, function, names.get(module) or self._classes.get(module, ""))
+            for path, line, function, module in self._places
+        ]
+
+    def _run(self) -> None:
+        # Of this thread alone: waiting for Python's lock costs the script nothing.
+        pause = _LEAST_S
+        while not self._ended.wait(pause):
+            before = time.thread_time()
+            frame = sys._current_frames().get(self._watched)
+            if frame is None:
+                return
+            self._note(frame, time.time_ns())
+            del frame  # It holds the thread's local variables.
+            pause = max(_LEAST_S, (time.thread_time() - before) / _SHARE)
+
+    def _note(self, innermost: FrameType, now_ns: int) -> None:
+        key = self._find(innermost)
+        if key is not None:
+            self.samples.append((now_ns, self._places.setdefault(key, len(self._places))))
+
+    def _find(self, innermost: FrameType) -> tuple[str, int, str, int] | None:
+        """Return the innermost line of the user's code, of the package if there is none, and the module."""
+        module, ours = 0, None
+        frame: FrameType | None = innermost
+        for _ in range(_MANY_FRAMES):
+            if frame is None:
+                break
+            code = frame.f_code
+            if not module and code.co_name == "forward":
+                module = self._read_module(frame)
+            place = code.co_filename, frame.f_lineno, code.co_name
+            if is_own(place[0]):
+                return *place, module or self._find_module(frame)
+            if ours is None and place[0].startswith(PACKAGE) and not place[0].startswith(_RECORDING):
+                ours = place
+            frame = frame.f_back
+        return None if ours is None else (*ours, module)
+
+    def _find_module(self, frame: FrameType | None) -> int:
+        """Return the module whose forward calls a frame, for a function of the user's that it calls."""
+        for _ in range(_MANY_FRAMES):
+            if frame is None:
+                return 0
+            if frame.f_code.co_name == "forward" and (found := self._read_module(frame)):
+                return found
+            frame = frame.f_back
+        return 0
+
+    def _read_module(self, frame: FrameType) -> int:
+        found = frame.f_locals.get("self")
+        if not isinstance(found, self._module_class):
+            return 0
+        self._classes[id(found)] = type(found).__name__
+        return id(found)
