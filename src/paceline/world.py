@@ -80,6 +80,7 @@ class World:
             every group has its own threads, which wake up until the process ends.
         groups: other groups made so far, by their ranks.
         spare_groups: groups returned by `Mesh.return_group`, by their ranks.
+        has_failed: whether it was closed by an error.
     """
 
     rank: int
@@ -98,6 +99,7 @@ class World:
     device_meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict, repr=False)
     spare_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = field(default_factory=dict, repr=False)
+    has_failed: bool = False
     _undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _store: Store | None = field(default=None, repr=False)
     _hosts_store: bool = field(default=False, repr=False)
@@ -168,7 +170,7 @@ class World:
     def _close(self, *, failed: bool) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._closed, self.has_failed = True, failed
         try:
             if self._owns_group and dist.is_initialized():
                 if failed:

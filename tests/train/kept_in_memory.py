@@ -53,7 +53,7 @@ def main() -> None:
             memory._finish()
             while memory._num_behind:
                 assert memory._keeper is not None
-                memory._keeper.read_kept(None)
+                assert memory._keeper.read_kept(None) == ""
                 memory._num_behind -= 1
             dist.barrier()
             if "flip" in sys.argv[7:] and world.is_main:

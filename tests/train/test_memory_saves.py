@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,10 +17,11 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder, list_at, verify
 from paceline.checkpoint.content import full
-from paceline.checkpoint.held_states import put_failed_aside
 from paceline.checkpoint.memory_keeper import MARKER, KeeperProcess
 from paceline.errors import PacelineError
 from paceline.train.state import memory_saves
+from paceline.train.state.disks import Disks, SharedDisk
+from paceline.train.state.memory_restore import put_failed_aside
 from tests.dist.pool import Pool
 from tests.train.test_saving import build_trainer, steps
 
@@ -79,6 +81,8 @@ def test_a_state_that_two_starts_ended_after_is_not_used_a_third_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=9)
+    alone: Any = SimpleNamespace(world_size=1, is_main=True)
+    disks = Disks((SharedDisk((0,), "node0"),), 0)
 
     def save(step: int, *, is_from_memory: bool) -> None:
         content = full.prepare({"weight": torch.ones(3)}, {}, {"step": step}, None)
@@ -86,14 +90,14 @@ def test_a_state_that_two_starts_ended_after_is_not_used_a_third_time(
 
     save(1, is_from_memory=False)
     for _ in range(4):
-        put_failed_aside(checkpoints)
+        put_failed_aside(alone, disks, checkpoints)
     assert list(checkpoints.steps()) == [1], "a checkpoint that was saved to the disk stays"
     for step in (3, 4):
         save(step, is_from_memory=True)
-        put_failed_aside(checkpoints)
-        put_failed_aside(checkpoints)
+        put_failed_aside(alone, disks, checkpoints)
+        put_failed_aside(alone, disks, checkpoints)
         assert list(checkpoints.steps())[-1] == step, "each newer state has two starts of its own"
-    put_failed_aside(checkpoints)
+    put_failed_aside(alone, disks, checkpoints)
     assert list(checkpoints.steps()) == [1, 3]
     assert verify(checkpoints.path / "failed-step-00000004") == [], "kept for a look"
     assert "2 starts went on from step 4" in caplog.text
@@ -113,7 +117,7 @@ def refused(world: Any, folder: str, kind: str) -> str:
         elif kind == "proc":
             patch.setattr(memory_saves, "_has_proc", lambda: False)
         elif kind == "memory":
-            patch.setattr(memory_saves, "_free_memory", lambda: 1000)
+            patch.setattr(memory_saves, "read_free_memory", lambda: 1000)
         try:
             trainer.save_to_memory()
             next(steps(trainer, 1))

@@ -1,7 +1,7 @@
-"""Finds the states that memory keepers of an earlier start hold, and writes the newest one to the disk.
+"""Finds the shares of states that this node's memory keepers of an earlier start hold, and reads them.
 
 Keepers are found by their command lines in /proc, and each has an index among its descriptors
-(`memory_keeper.py`). A state is whole if the keepers of all its writers hold their shares.
+(`memory_keeper.py`). All nodes decide which state a run goes on from (`train/state/memory_restore.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import files
-from paceline.checkpoint.folder import CheckpointFolder
+from paceline.checkpoint.commit import Commits
 from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
-from paceline.checkpoint.memory_keeper import INDEX, MARKER, start_time
+from paceline.checkpoint.memory_keeper import INDEX, MARKER, start_time, unpack_index
 from paceline.checkpoint.names import FAILED
-from paceline.checkpoint.same_copies import Digests, find_difference
+from paceline.checkpoint.same_copies import Digests
 from paceline.errors import PacelineError
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 # How long keepers may take to check what their ranks had copied before they ended.
 _FINAL_S = 30.0
 # Starts that may go on from one state of the memory without reaching a newer one.
-_MAX_LOADS = 2
+MAX_LOADS = 2
 _LOADS = ".memory-loads.json"
 # In the identity of a checkpoint that was held in memory.
-_FROM_MEMORY = "from_memory"
+FROM_MEMORY = "from_memory"
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class HeldShare:
         identity: for the manifest.
         files: name, first byte in the memory and number of bytes.
         digests: of tensors that other ranks hold too.
+        rows: of writer 0, the rows of metrics that not all disks have yet; see `train/follow.py`.
     """
 
     step: int
@@ -61,6 +62,7 @@ class HeldShare:
     identity: dict[str, Any]
     files: list[tuple[str, int, int]]
     digests: list[Digests]
+    rows: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def dump(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -68,140 +70,29 @@ class HeldShare:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A share with its place: a descriptor of a keeper, and the checksums of its files."""
+class HeldPlace:
+    """A share with its place on this node.
+
+    Attributes:
+        share: the share.
+        path: of the keeper's descriptor.
+        checksums: of the files.
+        is_copy: whether the keeper's own rank was not the writer.
+    """
 
     share: HeldShare
     path: str
     checksums: dict[str, int]
+    is_copy: bool
 
 
-class _AlteredError(Exception):
-    """The error of memory that is not as it was when it was checked."""
-
-
-def restore_newest(checkpoints: CheckpointFolder, folder: Path, home_pid: int) -> None:
-    """Write the newest whole state of the memory to the disk, if it is newer than what is there.
-
-    Then end the keepers of earlier starts. A state that cannot be used is named in a warning, and the next
-    one is tried.
+def find_held(folder: Path, home_pid: int) -> dict[int, list[HeldPlace]]:
+    """Return what each keeper on this node holds of a run, by process, once all have checked it.
 
     Args:
-        checkpoints: of the run.
         folder: of the run, as its ranks have named it.
-        home_pid: the process that starts this run's ranks.
-
-    Raises:
-        PacelineError: PL510 where another process saves here.
+        home_pid: the process that starts this node's ranks.
     """
-    keepers = _await_keepers(folder, home_pid)
-    states: dict[tuple[int, str], list[_Held]] = {}
-    for held in (each for found in keepers.values() for each in found):
-        states.setdefault((held.share.step, held.share.token), []).append(held)
-    on_disk = checkpoints.steps()
-    runs = set(checkpoints.list_runs().values())
-    for (step, _), shares in sorted(states.items(), key=lambda item: item[0], reverse=True):
-        if step <= max(on_disk, default=0):
-            break
-        run = shares[0].share.identity.get("run")
-        if len({held.share.writer for held in shares}) < shares[0].share.num_writers:
-            continue  # its ranks ended before all of them had copied it
-        if runs and run not in runs:
-            log.warning("The memory holds step %d of another run (%s), which is not used.", step, run)
-            continue
-        try:
-            path = _write(checkpoints, step, shares)
-        except _AlteredError as error:
-            log.warning("%s The run goes on from an older state. [PL560]", error)
-        except PacelineError as error:
-            if error.code != "PL508":
-                raise
-            log.warning("Step %d stays in memory only: %s The run goes on from an older state.", step, error)
-        else:
-            log.warning("All ranks ended after step %d was copied; it is now %s.", step, path)
-            break
-    for pid in keepers:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-
-
-def put_failed_aside(checkpoints: CheckpointFolder) -> None:
-    """Count the starts that go on from a state of the memory, and put it aside at the third.
-
-    A state after whose load two starts ended before they reached a newer one would end the third start too.
-    """
-    steps = checkpoints.steps()
-    if not steps:
-        return
-    step, path = max(steps.items())
-    note = checkpoints.path / _LOADS
-    with suppress(BadManifestError, NewerFormatError, OSError):
-        if not read_manifest(path).identity.get(_FROM_MEMORY):
-            return
-        loads = 0
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            table = json.loads(note.read_bytes())
-            loads = int(table["loads"]) if table["step"] == step else 0
-        if loads < _MAX_LOADS:
-            note.write_text(json.dumps({"step": step, "loads": loads + 1}) + "\n", encoding="utf-8")
-            return
-        aside = path.with_name(f"{FAILED}{path.name}")
-        files.rename(path, aside)
-        note.unlink(missing_ok=True)
-        log.warning(
-            "%d starts went on from step %d, which came from memory, and ended before they reached a newer "
-            "state. It is not used again, and is now %s. [PL563]",
-            loads,
-            step,
-            aside.name,
-        )
-
-
-def _write(checkpoints: CheckpointFolder, step: int, shares: list[_Held]) -> Path:
-    """Write a state to the disk as a checkpoint, and return its folder."""
-    first = shares[0].share
-    difference = find_difference({held.share.writer: held.share.digests for held in shares})
-    if difference is not None:
-        raise _AlteredError(f"Step {step} in memory cannot be used: {difference.saw}")
-    num_bytes = sum(size for held in shares for _, _, size in held.share.files)
-    identity = first.identity | {_FROM_MEMORY: True}
-    records: dict[str, FileRecord] = {}
-    with checkpoints.begin(step, num_bytes=num_bytes, identity=identity) as save:
-        for held in shares:
-            for name, start, size in held.share.files:
-                with HashedFile(save.folder / name) as file:
-                    found = 0
-                    for data in _read(held, name, start, size):
-                        found = zlib.crc32(data, found)
-                        file.write(data)
-                if found != held.checksums[name]:
-                    raise _AlteredError(
-                        f"{name} of step {step} was altered in the memory of the keeper of rank "
-                        f"{held.share.writer}."
-                    )
-                records[name] = file.record
-        return save.commit(first.content, records)
-
-
-def _read(held: _Held, name: str, start: int, num_bytes: int) -> Iterator[bytes]:
-    try:
-        fd = os.open(held.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _AlteredError(f"{name} is no longer in memory: {error.strerror}.") from None
-    try:
-        end = start + num_bytes
-        while start < end:
-            data = os.pread(fd, min(files.CHUNK_BYTES, end - start), start)
-            if not data:
-                raise _AlteredError(f"{name} ends too early in the memory of rank {held.share.writer}.")
-            yield data
-            start += len(data)
-    finally:
-        os.close(fd)
-
-
-def _await_keepers(folder: Path, home_pid: int) -> dict[int, list[_Held]]:
-    """Return what each keeper of this run holds, once all have checked it."""
     end_s = time.monotonic() + _FINAL_S
     while True:
         found = dict(_list_keepers(folder, home_pid))
@@ -210,37 +101,140 @@ def _await_keepers(folder: Path, home_pid: int) -> dict[int, list[_Held]]:
         time.sleep(0.05)
 
 
-def _list_keepers(folder: Path, home_pid: int) -> Iterator[tuple[int, tuple[bool, list[_Held]]]]:
+def write_share(held: HeldPlace, folder: Path) -> dict[str, FileRecord]:
+    """Write the files of a share into a folder, each durable on return; return their records by name.
+
+    Raises:
+        PacelineError: PL560 if the memory is not as it was when it was checked.
+    """
+    share, records = held.share, {}
+    for name, start, size in share.files:
+        with HashedFile(folder / name) as file:
+            found = 0
+            for data in _read(held, name, start, size):
+                found = zlib.crc32(data, found)
+                file.write(data)
+        if found != held.checksums[name]:
+            raise _altered_error(held, f"{name} of step {share.step} was altered")
+        records[name] = file.record
+    return records
+
+
+def end_keepers(pids: Iterable[int]) -> None:
+    """End keepers of earlier starts, which frees their memory."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The starts that went on from a folder's newest checkpoint.
+
+    Attributes:
+        step: of the checkpoint.
+        is_from_memory: whether it came from memory.
+        num_loads: starts that went on from it so far, without reaching a newer one.
+    """
+
+    step: int
+    is_from_memory: bool
+    num_loads: int
+
+
+def read_loads(checkpoints: Commits) -> Loads | None:
+    """Return the starts that went on from the newest checkpoint, or `None` if there is no readable one."""
+    steps = checkpoints.steps()
+    with suppress(BadManifestError, NewerFormatError, OSError, ValueError):
+        step, path = max(steps.items())
+        is_from_memory = bool(read_manifest(path).identity.get(FROM_MEMORY))
+        num_loads = 0
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            table = json.loads((checkpoints.path / _LOADS).read_bytes())
+            num_loads = int(table["loads"]) if table["step"] == step else 0
+        return Loads(step, is_from_memory, num_loads)
+    return None
+
+
+def note_load(checkpoints: Commits, loads: Loads) -> None:
+    """Count one more start that goes on from the newest checkpoint."""
+    table = {"step": loads.step, "loads": loads.num_loads + 1}
+    with suppress(OSError):
+        (checkpoints.path / _LOADS).write_text(json.dumps(table) + "\n", encoding="utf-8")
+
+
+def put_aside(checkpoints: Commits, step: int) -> None:
+    """Rename a checkpoint so that no start goes on from it."""
+    with suppress(OSError):
+        path = checkpoints.steps()[step]
+        files.rename(path, path.with_name(f"{FAILED}{path.name}"))
+        (checkpoints.path / _LOADS).unlink(missing_ok=True)
+
+
+def _read(held: HeldPlace, name: str, start: int, num_bytes: int) -> Iterator[bytes]:
+    try:
+        fd = os.open(held.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _altered_error(held, f"{name} is gone ({error.strerror})") from None
+    try:
+        end = start + num_bytes
+        while start < end:
+            data = os.pread(fd, min(files.CHUNK_BYTES, end - start), start)
+            if not data:
+                raise _altered_error(held, f"{name} ends too early")
+            yield data
+            start += len(data)
+    finally:
+        os.close(fd)
+
+
+def _altered_error(held: HeldPlace, what: str) -> PacelineError:
+    keeper = "another node's keeper, which holds a copy for" if held.is_copy else "the keeper of"
+    return PacelineError(
+        "PL560",
+        saw=f"{what} in the memory of {keeper} rank {held.share.writer}.",
+        rule="A state is used only if its files have the checksums that were computed when it was kept.",
+        fix="If it happens again, check the memory of that machine.",
+    )
+
+
+def _list_keepers(folder: Path, home_pid: int) -> Iterator[tuple[int, tuple[bool, list[HeldPlace]]]]:
     home = [home_pid, start_time(home_pid)]
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if not entry.isdigit():
             continue
         with suppress(OSError, ValueError, KeyError, TypeError):
             words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
-            if MARKER.encode() not in words[:4]:
+            ours = [str(home_pid).encode(), os.fsencode(folder)]
+            if MARKER.encode() not in words[:4] or words[-3:-1] != ours:
                 continue
             table = _read_index(entry)
-            if table is None or table["folder"] != str(folder) or table["home"] != home:
+            if table is None:
+                yield int(entry), (True, [])
+                continue
+            if table["home"] != home:
                 continue
             held = []
             for each in table["held"]:
                 path = f"/proc/{entry}/fd/{each.pop('fd')}"
-                checksums = each.pop("checksums")
-                held.append(_Held(HeldShare(**each), path, checksums))
+                checksums, is_copy = each.pop("checksums"), each.pop("is_copy")
+                held.append(HeldPlace(HeldShare(**each), path, checksums, is_copy))
             yield int(entry), (bool(table["final"]), held)
 
 
 def _read_index(pid: str) -> dict[str, Any] | None:
     """Return a keeper's index; while it is replaced there may be two, and one not yet whole."""
+    has_index = False
     for _ in range(20):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             path = f"/proc/{pid}/fd/{fd}"
             with suppress(OSError, ValueError):
                 if not os.readlink(path).startswith(f"/memfd:{INDEX}"):
                     continue
-                data = Path(path).read_bytes()
-                if len(data) - 8 == int.from_bytes(data[:8], "little"):
-                    found: dict[str, Any] = json.loads(data[8:])
-                    return found
+                has_index = True
+                found: dict[str, Any] = unpack_index(Path(path).read_bytes())
+                return found
         time.sleep(0.02)
+    if has_index:
+        log.warning("The index of a memory keeper (process %s) was altered. It is not used. [PL560]", pid)
     return None

@@ -3,9 +3,12 @@
 `KeeperProcess` starts it. It is a Python without torch, in a session of its own. It shares two slots of
 memory without names (`memfd_create`) with its rank. Lines of JSON go through a socket:
 
-    rank to keeper    {"do": "drop", "slot": 0}         the rank is about to write into this slot
-                      {"do": "keep", "slot": 0, ...}    the slot is a share of a state: its files, step, token
-    keeper to rank    {"token": ...}                    the share is checked and published
+    rank to keeper    {"do": "listen", "address": ...}  receive copies of ranks on another node from now on
+                      {"do": "drop", "slot": 0}         the rank is about to write into this slot
+                      {"do": "keep", "slot": 0, ...}    the slot is a share of a state: its files, step, ...
+                                                        and the keeper on another node that gets a copy
+    keeper to rank    {"port": ..., "problem": ""}      it listens
+                      {"problem": ""}                   the share is checked and published, and its copy too
 
 What it holds is published in one more file without a name, the index (`held_states.py` reads it). If the rank
 ends, the keeper goes on holding until the process that started the rank ends, or until it gets SIGTERM. The
@@ -20,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -28,13 +32,80 @@ from typing import Any
 
 from paceline.checkpoint import files
 from paceline.checkpoint.companion import CompanionProcess, RankLink
+from paceline.checkpoint.memory_copies import CopyKey, CopyReceiver, CopyTarget, send_copy
 
 # Begins the command line after the program, as `writer_process.MARKER` does for writers.
 MARKER = "paceline.checkpoint.memory_keeper"
 # Name of the index among the keeper's descriptors.
 INDEX = "paceline-index"
+# In place of a writer: the share of the keeper's own rank.
+_OWN = -1
 _NICENESS = 10
 _LOOK_S = 0.5
+
+
+class HeldTable:
+    """The shares that a keeper holds, its own and copies, and the index that publishes them.
+
+    Args:
+        folder: of the run.
+        home_pid: process that started the rank, and starts it again.
+    """
+
+    def __init__(self, folder: str, home_pid: int) -> None:
+        self._folder = folder
+        self._home = home_pid, start_time(home_pid)
+        self._index = -1
+        self._is_final = False
+        self._held: dict[CopyKey, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._publish()
+
+    def drop(self, key: CopyKey) -> None:
+        """Forget a share."""
+        with self._lock:
+            if self._held.pop(key, None) is not None:
+                self._publish()
+
+    def put(self, key: CopyKey, share: dict[str, Any], fd: int) -> None:
+        """Hold a share from now on.
+
+        Args:
+            key: its writer and slot; the writer is -1 for this keeper's own rank.
+            share: of `held_states.HeldShare`, with the checksums of its files.
+            fd: its memory.
+        """
+        with self._lock:
+            self._held[key] = share | {"fd": fd, "is_copy": key[0] != _OWN}
+            self._publish()
+
+    def end(self) -> None:
+        """Publish that the own rank has ended, so no further share of it follows."""
+        with self._lock:
+            self._is_final = True
+            self._publish()
+
+    def is_wanted(self) -> bool:
+        """Return whether the process that starts the rank again is alive."""
+        pid, started = self._home
+        return start_time(pid) == started != ""
+
+    def _publish(self) -> None:
+        """Replace the index by a new one; a reader sees one or the other, whole."""
+        table = {
+            "folder": self._folder,
+            "home": self._home,
+            "final": self._is_final,
+            "held": [*self._held.values()],
+        }
+        data = pack_index(table)
+        index = os.memfd_create(INDEX, os.MFD_CLOEXEC)
+        written = 0
+        while written < len(data):
+            written += os.write(index, data[written:])
+        if self._index >= 0:
+            os.close(self._index)
+        self._index = index
 
 
 class MemoryKeeper:
@@ -43,64 +114,47 @@ class MemoryKeeper:
     Args:
         link: to the rank.
         slots: descriptors of the memory.
-        home_pid: process that started the rank, and starts it again.
-        folder: of the run.
+        held: what is published.
     """
 
-    def __init__(self, link: RankLink, slots: Sequence[int], home_pid: int, folder: str) -> None:
+    def __init__(self, link: RankLink, slots: Sequence[int], held: HeldTable) -> None:
         self._link = link
         self._slots = slots
-        self._home = home_pid, start_time(home_pid)
-        self._folder = folder
-        self._index = -1
-        self._held: dict[int, dict[str, Any]] = {}
-        self._publish(is_final=False)
+        self._held = held
+        self._receiver: CopyReceiver | None = None
 
     def serve(self) -> None:
         """Work until nobody needs the memory any more."""
         while (message := self._link.receive()) is not None:
             if message["do"] == "leave":
                 return
-            self._held.pop(message["slot"], None)
-            if message["do"] == "keep":
-                self._keep(message)
-            self._publish(is_final=False)
-            if message["do"] == "keep":
-                self._link.send({"token": message["token"]})
+            if message["do"] == "listen":
+                self._listen(message["address"], message["secret"])
+                continue
+            slot = message.pop("slot")
+            self._held.drop((_OWN, slot))
+            if message.pop("do") == "keep":
+                self._keep(slot, message.pop("target"), message)
         self._link.close()
-        self._publish(is_final=True)
-        while self._is_at_home():
+        self._held.end()
+        while self._held.is_wanted():
             time.sleep(_LOOK_S)
 
-    def _keep(self, message: dict[str, Any]) -> None:
-        fd = self._slots[message["slot"]]
-        share = {key: value for key, value in message.items() if key not in ("do", "slot")}
-        share["fd"] = fd
-        share["checksums"] = {name: checksum(fd, start, size) for name, start, size in message["files"]}
-        self._held[message["slot"]] = share
+    def _listen(self, address: str, secret: str) -> None:
+        problem = ""
+        try:
+            self._receiver = CopyReceiver(address, secret, self._held.drop, self._held.put)
+        except OSError as error:
+            problem = f"{address}: {error.strerror or error}"
+        port = 0 if self._receiver is None else self._receiver.port
+        self._link.send({"port": port, "problem": problem})
 
-    def _publish(self, *, is_final: bool) -> None:
-        """Replace the index by a new one; a reader sees one or the other, whole."""
-        table = {
-            "folder": self._folder,
-            "home": self._home,
-            "final": is_final,
-            "held": [*self._held.values()],
-        }
-        text = json.dumps(table).encode()
-        index = os.memfd_create(INDEX, os.MFD_CLOEXEC)
-        # With its length before it, so that a reader notices one that is still being written.
-        os.write(index, len(text).to_bytes(8, "little"))
-        written = 0
-        while written < len(text):
-            written += os.write(index, text[written:])
-        if self._index >= 0:
-            os.close(self._index)
-        self._index = index
-
-    def _is_at_home(self) -> bool:
-        pid, started = self._home
-        return start_time(pid) == started != ""
+    def _keep(self, slot: int, target: dict[str, Any] | None, share: dict[str, Any]) -> None:
+        fd = self._slots[slot]
+        share["checksums"] = {name: checksum(fd, start, size) for name, start, size in share["files"]}
+        self._held.put((_OWN, slot), share, fd)
+        problem = "" if target is None else send_copy(CopyTarget(**target), share, slot, fd)
+        self._link.send({"problem": problem})
 
 
 class KeeperProcess(CompanionProcess):
@@ -122,18 +176,44 @@ class KeeperProcess(CompanionProcess):
         """Let it forget what a slot held, before that is written over."""
         self._send({"do": "drop", "slot": slot})
 
-    def keep(self, slot: int, share: dict[str, Any]) -> None:
-        """Let it check and publish what a slot holds; see `held_states.py` for the share."""
-        self._send({"do": "keep", "slot": slot} | share)
+    def listen(self, address: str, secret: str) -> int:
+        """Let it receive copies of ranks on another node; return the port.
+
+        Raises:
+            OSError: it cannot listen at this address.
+            EOFError: it has ended.
+        """
+        self._send({"do": "listen", "address": address, "secret": secret})
+        found = self._read(None)
+        if found["problem"]:
+            raise OSError(found["problem"])
+        return int(found["port"])
+
+    def keep(self, slot: int, share: dict[str, Any], target: CopyTarget | None) -> None:
+        """Let it check and publish what a slot holds, and send a copy to another node.
+
+        Args:
+            slot: the memory.
+            share: of `held_states.HeldShare`.
+            target: the keeper that gets the copy.
+        """
+        self._send({"do": "keep", "slot": slot, "target": None if target is None else target.dump()} | share)
 
     def read_kept(self, timeout_s: float | None) -> str | None:
-        """Return the token of the next share that it has published, or `None` if that takes longer.
+        """Return what went wrong with the copy of the next share that it has published, or "".
+
+        It is `None` if the share is not published in time.
 
         Raises:
             EOFError: it has ended.
         """
         message = self._read(timeout_s)
-        return None if message is None else str(message["token"])
+        return None if message is None else str(message["problem"])
+
+    def leave_behind(self) -> None:
+        """Close the connection; it holds its memory for the next start."""
+        self._link.close()
+        self._process.returncode = 0  # else Popen warns about it when it is collected
 
     def close(self) -> None:
         """Let it go, with what it holds."""
@@ -163,6 +243,26 @@ def checksum(fd: int, start: int, num_bytes: int) -> int:
     return found
 
 
+def pack_index(table: Any) -> bytes:
+    """Return an index as bytes: the length and the checksum of a text, then the text."""
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text
+
+
+def unpack_index(data: bytes) -> Any:
+    """Return the index that `pack_index` packed.
+
+    Raises:
+        ValueError: it is not yet whole, or was altered.
+    """
+    text = data[12:]
+    if int.from_bytes(data[:8], "little") != len(text) or zlib.crc32(text) != int.from_bytes(
+        data[8:12], "little"
+    ):
+        raise ValueError("the index is not as it was written")
+    return json.loads(text)
+
+
 def start_time(pid: int) -> str:
     """Return when a process started, as the kernel counts, which tells apart processes of one number.
 
@@ -184,7 +284,7 @@ def main() -> None:
     with suppress(OSError):
         os.nice(_NICENESS)
     link = RankLink(socket.socket(fileno=its), rank_pid)
-    MemoryKeeper(link, (first, second), home_pid, folder).serve()
+    MemoryKeeper(link, (first, second), HeldTable(folder, home_pid)).serve()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from paceline.errors import PacelineError
 from paceline.train.belongings import EVALUATIONS, METRICS, OpenFolder
 from paceline.train.event_file import EventFile
-from paceline.train.step import Step
+from paceline.train.step import SaveTimes, Step
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def describe_step(
     flops_per_sample: float | None,
     peak_flops: float | None,
     memory_bytes: int,
-    save_times: tuple[float | None, float | None] = (None, None),
+    save_times: SaveTimes | None = None,
     layout: str | None = None,
 ) -> dict[str, Any]:
     """Return the row of one step.
@@ -163,12 +163,12 @@ def describe_step(
         peak_flops: of all ranks' devices together, for MFU (model FLOPs utilisation; Chowdhery et al.
             2022, appendix B).
         memory_bytes: peak on this rank.
-        save_times: seconds that saves have stalled training since the step before, and seconds from the
-            begin to the commit of the last save that has ended since; `None` if there was none.
+        save_times: of the saves since the step before.
         layout: of the ranks that took the step.
     """
     samples_per_s = step.num_samples / step.step_s if step.step_s > 0 else None
     flops_per_s = flops_per_sample * samples_per_s if flops_per_sample and samples_per_s else None
+    save_times = save_times or SaveTimes()
     row = {
         "step": step.number,
         "epoch": step.epoch,
@@ -187,8 +187,9 @@ def describe_step(
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / peak_flops if flops_per_s and peak_flops else None,
         "memory_bytes": memory_bytes,
-        "save_stall_s": save_times[0],
-        "save_s": save_times[1],
+        "save_stall_s": save_times.stall_s,
+        "save_s": save_times.save_s,
+        "memory_every": save_times.memory_every,
         "skipped": step.skipped,
         "layout": layout,
     }

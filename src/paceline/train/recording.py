@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.errors import PacelineError
 from paceline.recipe import Layout
 from paceline.train.metrics import MetricsWriter, describe_step, find_peak_flops
-from paceline.train.step import Step
+from paceline.train.step import SaveTimes, Step
 from paceline.train.update import ONE_IS_NAN, Update
 from paceline.world import World
 
@@ -56,7 +56,7 @@ class StepRecords:
         step: Step,
         num_samples: int,
         updates: Collection[Update],
-        save_times: tuple[float | None, float | None],
+        save_times: SaveTimes,
     ) -> None:
         """Write a step.
 
@@ -64,8 +64,7 @@ class StepRecords:
             step: the latest.
             num_samples: of the run, up to it.
             updates: of all models.
-            save_times: seconds that saves have stalled training, and that the last one took, since the
-                step before.
+            save_times: of the saves since the step before.
         """
         writer = self._open()
         if writer is None:

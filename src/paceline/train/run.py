@@ -31,6 +31,8 @@ from paceline.train.trainer import Trainer
 from paceline.world import World, current_world
 
 _SAMPLE_TOKENS = 200
+# Share of the step time that states in memory may cost with memory_every = "auto".
+_MAX_MEMORY_COST = 0.01
 
 
 class Reporter(Protocol):
@@ -298,6 +300,8 @@ class _RecipeRun:
             self._evaluate()
         if is_end or _is_due(step.number, self._recipe.checkpoint.every):
             self._trainer.save(wait=is_end)
+        elif self._recipe.checkpoint.memory_every == "auto":
+            self._trainer.save_to_memory(_MAX_MEMORY_COST)
         elif _is_due(step.number, self._recipe.checkpoint.memory_every):
             self._trainer.save_to_memory()
 

@@ -42,6 +42,7 @@ from paceline.train.state.write import (
     write_full,
     write_sharded,
 )
+from paceline.train.step import SaveTimes
 from paceline.world import World
 
 log = logging.getLogger(__name__)
@@ -208,7 +209,11 @@ class Saving:
 
     def before_write(self) -> None:
         """Wait until weights, optimizer state and buffers may be written to."""
-        self.memory.before_write()
+        if self.memory.is_copying:
+            begin_s = time.perf_counter()
+            self.memory.before_write()
+            self.memory.interval.add_stall(time.perf_counter() - begin_s)
+            self._add_stall(begin_s)
         if self._pending is not None and self._is_writing:
             assert self.background is not None
             begin_s = time.perf_counter()
@@ -222,6 +227,7 @@ class Saving:
             list_state: returns this rank's part of the state.
         """
         self.before_write()
+        self.memory.end_step()
         if self.background is None:
             return
         if self._pending is not None:
@@ -233,17 +239,25 @@ class Saving:
             with caught():  # the save itself reports what cannot be stored
                 self.background.reserve_soon(self._measure(list_state()))
 
-    def save_to_memory(self, folder: Path, step: int, state: RunState, identity: dict[str, Any]) -> None:
+    def save_to_memory(
+        self,
+        folder: Path,
+        step: int,
+        state: RunState,
+        identity: dict[str, Any],
+        rows: dict[str, tuple[int, str]],
+    ) -> None:
         """Keep a state in memory; see `MemorySaves.save`."""
         begin_s = time.perf_counter()
         try:
-            self.memory.save(folder, step, state, identity)
+            self.memory.save(folder, step, state, identity, rows)
         finally:
+            self.memory.interval.add_stall(time.perf_counter() - begin_s)
             self._add_stall(begin_s)
 
-    def take_times(self) -> tuple[float | None, float | None]:
-        """Return the seconds of stall by saves, and those that the last save took, since last asked."""
-        found = self._stall_s, self._save_s
+    def take_times(self) -> SaveTimes:
+        """Return what saves have cost since last asked."""
+        found = SaveTimes(self._stall_s, self._save_s, self.memory.interval.steps)
         self._stall_s = self._save_s = None
         return found
 

@@ -386,18 +386,22 @@ class Trainer(TrainedModels):
         self._records.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(self._describe_progress(), wait=wait)
 
-    def save_to_memory(self) -> None:
+    def save_to_memory(self, max_cost: float | None = None) -> bool:
         """Keep this step's state in memory, for ranks that the launcher starts again; collective.
 
-        A process beside each rank holds the last two. `resume` goes on from the newest whole state, in memory
-        or on the disk. Call it where `save` could be called.
+        Processes here and on another node hold the last two; `resume` goes on from the newest whole state.
+
+        Args:
+            max_cost: return `False` unless states cost less than this share of the step time, as measured.
 
         Raises:
             PacelineError: PL561 where no memory can be kept, PL562 if there is too little; as `save`.
         """
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
-        self._records.flush()
-        self._saver.save_to_memory(self._describe_progress())
+        if is_due := self._saver.saving.memory.interval.is_due(self.step_number, max_cost):
+            self._records.flush()
+            self._saver.save_to_memory(self._describe_progress())
+        return is_due
 
     def step(self, batch: Share | Any) -> Step:
         """Run one optimizer step on a global batch; collective.

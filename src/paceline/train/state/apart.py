@@ -41,7 +41,7 @@ from paceline.train.state.disks import Disks, name_rank, raise_any
 from paceline.train.state.exchange import exchange
 from paceline.train.state.same_model import check_one_run
 from paceline.train.state.transfer import gather
-from paceline.train.state.write import RunState, agree_on_share, caught, gather_full
+from paceline.train.state.write import RunState, WriteShare, agree_on_share, caught, gather_full
 from paceline.units import format_bytes
 from paceline.world import World
 
@@ -114,8 +114,39 @@ def write_apart(
     if mode == SHARDED:
         share = agree_on_share(world, state)
         plans, num_bytes = share.list_files(), share.num_bytes
-    elif (content := gather_full(world, state)) is not None:
-        plans, num_bytes = content.list_files(), content.num_bytes
+    elif (whole := gather_full(world, state)) is not None:
+        plans, num_bytes = whole.list_files(), whole.num_bytes
+    return commit_apart(
+        world,
+        folder,
+        step,
+        identity,
+        SHARDED if mode == SHARDED else FULL,
+        num_bytes,
+        lambda temporary: write_files(plans, temporary),
+        disks=disks,
+        copies=copies,
+        carry=carry,
+    )
+
+
+def commit_apart(
+    world: World,
+    folder: CheckpointFolder,
+    step: int,
+    identity: dict[str, Any],
+    content: str,
+    num_bytes: int,
+    write: WriteShare,
+    *,
+    disks: Disks,
+    copies: int,
+    carry: Callable[[], None],
+) -> Path:
+    """Commit a checkpoint of which every rank writes some files to the disk that it sees; collective.
+
+    Args, errors and result are those of `write_apart` and `commit_shares`.
+    """
     with contextlib.ExitStack() as held:
         save: Save | None = None
         with caught() as found:
@@ -128,7 +159,7 @@ def write_apart(
 
         records: dict[str, FileRecord] = {}
         with caught() as found, folder.explained(step, num_bytes):
-            records = write_files(plans, temporary)
+            records = write(temporary)
         gathered = gather(world, (found.error and name_rank(world, found.error), records))
         raise_any(error for error, _ in gathered)
         listed = {name: one for _, written in gathered for name, one in written.items()}
@@ -144,13 +175,8 @@ def write_apart(
             # As any other disk that refuses a save, so that the run may go on and try again.
             raise_any([_not_copied_error("PL508", disks, step, failed)])
         carry()
-        manifest = Manifest(
-            step,
-            listed,
-            begun[0][2],
-            SHARDED if mode == SHARDED else FULL,
-            {name: [disks.disks[disk].name for disk in held_by] for name, held_by in places.items()},
-        )
+        names = {name: [disks.disks[disk].name for disk in held_by] for name, held_by in places.items()}
+        manifest = Manifest(step, listed, begun[0][2], content, names)
         for act in (
             lambda: folder.seal(temporary, manifest),
             lambda: folder.publish(step, temporary, manifest),
@@ -161,6 +187,25 @@ def write_apart(
                     act()
             raise_any(gather(world, found.error and name_rank(world, found.error)))
     return folder.path / step_name(step)
+
+
+def has_whole(world: World, disks: Disks, folder: CheckpointFolder, step: int) -> bool:
+    """Return whether the disks together have a whole checkpoint of a step or of a later one; collective.
+
+    Raises:
+        PacelineError: PL504 for a newer format.
+    """
+    own: list[Found] = []
+    with caught() as found:
+        if disks.leads:
+            own, _ = _look(folder)
+    raise_any(gather(world, found.error and name_rank(world, found.error)))
+    for candidate, holders in list_candidates(_gather_found(world, disks, own)):
+        if candidate.manifest.step < step:
+            break
+        if all(holders.values()) and all(_check_hashes(world, disks, folder, candidate, holders)[0].values()):
+            return True
+    return False
 
 
 def find_apart(

@@ -1,9 +1,13 @@
 """Keeps the newest states of a run in memory, from which a restarted run goes on.
 
 Each rank copies its share as an asynchronous save does, into one of two slots in turn, and its memory keeper
-(`checkpoint/memory_keeper.py`) checks and holds it. A slot is written over only when all ranks have copied
-the state in the other one: the call is collective, and each rank comes to it with its copy complete. So one
-whole state is held at any moment, wherever ranks are killed.
+(`checkpoint/memory_keeper.py`) checks and holds it. On several nodes, the keeper also sends a copy to one on
+another node (`checkpoint/memory_copies.py`).
+
+A slot is written over only when all ranks have copied the state in the other one: the call is collective,
+and each rank comes to it with its copy complete, on both nodes. If some rank's share was not kept, the next
+state takes the same slots. So one whole state is held at any moment, wherever ranks are killed, and on
+several nodes also if any one node is lost.
 """
 
 from __future__ import annotations
@@ -11,16 +15,23 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.free_memory import read_free_memory
 from paceline.checkpoint.held_states import HeldShare
+from paceline.checkpoint.memory_copies import SECRET_LENGTH, CopyTarget, choose_partners
 from paceline.checkpoint.memory_keeper import KeeperProcess
 from paceline.checkpoint.same_copies import Digests
 from paceline.checkpoint.state_copy import CopyMemory, StateCopy, lay_out, measure
 from paceline.checkpoint.tensors import FilePlan
 from paceline.errors import PacelineError
+from paceline.train.state.disks import find_domain
+from paceline.train.state.memory_interval import MemoryInterval
+from paceline.train.state.node_address import find_own_address
 from paceline.train.state.transfer import gather
 from paceline.train.state.write import RunState, agree, caught, prepare_share
 from paceline.units import format_bytes
@@ -29,7 +40,7 @@ from paceline.world import World
 log = logging.getLogger(__name__)
 
 _NUM_SLOTS = 2
-# Shares that the keeper may still have to check while the next one is copied.
+# Shares that the keeper may still have to check while the next one is copied, if it need not send them.
 _MAX_BEHIND = 1
 
 
@@ -42,16 +53,28 @@ class _MemoryEntry:
         digest: of the inputs of the plan.
         token: for the name of this state; rank 0's counts.
         identity: for the manifest; rank 0's counts.
+        node: number of its node.
+        domain: what fails together with its node.
+        keeper: its keeper, to receive copies; `None` on one node.
+        has_failed: whether its share of the state before is not kept, or the copy of it.
         wanted_bytes: of memory that it has not reserved yet.
+        sent_bytes: of memory that its partner has not reserved yet for its copies.
         free_bytes: that its node has.
+        costs: of states in memory so far, see `MemoryInterval`.
     """
 
     error: PacelineError | None
     digest: str
     token: str
     identity: dict[str, Any]
+    node: int
+    domain: str
+    keeper: CopyTarget | None
+    has_failed: bool
     wanted_bytes: int
+    sent_bytes: int
     free_bytes: int
+    costs: tuple[float, float] | None
 
 
 class MemorySaves:
@@ -59,17 +82,31 @@ class MemorySaves:
 
     Args:
         world: the ranks.
+
+    Attributes:
+        interval: between states, if it follows from their cost.
     """
 
     def __init__(self, world: World) -> None:
+        self.interval = MemoryInterval()
         self._world = world
         self._slots: list[CopyMemory] = []
         self._keeper: KeeperProcess | None = None
-        self._turn = 0
+        self._address: CopyTarget | None = None
+        self._last_slot = _NUM_SLOTS - 1
         self._num_behind = 0
+        self._has_failed = False
+        self._copied_bytes = 0
         self._state_copy: StateCopy | None = None
 
-    def save(self, folder: Path, step: int, state: RunState, identity: dict[str, Any]) -> None:
+    def save(
+        self,
+        folder: Path,
+        step: int,
+        state: RunState,
+        identity: dict[str, Any],
+        rows: dict[str, tuple[int, str]],
+    ) -> None:
         """Copy this rank's share into memory while training goes on; collective.
 
         Args:
@@ -77,82 +114,152 @@ class MemorySaves:
             step: optimizer steps taken.
             state: this rank's part.
             identity: for the manifest.
+            rows: of rank 0, rows of metrics that not all disks have.
 
         Raises:
             PacelineError: PL561 where memory cannot be kept, PL562 if there is too little; PL507 and PL525 as
                 for a checkpoint.
         """
+        world = self._world
         plans: list[FilePlan] = []
         late: frozenset[int] = frozenset()
-        digest, content, wanted = "", "", 0
+        digest, content, wanted, num_bytes = "", "", 0, 0
         with caught() as raised:
             self._finish()
-            share, digest = prepare_share(self._world, state)
+            share, digest = prepare_share(world, state)
             plans, late, content = share.list_files(), share.late, share.content
             if self._keeper is None:
                 self._start(folder)
             num_bytes = measure(plans)
             wanted = sum(num_bytes for slot in self._slots if slot.num_bytes < num_bytes)
-        free = _free_memory() if wanted else 0
-        entries = gather(
-            self._world, _MemoryEntry(raised.error, digest, secrets.token_hex(4), identity, wanted, free)
+        sent = _NUM_SLOTS * num_bytes if num_bytes > self._copied_bytes and self._address else 0
+        own = _MemoryEntry(
+            error=raised.error,
+            digest=digest,
+            token=secrets.token_hex(4),
+            identity=identity,
+            node=world.node_rank,
+            domain=find_domain(socket.gethostname(), os.environ),
+            keeper=self._address,
+            has_failed=self._has_failed,
+            wanted_bytes=wanted,
+            sent_bytes=sent,
+            free_bytes=read_free_memory(),
+            costs=self.interval.read_costs(),
         )
+        entries = gather(world, own)
         agree([(entry.error, entry.digest) for entry in entries])
-        total, available = sum(entry.wanted_bytes for entry in entries), max(e.free_bytes for e in entries)
-        if total > available:
-            raise _short_error(total, available)
+        partners = choose_partners([entry.node for entry in entries], [entry.domain for entry in entries])
+        _check_free(entries, partners)
         with caught() as raised:
             self._reserve(plans)
-        if total:  # some rank has reserved memory, which may fail
-            agree([(error, "") for error in gather(self._world, raised.error)])
-        self._copy(step, plans, late, content, state, entries[0])
+        if any(entry.wanted_bytes for entry in entries):  # some rank has reserved memory, which may fail
+            agree([(error, "") for error in gather(world, raised.error)])
+        self._copied_bytes = max(num_bytes, self._copied_bytes)
+        if not any(entry.has_failed for entry in entries):
+            self._last_slot = (self._last_slot + 1) % _NUM_SLOTS
+        partner = partners[world.rank]
+        held = HeldShare(
+            step,
+            entries[0].token,
+            world.rank,
+            world.world_size,
+            content,
+            entries[0].identity,
+            lay_out(plans),
+            [],
+            rows,
+        )
+        self._copy(held, plans, late, state, None if partner is None else entries[partner].keeper)
+        self.interval.begin(step, [entry.costs for entry in entries])
+        if self._world.is_main and (text := self.interval.describe_change()):
+            log.info(text)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a copy may be under way."""
+        return self._state_copy is not None
 
     def before_write(self) -> None:
         """Wait until weights, optimizer state and buffers may be written to."""
         if self._state_copy is not None:
             self._state_copy.wait()
 
+    def end_step(self) -> None:
+        """Note that a step has ended, for the cost of states."""
+        if self._state_copy is not None and self._state_copy.join(0.0):
+            self._state_copy = None
+        if self._state_copy is None:
+            self._receive(self._num_behind, 0.0)
+        self.interval.end_step(is_busy=self._state_copy is not None or self._num_behind > 0)
+
     def close(self) -> None:
-        """Let the keeper go, and the memory with it."""
+        """Let the keeper go, and the memory with it; after an error, it holds them for the next start."""
         if self._state_copy is not None:
             self._state_copy.join()
             self._state_copy = None
         if self._keeper is not None:
-            self._keeper.close()
+            if self._world.has_failed:
+                self._keeper.leave_behind()
+            else:
+                self._keeper.close()
             self._keeper = None
         for slot in self._slots:
             slot.close()
-        self._slots, self._turn, self._num_behind = [], 0, 0
+        self._slots, self._last_slot, self._num_behind = [], _NUM_SLOTS - 1, 0
+        self._address, self._has_failed, self._copied_bytes = None, False, 0
+        self.interval = MemoryInterval()
 
     def _start(self, folder: Path) -> None:
-        reason = _why_not(self._world)
+        reason = _why_not()
         if reason:
             raise _impossible_error(reason)
         try:
             self._slots = self._slots or [CopyMemory() for _ in range(_NUM_SLOTS)]
             fds = [slot.fd for slot in self._slots]
             self._keeper = KeeperProcess(fds, os.getppid(), str(folder.absolute()))
-        except OSError as error:
+            if self._world.num_nodes > 1:
+                address, secret = find_own_address(os.environ), secrets.token_hex(SECRET_LENGTH // 2)
+                port = self._keeper.listen(address, secret)
+                self._address = CopyTarget(socket.gethostname(), address, port, secret)
+        except (OSError, EOFError) as error:
             raise _impossible_error(str(error)) from error
 
     def _finish(self) -> None:
-        """Wait for the copy before, and until the keeper has at most one share left to check."""
+        """Wait for the copy before, and until the keeper has held it, here and on the other node."""
         if self._state_copy is not None:
             self._state_copy.join()
             self._state_copy = None
         if self._keeper is None:
             return
+        # Without copies to send, the keeper checks what it has although this rank may end meanwhile.
+        self._receive(self._num_behind - (0 if self._address else _MAX_BEHIND), None)
+        self._receive(self._num_behind, 0.0)
+
+    def _receive(self, count: int, timeout_s: float | None) -> None:
+        """Take up to so many answers of the keeper."""
         try:
-            while self._num_behind and self._keeper.read_kept(
-                None if self._num_behind > _MAX_BEHIND else 0.0
-            ):
+            while count > 0 and self._keeper is not None:
+                problem = self._keeper.read_kept(timeout_s)
+                if problem is None:
+                    return
                 self._num_behind -= 1
+                count -= 1
+                if problem:
+                    self._has_failed = True
+                    log.warning(
+                        "A state of rank %d in memory was not copied to another node: %s. If this node is "
+                        "lost, the run goes on from an older state. The next state tries again. [PL564]",
+                        self._world.rank,
+                        problem,
+                    )
         except EOFError:
+            assert self._keeper is not None
             log.warning(
                 "The memory keeper of rank %d has ended; the next state starts another one.", self._world.rank
             )
             self._keeper.close()
-            self._keeper, self._num_behind = None, 0
+            self._keeper, self._address, self._num_behind, self._has_failed = None, None, 0, True
 
     def _reserve(self, plans: list[FilePlan]) -> None:
         try:
@@ -163,45 +270,48 @@ class MemorySaves:
 
     def _copy(
         self,
-        step: int,
+        share: HeldShare,
         plans: list[FilePlan],
         late: frozenset[int],
-        content: str,
         state: RunState,
-        agreed: _MemoryEntry,
+        target: CopyTarget | None,
     ) -> None:
-        keeper, slot = self._keeper, self._turn
+        keeper, slot = self._keeper, self._last_slot
         assert keeper is not None
-        world = self._world
-        self._turn = (slot + 1) % _NUM_SLOTS
         self._num_behind += 1
+        self._has_failed = False
         keeper.drop(slot)
 
         def end(error: PacelineError | None, digests: list[Digests]) -> None:
             if error is not None:
                 self._num_behind -= 1
+                self._has_failed = True
                 log.warning("%s [%s]", error.saw, error.code)
                 return
-            share = HeldShare(
-                step,
-                agreed.token,
-                world.rank,
-                world.world_size,
-                content,
-                agreed.identity,
-                lay_out(plans),
-                digests,
-            )
-            keeper.keep(slot, share.dump())
+            keeper.keep(slot, share.dump() | {"digests": digests}, target)
 
         held = [each.hold() for each in state.copies]
-        self._state_copy = StateCopy(self._slots[slot], plans, late, held, world.device, end)
+        self._state_copy = StateCopy(self._slots[slot], plans, late, held, self._world.device, end)
 
 
-def _why_not(world: World) -> str:
+def _check_free(entries: Sequence[_MemoryEntry], partners: Sequence[int | None]) -> None:
+    """Raise PL562 if a node has less memory than its ranks and the copies of others take."""
+    wanted: dict[int, int] = {}
+    for entry, partner in zip(entries, partners, strict=True):
+        wanted[entry.node] = wanted.get(entry.node, 0) + entry.wanted_bytes
+        if partner is not None:
+            node = entries[partner].node
+            wanted[node] = wanted.get(node, 0) + entry.sent_bytes
+    for node, num_bytes in sorted(wanted.items()):
+        of_node = [rank for rank, entry in enumerate(entries) if entry.node == node]
+        free = max(entries[rank].free_bytes for rank in of_node)
+        if num_bytes > free:
+            keeper = entries[of_node[0]].keeper
+            raise _short_error(num_bytes, free, "" if keeper is None else keeper.host)
+
+
+def _why_not() -> str:
     """Return why no memory can be kept for a restart, or ""."""
-    if world.local_world_size < world.world_size:
-        return "the run has several nodes, and a state in memory stays on its node"
     if not _has_proc():
         return "this system has no /proc, by which a new start finds the memory"
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -213,22 +323,6 @@ def _has_proc() -> bool:
     return os.path.isdir("/proc/self/fd")
 
 
-def _free_memory() -> int:
-    """Return the bytes of memory that this node has free, by the kernel and by the limit of the container."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        free = 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return 1 << 62
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
-
-
 def _impossible_error(reason: str) -> PacelineError:
     return PacelineError(
         "PL561",
@@ -236,17 +330,20 @@ def _impossible_error(reason: str) -> PacelineError:
         rule="A process beside each rank holds the newest states of a run, until the launcher starts the "
         "ranks of that node again.",
         fix="Set checkpoint.memory_every = 0 and checkpoint.asynchronous = true, and save to the disk more "
-        "often. For one node, start the run with paceline run, paceline train --nproc or torchrun.",
+        "often. Or start the run with paceline run, paceline train --nproc or torchrun.",
     )
 
 
-def _short_error(wanted: int, free: int) -> PacelineError:
+def _short_error(wanted: int, free: int, host: str) -> PacelineError:
+    where = f" on {host}" if host else ""
+    copies = " Copies of the states of another node are held too." if host else ""
     found = PacelineError(
         "PL562",
-        saw=f"Keeping states in memory takes {format_bytes(wanted)}, and {format_bytes(free)} are free: "
-        f"{format_bytes(wanted - free)} are missing.",
-        rule="Two states are held in turn, because the older one must stay until the newer one is complete.",
-        fix="Set checkpoint.memory_every = 0, or use a node with more memory.",
+        saw=f"Keeping states in memory takes {format_bytes(wanted)}{where}, and {format_bytes(free)} are "
+        f"free: {format_bytes(wanted - free)} are missing.",
+        rule=f"Two states are held in turn, because the older one must stay until the newer one is "
+        f"complete.{copies}",
+        fix="Set checkpoint.memory_every = 0, or use nodes with more memory.",
     )
     found.on_every_rank = True
     return found

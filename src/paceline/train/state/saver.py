@@ -8,7 +8,6 @@ each tensor to the others, so only rank 0 needs to see the files. For sharded ch
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,6 @@ from torch import nn
 
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity, open_usable
 from paceline.checkpoint.content.protocol import read_all
-from paceline.checkpoint.held_states import put_failed_aside, restore_newest
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.names import CHECKPOINTS
 from paceline.checkpoint.waiting import await_writers
@@ -47,11 +45,13 @@ from paceline.train.settings import (
 from paceline.train.state.apart import count_copies, find_apart, write_apart
 from paceline.train.state.disks import Disks, find_disks
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
+from paceline.train.state.memory_restore import MemoryOfNodes, put_failed_aside
 from paceline.train.state.parts import KnownPlans, Parts, model_tensors
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
 from paceline.train.state.tracked import Tracked
 from paceline.train.state.transfer import load_on_main, run_on_main
 from paceline.train.state.write import RunState
+from paceline.train.step import SaveTimes
 from paceline.train.update import Update
 from paceline.world import World
 
@@ -139,7 +139,9 @@ class Saver:
         self._require_folder()
         assert self.folder is not None
         state = self._list_state(self._describe_all(counters))
-        self.saving.save_to_memory(self.folder, counters["step"], state, self._describe())
+        # Where nodes have disks of their own, those after the last save are on rank 0's alone.
+        rows = self._rows.read_new() if self._rows is not None and self._world.is_main else {}
+        self.saving.save_to_memory(self.folder, counters["step"], state, self._describe(), rows)
 
     def _describe_all(self, counters: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         """Return a function for rank 0 that describes the state without the tensors; collective."""
@@ -171,7 +173,7 @@ class Saver:
         step: int = counters["step"]
         return self.saving.save(folder, step, state, self._describe(), note_commit, write)
 
-    def end_step(self) -> tuple[float | None, float | None]:
+    def end_step(self) -> SaveTimes:
         """Wait until the state of the step before is copied; after the first step, get memory ready.
 
         Returns:
@@ -204,9 +206,11 @@ class Saver:
         checkpoints = CheckpointFolder(folder, keep=self._keep)
         self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
         newest: tuple[Path, Manifest] | None = None
-        if disks.is_common:
-            run_on_main(self._world, partial(_restore_from_memory, checkpoints, folder))
-        else:
+        memory = MemoryOfNodes(self._world, folder)
+        memory.restore(disks, checkpoints, copies=self._copies, rows=self._rows)
+        memory.end()
+        put_failed_aside(self._world, disks, checkpoints)
+        if not disks.is_common:
             newest = find_apart(self._world, disks, checkpoints, copies=self._copies)
         self._history = History(self._world, disks, folder)
         found = 0 if newest is None else newest[1].step
@@ -365,11 +369,6 @@ class Saver:
                 fix='Call trainer.resume("runs/demo") first; an empty or missing folder starts a new run.',
             )
         return CheckpointFolder(self.folder, keep=self._keep)
-
-
-def _restore_from_memory(checkpoints: CheckpointFolder, folder: Path) -> None:
-    restore_newest(checkpoints, folder.absolute(), os.getppid())
-    put_failed_aside(checkpoints)
 
 
 def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any], parts: Parts) -> None:
