@@ -212,10 +212,10 @@ def _seven_billion_table() -> Iterator[str]:
 
 def _legal_table() -> Iterator[str]:
     """Return the number of legal layouts of the shipped recipes."""
-    yield f"{'legal of all':<28}" + "".join(f"{n:>10}" for n in ("1 rank", "2 ranks", "4 ranks", "8 ranks"))
+    yield f"{'legal of all':<28}" + "".join(f"{n:>12}" for n in ("1 rank", "2 ranks", "4 ranks", "8 ranks"))
     for path in sorted((FOLDER.parent / "recipes").glob("*.toml")):
         counts = [enumerate_layouts(load_recipe(path), world_size) for world_size in (1, 2, 4, 8)]
-        yield f"{path.name:<28}" + "".join(f"{f'{len(legal)} of {total}':>10}" for legal, total in counts)
+        yield f"{path.name:<28}" + "".join(f"{f'{len(legal)} of {total}':>12}" for legal, total in counts)
 
 
 def _refusal() -> str:

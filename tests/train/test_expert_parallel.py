@@ -16,7 +16,7 @@ from paceline.checkpoint import hash_tensors
 from paceline.data import build_data
 from paceline.errors import PacelineError
 from paceline.models.moe import Experts
-from paceline.parallel.experts.forms import open_experts
+from paceline.parallel.experts.find import open_experts
 from paceline.parallel.placement import local
 from paceline.plan.memory import plan_recipe_memory
 from paceline.plan.traffic import plan_ep_traffic
@@ -255,21 +255,6 @@ def test_one_process_computes_what_transformers_does(kind: str) -> None:
     torch.testing.assert_close(found["paceline"], found["eager"], rtol=1e-10, atol=1e-12)
 
 
-class Dense(nn.Module):
-    """An expert of a user's own mixture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
-
-
-class UsersMixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 4)
-        self.experts = nn.ModuleList(Dense() for _ in range(4))
-
-
 class TwiceTheSame(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +295,6 @@ def test_a_mixture_that_is_called_twice_is_refused(ranks: Pool) -> None:
 
 
 BAD = {
-    "a list of experts": (UsersMixture, "PL658", "experts (ModuleList of 4 Dense)"),
     "tied experts": (TwiceTheSame, "PL659", "first.down_proj, second.down_proj"),
 }
 

@@ -148,10 +148,10 @@ def build_foreign(kind: str) -> nn.Module:
     return model
 
 
-def train_foreign(world: Any, kind: str, layout: str) -> Any:
+def train_foreign(world: Any, kind: str, layout: str, dtype: torch.dtype = torch.float32) -> Any:
     batch = {"ids": torch.stack([Tokens()[n]["ids"] for n in range(4)])}
     trainer = paceline.Trainer(
-        build_foreign(kind),
+        build_foreign(kind).to(dtype),
         forward=lambda model, batch: model(input_ids=batch["ids"], labels=batch["ids"]).loss,
         loss=lambda loss, batch: (loss * len(batch["ids"]), torch.tensor(float(len(batch["ids"])))),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),

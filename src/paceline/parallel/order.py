@@ -25,7 +25,7 @@ from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
-from paceline.parallel.experts.forms import open_experts
+from paceline.parallel.experts.find import open_experts
 from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute

@@ -34,7 +34,7 @@ from paceline.comm.board import NumberBoard
 from paceline.errors import PacelineError
 
 # Digests of what a rank holds. Each takes two numbers, one per half, which are exact in float64.
-NUM_COPIES = 3
+NUM_COPIES = 4
 _STOP, _POSITION, _SIGNATURE, _LEAVES_OUT, _BUSY, _LASTED, _SETTINGS, _COPIES = 0, 1, 2, 3, 4, 5, 6, 8
 NUM_SENT = _COPIES + 2 * NUM_COPIES
 _HALF = 1 << 32

@@ -17,7 +17,7 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import Construction, construct
 from paceline.parallel.construct.values import place_values
-from paceline.parallel.experts.forms import count_experts
+from paceline.parallel.experts.find import count_experts
 from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
 from paceline.parallel.stages.measure import TimedBatch
 from paceline.recipe import Layout

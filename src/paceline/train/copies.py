@@ -43,8 +43,8 @@ from paceline.train.agreement import NUM_COPIES, Numbers
 from paceline.train.same_settings import is_comparing
 
 # Digests of one step, in the order of the message: of parameters that neither tp nor ep divides, of those
-# that they divide, and of all optimizer state.
-_WHOLE, _CUT, _STATE = range(NUM_COPIES)
+# that tp divides, of those that ep divides, and of all optimizer state.
+_WHOLE, _CUT, _EXPERTS, _STATE = range(NUM_COPIES)
 _STATE_TURNS = 4
 _MAX_ON_DEVICE = 32
 # 64-bit numbers in a row that has a factor of its own, and the length from which tensors have such rows.
@@ -126,7 +126,11 @@ class Copies:
         self._views: dict[str, _View] = {}
         # Under pp, those of this rank's stages. Weights on several stages are not compared between them.
         self._parameters = [(n, p) for n, p in model.named_parameters() if placement.holds(n)]
-        self._cut = {n for n, _ in self._parameters if n in placement.splits}
+        kinds = {"tp": _CUT, "ep": _EXPERTS}
+        self._kinds = {
+            n: kinds[placement.splits[n].axis] if n in placement.splits else _WHOLE
+            for n, _ in self._parameters
+        }
         self._statistics = [
             (f"{own}.{key}", buffer)
             for own, module in model.named_modules()
@@ -156,7 +160,7 @@ class Copies:
             is_on_device = parameter.device.type != "cpu"
             if is_on_device and (number - step) % num_turns:
                 continue
-            parts[name in self._cut].append(self._read(name, parameter))
+            parts[self._kinds[name]].append(self._read(name, parameter))
             if is_on_device or (number - step) % _STATE_TURNS == 0:
                 parts[_STATE] += [self._read(key, value) for key, value in self._state_of(name, parameter)]
         parts[_WHOLE] += [self._read(name, buffer) for name, buffer in self._statistics]
@@ -207,16 +211,16 @@ class Copies:
         if not self._has_copies or not is_comparing():
             return held
         rank = dist.get_rank()
-        ranks_by_cut = {
-            is_cut: next(ranks for ranks in self._holders(_CUT if is_cut else _WHOLE) if rank in ranks)
-            for is_cut in (False, True)
+        ranks_by_kind = {
+            kind: next(ranks for ranks in self._holders(kind) if rank in ranks)
+            for kind in (_WHOLE, _CUT, _EXPERTS)
         }
         for name, buffer in self._statistics:
-            held.add(ranks_by_cut[False], name, buffer)
+            held.add(ranks_by_kind[_WHOLE], name, buffer)
         held.read()
         for name, parameter in self._parameters:
             for key, value in ((name, parameter), *self._state_of(name, parameter)):
-                held.add(ranks_by_cut[name in self._cut], key, value)
+                held.add(ranks_by_kind[self._kinds[name]], key, value)
         return held
 
     def _group(self, digests: Numbers, kind: int) -> list[list[tuple[float, ...]]]:
@@ -229,9 +233,9 @@ class Copies:
         layout, apart = self._mesh.layout, set(list_axes(divides_model=True))
         if kind == _WHOLE:
             apart -= {"tp", "ep"}
-        elif kind == _CUT and layout.ep > 1:
-            # Experts are not sharded, whatever shards of the rest their ranks have.
-            apart.remove("dp_shard")
+        elif kind == _EXPERTS:
+            # Not sharded, whatever shards of the rest their ranks have; and whole on every rank of tp.
+            apart -= {"tp", "dp_shard"}
         return layout.group_by(sorted(apart))
 
     def _state_of(self, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:

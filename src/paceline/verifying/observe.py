@@ -93,7 +93,7 @@ def list_parts(trainer: Trainer, name: str, whole: Tensor) -> list[Tensor]:
     if placement is None or mesh is None or mesh.dp_shard.size == 1:
         return []
     split = placement.splits.get(name)
-    whole = whole if split is None else split.take(whole, mesh.tp.rank)
+    whole = whole if split is None else split.take(whole, mesh.axes[split.axis].rank)
     rows = list(torch.chunk(whole, mesh.dp_shard.size, dim=0))
     return rows + [whole[:0]] * (mesh.dp_shard.size - len(rows))
 

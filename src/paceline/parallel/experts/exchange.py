@@ -24,15 +24,15 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return how many rows each rank sends to this rank's experts; collective.
 
     Args:
-        counts: this rank's rows for each expert, int64 [experts].
+        counts: this rank's rows for each expert, int64 [experts]; or several numbers for each, [experts, n].
         group: the ranks of ep; each has an equal number of consecutive experts.
 
     Returns:
-        int64 [ranks, experts of this rank].
+        int64 [ranks, experts of this rank], or [ranks, experts of this rank, n].
     """
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=group)
-    return received.view(group.size(), -1)
+    return received.view(group.size(), -1, *counts.shape[1:])
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,27 +1,26 @@
-"""The forms of experts that ep can share out: Paceline's own, and those of transformers.
+"""The forms of experts that ep can share out: Paceline's own, those of transformers, and lists of modules.
 
-In each of them, one module holds the weights of all experts of a mixture, as parameters whose first dimension
-counts experts. The experts of transformers choose at each call among several implementations, whose products
-have other bits and need other shapes. `open_experts` replaces these by one: each token's answers are computed
-by a product per expert, and weighted and added in the order of the token's choices, as transformers'
-`grouped_mm` adds them.
+A list of modules is in `lists.py`. In the others, one module holds the weights of all experts of a mixture,
+as parameters whose first dimension counts experts. The experts of transformers choose at each call among
+several implementations, whose products have other bits and need other shapes. `open_forward` replaces these
+by one: each token's answers are computed by a product per expert, and weighted and added in the order of the
+token's choices, as transformers' `grouped_mm` adds them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from math import gcd
+from operator import attrgetter
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PacelineError
 from paceline.models.grouped import add_to_groups, multiply_groups
 from paceline.models.moe import Experts, ask_experts, count_choices
-from paceline.phrases import name_some
+from paceline.parallel.split import Split
 from paceline.torch_seams.dispatch import without_functions
 from paceline.torch_seams.modules import copy_frame
 from paceline.torch_seams.tensors import is_fake
@@ -31,32 +30,55 @@ Answer = Callable[[Tensor, Tensor], Tensor]
 
 
 class ExpertForm(ABC):
-    """The experts of one mixture, in one module.
+    """The experts of one mixture.
 
     Args:
-        module: the experts, whole.
+        module: the experts, whole; its forward is replaced.
 
     Attributes:
         module: as given.
-        keys: the names of the module's parameters that ep divides by experts.
-        num_experts: of the mixture, on all ranks together.
-        width: of a row.
+        keys: the names of the module's parameters that ep divides.
     """
 
     keys: tuple[str, ...]
-    width: int
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def list_weights(self) -> list[nn.Parameter]:
         """Return the parameters of `keys`, as they are now: whole, or a rank's part."""
-        return [getattr(self.module, key) for key in self.keys]
+        # In a trial forward they are no `nn.Parameter`, which `get_parameter` requires.
+        return [attrgetter(key)(self.module) for key in self.keys]
+
+    def list_held(self) -> list[nn.Parameter]:
+        """Return those of them of which this rank holds something."""
+        return self.list_weights()
+
+    @property
+    @abstractmethod
+    def num_experts(self) -> int:
+        """The number of experts whose weights the module holds now."""
+
+    @abstractmethod
+    def divide(self, degree: int) -> dict[str, Split]:
+        """Return how the parameters of `keys` are divided among as many ranks of ep."""
+
+
+class GroupedForm(ExpertForm):
+    """The experts of one mixture, whose weights are parameters with a first dimension that counts experts.
+
+    Attributes:
+        width: of a row.
+    """
+
+    width: int
 
     @property
     def num_experts(self) -> int:
-        """The number of experts whose weights the module holds now."""
         return self.list_weights()[0].shape[0]
+
+    def divide(self, degree: int) -> dict[str, Split]:
+        return dict.fromkeys(self.keys, Split(0, 1, degree, "ep"))
 
     @abstractmethod
     def multiply(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -78,7 +100,7 @@ class ExpertForm(ABC):
         """
 
 
-class OwnForm(ExpertForm):
+class OwnForm(GroupedForm):
     """Experts of `paceline.models.moe`."""
 
     keys = ("gate_up_proj", "down_proj")
@@ -94,7 +116,7 @@ class OwnForm(ExpertForm):
         return lambda module, rows, counts: answer(rows, counts)
 
 
-class TransformersForm(ExpertForm):
+class TransformersForm(GroupedForm):
     """Experts of transformers: a class with the decorator `use_experts_implementation`.
 
     The decorator's attributes describe the class: whether its experts have a gate and biases, and whether
@@ -159,67 +181,7 @@ def hide_functions(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return hidden
 
 
-def find_experts(model: nn.Module) -> dict[str, ExpertForm]:
-    """Return the experts of all mixtures of a model by full name, in the order of the definition."""
-    found = {name: _find_form(module) for name, module in model.named_modules()}
-    return {name: form for name, form in found.items() if form is not None}
-
-
-def open_experts(model: nn.Module) -> None:
-    """Let transformers' experts multiply by one product per expert, in place, whatever the user has set."""
-    for form in find_experts(model).values():
-        if isinstance(form, TransformersForm):
-            # The form is made here: while stages of pp run, children carry forwards that follow each call.
-            form.module.forward = MethodType(_forward_alone, form)
-
-
-def count_experts(model: nn.Module) -> int | None:
-    """Return the greatest number of experts that every mixture of a model is a multiple of.
-
-    It is 0 for a model without mixtures, and `None` if some are in a form that `check_forms` refuses.
-    """
-    if _list_unknown(model):
-        return None
-    return gcd(*(form.num_experts for form in find_experts(model).values()))
-
-
-def check_forms(model: nn.Module) -> None:
-    """Raise for mixtures that cannot be shared out.
-
-    Raises:
-        PacelineError: PL658 for experts of an unknown form, PL659 for experts that share weights.
-    """
-    unknown = _list_unknown(model)
-    if unknown:
-        raise PacelineError(
-            "PL658",
-            saw=f"experts in a form that ep cannot share out: {name_some(unknown, 4)}.",
-            rule="ep divides parameters whose first dimension counts experts, in a module that is called "
-            "once with all tokens: experts of transformers that its use_experts_implementation decorates, or "
-            "paceline.models.moe.Experts.",
-            fix="Hold the experts' weights in a paceline.models.moe.Experts, or leave ep out.",
-        )
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for form in find_experts(model).values():
-        for weight in form.list_weights():
-            if len(names[id(weight)]) > 1:
-                raise PacelineError(
-                    "PL659",
-                    saw=f"one parameter of experts under several names: {name_some(names[id(weight)], 4)}.",
-                    rule="Under ep each mixture has weights of its own.",
-                    fix="Give each mixture its own experts, or leave ep out.",
-                )
-
-
-def _find_form(module: nn.Module) -> ExpertForm | None:
-    if isinstance(module, Experts):
-        return OwnForm(module)
-    return TransformersForm(module) if _is_decorated(module) and not _has_norm(module) else None
-
-
-def _is_decorated(module: nn.Module) -> bool:
+def is_decorated(module: nn.Module) -> bool:
     """Return whether transformers' decorator made a module's class, whose forward nobody has replaced."""
     if "_is_expert_parallel" not in vars(module) or not hasattr(type(module).forward, "__wrapped__"):
         return False
@@ -230,24 +192,16 @@ def _is_decorated(module: nn.Module) -> bool:
     return own is None or getattr(own, "__func__", None) is _forward_alone
 
 
-def _has_norm(module: nn.Module) -> bool:
+def has_norm(module: nn.Module) -> bool:
+    """Return whether the outputs of decorated experts go through a norm that all of them share."""
     # Its weights belong to all experts, so that no rank has their whole gradient.
     return bool(getattr(module, "has_post_expert_norm", False))
 
 
-def _list_unknown(model: nn.Module) -> list[str]:
-    """Return descriptions of the modules that hold experts in an unknown form."""
-    found = []
-    for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1
-        if is_list and "expert" in name.rpartition(".")[2].lower():
-            kinds = {type(child).__name__ for child in module.children()}
-            found.append(
-                f"{name} ({type(module).__name__} of {len(cast(Any, module))} {name_some(sorted(kinds), 2)})"
-            )
-        elif _is_decorated(module) and _has_norm(module):
-            found.append(f"{name} ({type(module).__name__}, with a norm that all experts share)")
-    return found
+def open_forward(form: TransformersForm) -> None:
+    """Let transformers' experts multiply by one product per expert, in place, whatever the user has set."""
+    # The form is made before: while stages of pp run, children carry forwards that follow each call.
+    form.module.forward = MethodType(_forward_alone, form)
 
 
 def _forward_alone(form: TransformersForm, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -35,6 +35,9 @@ class ExpertSum(ABC):
         axis: ep.
         copies: the ranks that hold the same experts.
 
+    Attributes:
+        used: by id of a parameter, whether a microbatch of these ranks has used it in the last step.
+
     Usage per step: `begin`; per round, `use` in forwards and `end_round` after backward; `end`.
     """
 
@@ -43,6 +46,7 @@ class ExpertSum(ABC):
         self._axis = axis
         self._copies = copies
         self._num_owned: tuple[int, ...] = ()
+        self.used: dict[int, bool] = {}
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
         """Start a global batch.
@@ -147,6 +151,10 @@ class OrderedExpertSum(ExpertSum):
         if not num_leaves:
             return
         own = [gradients for _, gradients in joined.subtrees]
+        self.used = {
+            id(parameter): any(gradients[place] is not None for gradients in own)
+            for place, parameter in enumerate(self._parameters)
+        }
         if self._exchange is None:
             [found] = own
         else:
@@ -182,6 +190,7 @@ class QuickExpertSum(ExpertSum):
 
     @torch.no_grad()
     def end(self) -> None:
+        self.used = {id(parameter): parameter.grad is not None for parameter in self._parameters}
         if not sum(self._num_owned) or self._copies.size == 1:
             return
         for parameter in self._parameters:

@@ -27,15 +27,19 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.exchange import Exchange, MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
+from paceline.parallel.experts.calls import answer_calls
 from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
-from paceline.parallel.experts.forms import Answer, ExpertForm, check_forms, find_experts, hide_functions
+from paceline.parallel.experts.find import check_forms, find_experts
+from paceline.parallel.experts.forms import Answer, ExpertForm, GroupedForm, hide_functions
 from paceline.parallel.experts.gradients import ExpertSum, OrderedExpertSum, QuickExpertSum
+from paceline.parallel.experts.lists import AnswerCalls, ListForm
 from paceline.parallel.experts.turns import Turns
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks
 from paceline.parallel.split import Split, take_parts
@@ -93,14 +97,14 @@ class ExpertLayout:
         self._axis, self._mesh = mesh.ep, mesh
         check_forms(model)
         self._forms = find_experts(model)
-        self.names = {name: f"{name}.{form.keys[0]}" for name, form in self._forms.items()}
+        self.names = {name: join_names(name, form.keys[0]) for name, form in self._forms.items()}
         self._name_of = {id(form): name for name, form in self._forms.items()}
         self._num_experts = {id(form): form.num_experts for form in self._forms.values()}
         self._check(mesh.ep.size)
-        self.splits = {
-            f"{name}.{key}": Split(0, 1, mesh.ep.size, "ep")
+        self.splits: dict[str, Split] = {
+            join_names(name, key): split
             for name, form in self._forms.items()
-            for key in form.keys
+            for key, split in form.divide(mesh.ep.size).items()
         }
         named = dict(model.named_parameters())
         check_hooks((name, named[name]) for name in self.splits)
@@ -108,8 +112,7 @@ class ExpertLayout:
             _refuse_hooks(name, named[name])
         take_parts(model, self.splits, mesh.ep.rank)
         for form in self._forms.values():
-            forward = form.make_forward(self._num_experts[id(form)], self._make_answer(form))
-            form.module.forward = MethodType(hide_functions(forward), form.module)
+            form.module.forward = MethodType(self._make_forward(form), form.module)
         self._lent = [mesh.borrow_group(mesh.ep)]
         self._group = self._lent[0]
         copies = None
@@ -133,6 +136,13 @@ class ExpertLayout:
         """This rank's parts of the experts' parameters."""
         return [weight for form in self._forms.values() for weight in form.list_weights()]
 
+    def _make_forward(self, form: ExpertForm) -> Callable[..., Any]:
+        if isinstance(form, ListForm):
+            form.choose(self._axis.rank, self._axis.size)
+            return form.make_forward(self._make_answer_calls(form))
+        assert isinstance(form, GroupedForm)
+        return hide_functions(form.make_forward(self._num_experts[id(form)], self._make_answer(form)))
+
     def complete(self, stages: Mapping[str, int] | None = None) -> None:
         """Prepare the sums of the gradients, once the parameters have their values; collective.
 
@@ -153,7 +163,7 @@ class ExpertLayout:
             self._stages.setdefault(stage, []).append(self._forms[name])
         copies = self._mesh.expert_replicas
         for stage, forms in sorted(self._stages.items()):
-            trained = [p for form in forms for p in form.list_weights() if p.requires_grad]
+            trained = [p for form in forms for p in form.list_held() if p.requires_grad]
             self._sums[stage] = (
                 OrderedExpertSum(trained, self._axis, copies, exchange)
                 if self._is_exact
@@ -237,6 +247,9 @@ class ExpertLayout:
 
     def _answer_nothing(self, form: ExpertForm) -> Tensor:
         """Take part in an exchange without rows; return the answers to none."""
+        if isinstance(form, ListForm):
+            return self._answer_calls(form, {})[0]
+        assert isinstance(form, GroupedForm)
         rows = form.list_weights()[0].new_empty(0, form.width)
         counts = torch.zeros(self._num_experts[id(form)], dtype=torch.int64, device=rows.device)
         return self._answer(form, rows, counts)
@@ -256,6 +269,27 @@ class ExpertLayout:
         assert not self._idle
         for each in self._sums.values():
             each.end()
+        self._agree_on_used()
+
+    def _agree_on_used(self) -> None:
+        """Leave an expert of a list without a gradient if no token of the global batch reached it, as one
+        process does. Give empty gradients to the empty parameters of experts on other ranks.
+        """
+        listed = [form for form in self._forms.values() if isinstance(form, ListForm)]
+        weights = [p for form in listed for p in form.list_weights() if p.requires_grad]
+        if not weights:
+            return
+        own = {key: value for each in self._sums.values() for key, value in each.used.items()}
+        flags = [own.get(id(weight), False) for weight in weights]
+        used = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        if self._mesh.expert_replicas.size > 1:
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self._mesh.expert_replicas.group)
+        for weight, is_used in zip(weights, used.tolist(), strict=True):
+            if not is_used:
+                weight.grad = None
+            elif weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
     def close(self) -> None:
         """Return the groups to the mesh."""
@@ -274,7 +308,19 @@ class ExpertLayout:
                 what = f"the {form.num_experts} experts of {name}"
                 raise experts_not_divided_error(degree, what, form.num_experts)
 
-    def _make_answer(self, form: ExpertForm) -> Answer:
+    def _make_answer_calls(self, form: ListForm) -> AnswerCalls:
+        def answer(calls: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+            self._turns.take(self._name_of[id(form)])
+            return self._answer_calls(form, calls)[1]
+
+        return answer
+
+    def _answer_calls(self, form: ListForm, calls: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
+        use = self._sum_of[id(form)].use
+        number = self.number
+        return answer_calls(form, calls, self._group, self._device, lambda w, place: use(w, place, number))
+
+    def _make_answer(self, form: GroupedForm) -> Answer:
         def answer(rows: Tensor, counts: Tensor) -> Tensor:
             if not is_fake(rows):
                 self._turns.take(self._name_of[id(form)])
@@ -282,7 +328,7 @@ class ExpertLayout:
 
         return answer
 
-    def _answer(self, form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
+    def _answer(self, form: GroupedForm, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' answers to this rank's rows; collective over ep, in backward too."""
         if is_fake(rows):
             return form.multiply(rows, counts, form.list_weights())  # a trial forward, for shapes
@@ -302,7 +348,7 @@ class ExpertLayout:
         multiply = self._multiply_apart if self._is_exact else _multiply_together
         return exchange_rows(multiply(form, found, arrived), received, sent, self._group)
 
-    def _multiply_apart(self, form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
+    def _multiply_apart(self, form: GroupedForm, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the answers, from one product per rank and expert."""
         answers = []
         for place, part in enumerate(torch.split(rows, counts.sum(1).tolist())):
@@ -314,7 +360,12 @@ class ExpertLayout:
         return torch.cat(answers)
 
 
-def _multiply_together(form: ExpertForm, rows: Tensor, counts: Tensor) -> Tensor:
+def join_names(*names: str) -> str:
+    """Return a full name, from those of a module and of what is in it."""
+    return ".".join(name for name in names if name)
+
+
+def _multiply_together(form: GroupedForm, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the answers, from one product per expert."""
     experts = torch.arange(counts.shape[1], device=rows.device).repeat(counts.shape[0])
     order = experts.repeat_interleave(counts.reshape(-1)).argsort(stable=True)

@@ -86,13 +86,6 @@ def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fi
             "Set train.dtype instead, or ep=1.",
         ),
         (
-            layout.tp > 1,
-            "layout.tp",
-            f"layout.tp={layout.tp}",
-            "Ranks of tp would all send the same tokens.",
-            "Set tp=1, or ep=1.",
-        ),
-        (
             bool(ddp),
             "ddp",
             ddp,

@@ -1,0 +1,106 @@
+"""Finds the experts of a model, and refuses those that ep cannot share out."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from torch import nn
+
+from paceline.errors import PacelineError
+from paceline.models.moe import Experts
+from paceline.parallel.experts.forms import (
+    ExpertForm,
+    OwnForm,
+    TransformersForm,
+    has_norm,
+    is_decorated,
+    open_forward,
+)
+from paceline.parallel.experts.lists import ListForm, find_objection, has_own_forward, is_list
+from paceline.phrases import name_some
+
+
+def find_experts(model: nn.Module) -> dict[str, ExpertForm]:
+    """Return the experts of all mixtures of a model by full name, in the order of the definition."""
+    found = {name: _find_form(name, module) for name, module in model.named_modules()}
+    return {name: form for name, form in found.items() if form is not None}
+
+
+def open_experts(model: nn.Module) -> None:
+    """Let transformers' experts multiply by one product per expert, in place, whatever the user has set."""
+    for form in find_experts(model).values():
+        if isinstance(form, TransformersForm):
+            open_forward(form)
+
+
+def count_experts(model: nn.Module) -> int | None:
+    """Return the greatest number of experts that every mixture of a model is a multiple of.
+
+    It is 0 for a model without mixtures, and `None` if some are in a form that `check_forms` refuses.
+    """
+    if _list_unknown(model):
+        return None
+    return gcd(*(form.num_experts for form in find_experts(model).values()))
+
+
+def check_forms(model: nn.Module) -> None:
+    """Raise for mixtures that cannot be shared out.
+
+    Raises:
+        PacelineError: PL658 for experts of an unknown form, PL659 for experts that share weights.
+    """
+    unknown = _list_unknown(model)
+    if unknown:
+        raise PacelineError(
+            "PL658",
+            saw=f"experts in a form that ep cannot share out: {name_some(unknown, 4)}.",
+            rule="ep divides experts of transformers that its use_experts_implementation decorates, "
+            'paceline.models.moe.Experts, and lists whose name has "expert" in it: of equal modules without '
+            "buffers and dropout, which the forward of the module around them calls.",
+            fix="Make the modules equal, hold their weights in a paceline.models.moe.Experts, rename the "
+            "list if its modules are no experts, or leave ep out.",
+        )
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for form in find_experts(model).values():
+        for weight in form.list_weights():
+            if len(names[id(weight)]) > 1:
+                raise PacelineError(
+                    "PL659",
+                    saw=f"one parameter of experts under several names: {name_some(names[id(weight)], 4)}.",
+                    rule="Under ep each mixture has weights of its own.",
+                    fix="Give each mixture its own experts, or leave ep out.",
+                )
+
+
+def _find_form(name: str, module: nn.Module) -> ExpertForm | None:
+    if isinstance(module, Experts):
+        return OwnForm(module)
+    if is_decorated(module):
+        return None if has_norm(module) else TransformersForm(module)
+    if is_list(name, module) and has_own_forward(module):
+        return None if find_objection(module) else ListForm(module, "", name)
+    for key, child in module.named_children():
+        if is_list(key, child) and not has_own_forward(child) and not find_objection(child):
+            return ListForm(module, key, name)
+    return None
+
+
+def _list_unknown(model: nn.Module) -> list[str]:
+    """Return descriptions of the modules that hold experts in an unknown form."""
+    found, parents = [], set()
+    for name, module in model.named_modules():
+        if is_list(name, module):
+            parent = name.rpartition(".")[0]
+            objection = find_objection(module)
+            if objection is None and parent in parents:
+                objection = "beside another list of experts"
+            parents.add(parent)
+            if objection is not None:
+                kinds = name_some(sorted({type(child).__name__ for child in module.children()}), 2)
+                what = f"{type(module).__name__} of {len(list(module.children()))} {kinds}, {objection}"
+                found.append(f"{name} ({what})")
+        elif is_decorated(module) and has_norm(module):
+            found.append(f"{name} ({type(module).__name__}, with a norm that all experts share)")
+    return found
