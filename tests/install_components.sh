@@ -3,4 +3,4 @@
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -q
-apt-get install -q -y --no-install-recommends openmpi-bin munge slurm-wlm slurm-client
+apt-get install -q -y --no-install-recommends openmpi-bin munge slurm-wlm slurm-client etcd-server

@@ -3,6 +3,7 @@
 The nodes are network namespaces with processes of their own. A script takes a step every 0.1 s and saves
 every fifth one. Each row is a fault; its seconds are those without a step, until the first one on the nodes
 that should go on. `--torchrun` runs the same under torchrun with its defaults. The table goes to nodes.txt.
+`--random 60 --seed 1` draws faults instead: random_nodes.py.
 """
 
 from __future__ import annotations
@@ -33,8 +34,18 @@ _LIMIT_S = 90.0
 class Job:
     """A job on nodes, and what it has done so far."""
 
-    def __init__(self, folder: Path, count: int, nnodes: str, launcher: Callable[..., list[str]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        nnodes: str,
+        launcher: Callable[..., list[str]],
+        program: Sequence[str] = (),
+        flags: Sequence[str] = ("--max-restarts", "3"),
+    ) -> None:
         self.folder, self.count, self.nnodes, self.launcher = folder, count, nnodes, launcher
+        self._program = list(program) or [script("steps.py"), str(folder)]
+        self._flags = list(flags)
         self.launched: dict[int, Launched] = {}
         self._starts = 0
 
@@ -50,10 +61,11 @@ class Job:
 
     def start(self, node: int) -> None:
         """Starts a node's launcher."""
-        words = ["--nnodes", self.nnodes, "--nproc-per-node", "1", "--max-restarts", "3"]
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.nodes.address(0)}:29501"]
+        words = ["--nnodes", self.nnodes, "--nproc-per-node", "1", *self._flags]
+        if "--rdzv-backend" not in words:
+            words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.nodes.address(0)}:29501"]
         words += ["--rdzv-id", "chaos", *(["--local-addr", self.nodes.address(node)])]
-        command = self.launcher(*words, script("steps.py"), str(self.folder))
+        command = self.launcher(*words, *self._program)
         self._starts += 1
         launched = Launched(
             self.folder / f"node{node}-{self._starts}",
@@ -98,11 +110,12 @@ class Job:
                 call(process)
 
     def kill_rank(self, node: int) -> None:
-        """SIGKILL of a node's rank alone."""
+        """SIGKILL of a node's rank alone, if there is one now."""
         for process in self.launched[node].processes():
             with suppress(psutil.Error):
-                words = process.cmdline()
-                if script("steps.py") in words and not process.children():
+                # Forks keep the command line: the launcher forks the keeper, and the keeper the rank.
+                lines = [each.cmdline() for each in [process, *process.parents()[:3]]]
+                if lines[0] == lines[1] == lines[2] != lines[3] and self._program[0] in lines[0]:
                     process.kill()
 
     def terminate(self, node: int) -> None:
@@ -319,11 +332,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=_LIMIT_S, help="seconds after which a job counts as lost"
     )
+    parser.add_argument("--random", type=int, metavar="N", help="N random faults of a recipe that trains")
+    parser.add_argument("--seed", type=int, default=1, help="of --random")
     parser.add_argument("--verbose", action="store_true", help="print the output of lost jobs")
     args = parser.parse_args(argv)
     if (reason := why_no_nodes()) is not None:
         print(reason)
         return 2
+    if args.random is not None:
+        from tests.chaos.random_nodes import measure_random
+
+        return measure_random(args.random, args.seed)
     launcher = torchrun if args.torchrun else paceline_run
     name = "torchrun, defaults" if args.torchrun else "paceline run, defaults"
     print(f"{name}\n{_HEAD}", flush=True)

@@ -159,11 +159,16 @@ class Nodes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def nodes_left() -> list[str]:
+    """The namespaces of this process."""
+    names = [line.split()[0] for line in _run("ip", "netns", "list").stdout.splitlines() if line]
+    return [name for name in names if name.startswith(f"pl{os.getpid()}-")]
+
+
 def remove_all_nodes() -> None:
     """Removes the namespaces of this process, in a hurry."""
-    for line in _run("ip", "netns", "list").stdout.splitlines():
-        if line.startswith(f"pl{os.getpid()}-"):
-            _remove_namespace(line.split()[0])
+    for name in nodes_left():
+        _remove_namespace(name)
 
 
 def _remove_namespace(name: str) -> None:

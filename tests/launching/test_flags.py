@@ -47,7 +47,7 @@ def parse_as_ours(argv: Sequence[str]) -> dict[str, Any]:
     """What `paceline run` makes of it, without its own flags."""
     seen = vars(build_parser().parse_args(["run", *argv]))
     ours = {"command", "run", "cold", "threads_per_rank", "hang_after", "keep_alive", "no_watch", "json"}
-    ours |= {"detect_s", "join_timeout", "status"}
+    ours |= {"detect_s", "witness", "join_timeout", "status"}
     ours |= {"profile", "profile_after", "profile_steps"}
     return {name: value for name, value in seen.items() if name not in ours | _OURS_ON_OLDER_TORCH}
 

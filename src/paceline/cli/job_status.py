@@ -6,17 +6,18 @@ import json
 from typing import Any
 
 
-def print_status(endpoint: str, job: str, *, as_json: bool) -> int:
+def print_status(backend: str, endpoint: str, job: str, *, as_json: bool) -> int:
     """Print the state of the job at an endpoint; return 0, or 1 if there is no such job."""
     from paceline.launching.members.endpoints import read_endpoints
-    from paceline.launching.members.status import ask_status
+    from paceline.launching.members.status import ask_status, find_launchers
 
-    endpoints = read_endpoints(endpoint)
+    by_witness = backend in ("etcd", "folder")
+    endpoints = find_launchers(backend, endpoint, job) if by_witness else read_endpoints(endpoint)
     report = ask_status(endpoints, job)
     if as_json:
         print(json.dumps({"state": "non-existent"} if report is None else report))
     elif report is None:
-        places = ", ".join(f"{host}:{port}" for host, port in endpoints)
+        places = ", ".join(f"{host}:{port}" for host, port in endpoints) or endpoint
         print(f"job {job}: non-existent (no launcher of it answers at {places})")
     else:
         print(_describe(job, report))

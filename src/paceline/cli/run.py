@@ -59,6 +59,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="S",
         help="seconds to wait for nodes that are missing (default 600)",
     )
+    ours.add_argument(
+        "--witness",
+        metavar="PLACE",
+        help="where rounds are recorded, so that of two parts only one goes on: etcd://HOST:PORT or a folder",
+    )
     status: Any = ours.add_argument(
         "--status",
         action=_NeedsNoScript,
@@ -97,7 +102,7 @@ class _NeedsNoScript(argparse.Action):
 def run(args: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
     if args.status:
-        return print_status(args.rdzv_endpoint, args.rdzv_id, as_json=args.json)
+        return print_status(args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id, as_json=args.json)
     import logging
 
     from paceline.launching.ending.endings import PumpLost, RankFailed
@@ -150,6 +155,13 @@ def _run(args: argparse.Namespace) -> None:
                 rule=f"It is a number of seconds, at least {_LEAST_S:g}. Nodes beat six times in --detect-s.",
                 fix=f"Leave --{name} out for the default.",
             )
+    if args.witness is not None and args.rdzv_backend != "c10d":
+        raise PacelineError(
+            "PL380",
+            saw=f"--witness with --rdzv-backend {args.rdzv_backend}.",
+            rule="A witness records the rounds of c10d; etcd and folder are their own witnesses.",
+            fix="Add --rdzv-backend c10d, or leave --witness out.",
+        )
     place = read_environment(os.environ)
     if place.launcher == "torchrun" or (place.launcher != "single" and args.nproc_per_node is None):
         refuse_recording(args)

@@ -29,6 +29,11 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         "--rdzv-id", metavar="ID", help="the run's name where they meet (default: the name of the recipe)"
     )
     nodes.add_argument(
+        "--witness",
+        metavar="PLACE",
+        help="where rounds are recorded, so that of two parts only one goes on: etcd://HOST:PORT or a folder",
+    )
+    nodes.add_argument(
         "--max-restarts",
         type=int,
         metavar="N",
@@ -38,7 +43,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 def refuse_node_flags(args: argparse.Namespace) -> None:
     """Raise PL607 for flags of several nodes without `--nnodes`."""
-    for flag in ("rdzv_endpoint", "rdzv_id", "max_restarts"):
+    for flag in ("rdzv_endpoint", "rdzv_id", "witness", "max_restarts"):
         value = getattr(args, flag)
         if value is not None:
             raise PacelineError(
@@ -89,6 +94,7 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
     if nodes.most > 1:
         name = args.rdzv_id or Path(args.recipe).stem
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", args.rdzv_endpoint, "--rdzv-id", name]
+        words += [] if args.witness is None else ["--witness", args.witness]
     words += ["--max-restarts", str(_MAX_RESTARTS if args.max_restarts is None else args.max_restarts)]
     for flag in ("profile", "profile_after", "profile_steps"):
         value = getattr(args, flag)

@@ -275,7 +275,7 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
         try:
             waits = read_waits(config, flags.detect_s, flags.join_timeout)
             build = partial(RankHandler, ranks, job.build_start)
-            run_agent(config, command, args, build, ranks, job.rounds, waits)
+            run_agent(config, command, args, build, ranks, job.rounds, waits, flags.witness)
         except BaseException as error:
             outcome.append(error)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from paceline.errors import PacelineError
 from paceline.launching.members.membership import Membership
 from paceline.launching.members.records import Message, Terms
+from paceline.launching.members.witness import Entry
 from paceline.launching.members.world import Member, NodeWorld, Waits
 
 _LATENCY_S = 0.002
@@ -22,7 +23,14 @@ class Simulation:
     """So many machines, on each of which a launcher may run."""
 
     def __init__(
-        self, machines: int, least: int, most: int, *, seed: int = 0, waits: Waits | None = None
+        self,
+        machines: int,
+        least: int,
+        most: int,
+        *,
+        seed: int = 0,
+        waits: Waits | None = None,
+        has_witness: bool = False,
     ) -> None:
         self.now, self.random = 0.0, random.Random(seed)
         self.waits = waits or Waits(last_call_s=2.0, join_s=60.0)
@@ -30,6 +38,8 @@ class Simulation:
         self.count = machines
         self.launchers: dict[int, Launcher] = {}
         self.cut: set[frozenset[int]] = set()
+        self.record: list[Entry] | None = [] if has_witness else None
+        self.blind: set[int] = set()  # machines that do not reach the witness
         self.history: list[NodeWorld] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -110,6 +120,48 @@ class Simulation:
         return "\n".join(lines)
 
 
+class _Line:
+    """A launcher's way to the witness, which takes a while, and forgets nothing that was asked for."""
+
+    trouble = ""
+
+    def __init__(self, launcher: Launcher, record: list[Entry]) -> None:
+        self._launcher, self._record = launcher, record
+
+    def read(self) -> None:
+        self._later(self._read)
+
+    def append(self, entry: Entry) -> None:
+        self._later(lambda: self._append(entry))
+
+    def _later(self, call: Callable[[], None]) -> None:
+        simulation = self._launcher.simulation
+
+        def go() -> None:
+            if self._launcher.machine in simulation.blind:
+                simulation.at(0.2, go)
+            else:
+                call()
+
+        simulation.at(simulation.random.uniform(0.005, 0.5), go)
+
+    def _read(self) -> None:
+        last = self._record[-1] if self._record else None
+        others = [launcher.me for launcher in self._launcher.simulation.launchers.values()]
+        self._answer(lambda now: self._launcher.inner.heard_witness(last, others, now))
+
+    def _append(self, entry: Entry) -> None:
+        if entry.number == len(self._record) + 1:
+            self._record.append(entry)
+        last = self._record[-1]
+        self._answer(lambda now: self._launcher.inner.recorded(last, now))
+
+    def _answer(self, call: Callable[[float], None]) -> None:
+        simulation = self._launcher.simulation
+        delay_s = simulation.random.uniform(0.005, 0.5)
+        simulation.at(delay_s, lambda: self._launcher.do(lambda: call(simulation.now)))
+
+
 class Launcher:
     """One launcher: the agent and the links of its `Membership`."""
 
@@ -133,9 +185,10 @@ class Launcher:
             self,
             simulation.now,
             endpoints=[("10.0.0.0", 29400)],
-            founds=machine == 0,
+            founds=machine == 0 or simulation.record is not None,
+            witness=None if simulation.record is None else _Line(self, simulation.record),
         )
-        self._do(lambda: self.want_round())
+        self.do(lambda: self.want_round())
         simulation.at(simulation.random.random() * _TICK_S, self._tick)
 
     # ---- its process
@@ -163,7 +216,8 @@ class Launcher:
         port = next(self.simulation.stores)
         self.inner.want_round({"store_port": port, "master_port": port}, self.simulation.now)
 
-    def _do(self, call: Callable[[], None]) -> None:
+    def do(self, call: Callable[[], None]) -> None:
+        """Calls something in its process, as soon as that runs."""
         if self.is_stopped:
             self._held.append(call)
         elif self.is_alive:
@@ -184,7 +238,7 @@ class Launcher:
         self.losses.append(reason)
         if self.trains is not None:
             self.trains = None
-            self.simulation.at(_RESTART_S, lambda: self._do(self.want_round))
+            self.simulation.at(_RESTART_S, lambda: self.do(self.want_round))
 
     def closed(self, *, failed: bool) -> None:
         self.trains, self.has_ended = None, True
@@ -204,11 +258,11 @@ class Launcher:
             return
         other = self.simulation.launchers.get(machine)
         if other is None or not other.is_alive or other.me.port != port:
-            self._do(lambda: self.inner.ended(link, True, self.simulation.now))
+            self.do(lambda: self.inner.ended(link, True, self.simulation.now))
             return
         theirs = next(other._numbers) + 1_000_000
         self._links[link], other._links[theirs] = (other, theirs), (self, link)
-        self._do(lambda: self.inner.opened(link, self.simulation.now))
+        self.do(lambda: self.inner.opened(link, self.simulation.now))
 
     def send(self, link: int, message: Message) -> None:
         if link in self._links:
@@ -235,6 +289,6 @@ class Launcher:
             if not self.simulation.reaches(self.machine, other.machine):
                 self.simulation.at(0.2, deliver)
             else:
-                other._do(lambda: call() if theirs in other._links else None)
+                other.do(lambda: call() if theirs in other._links else None)
 
         self.simulation.at(_LATENCY_S, deliver)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from paceline.launching.members.world import Member, NodeWorld, Waits, has_quoru
 from tests.launching.members.simulated import Simulation
 
 
-def start(machines: int, least: int, most: int | None = None, **options: int) -> Simulation:
+def start(machines: int, least: int, most: int | None = None, **options: Any) -> Simulation:
     """A job that trains on all of its machines."""
     simulation = Simulation(machines, least, most or machines, **options)
     for machine in range(machines):
@@ -149,6 +150,20 @@ def test_a_node_that_leaves_is_not_waited_for(machine: int) -> None:
     assert "left: it was asked to leave" in job.launchers[1 - machine].losses[0]
 
 
+def test_a_node_that_leaves_does_not_end_the_job_for_one_that_asks_it() -> None:
+    """Its launcher answers until its ranks have saved; meanwhile the next leader is not heard."""
+    job = start(3, 1)
+    (world,) = job.training()
+    first, second, third = (int(member.name.removeprefix("node")) for member in world.members)
+    job.launchers[second].stop()
+    job.launchers[first].inner.leave()
+    job.run(4)
+    assert not job.launchers[third].has_ended
+    job.launchers[first].kill()
+    job.launchers[second].go_on()
+    assert job.run_until(lambda: job.trains_on(second, third), 10) < 5
+
+
 def test_a_node_with_other_numbers_is_refused() -> None:
     job = Simulation(2, 2, 2)
     job.start(0)
@@ -169,28 +184,131 @@ def test_faults_never_let_two_worlds_train() -> None:
 
 def test_without_the_rule_two_worlds_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the test above could not fail."""
-    monkeypatch.setattr("paceline.launching.members.membership.has_quorum", lambda *_, **__: True)
+    monkeypatch.setattr("paceline.launching.members.knowledge.has_quorum", lambda *_, **__: True)
     with pytest.raises(AssertionError, match="knows"):
         run_faults(2, 50)
 
 
-def run_faults(seed: int, count: int) -> Simulation:
+def test_with_a_witness_either_of_two_nodes_goes_on_without_the_other() -> None:
+    """Without one, number 1 waits after a power cut of number 0."""
+    for machine in (0, 1):
+        job = start(2, 1, has_witness=True)
+        job.isolate({machine})
+        job.blind.add(machine)
+        assert 3.0 < job.run_until(lambda job=job, machine=machine: job.trains_on(1 - machine), 20) < 12.0
+
+
+def test_of_two_nodes_that_both_reach_the_witness_one_goes_on() -> None:
+    job = start(2, 1, has_witness=True)
+    (world,) = job.training()
+    first = int(world.members[0].name.removeprefix("node"))
+    job.isolate({1})
+    job.run_until(lambda: job.trains_on(first), 10)
+    job.run(50)
+    assert job.trains_on(first)
+    job.cut.clear()
+    job.run_until(lambda: job.trains_on(0, 1), 10)
+
+
+def test_with_a_witness_a_majority_goes_before_a_minority() -> None:
+    job = start(5, 1, has_witness=True)
+    job.isolate({0, 1})
+    job.run_until(lambda: job.trains_on(2, 3, 4), 10)
+    job.run(50)
+    assert job.trains_on(2, 3, 4)
+
+
+def test_a_first_node_that_starts_alone_again_does_not_begin_a_job_that_goes_on_elsewhere() -> None:
+    """The limit of a job without a witness."""
+    job = start(3, 1, has_witness=True)
+    job.isolate({0})
+    job.run_until(lambda: job.trains_on(1, 2), 10)
+    job.launchers[0].kill()
+    job.start(0)
+    job.run(50)
+    assert job.trains_on(1, 2)
+    job.cut.clear()
+    job.run_until(lambda: job.trains_on(0, 1, 2), 10)
+
+
+def test_a_witness_that_is_away_lets_a_round_go_on_and_none_begin() -> None:
+    job = start(3, 1, has_witness=True)
+    job.blind = {0, 1, 2}
+    job.run(100)
+    assert job.trains_on(0, 1, 2)
+    job.launchers[2].kill()
+    job.run(50)
+    assert job.training() == []
+    job.blind.clear()
+    job.run_until(lambda: job.trains_on(0, 1), 5)
+
+
+def test_all_launchers_may_begin_a_job_that_has_a_witness() -> None:
+    for seed in range(20):
+        job = Simulation(4, 2, 4, seed=seed, has_witness=True)
+        for machine in range(4):
+            job.start(machine)
+        job.run_until(lambda job=job: job.trains_on(0, 1, 2, 3), 30)
+
+
+def test_a_job_begins_anew_behind_one_that_has_ended_or_whose_launchers_are_all_dead() -> None:
+    job = start(2, 1, has_witness=True)
+    for launcher in job.launchers.values():
+        launcher.inner.finish()
+    job.run(2)
+    assert job.record is not None
+    assert job.record[-1].is_final
+    for _ in range(2):
+        for machine in range(2):
+            job.launchers[machine].kill()
+        for machine in range(2):
+            job.start(machine)
+        job.run_until(lambda: job.trains_on(0, 1), 30)
+        job.run(5)
+    rounds = [world.round for world in job.history]
+    assert len(rounds) >= 3
+    assert rounds == sorted(set(rounds)), "a round never has the number of an earlier job's"
+
+
+def test_faults_never_let_two_worlds_train_with_a_witness() -> None:
+    worlds = 0
+    for seed in range(8):
+        worlds += len(run_faults(seed, 50, has_witness=True).history)
+    assert worlds > 40
+
+
+def test_without_its_record_two_worlds_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the test above could not fail."""
+    module = "paceline.launching.members"
+    monkeypatch.setattr(
+        f"{module}.membership.Membership._commit_proposal", lambda self, proposal: self._conclude(proposal)
+    )
+    with pytest.raises(AssertionError, match="knows"):
+        run_faults(6, 50, has_witness=True)
+
+
+def run_faults(seed: int, count: int, *, has_witness: bool = False) -> Simulation:
     """Kills, cuts, stops and returns at random; in the end all are back, and train together."""
     chance = random.Random(seed)
     machines = chance.choice([2, 3, 3, 4, 5])
     least = chance.randint(1, machines)
-    job = start(machines, least, seed=seed)
+    job = start(machines, least, seed=seed, has_witness=has_witness)
     for _ in range(count):
         job.run(chance.choice([0.01, 0.1, 0.5, 1.0, 3.0, 6.0]))
         machine = chance.randrange(machines)
         launcher = job.launchers[machine]
-        fault = chance.choice(["kill", "cut", "heal", "stop", "back", "fail"])
+        faults = ["kill", "cut", "heal", "stop", "back", "fail"]
+        fault = chance.choice([*faults, *(["blind", "see"] if has_witness else [])])
         if fault == "kill":
             launcher.kill()
         elif fault == "cut":
             job.isolate({m for m in range(machines) if chance.random() < 0.5})
         elif fault == "heal":
             job.cut.clear()
+        elif fault == "blind":
+            job.blind.add(machine)
+        elif fault == "see":
+            job.blind.clear()
         elif fault == "stop":
             launcher.stop()
             job.at(chance.choice([0.5, 4.0]), launcher.go_on)
@@ -202,6 +320,7 @@ def run_faults(seed: int, count: int) -> Simulation:
         elif fault == "fail" and launcher.is_alive and launcher.trains is not None:
             launcher.want_round()
     job.cut.clear()
+    job.blind.clear()
     job.run(10)
     for machine, launcher in job.launchers.items():
         if not launcher.is_alive:

@@ -62,6 +62,7 @@ def run_agent(
     ranks: Ranks,
     rounds: Attempts,
     waits: Waits = _WAITS,
+    witness: str | None = None,
 ) -> None:
     """Run ranks until all have succeeded.
 
@@ -80,7 +81,7 @@ def run_agent(
                 ranks.kill(rank)
 
     handler, master = build_rendezvous(
-        config, waits, on_loss=end_ranks, is_asked=lambda: rounds.asked is not None
+        config, waits, witness=witness, on_loss=end_ranks, is_asked=lambda: rounds.asked is not None
     )
     if isinstance(handler, MembersRendezvous) and handler.is_elastic:
         log.info("%s", waits)

@@ -31,6 +31,7 @@ from paceline.errors import PacelineError
 from paceline.launching.members.membership import Membership
 from paceline.launching.members.records import Address, Message, Terms
 from paceline.launching.members.wire import Wire, listen
+from paceline.launching.members.witness import Witness, WitnessThread
 from paceline.launching.members.world import Member, NodeWorld, Waits
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class MembersRendezvous(RendezvousHandler):
         address: of this node, as the others reach it.
         endpoints: where launchers ask for the job.
         own: the endpoint that is this node's; with the first one, it begins the job if nobody knows of it.
+            Without endpoints, launchers find each other through the witness, and any may begin the job.
+        witness: the record of the rounds, or None.
         is_elastic: whether ranks start again if the nodes change; else the loss of a node ends the job.
         on_loss: called as soon as a node of the round is lost, to end the ranks; in a thread of its own.
         is_asked: whether this launcher was asked to stop.
@@ -64,6 +67,7 @@ class MembersRendezvous(RendezvousHandler):
         is_elastic: bool,
         on_loss: Callable[[], None],
         is_asked: Callable[[], bool],
+        witness: Witness | None = None,
     ) -> None:
         self._terms, self._waits, self._address = terms, waits, address
         self._on_loss, self._is_asked = on_loss, is_asked
@@ -77,14 +81,20 @@ class MembersRendezvous(RendezvousHandler):
         self.news: str | None = None
         self.lost = False
         listener, has_own = _listen(address, own)
-        founds = has_own and own == endpoints[0]
+        founds = own == endpoints[0] and has_own if endpoints else True
         self._taken = own if own is not None and not has_own else None
         port = listener.getsockname()[1]
         self._me = Member(secrets.token_hex(8), socket.gethostname(), address, port)
         self._wire = Wire(listener, waits.beat_s / 5)
+        self._witness = None if witness is None else WitnessThread(witness, self._me, self._wire.post)
         self._membership = Membership(
-            self._me, terms, waits, self._wire, self, time.monotonic(), endpoints=endpoints, founds=founds
+            *(self._me, terms, waits, self._wire, self, time.monotonic()),
+            endpoints=endpoints,
+            founds=founds,
+            witness=self._witness,
         )
+        if self._witness is not None:
+            self._witness.start(self._membership)
         self._wire.start(self._membership)
 
     # ---- torchelastic's interface
@@ -132,7 +142,7 @@ class MembersRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """End this node's part; if its ranks have not succeeded, end the job for all nodes."""
         self._wire.post(self._membership.leave if self._has_finished else self._membership.close)
-        self._wire.end()
+        self._end()
         return True
 
     # ---- for the agent
@@ -144,7 +154,12 @@ class MembersRendezvous(RendezvousHandler):
     def leave(self) -> None:
         """Leave the job, because this launcher was asked to stop; the other nodes may go on."""
         self._wire.post(self._membership.leave)
+        self._end()
+
+    def _end(self) -> None:
         self._wire.end()
+        if self._witness is not None:
+            self._witness.end()
 
     def await_news(self, seconds: float) -> bool:
         """Wait until the round is over for another reason than this node's ranks; return whether it is."""
@@ -218,7 +233,7 @@ class MembersRendezvous(RendezvousHandler):
                 "round %d on %d node%s: %s; this one is number %d",
                 *(world.round, count, "" if count == 1 else "s", names, number),
             )
-            if count == 2 and self._terms.least == 1 and not self._has_warned:
+            if count == 2 and self._terms.least == 1 and not self._has_warned and self._witness is None:
                 self._has_warned = True
                 first, second = world.members
                 log.info(

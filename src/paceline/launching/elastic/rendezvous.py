@@ -24,9 +24,10 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from paceline.errors import PacelineError
 from paceline.launching.elastic.members import MembersRendezvous
-from paceline.launching.elastic.network import is_own_host
+from paceline.launching.elastic.network import WITNESSES, is_own_host
 from paceline.launching.members.endpoints import read_endpoints
 from paceline.launching.members.records import Terms
+from paceline.launching.members.witness import Witness, name_witness, open_witness
 from paceline.launching.members.world import Waits
 from paceline.torch_seams.elastic import use_own_clock
 
@@ -42,6 +43,7 @@ def build_rendezvous(
     config: LaunchConfig,
     waits: Waits,
     *,
+    witness: str | None = None,
     on_loss: Callable[[], None] = lambda: None,
     is_asked: Callable[[], bool] = lambda: False,
 ) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
@@ -49,7 +51,8 @@ def build_rendezvous(
 
     Args:
         config: of the launch.
-        waits: all waits of its launchers, for `c10d`.
+        waits: all waits of its launchers, for `c10d`, `etcd` and `folder`.
+        witness: `--witness`, for `c10d`.
         on_loss: called as soon as another node is lost, for `c10d`.
         is_asked: whether this launcher was asked to stop.
     """
@@ -57,10 +60,14 @@ def build_rendezvous(
         return _OneNode(config.run_id), (None, None)
     if config.rdzv_backend == "c10d":
         if config.rdzv_configs.get("store_type", "tcp") == "tcp":
-            return _build_members(config, waits, on_loss, is_asked), (None, None)
+            record = None if witness is None else open_witness(witness, config.run_id)
+            return _build_members(config, waits, on_loss, is_asked, record), (None, None)
         handler = registry.get_rendezvous_handler(_read_parameters(config))
         use_own_clock(handler)
         return handler, (None, None)
+    if config.rdzv_backend in WITNESSES:
+        record = open_witness(name_witness(config.rdzv_backend, config.rdzv_endpoint), config.run_id)
+        return _build_members(config, waits, on_loss, is_asked, record, finds_by_record=True), (None, None)
     master: tuple[str | None, int | None] = (None, None)
     if config.rdzv_backend == "static":
         master = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=_STATIC_PORT)
@@ -96,16 +103,22 @@ def _read_parameters(config: LaunchConfig, **more: Any) -> RendezvousParameters:
 
 
 def _build_members(
-    config: LaunchConfig, waits: Waits, on_loss: Callable[[], None], is_asked: Callable[[], bool]
+    config: LaunchConfig,
+    waits: Waits,
+    on_loss: Callable[[], None],
+    is_asked: Callable[[], bool],
+    witness: Witness | None,
+    *,
+    finds_by_record: bool = False,
 ) -> MembersRendezvous:
     for key in _WITHOUT_EFFECT & config.rdzv_configs.keys():
         log.warning("--rdzv-conf %s has no effect: the waits follow from --detect-s and --join-timeout", key)
-    endpoints = read_endpoints(config.rdzv_endpoint)
+    endpoints = [] if finds_by_record else read_endpoints(config.rdzv_endpoint)
     is_host = _read_parameters(config).get_as_bool("is_host")
     if is_host is None:
         own = next((endpoint for endpoint in endpoints if _is_own(endpoint[0])), None)
     else:
-        own = endpoints[0] if is_host else None
+        own = endpoints[0] if is_host and endpoints else None
     return MembersRendezvous(
         Terms(config.run_id, config.min_nodes, config.max_nodes),
         waits,
@@ -115,6 +128,7 @@ def _build_members(
         is_elastic=config.min_nodes < config.max_nodes or config.max_restarts > 0,
         on_loss=on_loss,
         is_asked=is_asked,
+        witness=witness,
     )
 
 

@@ -9,10 +9,10 @@ DEFAULT_PORT = 29400
 """torch's port for `c10d`."""
 
 
-def read_endpoints(text: str) -> list[Address]:
+def read_endpoints(text: str, default_port: int = DEFAULT_PORT) -> list[Address]:
     """Return the hosts and ports of an endpoint such as `node0`, `node0:29400,node1` or `[::1]:29400`.
 
-    A host without a port has the port of the last one that has one.
+    A host without a port has the port of the last one that has one, or else the default one.
 
     Raises:
         PacelineError: PL377 for a port that is none.
@@ -27,8 +27,8 @@ def read_endpoints(text: str) -> list[Address]:
                 "PL377",
                 saw=f"--rdzv-endpoint {text}: {port!r} is not a port at which several nodes can meet.",
                 rule="It is HOST, HOST:PORT or several of them, separated by commas; ports are 1 to 65535.",
-                fix=f"Use for example --rdzv-endpoint {host or 'node0'}:{DEFAULT_PORT}.",
+                fix=f"Use for example --rdzv-endpoint {host or 'node0'}:{default_port}.",
             )
         found.append((host.strip("[]"), int(port) if port else None))
-    last = next((port for _, port in reversed(found) if port is not None), DEFAULT_PORT)
-    return [(host, last if port is None else port) for host, port in found] or [("localhost", DEFAULT_PORT)]
+    last = next((port for _, port in reversed(found) if port is not None), default_port)
+    return [(host, last if port is None else port) for host, port in found] or [("localhost", default_port)]

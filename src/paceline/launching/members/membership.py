@@ -15,38 +15,32 @@ A member is lost when its link ends, or when it has not beaten for `detect_s` by
 It is known to be dead if its machine refuses a connection to its port soon after its link ended, if another
 launcher listens there, or if it said that it leaves.
 
+With a witness (`witness.py`), each world is recorded there before it is committed, and of two parts that go
+on from the same world, the first to record has it. A part with a quorum records at once. One without waits
+first, and must have a member of the last world: the ranks of that world cannot train without it.
+
 This file does no input or output: `wire.py` carries its messages, and tests drive it with their own clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict
-
 from paceline.launching.members import reports
 from paceline.launching.members.choice import choose_peers, has_finished
-from paceline.launching.members.contacts import Contacts, MemberLinks, place_of
+from paceline.launching.members.contacts import place_of
+from paceline.launching.members.knowledge import Knowledge
 from paceline.launching.members.records import (
     Address,
-    Agent,
-    Answer,
-    Ballot,
     Lost,
     Message,
     Peer,
     Proposal,
-    Role,
-    Terms,
     read_answer,
     read_pending,
 )
+from paceline.launching.members.witness import Entry
 from paceline.launching.members.world import (
     Member,
     NodeWorld,
-    Waits,
-    has_quorum,
-    order_of,
-    rank_leader,
     world_from_json,
     world_to_json,
 )
@@ -55,53 +49,8 @@ _NEVER = float("-inf")
 _CLOSED = "its connection was closed"
 
 
-class Membership:
-    """One launcher's part in its job.
-
-    Args:
-        me: this launcher.
-        terms: of the job.
-        waits: all waits.
-        links: the connections to others.
-        agent: the part of this launcher that starts ranks.
-        now: the monotonic clock.
-        endpoints: where a launcher without a job asks for it.
-        founds: whether this launcher begins the job if nobody knows of it.
-    """
-
-    def __init__(
-        self,
-        me: Member,
-        terms: Terms,
-        waits: Waits,
-        links: MemberLinks,
-        agent: Agent,
-        now: float,
-        *,
-        endpoints: Sequence[Address],
-        founds: bool,
-    ) -> None:
-        self.me, self.terms, self.waits = me, terms, waits
-        self._links, self._agent, self._founds = links, agent, founds
-        self._contacts = Contacts(me, waits, links, endpoints)
-        self.role: Role = "seeking"
-        self.world: NodeWorld | None = None
-        self._pending: dict[Ballot, NodeWorld] = {}
-        self._ballot = 0
-        self._dead: set[str] = set()
-        self._is_over = self._is_closed = self._is_done = False
-        self._offer: Message | None = None
-        self._offered_s = self._began_s = self._arrived_s = self._beat_s = self._up_heard_s = now
-        self._led_since_s = now
-        self._leader: Member | None = None
-        self._up: int | None = None
-        # When this launcher last was in contact with the world, so that nobody can have gone on without it.
-        self._contact_s = self._not_before_s = self._seeks_until_s = _NEVER
-        self._weak_since_s: float | None = None
-        self._peers: dict[int, Peer] = {}
-        self._lost: dict[str, Lost] = {}
-        self._proposal: Proposal | None = None
-        self._beats, self._refusals = 0, set[str]()
+class Membership(Knowledge):
+    """One launcher's part in its job: it acts on what it knows."""
 
     # ---- called for the agent
 
@@ -131,6 +80,7 @@ class Membership:
         """Leave the job; the others go on."""
         for link in self._followed_links():
             self._links.send(link, {"kind": "leave"})
+        self._has_left = not self._is_closed
         self._is_closed = True
 
     # ---- events of the links
@@ -178,6 +128,9 @@ class Membership:
         self._contacts.give_up_late(now)
         if self._is_closed:
             return
+        is_idle = self.role != "following" and (self.world is None or self._is_over)
+        is_firm = self.role == "following" or self._has_quorum(self._present())
+        self._testimony.ask(now, is_idle=is_idle, is_firm=is_firm)
         if self.role == "seeking" and self._up is None:
             self._contacts.ask(self._known(), self.waits.beat_s / 2, now)
             self._find_leader(now)
@@ -186,32 +139,6 @@ class Membership:
             self._contacts.ask(self._known(), self.waits.beat_s, now, not_at=here)
             self._lead_on(now)
         self._give_up_late(now)
-
-    # ---- what this launcher says of itself
-
-    def _describe(self) -> Message:
-        return {
-            "job": self.terms.job,
-            "member": asdict(self.me),
-            "role": self.role,
-            "world": world_to_json(self.world),
-            "pending": [[*ballot, world_to_json(world)] for ballot, world in self._pending.items()],
-            "dead": sorted(self._dead),
-            "leader": None if self._leader is None else asdict(self._leader),
-            "is_firm": self.role == "leading" and self._has_quorum(self._present()),
-            "is_closed": self._is_closed,
-        }
-
-    def _report(self, now: float) -> Message:
-        return reports.describe_job(
-            self._describe(),
-            self.terms,
-            self.world,
-            [Peer(self.me, 0, now, beats=self._beats), *self._peers.values()],
-            self._lost,
-            now,
-            is_over=self._is_over,
-        )
 
     # ---- what it learns of others
 
@@ -241,6 +168,9 @@ class Membership:
         if other.member.key == self.me.key:
             return
         self._dead |= other.dead
+        if other.has_left:
+            self._dead.add(other.member.key)  # only its last step may still go on
+            return
         for member in self._known():
             if place_of(member) == place_of(other.member) and member.key != other.member.key:
                 self._dead.add(member.key)  # another launcher has its port
@@ -263,15 +193,6 @@ class Membership:
         if was_running:
             self._agent.over("other nodes have gone on without this one", lost=True)
 
-    def _comes_after(self, other: Answer) -> bool:
-        """Return whether another leader goes before this one."""
-        mine = rank_leader(self.world, self.me, is_firm=self._has_quorum(self._present()))
-        return rank_leader(other.world, other.member, is_firm=other.is_firm) > mine
-
-    def _known(self) -> list[Member]:
-        worlds = [*([self.world] if self.world is not None else []), *self._pending.values()]
-        return [member for world in worlds for member in world.members]
-
     def _note_refusal(self, place: Address, now: float) -> None:
         """Take note that nobody listens at a place: the member that did is dead.
 
@@ -279,9 +200,40 @@ class Membership:
         """
         for member in self._known():
             lost = self._lost.get(member.key)
-            is_recent = now - self._contact_s <= 2 * self.waits.detect_s
+            # A witness knows of the end of the job.
+            is_recent = now - self._contact_s <= 2 * self.waits.detect_s or self._testimony.is_there
             if place_of(member) == place and is_recent and not (lost is not None and lost.is_silent):
                 self._dead.add(member.key)
+
+    # ---- the witness
+
+    def heard_witness(self, last: Entry | None, launchers: list[Member], now: float) -> None:
+        """Take note of the last entry, and of where other launchers are."""
+        self._contacts.endpoints = [*self._endpoints, *map(place_of, launchers)]
+        if self._is_closed or self.role == "following":
+            return
+        if not self._testimony.has_read:
+            self._seeks_until_s = now + self.waits.probe_s  # to ask them who leads
+        self._testimony.note(last)
+        if last is None:
+            return
+        if not last.is_final:
+            self._adopt(last.world)
+        elif self.world is None:
+            self._testimony.last_round = last.world.round
+        else:
+            self._close(failed=False)
+
+    def recorded(self, last: Entry, now: float) -> None:
+        """Commit the proposal if it is what was recorded; else follow what was."""
+        proposal = self._proposal
+        if proposal is not None and not proposal.missing and last.world == proposal.world:
+            self._testimony.note(last)
+            self._conclude(proposal)
+            return
+        self.heard_witness(last, [], now)
+        if self._proposal is not None:
+            self._proposal.is_recorded = False  # only the number was not the next one
 
     # ---- seeking
 
@@ -297,7 +249,7 @@ class Membership:
                 self._up = self._links.dial(*place_of(best.member))
             return
         if self.world is None:
-            if self._founds:
+            if self._founds and self._testimony.has_read and now >= self._seeks_until_s:
                 self._lead(now)
             return
         seekers = [answer for answer in answers if answer.role == "seeking"]
@@ -305,12 +257,8 @@ class Membership:
             self._pending |= {b: w for b, w in answer.pending.items() if w.round > self.world.round}
         reached = {self.me.key, *(answer.member.key for answer in seekers)}
         is_first = all(self._comes_before(answer.member) for answer in seekers)
-        if is_first and self._has_quorum(reached) and now >= self._seeks_until_s:
+        if is_first and self._may_decide(reached, now) and now >= self._seeks_until_s:
             self._lead(now)
-
-    def _comes_before(self, other: Member) -> bool:
-        """Return whether this launcher is before another one in the order of the last world."""
-        return order_of(self.world, self.me) < order_of(self.world, other)
 
     def _lead(self, now: float) -> None:
         self.role, self._leader = "leading", self.me
@@ -451,10 +399,6 @@ class Membership:
             self._pending.pop(self._proposal.ballot, None)
             self._proposal = None
 
-    def _runs(self, key: str) -> bool:
-        """Return whether a member takes part in a round that is not over."""
-        return self.world is not None and not self._is_over and self.world.find(key) >= 0
-
     def _end_round(self, reason: str, *, lost: bool = False) -> None:
         self._is_over = True
         for link in self._peers:
@@ -472,20 +416,13 @@ class Membership:
             self._agent.over(reason, lost=True)
         self._drop_leader()
 
-    def _present(self) -> set[str]:
-        return {self.me.key, *(peer.member.key for peer in self._peers.values())}
-
-    def _has_quorum(self, present: Collection[str]) -> bool:
-        worlds = [*([self.world] if self.world is not None else []), *self._pending.values()]
-        return all(has_quorum(w, present, self._dead, has_endpoint=self._founds) for w in worlds)
-
     def _lead_on(self, now: float) -> None:
         """Form the next round if everything for it is there."""
         if self._proposal is not None:
             if not self._proposal.missing:
                 self._commit_proposal(self._proposal)
             return
-        if not self._has_quorum(self._present()):
+        if not self._may_decide(self._present(), now):
             if self._weak_since_s is None:
                 self._weak_since_s = now
             elif now - self._weak_since_s > 2 * self.waits.beat_s:
@@ -523,6 +460,7 @@ class Membership:
             if now < max(last_call_s, self._began_s + 3 * self.waits.beat_s):
                 return
         rounds = [world.round for world in [self.world, *self._pending.values()] if world is not None]
+        rounds.append(self._testimony.last_round)
         offer = chosen[0].offer or {}
         ports = int(offer["store_port"]), int(offer["master_port"])
         world = NodeWorld(max(rounds, default=0) + 1, tuple(peer.member for peer in chosen), *ports)
@@ -539,6 +477,13 @@ class Membership:
                 self._links.send(peer.link, {"kind": "propose", **words})
 
     def _commit_proposal(self, proposal: Proposal) -> None:
+        if not self._testimony.is_there:
+            self._conclude(proposal)
+        elif not proposal.is_recorded:
+            proposal.is_recorded = True
+            self._testimony.append(proposal.world)
+
+    def _conclude(self, proposal: Proposal) -> None:
         self._proposal = None
         for peer in self._peers.values():
             if proposal.world.find(peer.member.key) >= 0:
@@ -560,12 +505,10 @@ class Membership:
         if not self._is_closed:
             for link in self._peers:
                 self._links.send(link, {"kind": "closed", "failed": failed})
+            if self.role == "leading" and self.world is not None:
+                self._testimony.append(self.world, is_final=True)
             self._is_closed = True
             self._agent.closed(failed=failed)
-
-    def _followed_links(self) -> list[int]:
-        """Return the links over which this launcher beats."""
-        return [*self._peers, *([self._up] if self.role == "following" and self._up is not None else [])]
 
     def _beat(self, now: float) -> None:
         self._beat_s = now
@@ -587,14 +530,17 @@ class Membership:
         """Give up a round that has not come in time, and say why."""
         if self._offer is None:
             return
-        waited_s = now - self._offered_s
-        is_alone = self.world is None and self.role == "seeking"
-        if is_alone and self._refusals and waited_s > self.waits.detect_s:
-            self._agent.failed(reports.explain_refusal(self._refusals))
-        elif is_alone and waited_s > self.waits.join_s:
-            self._agent.failed(reports.explain_absence(self.waits, self.terms, self._contacts.endpoints))
-        elif waited_s > self.waits.join_s:
-            present = self._present()
-            is_firm = self.role == "following" or self._has_quorum(present)
-            words = self.waits, self.terms, self.world, present, self._lost, now
-            self._agent.failed(reports.explain_wait(*words, has_quorum=is_firm))
+        present = self._present()
+        error = reports.explain_lateness(
+            reports.Lateness(
+                now - self._offered_s,
+                is_alone=self.world is None and self.role == "seeking",
+                has_quorum=self.role == "following" or self._has_quorum(present),
+                refusals=self._refusals,
+                endpoints=self._contacts.endpoints,
+                witness=self._testimony.trouble,
+            ),
+            *(self.waits, self.terms, self.world, present, self._lost, now),
+        )
+        if error is not None:
+            self._agent.failed(error)

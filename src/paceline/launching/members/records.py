@@ -76,11 +76,16 @@ class Lost:
 
 @dataclass
 class Proposal:
-    """A world that the leader has proposed, and the members that have not accepted it yet."""
+    """A world that the leader has proposed, and the members that have not accepted it yet.
+
+    Attributes:
+        is_recorded: whether the witness was asked to record it.
+    """
 
     ballot: Ballot
     world: NodeWorld
     missing: set[str] = field(default_factory=set)
+    is_recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class Answer:
     leader: Member | None
     is_firm: bool
     is_closed: bool
+    has_left: bool
     at_s: float
 
 
@@ -114,6 +120,7 @@ def read_answer(message: Message, now: float) -> Answer:
         None if leader is None else Member(**leader),
         bool(message["is_firm"]),
         bool(message["is_closed"]),
+        bool(message["has_left"]),
         now,
     )
 

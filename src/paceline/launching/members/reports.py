@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from paceline.errors import PacelineError
 from paceline.launching.members.records import Address, Lost, Message, Peer, Terms
@@ -53,6 +54,58 @@ def describe_job(
             for member in [*members, *others]
         ],
     }
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """The state of a launcher that waits for a round.
+
+    Attributes:
+        waited_s: since when.
+        is_alone: whether it knows of no launcher that leads, and of no world.
+        has_quorum: whether those that it reaches may decide.
+        refusals: what other launchers said when they refused it.
+        endpoints: where it asks.
+        witness: why the witness does not answer; empty if it does, or if there is none.
+    """
+
+    waited_s: float
+    is_alone: bool
+    has_quorum: bool
+    refusals: Collection[str]
+    endpoints: Collection[Address]
+    witness: str
+
+
+def explain_lateness(
+    state: Lateness,
+    waits: Waits,
+    terms: Terms,
+    world: NodeWorld | None,
+    present: Collection[str],
+    lost: Mapping[str, Lost],
+    now: float,
+) -> PacelineError | None:
+    """Return why a launcher gives up, or None while it is too early for that."""
+    if state.is_alone and state.refusals and state.waited_s > waits.detect_s:
+        return explain_refusal(state.refusals)
+    if state.waited_s <= waits.join_s:
+        return None
+    if state.witness:
+        return explain_witness(state.witness, f" for {waits.join_s:g} s (--join-timeout)")
+    if state.is_alone:
+        return explain_absence(waits, terms, state.endpoints)
+    return explain_wait(waits, terms, world, present, lost, now, has_quorum=state.has_quorum)
+
+
+def explain_witness(why: str, waited: str = "") -> PacelineError:
+    """Return the error of a launcher whose witness does not answer."""
+    return PacelineError(
+        "PL381",
+        saw=f"The witness did not answer{waited}: {why}.",
+        rule="Each round is recorded there before its ranks start.",
+        fix="Check the address and the servers, or the folder and its permissions.",
+    )
 
 
 def explain_absence(waits: Waits, terms: Terms, endpoints: Collection[Address]) -> PacelineError:

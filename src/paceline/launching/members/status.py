@@ -8,10 +8,25 @@ from collections.abc import Sequence
 
 from paceline.errors import PacelineError
 from paceline.launching.members.records import Address, Message
+from paceline.launching.members.reports import explain_witness
 from paceline.launching.members.wire import pack, unpack
+from paceline.launching.members.witness import WitnessError, name_witness, open_witness
 
 _TIMEOUT_S = 3.0
 _CHUNK_BYTES = 65536
+
+
+def find_launchers(backend: str, endpoint: str, job: str) -> list[Address]:
+    """Return where the launchers of a job listen, from the record of an etcd or a folder.
+
+    Raises:
+        PacelineError: PL381 where it does not answer.
+    """
+    try:
+        record = open_witness(name_witness(backend, endpoint), job)
+        return [(member.address, member.port) for member in record.list_launchers()]
+    except WitnessError as error:
+        raise explain_witness(str(error)) from None
 
 
 def ask_status(endpoints: Sequence[Address], job: str) -> Message | None:
