@@ -20,6 +20,7 @@ from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import Construction
 from paceline.parallel.construct.values import place_values
 from paceline.parallel.context.apply import apply_context
+from paceline.parallel.context.exchange import Rows
 from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
@@ -159,13 +160,14 @@ def parallelize(
         # Before sharding: a block is gathered again before it is recomputed.
         apply_recompute(model, find_blocks(model), layout.recompute)
         log.info("recompute: %s", layout.recompute)
+    rows: list[Rows] = []
     if mesh is not None:
         # After recompute, whose second forward of a block must begin with the same input as the first one:
         # the sequence that is not divided yet.
-        _divide_activations(model, mesh, plan, context, masks)
+        rows = _divide_activations(model, mesh, plan, context, masks)
     if layout.pp > 1:
         assert mesh is not None
-        return _cut(model, mesh, settings, masks, plan, device, construction, experts)
+        return _cut(model, mesh, settings, masks, plan, context, rows, device, construction, experts)
     splits = {**(plan.splits if plan else {}), **(experts.splits if experts else {})}
     placement = Placement(model, mesh, splits, _list_partial(plan, context))
     replica: Replica | None = None
@@ -224,12 +226,11 @@ def _check_trains(model: nn.Module) -> None:
 
 def _divide_activations(
     model: nn.Module, mesh: Mesh, plan: SplitPlan | None, context: ContextPlan | None, masks: Masks
-) -> None:
-    """Cut the activations between the blocks along the sequence, over tp or cp."""
+) -> list[Rows]:
+    """Cut the activations between the blocks along the sequence, over tp or cp; return the rows of cp."""
     if plan is not None:
         divide_stretches(model, plan, mesh.tp)
-    if context is not None:
-        apply_context(model, context, mesh.cp, masks)
+    return [] if context is None else apply_context(model, context, mesh.cp, masks)
 
 
 def _list_partial(plan: SplitPlan | None, context: ContextPlan | None) -> dict[str, tuple[str, ...]]:
@@ -280,21 +281,25 @@ def _cut(
     settings: Settings,
     masks: Masks,
     plan: SplitPlan | None,
+    context: ContextPlan | None,
+    rows: list[Rows],
     device: torch.device,
     construction: Construction | None,
     experts: ExpertLayout | None,
 ) -> LaidOut:
     """Cut a model into stages, on the whole model; then drop, or never make, what is on other ranks."""
-    # After tp and recompute: the trial forward must take the path that later ones take.
-    has_modes = plan is not None
-    stages = Stages(model, mesh, settings.example, masks, device, settings.timed, has_modes=has_modes)
+    # After cp, tp and recompute: the trial forward must take the path that later ones take.
+    has_modes = plan is not None or context is not None
+    stages = Stages(
+        model, mesh, settings.example, masks, device, settings.timed, rows, has_modes=has_modes
+    )
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     holders = {
         name: stages.holders[names[id(p)]] for name, p in model.named_parameters(remove_duplicate=False)
     }
     splits = {**(plan.splits if plan else {}), **(experts.splits if experts else {})}
-    placement = Placement(model, mesh, splits, _list_partial(plan, None), holders)
+    placement = Placement(model, mesh, splits, _list_partial(plan, context), holders)
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     stages.drop_others()
     is_sharded = settings.layout.dp_shard > 1

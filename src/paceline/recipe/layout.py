@@ -15,7 +15,7 @@ from paceline.recipe.axes import AXES, OPEN, AxisKind, Degrees, list_axes
 Zero = Literal[1, 2, 3]
 Recompute = Literal["none", "block", "selective"]
 Offload = Literal["none", "cpu", "disk"]
-Attending = Literal["heads", "gather"]
+Attending = Literal["heads", "gather", "ring", "auto"]
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs", "zero_bubble", "zbv", "dualpipev")
 # Schedules that go around the ranks several times; and those with two stages per rank, placed as a V.
 LOOPING = ("interleaved", "bfs")
@@ -52,8 +52,9 @@ class Layout(Degrees):
         recompute: which activations are computed again in backward instead of kept: none, all of each
             block, or (selective) all but matrix products and attention.
         offload: where dp_shard keeps parameters and optimizer state between uses.
-        cp_by: how the ranks of cp attend to each other's positions: each has whole sequences of some heads,
-            or gathers the keys and values for its own positions.
+        cp_by: how the ranks of cp attend to each other's positions: each has whole sequences of some heads;
+            or gathers the keys and values for its own positions; or gets these in turn (ring). `"auto"` is
+            heads if cp divides them, else gather.
         schedule: the order in which ranks of pp run forwards and backwards, see `pipeline/orders.py`; or the
             path of a file with a list of actions per rank.
         chunks: stages of the model that each rank of pp holds.

@@ -58,8 +58,9 @@ class LayoutSection(_DegreesSection):
     `"cpu"` (the CPU's memory), or `"disk"` (memory-mapped files, see `shard.offload_folder`)."""
     cp_by: Attending = Layout.cp_by
     """How the ranks of `cp` attend to each other's positions: `"heads"` (each has whole sequences of some
-    heads; any attention code works) or `"gather"` (each gathers keys and values for its own positions;
-    `cp` may exceed the key and value heads, and attention must be torch's function)."""
+    heads; any attention code works), `"gather"` (each gathers keys and values for its own positions; `cp`
+    may exceed the key and value heads, and attention must be torch's function), `"ring"` (as gather, but
+    keys and values come in turns: least memory), or `"auto"` (heads if `cp` divides them, else gather)."""
     schedule: str = Layout.schedule
     """The order in which ranks of `pp` run forwards and backwards. `"1f1b"` and `"gpipe"` have one stage per
     rank. `"interleaved"` and `"bfs"` go around the ranks `chunks` times. `"zero_bubble"`, `"zbv"` and
@@ -105,7 +106,8 @@ class LayoutSection(_DegreesSection):
     def to_layout(self) -> Layout:
         """Return the `Layout`; a degree of `"auto"` becomes `None` until the number of ranks is known."""
         given = {field.name: getattr(self, field.name) for field in fields(Layout)}
-        values: dict[str, Any] = {name: None if value == "auto" else value for name, value in given.items()}
+        is_open = {name: getattr(self, name) == "auto" for name in list_axes(stretches=True)}
+        values: dict[str, Any] = {name: None if is_open.get(name) else value for name, value in given.items()}
         return Layout(**values)
 
     @classmethod

@@ -244,6 +244,15 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch._foreach_mul_", "multiplies by one kernel"),
         TorchName("torch._neg_view", "rebuilds a view that was recorded"),
         TorchName("torch._C._nn._parse_to", "reads the arguments of Tensor.to as torch does"),
+        TorchName(
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+            "attends to a part of the keys, with the sums by which parts are merged",
+            "scaled_dot_product_attention does not return the sums",
+        ),
+        TorchName(
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+            "as _scaled_dot_product_flash_attention_for_cpu",
+        ),
         TorchName("torch.ops.aten._safe_softmax", "gives attention with masks the bits of torch's"),
         TorchName("torch._C._get_math_sdp_allow_fp16_bf16_reduction", "as _safe_softmax"),
     ),

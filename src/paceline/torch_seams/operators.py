@@ -60,3 +60,45 @@ def apply_safe_softmax(scores: Tensor) -> Tensor:
 def reduces_narrow_attention() -> bool:
     """Return whether torch's attention without fused kernels may reduce in fp16 and bf16."""
     return torch._C._get_math_sdp_allow_fp16_bf16_reduction()
+
+
+def attend_with_sums(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention [batch, heads, queries, width] on CPU, and its logarithms of sums of exponentials.
+
+    Args:
+        query, key, value: [batch, heads, length, width], of one width.
+        mask: added to the scores, four dimensions; `None` for none.
+        is_causal, scale: as for `scaled_dot_product_attention`.
+    """
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return out, sums
+
+
+def propagate_with_sums(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values of `attend_with_sums`.
+
+    Args:
+        grad: of the result.
+        query, key, value, mask, is_causal, scale: as given there.
+        out, sums: as returned there, or for more keys than these.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, sums, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    )
+    return found

@@ -165,7 +165,6 @@ RECIPE = {
         ("cp=4", "PL632", "model.kv_heads=2"),
         ("cp=32", "PL631", "data.seq_len=16"),
         ("cp=2 tp=2", "PL632", "layout.cp=2 with layout.tp=2"),
-        ("cp=2 pp=2", "PL633", "layout.pp=2"),
         ("cp=2 sequence=true", "PL633", "layout.sequence=true"),
     ],
 )

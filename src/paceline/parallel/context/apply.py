@@ -24,7 +24,7 @@ from paceline.parallel.tensor.hooks import Change, change_argument, change_input
 from paceline.parallel.tensor.trace import NUM_SAMPLES, WATCHED
 
 
-def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks | None = None) -> None:
+def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks | None = None) -> list[Rows]:
     """Run a model's blocks on a part of the sequence, in place. No collective runs here; forwards have some.
 
     Args:
@@ -32,6 +32,9 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
         plan: of the same model, before tp has split it.
         axis: cp.
         masks: the model's dropout.
+
+    Returns:
+        The rows of each stretch, which the forward that enters it divides.
 
     Raises:
         PacelineError: PL434 for hooks on accumulated gradients.
@@ -56,14 +59,14 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
             change_output(module, change)
     for call in plan.attending:
         inside[call.module][call.spot] = attend_by_rows(
-            rows[call.stretch], gathers=call.gathers, is_causal=call.is_causal
+            rows[call.stretch], gathers=call.gathers, is_causal=call.is_causal, by=plan.by
         )
     for name, found in inside.items():
         listed = {
             site: [found.get(CallSite(site, number)) for number in range(count)]
             for site, count in plan.sites[name].items()
         }
-        unknown = refuse_unknown(name) if name in {call.module for call in plan.attending} else None
+        unknown = refuse_unknown(name, plan.by) if name in {call.module for call in plan.attending} else None
         change_calls(modules[name], WATCHED | ATTENDING, listed, unknown)
     for stretch, own in zip(plan.stretches, rows, strict=True):
         change_input(modules[stretch.first], stretch.keys, _take(own, stretch.dim))
@@ -75,6 +78,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
     for key, (index, cut) in plan.draws.items():
         assert masks is not None
         masks.splits[key] = _cut_further(masks.splits.get(key, ()), _cut(cut, rows[index]))
+    return rows
 
 
 def _take(rows: Rows, dim: int) -> Change:

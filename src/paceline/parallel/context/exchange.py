@@ -13,6 +13,9 @@ all positions of some heads.
 `to_heads` and `to_rows` are those of Ulysses (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3). With A the
 bytes of a whole tensor and n the ranks, each sends (n-1)/n x A/n bytes per exchange. Ranks may have different
 numbers of rows. All ranks of the axis must call these functions in the same order.
+
+Modes for functions of torch see them like torch's own. On tensors without numbers they return shapes and
+communicate nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import has_torch_function_unary
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
 from paceline.parallel.split import Split
-from paceline.parallel.tensor.collectives import refuse_graph
+from paceline.parallel.tensor.collectives import refuse_graph, show
+from paceline.torch_seams.tensors import is_fake
 
 
 def count_rows(length: int, num_ranks: int) -> tuple[int, ...]:
@@ -91,6 +96,8 @@ class Rows:
 
 def take_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     """Return this rank's rows of a tensor that all ranks have whole."""
+    if has_torch_function_unary(tensor):
+        return show(take_rows, tensor, dim, rows)
     rows.divide(tensor.shape[dim])
     result: Tensor = _DivideRows.apply(tensor, dim, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
     return result
@@ -98,6 +105,8 @@ def take_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
 
 def join_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     """Return the whole tensor, with which all ranks then compute the same."""
+    if has_torch_function_unary(tensor):
+        return show(join_rows, tensor, dim, rows)
     rows.check(tensor, dim, rows.own)
     result: Tensor = _JoinDivided.apply(tensor, dim, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
     return result
@@ -112,6 +121,8 @@ def to_heads(tensor: Tensor, dim: int, split: Split, rows: Rows) -> Tensor:
         split: the dimension of the heads, and how it is cut.
         rows: of the stretch.
     """
+    if has_torch_function_unary(tensor):
+        return show(to_heads, tensor, dim, split, rows)
     rows.check(tensor, dim, rows.own)
     result: Tensor = _ToHeads.apply(tensor, dim, split, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
     return result
@@ -119,6 +130,8 @@ def to_heads(tensor: Tensor, dim: int, split: Split, rows: Rows) -> Tensor:
 
 def to_rows(tensor: Tensor, dim: int, split: Split, rows: Rows) -> Tensor:
     """Return this rank's rows of all heads, from all rows of this rank's heads; the inverse of `to_heads`."""
+    if has_torch_function_unary(tensor):
+        return show(to_rows, tensor, dim, split, rows)
     rows.check(tensor, dim, rows.whole)
     result: Tensor = _ToRows.apply(tensor, dim, split, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
     return result
@@ -136,6 +149,8 @@ def all_gather_rows(tensor: Tensor, dim: int, counts: tuple[int, ...], axis: Axi
         shape = list(tensor.shape)
         shape[dim] = count
         parts.append(tensor.new_empty(shape))
+    if is_fake(tensor):
+        return torch.cat(parts, dim)
     if len(set(counts)) == 1:
         dist.all_gather(parts, tensor.contiguous(), group=axis.group)
     else:
@@ -163,6 +178,8 @@ def _exchange_to_rows(tensor: Tensor, dim: int, split: Split, counts: tuple[int,
 
 def exchange_messages(received: list[Tensor], sent: list[Tensor], axis: Axis) -> None:
     """Send a tensor to every rank and receive one from each, in one message per pair of ranks."""
+    if is_fake(sent[0]):
+        return
     flat = torch.cat([part.reshape(-1) for part in sent])
     into = flat.new_empty(sum(part.numel() for part in received))
     sizes = [part.numel() for part in received]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from paceline.errors import PacelineError
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.context.rehearsal import Rehearsal
 from paceline.parallel.context.walk import Walk
@@ -14,6 +16,8 @@ from paceline.parallel.context.walk_gather import GatherWalk
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.tensor.rules import read_dims
 from paceline.parallel.tensor.trace import trace_forward
+
+log = logging.getLogger(__name__)
 
 
 def find_context_plan(
@@ -33,16 +37,25 @@ def find_context_plan(
         num_ranks: degree of cp.
         masks: the model's dropout, so that the plan knows which dropouts see parts.
         tp: degree of tp, which divides the heads too.
-        by: how ranks attend, `"heads"` or `"gather"`.
+        by: how ranks attend, `"heads"`, `"gather"`, `"ring"`, or `"auto"`: by heads if cp divides them, else
+            by gather.
 
     Raises:
         PacelineError: PL460 if the forward cannot be traced, PL630 if the sequence cannot be divided, PL634
-            if it cannot be by gather.
+            if it cannot be by gather or ring.
     """
+    if by == "auto":
+        try:
+            return find_context_plan(model, example, num_ranks, masks, tp=tp, by="heads")
+        except PacelineError as error:
+            if error.code != "PL630":
+                raise
+            log.info("cp: by gather, because by heads %s", error.saw)
+            by = "gather"
     if masks is not None:
-        masks.shows_attention = by == "gather"
+        masks.shows_attention = by != "heads"
     trace = trace_forward(model, example, masks=masks)
-    walk = (GatherWalk if by == "gather" else Walk)(model, num_ranks, trace, read_dims(trace), tp)
+    walk = (Walk if by == "heads" else GatherWalk)(model, num_ranks, trace, read_dims(trace), tp, by)
     walk.walk()
     Rehearsal(walk).rehearse(example, masks)
     return walk.plan

@@ -78,7 +78,7 @@ class Attending:
         module: full name.
         spot: the call in its forward.
         stretch: number of the stretch.
-        gathers: whether the keys are rows too, which are gathered; if not, they are of a whole sequence.
+        gathers: whether the keys are rows too, which are exchanged; if not, they are of a whole sequence.
         is_causal: whether the trial's call was.
     """
 
@@ -109,10 +109,11 @@ class ContextPlan:
 
     Attributes:
         num_ranks: degree of cp.
+        by: how ranks attend: `"heads"`, `"gather"` or `"ring"`.
         stretches: runs of blocks.
         crossings: places where rows and heads are exchanged.
         entering: tensors besides the streams that blocks get, of which they use rows, or all.
-        attending: calls of attention by rows. By heads there are crossings, by gather these two.
+        attending: calls of attention by rows. By heads there are crossings, by gather and ring these two.
         sizes: by module, the calls that are given changed sizes, and of which stretch.
         sites: by module, the places in the source where its forward makes changed calls, each with the number
             of calls that the trial made there.
@@ -123,6 +124,7 @@ class ContextPlan:
     """
 
     num_ranks: int
+    by: str = "heads"
     stretches: list[Stretch] = field(default_factory=list)
     crossings: list[Crossing] = field(default_factory=list)
     entering: list[Entering] = field(default_factory=list)
@@ -151,7 +153,8 @@ class ContextPlan:
             what = "whole, gradient summed" if entering.dim is None else "rows"
             counted[f"argument {where} of {_shorten(entering.module)}: {what}"] += 1
         for call in self.attending:
-            keys = "gathered" if call.gathers else "whole"
+            exchanged = "gathered" if self.by == "gather" else "in a ring"
+            keys = exchanged if call.gathers else "whole"
             counted[f"attention by rows, keys {keys}: {_shorten(call.module)}"] += 1
         lines += [f"  {text} ({count})" for text, count in counted.items()]
         return "\n".join(lines)

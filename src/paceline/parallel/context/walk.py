@@ -61,6 +61,7 @@ class Walk:
         trace: the forward.
         num_ranks: degree of cp.
         tp: degree of tp, which divides the same heads first.
+        by: how ranks attend, as in the plan.
         plan: grows.
         rows: by number of a tensor, the stretch whose rows it has.
         heads: by number of a tensor of which each rank has some heads, how they are cut.
@@ -69,10 +70,12 @@ class Walk:
         stretch_at: by number of an operation, the stretch that it is in.
     """
 
-    def __init__(self, model: nn.Module, num_ranks: int, trace: Trace, dims: Dims, tp: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, num_ranks: int, trace: Trace, dims: Dims, tp: int = 1, by: str = "heads"
+    ) -> None:
         self.trace, self.dims, self.num_ranks = trace, dims, num_ranks
         self._tp = tp
-        self.plan = ContextPlan(num_ranks)
+        self.plan = ContextPlan(num_ranks, by)
         self.model = model
         self._modules = dict(model.named_modules())
         self._uses = Uses(trace)

@@ -1,6 +1,6 @@
-"""Decides how the sequence of a model is divided by gather: attention by rows, from one trial forward.
+"""Decides how the sequence of a model is divided by gather or ring: attention by rows, from a trial forward.
 
-Everything between the blocks runs on rows, and so does attention. Its keys and values are gathered in calls
+Everything between the blocks runs on rows, and so does attention. Its keys and values are exchanged in calls
 of torch's `scaled_dot_product_attention`, which is also where the rows of a mask are cut. Other tensors that
 meet rows position by position (the cosines and sines of rotary positions) are cut where they enter a block.
 No head is divided, so `cp` may be larger than the number of key and value heads.
@@ -42,7 +42,7 @@ class GatherWalk(Walk):
     def _pass_op(self, index: int, number: int) -> None:
         op = self.trace.ops[number]
         if self._combines(op) and any(tensor in self.rows for tensor in op.inputs):
-            raise outside_attention_error(f"{op.name} in {op.module or 'the model'}")
+            raise outside_attention_error(f"{op.name} in {op.module or 'the model'}", self.plan.by)
         super()._pass_op(index, number)
 
     def _attend(self, index: int, call: Written) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
 from paceline.parallel.blocks import find_blocks
+from paceline.parallel.context.exchange import Rows
 from paceline.parallel.dropout.find import find_random
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.placement import local
@@ -52,6 +53,7 @@ class Stages:
         masks: the model's dropout.
         device: of the laid-out model.
         timed: the batch for a cut by measured times.
+        rows: of the stretches that cp divides.
         has_modes: see `run_stage`.
 
     Attributes:
@@ -73,6 +75,7 @@ class Stages:
         masks: Masks,
         device: torch.device,
         timed: TimedBatch | None = None,
+        rows: Sequence[Rows] = (),
         *,
         has_modes: bool = False,
     ) -> None:
@@ -91,6 +94,7 @@ class Stages:
         self._model = model
         self._device = device
         self._has_modes = has_modes
+        self._rows = rows
         blocks = [name for name, _ in find_blocks(model)]
         self._blocks = add_named(model, blocks, layout)
         self.shards: StageShards | None = None
@@ -195,7 +199,8 @@ class Stages:
         if found is None:
             self._names = {id(p): name for name, p in self._model.named_parameters()}
             record = record_forward(self._model, self._blocks, run, self._device)
-            found = StageCut(record, (*self._starts[:-1], record.num_segments))
+            counts = tuple(rows.counts for rows in self._rows)
+            found = StageCut(record, (*self._starts[:-1], record.num_segments), counts)
             if record.num_segments != self._starts[-1]:
                 raise _segments_error(record.num_segments - 1, self._starts[-1] - 1)
             found.check_writes()
@@ -210,6 +215,7 @@ class Stages:
         self, cut: StageCut, stage: int, received: dict[Made, Tensor], run: Callable[[], Any]
     ) -> tuple[dict[Made, Tensor], Any]:
         """Run one stage; see `run_stage`."""
+        self.divide_rows(cut)
         return run_stage(
             self._model,
             self._blocks,
@@ -220,6 +226,15 @@ class Stages:
             self._device,
             has_modes=self._has_modes,
         )
+
+    def divide_rows(self, cut: StageCut) -> None:
+        """Divide sequences over cp as the trial forward did, before a forward or backward of a stage.
+
+        The forward that enters a stretch of blocks divides it. A later stage does not run that part, and
+        other microbatches, whose sequences may have other lengths, have run since.
+        """
+        for rows, counts in zip(self._rows, cut.row_counts, strict=True):
+            rows.counts = counts
 
     def list_summed(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters whose gradients are added up on a stage: those it uses first.

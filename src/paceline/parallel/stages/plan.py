@@ -17,10 +17,12 @@ class StageCut:
     Attributes:
         record: of one forward.
         starts: the first segment of every stage, and one more for the end.
+        row_counts: by stretch of blocks that cp divides, the positions of each of its ranks.
     """
 
     record: ForwardRecord
     starts: tuple[int, ...]
+    row_counts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:

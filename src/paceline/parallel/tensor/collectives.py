@@ -35,7 +35,7 @@ from paceline.torch_seams.tensors import is_fake
 def copy(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the tensor; its gradient is summed over the ranks."""
     if has_torch_function_unary(tensor):
-        return _show(copy, tensor, axis)
+        return show(copy, tensor, axis)
     result: Tensor = _Copy.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
 
@@ -43,7 +43,7 @@ def copy(tensor: Tensor, axis: Axis) -> Tensor:
 def add_up(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the sum of the ranks' tensors."""
     if has_torch_function_unary(tensor):
-        return _show(add_up, tensor, axis)
+        return show(add_up, tensor, axis)
     result: Tensor = _AddUp.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
 
@@ -51,7 +51,7 @@ def add_up(tensor: Tensor, axis: Axis) -> Tensor:
 def gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' parts joined along a dimension; all ranks then compute the same with them."""
     if has_torch_function_unary(tensor):
-        return _show(gather, tensor, axis, dim)
+        return show(gather, tensor, axis, dim)
     result: Tensor = _Gather.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
@@ -59,7 +59,7 @@ def gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 def gather_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the ranks' parts joined along a dimension; each rank then uses its part of the parameters."""
     if has_torch_function_unary(tensor):
-        return _show(gather_rows, tensor, axis, dim)
+        return show(gather_rows, tensor, axis, dim)
     result: Tensor = _GatherRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
@@ -67,7 +67,7 @@ def gather_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 def add_up_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's part, along a dimension, of the sum of the ranks' tensors."""
     if has_torch_function_unary(tensor):
-        return _show(add_up_rows, tensor, axis, dim)
+        return show(add_up_rows, tensor, axis, dim)
     result: Tensor = _AddUpRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
@@ -75,13 +75,13 @@ def add_up_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 def take_rows(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's part of a tensor that all ranks have."""
     if has_torch_function_unary(tensor):
-        return _show(take_rows, tensor, axis, dim)
+        return show(take_rows, tensor, axis, dim)
     result: Tensor = _TakeRows.apply(tensor, axis, dim)  # type: ignore[no-untyped-call]
     return result
 
 
-def _show(function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
-    """Call a function of this module through the modes that are active."""
+def show(function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
+    """Call a function on a tensor through the modes for functions of torch that are active."""
     result: Tensor = handle_torch_function(function, (tensor,), tensor, *args)
     return result
 

@@ -66,13 +66,6 @@ def context_goes_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[
         return
     mixes = (
         (
-            layout.pp > 1,
-            "layout.pp",
-            f"layout.pp={layout.pp}",
-            "A stage of a pipeline passes on whole sequences.",
-            f"Set pp=1 and cp={layout.cp * layout.pp}, or cp=1 and pp={layout.cp * layout.pp}.",
-        ),
-        (
             layout.sequence,
             "layout.sequence",
             "layout.sequence=true",

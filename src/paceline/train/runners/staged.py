@@ -303,7 +303,7 @@ class StagedRunner(StagedForwards):
     def _report_stage_statistics(self, work: Work, index: int) -> None:
         """Add the statistics of the layers that this stage has run to a microbatch; the others are zeros."""
         assert self._mesh is not None
-        if self._mesh.tp.rank == 0 and self._statistics.num_values:
+        if self._mesh.tp.rank == 0 and self._mesh.cp.rank == 0 and self._statistics.num_values:
             work.launch.agreement.add_statistics(index, self._statistics.read_microbatch())
 
     def _run_backward(
@@ -317,6 +317,7 @@ class StagedRunner(StagedForwards):
             if message.content is Payload.SHARED:
                 # As a root it is added before the gradients of this stage's own uses, as in one process.
                 roots.append(self._weights[message.name])
+        self._stages.divide_rows(self._cuts[number])  # for blocks that are computed again
         with self._drawing(work, work.share.samples[number]):
             if kept.loss is not None:
                 assert not roots
