@@ -413,9 +413,9 @@ def test_nothing_to_remark() -> None:
 
 
 COUNTS = {
-    # Of 4 blocks: pp=2 and pp=4; of 2 blocks: pp=2; alone or with dp_replicate, dp_shard and tp (not ResNet).
-    "gpt-stdlib": [(1, 6), (8, 30), (30, 90), (70, 210)],
-    "encoder-dropout": [(1, 6), (8, 30), (29, 90), (64, 210)],
+    # Of 4 blocks: pp=2 and pp=4; of 2 blocks: pp=2; alone or with dp_replicate, dp_shard, cp, tp (no ResNet).
+    "gpt-stdlib": [(1, 6), (8, 30), (31, 90), (77, 210)],
+    "encoder-dropout": [(1, 6), (8, 30), (30, 90), (70, 210)],
     "resnet-digits": [(1, 6), (5, 30), (11, 90), (17, 210)],
 }
 
@@ -435,8 +435,8 @@ def test_recompute_and_offload_are_counted_where_asked_for() -> None:
     legal, total = enumerate_layouts(asked, 4, recompute=CHOICES["recompute"], offload=("none", "cpu"))
     assert total == 90 * 3 * 2
     # Offloading needs shards: dp_shard=4 and dp_shard=2 have 3 each, dp_shard=2 tp=2 has 6, dp_shard=2 cp=2
-    # has 3. A pipeline has 7, and offloads nothing; cp has 6 in memory.
-    assert len(legal) == 3 * (17 + 3 + 3 + 6 + 3 + 7 + 6)
+    # has 3. A pipeline has 8, and offloads nothing; cp has 6 in memory.
+    assert len(legal) == 3 * (17 + 3 + 3 + 6 + 3 + 8 + 6)
 
 
 sizes = st.integers(1, 8).map(lambda power: 2**power) | st.sampled_from([1, 3, 6, 12, 30, 48, 100])

@@ -290,9 +290,7 @@ def _cut(
     """Cut a model into stages, on the whole model; then drop, or never make, what is on other ranks."""
     # After cp, tp and recompute: the trial forward must take the path that later ones take.
     has_modes = plan is not None or context is not None
-    stages = Stages(
-        model, mesh, settings.example, masks, device, settings.timed, rows, has_modes=has_modes
-    )
+    stages = Stages(model, mesh, settings.example, masks, device, settings.timed, rows, has_modes=has_modes)
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     holders = {
