@@ -305,8 +305,8 @@ def _cut(
     if construction is not None:
         # Of other stages nothing is on the meta device any more. One whole tensor exists at a time.
         cut = {name: shape for name, shape in shapes.items() if name not in apart}
-        rows = partial(_cut_rows, cut, mesh.dp_shard) if is_sharded else lambda _, part: part
-        place_values(construction, device, lambda n, whole: rows(n, placement.part(n, whole, whole)))
+        cut_rows = partial(_cut_rows, cut, mesh.dp_shard) if is_sharded else lambda _, part: part
+        place_values(construction, device, lambda n, whole: cut_rows(n, placement.part(n, whole, whole)))
     if is_sharded:
         ahead = settings.shard.prefetch > 0
         stages.shard(mesh, shapes, zero=settings.layout.zero, prefetch=ahead, apart=apart)

@@ -189,7 +189,8 @@ def _compute(query: Tensor, key: Tensor, value: Tensor, turn: _Turn) -> tuple[Te
             weights = weights * turn.factors
         return weights @ value.to(weights.dtype), sums
     mask = _spread_mask(turn.mask)
-    out, sums = attend_with_sums(*map(_as_batch, (query, key, value)), mask, turn.is_causal, turn.scale)
+    q, k, v = _as_batch(query), _as_batch(key), _as_batch(value)
+    out, sums = attend_with_sums(q, k, v, mask, turn.is_causal, turn.scale)
     if mask is not None:
         none = (mask == -math.inf).all(-1).expand(sums.shape)
         out, sums = out.masked_fill(none.unsqueeze(-1), 0.0), sums.masked_fill(none, -math.inf)
@@ -201,9 +202,9 @@ def _propagate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, from the merged results and sums."""
     if _is_fused(query, value, turn):
-        tensors = map(_as_batch, (grad, query, key, value, out))
-        mask = _spread_mask(turn.mask)
-        found = propagate_with_sums(*tensors, _as_batch(sums, 3), mask, turn.is_causal, turn.scale)
+        mask, all_sums = _spread_mask(turn.mask), _as_batch(sums, 3)
+        g, q, k, v, o = (_as_batch(tensor) for tensor in (grad, query, key, value, out))
+        found = propagate_with_sums(g, q, k, v, o, all_sums, mask, turn.is_causal, turn.scale)
         shapes = (query.shape, key.shape, value.shape)
         of_query, of_key, of_value = (g.reshape(s) for g, s in zip(found, shapes, strict=True))
         return of_query, of_key, of_value
