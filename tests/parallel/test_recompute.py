@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.models.resnet import Resnet
-from paceline.parallel.attention_ops import ATTENTION_OPS
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.recompute import apply_recompute
 from paceline.recipe.schema import ResnetModel
+from paceline.torch_seams.attention_ops import ATTENTION_OPS
 
 
 def build_pair(kind: str) -> tuple[nn.Module, nn.Module, Tensor]:

@@ -29,8 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from paceline.errors import PacelineError
-from paceline.parallel.attention_ops import ATTENTION_OPS
 from paceline.phrases import first_line
+from paceline.torch_seams.attention_ops import ATTENTION_OPS
 from paceline.torch_seams.dispatch import read_schema
 from paceline.torch_seams.modules import NormBase
 from paceline.torch_seams.recomputing import Contexts, checkpoint, is_repeating

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.parallel.attention_ops import ATTENTION_OPS
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.context.errors import cannot_divide_error
 from paceline.parallel.context.plan import ContextPlan, Crossing, Stretch
@@ -34,6 +33,7 @@ from paceline.parallel.tensor.calls import CallSite, find_operand
 from paceline.parallel.tensor.flow import Uses, is_linear, runs_own_forward
 from paceline.parallel.tensor.rules import Dims, atoms_of, keeps_apart
 from paceline.parallel.tensor.trace import ModuleCall, Trace, TracedOp, Written
+from paceline.torch_seams.attention_ops import ATTENTION_OPS
 
 _BATCHED = frozenset({"bmm", "baddbmm"})
 _CONSTANTS = frozenset({"zeros", "ones", "full", "empty"})

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.parallel.attention_ops import ATTENTION_OPS
 from paceline.parallel.tensor.atoms import Atom, Dim, divide, leaves, new_dim, pin, unify
 from paceline.parallel.tensor.trace import Ref, Trace, TracedOp, words
+from paceline.torch_seams.attention_ops import ATTENTION_OPS
 
 
 @dataclass
