@@ -22,6 +22,23 @@ def test_verify_finds_the_numbers_of_one_process(ranks: Pool, tmp_path: Path) ->
     assert verified.ok, list(map(str, verified.findings))
 
 
+@pytest.mark.timeout(600)
+def test_every_axis_but_cp_at_once_on_32_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtures need whole sequences, so that cp is left out."""
+    table = recipe_table(tmp_path)
+    table["train"] |= {"global_batch_size": 16, "microbatch_size": 1}
+    layout = resolve_layout("pp=2 dp_replicate=4 dp_shard=2 ep=4 tp=2")
+    monkeypatch.setattr("tests.dist.pool.MAX_RANKS", layout.num_ranks)
+    pool = Pool()  # one of its own, so that later tests do not keep so many processes
+    try:
+        run = PoolRunner(pool, timeout_s=300.0)
+        verified = verify_recipe(parse_recipe(table), [layout], steps=3, run=run)
+    finally:
+        pool.close()
+    assert layout.num_ranks == 32
+    assert verified.ok, list(map(str, verified.findings))
+
+
 @pytest.mark.parametrize("kind", SIZES)
 def test_mixtures_of_transformers_have_the_numbers_of_one_process(ranks: Pool, kind: str) -> None:
     """Their norms and routers compute in fp32, so the numbers are those of fp64 up to that."""

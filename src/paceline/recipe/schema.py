@@ -99,8 +99,7 @@ class GptModel(DecoderFields):
 
 
 class MoeModel(DecoderFields):
-    """A decoder like `gpt` whose feed-forwards are mixtures of experts, without a limit of tokens per
-    expert."""
+    """A decoder like `gpt` whose feed-forwards are mixtures of experts."""
 
     kind: Literal["moe"]
     """`"moe"`."""
@@ -115,11 +114,17 @@ class MoeModel(DecoderFields):
     dense_layers: NonNegativeInt = 0
     """First blocks that have one feed-forward, of width `ffn_hidden`, in place of a mixture; less than
     `layers`."""
-    balance: Literal["loss", "bias"] = "loss"
+    capacity_factor: PositiveFloat | None = None
+    """Limits the tokens that an expert takes of a microbatch: this factor times the mean, rounded up. Choices
+    beyond it are dropped, second choices before first ones, and later positions before earlier ones (Lepikhin
+    et al. 2020, "GShard", section 2.2). A dropped choice adds nothing to the output. Default: no limit."""
+    balance: Literal["loss", "bias", "global"] = "loss"
     """What keeps experts equally full: `"loss"` is an auxiliary loss. `"bias"` is a number per expert that is
     added to the router's probabilities when it chooses, and to nothing else. After each step it rises for
     experts that the global batch chose less often than the mean, and falls for the others (DeepSeek-AI 2024,
-    "DeepSeek-V3", section 2.1.2)."""
+    "DeepSeek-V3", section 2.1.2). `"global"` is the auxiliary loss with the shares of the last step's global
+    batch in place of the microbatch's, so that a microbatch of one subject may use few experts (Qiu et al.
+    2025, "Demons in the Detail", which takes the shares of the step itself)."""
     balance_loss: NonNegativeFloat | None = None
     """Weight of the auxiliary loss in training: with E experts, E times the sum over experts of (share of the
     choices x mean probability), per microbatch, a mean over the mixtures (Fedus et al. 2021, section 2.2).
@@ -149,6 +154,13 @@ class MoeModel(DecoderFields):
                 f'model.bias_rate={self.bias_rate:g} with model.balance="{self.balance}".',
                 "It moves the bias of routers, and there is none.",
                 'Set balance = "bias", or leave bias_rate out.',
+            )
+        if self.balance == "global" and self.balance_loss == 0:
+            raise broken_rule(
+                "PL664",
+                'model.balance="global" with model.balance_loss=0.',
+                "It is an auxiliary loss, and this weight switches it off.",
+                "Leave balance_loss out, which is 0.01 then.",
             )
         return self
 
@@ -504,11 +516,27 @@ class Recipe(Section):
                 "The warm-up is the first part of the run.",
                 f"Set warmup_steps to {self.train.steps} or less.",
             )
+        self._check_capacity()
         try:
             check_order(self.list_layouts())
         except PacelineError as error:
             raise broken_rule(error.code, error.saw, error.rule, error.fix) from None
         return self
+
+    def _check_capacity(self) -> None:
+        if not isinstance(self.model, MoeModel) or not isinstance(self.data, TextData):
+            return
+        factor, num_tokens = self.model.capacity_factor, self.train.microbatch_size * self.data.seq_len
+        mean = num_tokens * self.model.experts_per_token / self.model.experts
+        if factor is not None and factor * mean < 1:
+            raise broken_rule(
+                "PL663",
+                f"model.capacity_factor={factor:g} times the mean of {mean:g} choices per expert is less "
+                "than one token.",
+                f"A microbatch has {self.train.microbatch_size} x {self.data.seq_len} tokens, and each "
+                "expert takes at least one of them.",
+                f"Set capacity_factor to {1 / mean:g} or more; 1.25 is usual.",
+            )
 
     def with_layout(self, layout: Layout, **changed: Section) -> Recipe:
         """Return the recipe with this layout and no other, and with other changed sections by name."""

@@ -182,6 +182,7 @@ def describe_step(
         "comm_s": step.comm_s,
         "bubble": step.bubble,
         "fullest_expert": step.fullest_expert,
+        "dropped_choices": step.dropped_choices,
         "samples_per_s": samples_per_s,
         "tokens_per_s": samples_per_s * tokens_per_sample if tokens_per_sample and samples_per_s else None,
         "flops_per_s": flops_per_s,

@@ -69,6 +69,8 @@ class Updated:
             CUDA.
         fullest_expert: the share of the choices that the fullest expert got, a mean over the mixtures; `None`
             without mixtures of `paceline.models.moe` and in skipped steps.
+        dropped_choices: the number of choices that experts did not take, over all mixtures; `None` without
+            `capacity_factor` and in skipped steps.
     """
 
     loss: float
@@ -79,6 +81,7 @@ class Updated:
     comm_s: float
     bubble: list[float] | None = None
     fullest_expert: float | None = None
+    dropped_choices: int | None = None
 
 
 class Update:
@@ -320,8 +323,9 @@ class Update:
         if self.schedule is not None:
             self._step_schedule(was_skipped=skipped is not None)
         bubble = None if self._mesh is None else find_bubble(agreed, self._mesh, self._precision.device)
-        fullest = self._statistics.choices.fullest if skipped is None else None
-        return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble, fullest)
+        choices = self._statistics.choices
+        fullest, dropped = (choices.fullest, choices.num_dropped) if skipped is None else (None, None)
+        return Updated(loss, weight, norm, skipped, agreed.stop_signum, comm_s, bubble, fullest, dropped)
 
     def _measure_norm(self) -> Tensor:
         return measure_norm(
