@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import re
 import subprocess
@@ -17,6 +19,7 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder, list_at, verify
 from paceline.checkpoint.content import full
+from paceline.checkpoint.memory_copies import CopyTarget
 from paceline.checkpoint.memory_keeper import MARKER, KeeperProcess
 from paceline.errors import PacelineError
 from paceline.train.state import memory_saves
@@ -142,6 +145,58 @@ def test_what_memory_needs_is_named(ranks: Pool, tmp_path: Path, kind: str, show
     for found in ranks.run(refused, args=(str(tmp_path), kind)):
         assert re.match(shown, found) if shown else not found, found
     assert list_keepers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "short"), [((900, 800), None), ((900, 799), "node1"), ((599, 800), "node0")]
+)
+def test_each_node_needs_memory_for_its_own_states_and_for_copies(
+    free: tuple[int, int], short: str | None
+) -> None:
+    """Node 0 has ranks 0 and 1 with 200 bytes each; node 1 has rank 2 with 400."""
+
+    def entry(node: int, wanted: int, sent: int) -> memory_saves._MemoryEntry:
+        keeper = CopyTarget(f"node{node}", "10.0.0.1", 1, "")
+        return memory_saves._MemoryEntry(
+            None, "", "", {}, node, "", keeper, False, wanted, sent, free[node], None
+        )
+
+    entries = [entry(0, 200, 200), entry(0, 200, 200), entry(1, 400, 200)]
+    if short is None:
+        memory_saves._check_free(entries, [2, 2, 0])
+        return
+    with pytest.raises(
+        PacelineError, match=rf"on {short}, and {min(free)} B are free: 1 B are missing.*PL562"
+    ):
+        memory_saves._check_free(entries, [2, 2, 0])
+
+
+def keep_by_cost(world: Any, folder: str) -> tuple[list[int], list[int | None]]:
+    trainer = build_trainer("dp_replicate=2", asynchronous_saves=False)
+    trainer.resume(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "x")
+        kept, told = [], []
+        for number in steps(trainer, 80):
+            if trainer.save_to_memory(max_cost=0.5):
+                kept.append(number)
+                told.append(trainer._saver.saving.memory.interval.steps)
+        trainer.close()
+    return kept, told
+
+
+def test_states_are_kept_as_often_as_their_cost_allows(ranks: Pool, tmp_path: Path) -> None:
+    found = ranks.run(keep_by_cost, args=(str(tmp_path),))
+    assert found[0] == found[1], "ranks choose alike, although each measures by itself"
+    kept, told = found[0]
+    assert kept[:2] == [5, 9], "the first two, before the cost is known"
+    for number, (a, b) in enumerate(itertools.pairwise(kept), 1):
+        # After each eighth state, steps without one are timed anew.
+        assert b - a == (told[number - 1] or 4) + (4 if number % 8 == 0 else 0)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    by_step = {row["step"]: row["memory_every"] for row in rows}
+    assert by_step[1] is None
+    assert [by_step.get(number + 1) for number in kept[2:-1]] == told[2:-1]
 
 
 def test_a_keeper_leaves_when_the_process_that_starts_ranks_has_ended(tmp_path: Path) -> None:
