@@ -117,16 +117,28 @@ class MessageExchange:
 
     def _pass_on(self, departures: list[tuple[int, Tensor]], arrivals: list[tuple[int, Tensor]]) -> None:
         """Send and receive, in the order of the lists between any two ranks."""
-        messages = [
-            dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
-            for kind, tensors in ((dist.isend, departures), (dist.irecv, arrivals))
-            for peer, tensor in tensors
-            if tensor.numel()
-        ]
-        if messages:
-            for work in dist.batch_isend_irecv(messages):
-                work.wait()
-        self.sent_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in departures)
+        self.sent_bytes += pass_on(self._group, departures, arrivals)
+
+
+def pass_on(
+    group: dist.ProcessGroup, departures: list[tuple[int, Tensor]], arrivals: list[tuple[int, Tensor]]
+) -> int:
+    """Send and receive, in the order of the lists between any two ranks; return the bytes sent.
+
+    Args:
+        group: the ranks.
+        departures, arrivals: messages as (rank in the group, contiguous tensor); empty ones are left out.
+    """
+    messages = [
+        dist.P2POp(kind, tensor, group=group, group_peer=peer)
+        for kind, tensors in ((dist.isend, departures), (dist.irecv, arrivals))
+        for peer, tensor in tensors
+        if tensor.numel()
+    ]
+    if messages:
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in departures)
 
 
 def add_overwriting(rows: dict[int, Tensor], additions: Sequence[tuple[int, int]], total: Tensor) -> None:

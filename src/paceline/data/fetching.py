@@ -71,7 +71,7 @@ class Fetcher(Dataset[Any]):
         dataset: the user's data.
         name: what messages call it.
         microbatch_size: samples per microbatch.
-        rank, world_size: whose microbatches to fetch.
+        rank, world_size, num_slots: whose microbatches to fetch, see `owned_microbatches`.
         seed: the loader's seed.
         collate: makes a microbatch of a list of samples; default torch's `default_collate`.
     """
@@ -84,6 +84,7 @@ class Fetcher(Dataset[Any]):
         microbatch_size: int,
         rank: int,
         world_size: int,
+        num_slots: int | None,
         seed: int,
         collate: Collate | None,
     ) -> None:
@@ -92,6 +93,7 @@ class Fetcher(Dataset[Any]):
         self.microbatch_size = microbatch_size
         self.rank = rank
         self.world_size = world_size
+        self.num_slots = num_slots
         self.seed = seed
         self.collate = collate
         self.known_epoch: int | None = None
@@ -121,7 +123,7 @@ class Fetcher(Dataset[Any]):
         """Return the number of microbatches, and this rank's as (number, start, stop) within the global
         batch."""
         blocks = split_microbatches(num_samples, self.microbatch_size)
-        own = owned_microbatches(len(blocks), self.world_size, self.rank)
+        own = owned_microbatches(len(blocks), self.world_size, self.rank, self.num_slots)
         return len(blocks), [(number, *blocks[number]) for number in own]
 
     def make_batch(self, samples: list[Any], labels: Sequence[int], epoch: int, place: int) -> Any:

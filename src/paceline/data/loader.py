@@ -77,6 +77,7 @@ class Loader:
         global_batch_size: samples per step over all ranks.
         microbatch_size: samples per forward; the unit that ranks share out.
         rank, world_size: who this is among those that share the data out.
+        num_slots: blocks of microbatches that are distributed whole, see `owned_microbatches`.
         seed: seed of the order and of augmentation.
         shuffle: default True for data sets with an index, False for streams, which cannot be.
         drop_last: leave out a ragged global batch at the end of an epoch.
@@ -99,6 +100,7 @@ class Loader:
         microbatch_size: int,
         rank: int = 0,
         world_size: int = 1,
+        num_slots: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool = False,
@@ -151,7 +153,7 @@ class Loader:
         self._position = Position()
         self._turn = 0
         self._sampler = _Sampler()
-        self._fetcher = self._build_fetcher(dataset, rank, world_size, collate)
+        self._fetcher = self._build_fetcher(dataset, rank, world_size, num_slots, collate)
         self._torch_loader = self._build_torch_loader(num_workers, prefetch, _choose_pinning(pin_memory))
         # Holds torch's loader until ours is deleted: in a garbage cycle its queues would go first, and ending
         # each worker would take 10 s. So nothing in torch's loader may refer to ours.
@@ -262,7 +264,7 @@ class Loader:
 
     def _give_out_epoch(self, start: Position, turn: int, source: Loader | None) -> Iterator[Share]:
         for item in self._fetch_epoch(start):
-            num_owned = count_owned(item.num_microbatches, self._fetcher.world_size)
+            num_owned = count_owned(item.num_microbatches, self._fetcher.world_size, self._fetcher.num_slots)
             cuts = split_microbatches(item.num_samples, self.microbatch_size)
             yield Share(
                 epoch=item.epoch,
@@ -312,12 +314,15 @@ class Loader:
             )
         return False
 
-    def _build_fetcher(self, dataset: Any, rank: int, world_size: int, collate: Collate | None) -> Fetcher:
+    def _build_fetcher(
+        self, dataset: Any, rank: int, world_size: int, num_slots: int | None, collate: Collate | None
+    ) -> Fetcher:
         options = {
             "name": self.name,
             "microbatch_size": self.microbatch_size,
             "rank": rank,
             "world_size": world_size,
+            "num_slots": num_slots,
             "seed": self.seed,
             "collate": collate,
         }

@@ -58,19 +58,36 @@ def split_microbatches(num_samples: int, microbatch_size: int) -> list[tuple[int
     ]
 
 
-def owned_microbatches(num_microbatches: int, world_size: int, rank: int) -> range:
+def owned_microbatches(
+    num_microbatches: int, world_size: int, rank: int, num_slots: int | None = None
+) -> range:
     """Return the numbers of the microbatches that a rank computes.
 
     They are a block of `num_microbatches // world_size`, with one more on the first `num_microbatches %
-    world_size` ranks. It may be empty, but never on rank 0 alone."""
+    world_size` ranks. It may be empty, but never on rank 0 alone.
+
+    Args:
+        num_microbatches: of the global batch.
+        world_size: the ranks that share it.
+        rank: one of these.
+        num_slots: where gradients are compressed, the number of slots, a multiple of `world_size`. A rank
+            then computes the microbatches of its slots, and these are distributed over slots as above.
+    """
     assert num_microbatches >= 0, num_microbatches
     assert 0 <= rank < world_size, (rank, world_size)
+    if num_slots is not None:
+        per_rank = num_slots // world_size
+        first = owned_microbatches(num_microbatches, num_slots, rank * per_rank)
+        last = owned_microbatches(num_microbatches, num_slots, (rank + 1) * per_rank - 1)
+        return range(first.start, last.stop)
     size, num_larger = divmod(num_microbatches, world_size)
     start = rank * size + min(rank, num_larger)
     return range(start, start + size + (rank < num_larger))
 
 
 @lru_cache(maxsize=64)
-def count_owned(num_microbatches: int, world_size: int) -> tuple[int, ...]:
+def count_owned(num_microbatches: int, world_size: int, num_slots: int | None = None) -> tuple[int, ...]:
     """Return the number of microbatches that `owned_microbatches` assigns to each rank."""
-    return tuple(len(owned_microbatches(num_microbatches, world_size, rank)) for rank in range(world_size))
+    return tuple(
+        len(owned_microbatches(num_microbatches, world_size, rank, num_slots)) for rank in range(world_size)
+    )

@@ -76,6 +76,7 @@ class ExactReduction:
         for name, module in model.named_modules():
             if getattr(module, "sparse", False) is True:
                 raise _sparse_error(f"{name} ({type(module).__name__}) is built with sparse=True.")
+        self._group = group
         self._rank = 0 if group is None else group.rank()
         self._plan: ReductionPlan | None = None
         self._last_leaf: int | None = None
@@ -103,12 +104,16 @@ class ExactReduction:
     @torch.no_grad()
     def set_aside(self, index: int) -> None:
         """Move the gradients of microbatch `index` from the parameters to the sum."""
+        self._sum.push((index, index + 1), self._take_gradients())
+
+    def _take_gradients(self) -> Gradients:
+        """Move the gradients from the parameters."""
         gradients: Gradients = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         if any(g is not None and g.layout != torch.strided for g in gradients):
             raise _sparse_error("a gradient is a sparse tensor.")
-        self._sum.push((index, index + 1), gradients)
+        return gradients
 
     def is_used(self, parameter: Tensor) -> bool:
         """Return whether a microbatch that was set aside in this step has given a parameter a gradient."""
@@ -158,7 +163,7 @@ class ExactReduction:
         aside: list[tuple[Subtree, Gradients]] = []
         if self._sum.subtrees:
             parameters = bucket.parameters()
-            views = _view_gradients(total, parameters)
+            views = view_gradients(total, parameters)
             places = [self._places[id(parameter)] for parameter in parameters]
             aside = [(subtree, [values[place] for place in places]) for subtree, values in self._sum.subtrees]
 
@@ -273,7 +278,7 @@ def _complete_subtrees(
     return [*flat, [total]]
 
 
-def _view_gradients(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def view_gradients(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients that a bucket holds, with the strides that DDP gave them: their parameters'.
 
     `GradBucket.gradients()` ignores strides, so a channels-last weight would be read in another order.

@@ -17,6 +17,7 @@ from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
 from paceline.parallel.blocks import find_blocks
+from paceline.parallel.compress import CompressedReduction, Compression, CompressSettings
 from paceline.parallel.construct.build import Construction
 from paceline.parallel.construct.values import place_values
 from paceline.parallel.context.apply import apply_context
@@ -54,6 +55,7 @@ class Settings:
         shard: settings of the sharding.
         exact: whether to sum gradients in an order that does not depend on dp.
         comm_hook: the user's `(state, hook)` for the gradients of replicas.
+        compress: the settings of the compression, if gradients are compressed.
         sync_batchnorm: whether to convert BatchNorm to `SyncBatchNorm`.
         compile: whether to `torch.compile` the model; under dp_shard, tp or recompute, each of its blocks.
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
@@ -66,6 +68,7 @@ class Settings:
     shard: ShardSettings = field(default_factory=ShardSettings)
     exact: bool = False
     comm_hook: tuple[Any, CommHook] | None = None
+    compress: CompressSettings | None = None
     sync_batchnorm: bool = False
     compile: bool = False
     example: Callable[[nn.Module], Any] | None = None
@@ -340,7 +343,11 @@ def _replicate(
     lent: dist.ProcessGroup | None = None
     if settings.exact:
         lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
-        exact = ExactReduction(model, lent, device, apart)
+        if settings.compress is None:
+            exact = ExactReduction(model, lent, device, apart)
+        else:
+            exact = CompressedReduction(model, lent, device, Compression(settings.compress, model))
+            log.info("compress: %s in %d slots", settings.compress.kind, settings.compress.slots)
     if not replicas:
         if settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank does not communicate")

@@ -30,6 +30,7 @@ RESUMABLE: dict[str, str] = {
     "layout": "the same numbers on any layout",
     "elastic": "the same numbers on any layout",
     "ddp": "speed only",
+    "compress.slots": "the checkpoint has the number of slots, and compares it",
     "shard.reshard_after_forward": "memory and speed only",
     "shard.prefetch": "memory and speed only",
     "shard.offload_folder": "where files lie",
@@ -50,6 +51,9 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "train.microbatch_size": ("microbatch_size", "train.microbatch_size", "valid.microbatch_size"),
     "train.clip_norm": ("clip_norm",),
     "train.dtype": ("dtype",),
+    "compress.kind": ("compress.kind",),
+    "compress.slots": ("compress.slots",),
+    "compress.after_steps": ("compress.after_steps",),
     "train.sync_batchnorm": ("sync_batchnorm",),
     "data": ("train.data", "valid.data", "loaders.train", "loaders.valid"),
 }

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, model_validator
 
 from paceline.errors import PacelineError
+from paceline.recipe.compress import CompressSection as CompressSection
 from paceline.recipe.layout import Layout, check_order
 from paceline.recipe.ranks import DdpSection as DdpSection
 from paceline.recipe.ranks import ElasticSection as ElasticSection
@@ -488,6 +489,7 @@ class Recipe(Section):
     elastic: ElasticSection = ElasticSection()
     shard: ShardSection = ShardSection()
     ddp: DdpSection = DdpSection()
+    compress: CompressSection = CompressSection()
     loader: LoaderSection = LoaderSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
@@ -517,6 +519,13 @@ class Recipe(Section):
                 f"Set warmup_steps to {self.train.steps} or less.",
             )
         self._check_capacity()
+        if self.train.steps is not None and self.compress.after_steps >= self.train.steps:
+            raise broken_rule(
+                "PL962",
+                f"compress.after_steps={self.compress.after_steps} with train.steps={self.train.steps}.",
+                "Compression would begin after the end of the run.",
+                f"Set after_steps to {self.train.steps - 1} or less, or leave [compress] out.",
+            )
         try:
             check_order(self.list_layouts())
         except PacelineError as error:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
 from paceline.errors import PacelineError
+from paceline.parallel.compress import CompressSettings
 from paceline.parallel.order import Settings
 from paceline.parallel.replicate import CommHook, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.stages.measure import TimedBatch
 from paceline.pipeline.files import read_list
 from paceline.recipe import Layout
+from paceline.recipe.compress import CompressSection
 from paceline.recipe.explain import validate_section
 from paceline.recipe.layout import MEASURED, is_file
 from paceline.recipe.schema import DdpSection, ShardSection
@@ -34,6 +36,7 @@ from paceline.train.building import (
     check_several,
     check_stages,
 )
+from paceline.train.compressing import choose_compression
 from paceline.train.precision import Precision
 from paceline.train.same_settings import describe_code
 from paceline.train.settings import describe_function, name_settings
@@ -77,6 +80,7 @@ class Arguments:
     clip_norm: float
     seed: int
     ddp: DdpSection | Mapping[str, Any] | None
+    compress: CompressSection | Mapping[str, Any] | None
     comm_hook: tuple[Any, CommHook] | None
     sync_batchnorm: bool
     compile: bool
@@ -124,9 +128,10 @@ class Arguments:
         """Raise if arguments contradict each other.
 
         Raises:
-            PacelineError: PL404, PL406, PL407, PL415, PL423, PL426 to PL428.
+            PacelineError: PL404, PL406, PL407, PL415, PL423, PL426 to PL428, PL958 to PL960.
         """
         names = self.models if isinstance(self.model, Mapping) else None
+        self.choose_compression(layout)
         check_functions(names, self.step, self.forward, self.loss, self.optimizer)
         check_loss_over(self.loss_over, has_step=self.step is not None, sync_batchnorm=self.sync_batchnorm)
         check_reduction(
@@ -137,6 +142,14 @@ class Arguments:
         if names is not None:
             check_several(layout)
         check_stages(layout, self.loss_over)
+
+    def choose_compression(self, layout: Layout) -> CompressSettings | None:
+        """Return the settings of the compression, if there is one; raise PL958 to PL960."""
+        section = self.compress
+        if not isinstance(section, CompressSection):
+            section = validate_section("compress", CompressSection, section or {})
+        has_hook = self.comm_hook is not None
+        return choose_compression(section, layout, reduction=self.reduction, has_comm_hook=has_hook)
 
     def lay_out(
         self,
@@ -164,6 +177,7 @@ class Arguments:
             shard=ShardSettings(**shard.model_dump()),
             exact=self.reduction == "exact",
             comm_hook=self.comm_hook,
+            compress=self.choose_compression(layout),
             sync_batchnorm=self.sync_batchnorm,
             compile=self.compile,
             example=example,
@@ -205,7 +219,10 @@ class Arguments:
         return found
 
     def _list_settings(self, layout: Layout) -> list[RunSetting]:
+        compress = self.choose_compression(layout)
+        chosen = {} if compress is None else asdict(compress)
         return [
+            *(RunSetting(f"compress.{key}", value, is_kept=True) for key, value in chosen.items()),
             RunSetting("layout", layout),
             RunSetting("dtype", self.dtype, is_kept=True),
             RunSetting("reduction", self.reduction),

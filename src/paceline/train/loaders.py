@@ -8,10 +8,17 @@ from typing import Any, Protocol
 
 from paceline.data.loader import Loader
 from paceline.data.share import Share
+from paceline.train.compressing import check_num_slots
 
 
 class StepTaker(Protocol):
-    """The methods of a trainer that its loaders call."""
+    """What a trainer's loaders need of it.
+
+    Attributes:
+        num_slots: of the compression; `None` without.
+    """
+
+    num_slots: int | None
 
     def leave_if_asked(self) -> None:
         """Save and leave if some rank was asked to stop."""
@@ -29,7 +36,9 @@ class TrainerLoader(Loader):
     """
 
     def __init__(self, trainer: StepTaker, dataset: Any, **settings: Any) -> None:
-        super().__init__(dataset, **settings)
+        super().__init__(dataset, num_slots=trainer.num_slots, **settings)
+        if settings.get("shuffle") is not False:
+            check_num_slots(trainer.num_slots, self.global_batch_size, self.microbatch_size)
         self._trainer = trainer
 
     def __iter__(self) -> Iterator[Share]:

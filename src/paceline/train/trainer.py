@@ -27,7 +27,7 @@ from paceline.parallel.replicate import CommHook
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.pipeline.timeline import Timeline
 from paceline.recipe import Layout
-from paceline.recipe.schema import DdpSection, ShardSection
+from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments, missing_loss_error
 from paceline.train.batches import RawBatches, weigh
@@ -115,7 +115,7 @@ class Trainer(TrainedModels):
         clip_norm: global gradient norm to clip to; 0 for none.
         seed: for the order of samples and the random numbers inside forwards. Default: the seed of
             `paceline.start`.
-        ddp: settings of DistributedDataParallel, as the recipe's `[ddp]`.
+        ddp, compress: settings of the reduction and of compression, as the recipe's `[ddp]`, `[compress]`.
         comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
         sync_batchnorm: compute BatchNorm's statistics over all ranks; needs CUDA and one microbatch per rank.
         compile: `torch.compile` the models.
@@ -156,6 +156,7 @@ class Trainer(TrainedModels):
         clip_norm: float = 0.0,
         seed: int | None = None,
         ddp: DdpSection | Mapping[str, Any] | None = None,
+        compress: CompressSection | Mapping[str, Any] | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         sync_batchnorm: bool = False,
         compile: bool = False,
@@ -196,6 +197,7 @@ class Trainer(TrainedModels):
         trial = None if example is None else partial(self._try_forward, batch=example)
         timed = given.build_timed(self.layout, example, self._precision)
         laying_out = given.lay_out(self.layout, trial, timed)
+        self.num_slots = None if laying_out.compress is None else laying_out.compress.slots
         settings = UpdateSettings(
             mesh=self._mesh,
             precision=self._precision,
@@ -258,10 +260,8 @@ class Trainer(TrainedModels):
         self._settings = StepSettings(all_ranks() if self._mesh else None, self._describe_settings)
         self._raw_batches = RawBatches(self._dp)
         self._requests = StopRequests()
-        self._stop_signum = 0
-        self._went_apart = False
-        self._last_step_end_s = time.perf_counter()
-        self._data_s = 0.0
+        self._stop_signum, self._went_apart = 0, False
+        self._last_step_end_s, self._data_s = time.perf_counter(), 0.0
 
     @property
     def run_folder(self) -> Path | None:

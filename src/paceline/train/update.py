@@ -28,6 +28,7 @@ from paceline.comm.board import NumberBoard
 from paceline.data.share import Share
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.compress import Compression
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.norm import measure_norm
 from paceline.parallel.objective import Loss
@@ -155,6 +156,11 @@ class Update:
         return self.runner.hook_state
 
     @property
+    def compression(self) -> Compression | None:
+        """The compression of the gradients on this rank, or `None`."""
+        return self.runner.compression
+
+    @property
     def not_updated(self) -> list[str]:
         """Names of parameters that require a gradient and that the optimizer does not have."""
         updated = {name for name, _ in self._updated}
@@ -199,10 +205,15 @@ class Update:
         copies = self._copies.digest(step) if is_talking else (0,) * NUM_COPIES
         message = RankMessage(stop_signum, step, runner.signature, settings.digest, copies)
         hook_memory = None if self.hook_state is None else self.hook_state.read()
+        if self.compression is not None:
+            loss_scale = 1.0 if self._scaler is None else 1.0 / self._scaler.scale_of_gradients()
+            self.compression.begin(step, self._unit / loss_scale)
         launch = Launch(agreement, message, runner.used)
         work = Work(objective, share, step, phase, self._unit, launch)
         comm_s = runner.run(work, count_flops=count_flops)
         updated = self._finish(agreement, settings, comm_s)
+        if self.compression is not None:
+            self.compression.settle(keep=updated.skipped is None)
         if updated.skipped and self.hook_state is not None and hook_memory is not None:
             self.hook_state.write(hook_memory, self._precision.device)  # else it would add inf to later steps
         return updated

@@ -227,12 +227,14 @@ class _OpenedUser:
         def cut(first: int, last: int) -> Any:
             return tree_map_only(Tensor, lambda tensor: tensor[first:last] if tensor.dim() else tensor, batch)
 
-        owned = owned_microbatches(len(cuts), layout.dp, layout.find_dp_rank(trainer.world.rank))
+        owned = owned_microbatches(
+            len(cuts), layout.dp, layout.find_dp_rank(trainer.world.rank), trainer.num_slots
+        )
         return Share(
             epoch=0,
             number=step - 1,
             num_samples=num_samples,
-            num_owned=count_owned(len(cuts), layout.dp),
+            num_owned=count_owned(len(cuts), layout.dp, trainer.num_slots),
             microbatches=[(number, cut(*cuts[number])) for number in owned],
             samples=[range(*cuts[number]) for number in owned],
             start=start,

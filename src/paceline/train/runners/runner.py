@@ -33,6 +33,7 @@ from paceline.finding import Finding
 from paceline.generators import seed_generators
 from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
+from paceline.parallel.compress import Compression
 from paceline.parallel.dropout.find import find_random
 from paceline.parallel.flops import FlopCounter
 from paceline.parallel.hook_state import HookState
@@ -144,6 +145,11 @@ class Runner(ABC):
     @property
     def hook_state(self) -> HookState | None:
         """The state that the communication hook keeps on this rank between steps, or `None`."""
+        return None
+
+    @property
+    def compression(self) -> Compression | None:
+        """The compression of the gradients on this rank, or `None`."""
         return None
 
     @abstractmethod

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.mesh import Mesh
+from paceline.parallel.compress import CompressedReduction, Compression
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Loss
 from paceline.parallel.order import LaidOut
@@ -52,6 +53,10 @@ class WholeRunner(Runner):
     @property
     def hook_state(self) -> HookState | None:
         return None if self._replica is None else self._replica.hook_state
+
+    @property
+    def compression(self) -> Compression | None:
+        return self._exact.compression if isinstance(self._exact, CompressedReduction) else None
 
     @property
     def is_meeting(self) -> bool:

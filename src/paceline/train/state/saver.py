@@ -47,6 +47,8 @@ from paceline.train.state.disks import Disks, find_disks
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.memory_restore import MemoryOfNodes, put_failed_aside
 from paceline.train.state.parts import KnownPlans, Parts, model_tensors
+from paceline.train.state.residuals import Saved as SavedResiduals
+from paceline.train.state.residuals import gather_residuals, restore_residuals
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
 from paceline.train.state.tracked import Tracked
 from paceline.train.state.transfer import load_on_main, run_on_main
@@ -146,12 +148,13 @@ class Saver:
     def _describe_all(self, counters: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         """Return a function for rank 0 that describes the state without the tensors; collective."""
         hooks = gather_hooks(self._updates, self._bucket_cap_mb)
+        residuals = gather_residuals(self._updates)
 
         def describe() -> dict[str, Any]:
             assert self._open_folder is not None
             self._open_folder.check()
             state = self._describe_state(counters)
-            return state | {"hooks": hooks, "tracked": self.tracked.loaded}
+            return state | {"hooks": hooks, "residuals": residuals, "tracked": self.tracked.loaded}
 
         return describe
 
@@ -217,6 +220,7 @@ class Saver:
         self._history.check(None if disks.is_common else found)
         self._accept = tuple(accept)
         hooks: Saved = {}
+        residuals: SavedResiduals = {}
         parts = self._parts()
 
         def read() -> Any:
@@ -241,6 +245,7 @@ class Saver:
             hooks.update(state.pop("hooks", {}))  # of each rank its own, see below
             if "comm_hook" in accept:
                 hooks.clear()
+            residuals.update(state.pop("residuals", {}))
             check_hooks(hooks, self._world.world_size, self._bucket_cap_mb)
             return {
                 "model": loaded.model,
@@ -266,6 +271,7 @@ class Saver:
                 tree["optimizer"][name], state["updates"][name], step=counters["step"], changed=changed
             )
         restore_hooks(hooks, self._updates, tree["hooks"], self._world.device)
+        restore_residuals(residuals, self._updates, self._world.device)
         write_generators(state["rng"], self._world.device)
         self.tracked.load(state, parts)
         return counters

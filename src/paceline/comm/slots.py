@@ -1,0 +1,245 @@
+"""Sums the compressed gradients of all slots, with the same bits on any number of ranks.
+
+A slot is a block of consecutive microbatches whose gradients are added first, and then compressed together.
+The number of slots belongs to the run, the number of ranks does not: each rank has an equal number of
+consecutive slots.
+
+Protocol for some rows of parameters on W ranks, which hold k slots each:
+
+1. Every rank encodes these rows of its slots, each with the slot's residual added, and keeps what the
+   encoding lost as the new residual.
+2. The rows are divided into W parts. Every rank sends rank r the bytes of part r of each of its slots.
+3. Rank r decodes part r of all slots and adds them in the order of the tree over slots. It encodes the sum,
+   again with a residual.
+4. Every rank sends its part of the encoded sum to the ranks that need it: all, or with sharded parameters
+   the other replicas of its shard.
+5. Every rank decodes the sum.
+
+Sent per rank: (k + 1)(W - 1)/W times the encoded bytes.
+
+A row is encoded by itself (`comm/codec.py`) and the order of additions is that of the tree over slots, so the
+division over ranks changes no bit. The sum is encoded and decoded under every layout, also where it is not
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.codec import Codec, choose_codec
+from paceline.comm.exchange import pass_on
+from paceline.comm.residuals import SUM, Residuals, RowRange
+from paceline.comm.tree import plan_reduction
+
+# Numbers encoded at once, so that what the steps of encoding pass on stays in the core's own cache.
+_SLAB = 1 << 15
+
+
+@dataclass(frozen=True)
+class _RankRows:
+    """The rows that one rank adds.
+
+    Attributes:
+        start, stop: its bytes within an encoded slot.
+        pieces: its rows, in the order of the bytes.
+    """
+
+    start: int
+    stop: int
+    pieces: tuple[RowRange, ...]
+
+
+class SlotSum:
+    """A sum over the slots of all ranks.
+
+    Args:
+        kind: of the codec.
+        num_slots: over all ranks; a multiple of these.
+        residuals: of this rank.
+        group: the ranks, used for nothing else at the same time; `None` in a world of one.
+        num_shards: ranks that share a parameter's rows; ranks of one replica are neighbours.
+
+    Attributes:
+        sent_bytes: what this rank has sent to others so far.
+        own: the numbers of this rank's slots.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        num_slots: int,
+        residuals: Residuals,
+        group: dist.ProcessGroup | None,
+        num_shards: int = 1,
+    ) -> None:
+        self.sent_bytes = 0
+        self._kind = kind
+        self._residuals = residuals
+        self._group = group
+        self._num_ranks = 1 if group is None else group.size()
+        self._rank = 0 if group is None else group.rank()
+        self._num_shards = num_shards
+        self._shard = self._rank % num_shards
+        assert num_slots % self._num_ranks == 0, (num_slots, self._num_ranks)
+        self._per_rank = num_slots // self._num_ranks
+        self.own = range(self._rank * self._per_rank, (self._rank + 1) * self._per_rank)
+        self._additions = plan_reduction((1,) * num_slots).additions
+        # Kept from sum to sum: fresh memory costs a page fault for every 4 KiB.
+        self._memory: dict[str, Tensor] = {}
+
+    def sum(
+        self,
+        shards: Sequence[Sequence[RowRange]],
+        slots: Sequence[Sequence[Sequence[Tensor | None]]],
+        totals: Sequence[Tensor],
+        factor: float,
+    ) -> None:
+        """Sum the slots of all ranks; collective.
+
+        Args:
+            shards: per shard, the rows that it holds; the same on every rank.
+            slots: per own slot and shard, the gradient of each piece [num_rows, length]; `None` for zeros.
+            totals: per piece of this rank's shard, [num_rows, length]; receives the sum.
+            factor: by which gradients are multiplied before residuals are added to them; a power of two. The
+                sum is divided by it.
+        """
+        device = totals[0].device if totals else torch.device("cpu")
+        parts = self._cut(shards)
+        num_bytes = parts[-1].stop
+        encoded = self._reserve("encoded", self._per_rank * num_bytes, device).view(self._per_rank, -1)
+        for place, slot in enumerate(self.own):
+            at = 0
+            for shard, gradients in zip(shards, slots[place], strict=True):
+                for piece, gradient in zip(shard, gradients, strict=True):
+                    at = self._encode(slot, piece, gradient, factor, encoded[place], at)
+            assert at == num_bytes
+
+        own = parts[self._rank]
+        own_bytes = own.stop - own.start
+        rows = self._collect(encoded, parts, own_bytes)
+        mine = [part for number, part in enumerate(parts) if number % self._num_shards == self._shard]
+        base = mine[0].start
+        total = self._reserve("total", mine[-1].stop - base, device)
+        self._add(own, rows, total[own.start - base : own.stop - base])
+        self._spread(parts, base, total)
+        at = 0
+        for piece, target in zip(shards[self._shard], totals, strict=True):
+            codec, view = self._view(total, piece, at)
+            for slab in _slabs(piece):
+                torch.mul(codec.decode(view[slab], piece.length), 1.0 / factor, out=target[slab])
+            at += view.numel()
+
+    def _encode(
+        self, slot: int, piece: RowRange, gradient: Tensor | None, factor: float, target: Tensor, at: int
+    ) -> int:
+        """Encode rows of a slot at a place of `target`, note the residual, and return the place after."""
+        codec, view = self._view(target, piece, at)
+        before = self._residuals.take(slot, piece)
+        after = torch.empty(piece.num_rows, piece.length, device=target.device)
+        for slab in _slabs(piece):
+            rows = torch.zeros_like(after[slab]) if gradient is None else gradient[slab] * factor
+            if before is not None:
+                rows.add_(before[slab])
+            codec.encode(rows, view[slab])
+            torch.sub(rows, codec.decode(view[slab], piece.length), out=after[slab])
+        self._residuals.put(slot, piece, after)
+        return at + view.numel()
+
+    def _collect(self, encoded: Tensor, parts: list[_RankRows], own_bytes: int) -> Tensor:
+        """Return this rank's part of all slots [num_slots, own_bytes]."""
+        own = parts[self._rank]
+        if self._group is None:
+            return encoded
+        num_slots = self._per_rank * self._num_ranks
+        rows = self._reserve("rows", num_slots * own_bytes, encoded.device).view(num_slots, own_bytes)
+        departures, arrivals = [], []
+        for peer, part in enumerate(parts):
+            for place in range(self._per_rank):
+                arriving = rows[peer * self._per_rank + place]
+                if peer == self._rank:
+                    arriving.copy_(encoded[place, own.start : own.stop])
+                else:
+                    departures.append((peer, encoded[place, part.start : part.stop]))
+                    arrivals.append((peer, arriving))
+        self.sent_bytes += pass_on(self._group, departures, arrivals)
+        return rows
+
+    def _add(self, part: _RankRows, rows: Tensor, total: Tensor) -> None:
+        """Add a part of all slots, and encode the sum."""
+        at = 0
+        for piece in part.pieces:
+            codec, target = self._view(total, piece, at)
+            size = target.numel()
+            before = self._residuals.take(SUM, piece)
+            after = torch.empty(piece.num_rows, piece.length, device=total.device)
+            encoded = rows[:, at : at + size].view(len(rows), *target.shape)
+            for slab in _slabs(piece):
+                decoded = [codec.decode(each[slab], piece.length) for each in encoded]
+                for left, right in self._additions:
+                    decoded[left].add_(decoded[right])
+                if before is not None:
+                    decoded[0].add_(before[slab])
+                codec.encode(decoded[0], target[slab])
+                torch.sub(decoded[0], codec.decode(target[slab], piece.length), out=after[slab])
+            self._residuals.put(SUM, piece, after)
+            at += size
+
+    def _spread(self, parts: list[_RankRows], base: int, total: Tensor) -> None:
+        """Send this rank's part of the encoded sum to the ranks with the same shard, and receive theirs."""
+        if self._group is None:
+            return
+        departures, arrivals = [], []
+        own = parts[self._rank]
+        for peer in range(self._shard, self._num_ranks, self._num_shards):
+            if peer != self._rank:
+                part = parts[peer]
+                departures.append((peer, total[own.start - base : own.stop - base]))
+                arrivals.append((peer, total[part.start - base : part.stop - base]))
+        self.sent_bytes += pass_on(self._group, departures, arrivals)
+
+    def _view(self, encoded: Tensor, piece: RowRange, at: int) -> tuple[Codec, Tensor]:
+        """Return the codec of some rows, and their bytes [num_rows, row_bytes] from a place on."""
+        codec = choose_codec(self._kind, piece.length)
+        row_bytes = codec.count_row_bytes(piece.length)
+        return codec, encoded[at : at + piece.num_rows * row_bytes].view(piece.num_rows, row_bytes)
+
+    def _cut(self, shards: Sequence[Sequence[RowRange]]) -> list[_RankRows]:
+        """Return the part of every rank: of the rows of its shard, an equal share of the bytes."""
+        num_replicas = self._num_ranks // self._num_shards
+        parts: dict[int, _RankRows] = {}
+        start = 0
+        for shard, pieces in enumerate(shards):
+            sizes = [choose_codec(self._kind, p.length).count_row_bytes(p.length) for p in pieces]
+            whole = sum(piece.num_rows * size for piece, size in zip(pieces, sizes, strict=True))
+            for replica in range(num_replicas):
+                # A row belongs to the part in which its first byte lies.
+                first, last = whole * replica // num_replicas, whole * (replica + 1) // num_replicas
+                found, at, num_bytes = [], 0, 0
+                for piece, size in zip(pieces, sizes, strict=True):
+                    low = min(max(-(-(first - at) // size), 0), piece.num_rows)
+                    high = min(max(-(-(last - at) // size), 0), piece.num_rows)
+                    if low < high:
+                        rows = (piece.start + low, piece.start + high)
+                        found.append(RowRange(piece.name, *rows, piece.length))
+                        num_bytes += (high - low) * size
+                    at += piece.num_rows * size
+                parts[replica * self._num_shards + shard] = _RankRows(start, start + num_bytes, tuple(found))
+                start += num_bytes
+        return [parts[rank] for rank in range(self._num_ranks)]
+
+    def _reserve(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < num_bytes:
+            memory = self._memory[name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return memory[:num_bytes]
+
+
+def _slabs(piece: RowRange) -> list[slice]:
+    """Return the rows in groups of about `_SLAB` numbers."""
+    step = max(1, _SLAB // piece.length)
+    return [slice(at, min(at + step, piece.num_rows)) for at in range(0, piece.num_rows, step)]

@@ -1,0 +1,253 @@
+"""Compressed reduction: the gradients of slots are summed in fewer bytes.
+
+It is an exact reduction in which slots, not microbatches, are what is added over ranks: see `comm/slots.py`
+for the protocol. Microbatches of a slot are added on its rank, in the order of a tree of their own.
+
+Residuals have the units of the gradient of the sum of losses: before encoding, gradients are multiplied by
+the unit and divided by the loss scale, both powers of two, which change from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from paceline.comm.residuals import Residuals, RowRange
+from paceline.comm.slots import SlotSum
+from paceline.comm.tree import TreeSum
+from paceline.data.share import count_owned, owned_microbatches
+from paceline.errors import PacelineError
+from paceline.parallel.exact import (
+    ExactReduction,
+    Gradients,
+    add_gradients,
+    complete_future,
+    view_gradients,
+)
+
+
+@dataclass(frozen=True)
+class CompressSettings:
+    """The settings of the compression; the recipe's `[compress]` explains each.
+
+    Attributes:
+        kind: of the codec.
+        slots: their number.
+        after_steps: number of steps that are not compressed.
+    """
+
+    kind: str
+    slots: int
+    after_steps: int = 0
+
+
+class Compression:
+    """The compression of one model's gradients on this rank.
+
+    Attributes:
+        settings: of the run.
+        residuals: of this rank.
+        is_on: whether the gradients of the current step are compressed.
+        factor: by which the gradients of the current step are multiplied before they are encoded.
+
+    Args:
+        settings: of the run.
+        model: its parameters to train.
+
+    Raises:
+        PacelineError: PL961 for parameters that are not fp32.
+    """
+
+    def __init__(self, settings: CompressSettings, model: nn.Module) -> None:
+        self.settings = settings
+        self.residuals = Residuals()
+        self.is_on = False
+        self.factor = 1.0
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                raise PacelineError(
+                    "PL961",
+                    saw=f'compress.kind="{settings.kind}" for {name}, a parameter of {parameter.dtype}.',
+                    rule="Codecs encode gradients of fp32 parameters.",
+                    fix='Use dtype "fp32", "bf16" or "fp16", which all keep fp32 parameters, or '
+                    'compress.kind="none".',
+                )
+
+    def begin(self, step: int, factor: float) -> None:
+        """Start a step.
+
+        Args:
+            step: its number, from 1.
+            factor: turns its gradients into those of the sum of losses; a power of two.
+        """
+        self.is_on = step > self.settings.after_steps
+        self.factor = factor
+
+    def settle(self, *, keep: bool) -> None:
+        """End a step; without `keep` its residuals are dropped, because it was skipped."""
+        self.residuals.settle(keep=keep)
+        self.is_on = False
+
+    def cut(self, num_owned: tuple[int, ...], rank: int) -> list[range]:
+        """Return the microbatches of each slot of a rank.
+
+        Args:
+            num_owned: per rank, the number of microbatches that it computes.
+            rank: the rank.
+
+        Raises:
+            PacelineError: PL963 if the ranks' microbatches are not those of their slots.
+        """
+        num_slots, num_ranks = self.settings.slots, len(num_owned)
+        expected = count_owned(sum(num_owned), num_ranks, num_slots)
+        if num_owned != expected:
+            error = PacelineError(
+                "PL963",
+                saw=f"{sum(num_owned)} microbatches, of which the ranks have {list(num_owned)}, and "
+                f"compress.slots={num_slots}.",
+                rule="Slots are equal blocks of consecutive microbatches, and each rank has the microbatches "
+                f"of its slots: here {list(expected)}.",
+                fix="Use trainer.loader(), or give every rank the same number of microbatches per slot.",
+            )
+            error.on_every_rank = True
+            raise error
+        per_rank = num_slots // num_ranks
+        return [
+            owned_microbatches(sum(num_owned), num_slots, slot)
+            for slot in range(rank * per_rank, (rank + 1) * per_rank)
+        ]
+
+
+class CompressedReduction(ExactReduction):
+    """The gradients of one model, compressed by slots; in the first `after_steps` steps as they are.
+
+    Collective: every rank of the group must construct it and run the same buckets.
+
+    Args:
+        model: its parameters to train.
+        group: the ranks, used for nothing else; `None` in a world of one.
+        device: of the model.
+        compression: of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        compression: Compression,
+    ) -> None:
+        super().__init__(model, group, device)
+        self.compression = compression
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        settings = compression.settings
+        self._slot_sum = SlotSum(settings.kind, settings.slots, compression.residuals, group)
+        self._leaves: list[range] = []
+        self._trees: list[TreeSum[Gradients]] = []
+
+    def begin(self, num_owned: tuple[int, ...]) -> None:
+        super().begin(num_owned)
+        self._leaves = self.compression.cut(num_owned, self._rank)
+        self._trees = [TreeSum(len(leaves), add_gradients) for leaves in self._leaves]
+
+    def set_aside(self, index: int) -> None:
+        if not self.compression.is_on:
+            super().set_aside(index)
+            return
+        gradients = self._take_gradients()
+        for leaves, tree in zip(self._leaves, self._trees, strict=True):
+            if index in leaves:
+                at = index - leaves.start
+                tree.push((at, at + 1), gradients)
+
+    def is_used(self, parameter: Tensor) -> bool:
+        place = self._places[id(parameter)]
+        held = (gradients for tree in self._trees for _, gradients in tree.subtrees)
+        return super().is_used(parameter) or any(gradients[place] is not None for gradients in held)
+
+    @torch.no_grad()
+    def end(self, *, reduced: bool) -> None:
+        trees, self._trees = self._trees, []
+        super().end(reduced=reduced)
+        if reduced or not self.compression.is_on:
+            return
+        slots = [tree.subtrees[0][1] if tree.subtrees else None for tree in trees]
+        if all(gradients is None for gradients in slots):
+            return
+        for place, parameter in enumerate(self._parameters):
+            found = [None if gradients is None else gradients[place] for gradients in slots]
+            total = torch.zeros_like(parameter)
+            if self._group is None:
+                self._sum_parameters([parameter], [[gradient] for gradient in found], [total])
+            else:  # the other ranks' slots are left out on purpose (`Replica.silenced`)
+                for gradient in found:
+                    if gradient is not None:
+                        total += gradient
+            is_used = any(gradient is not None for gradient in found)
+            parameter.grad = total if is_used else None
+
+    def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        total = bucket.buffer()
+        if not self.compression.is_on or self._plan is None:
+            return super().reduce_bucket(bucket)
+        if not self._plan.num_leaves:
+            return complete_future(total)
+        parameters = bucket.parameters()
+        places = [self._places[id(parameter)] for parameter in parameters]
+        views = view_gradients(total, parameters)
+        slots: list[list[Tensor | None]] = []
+        aside: list[Tensor] = []
+        trees: list[TreeSum[Gradients]] = []
+        for leaves, tree in zip(self._leaves, self._trees, strict=True):
+            held = [(subtree, [values[place] for place in places]) for subtree, values in tree.subtrees]
+            aside += [gradient for _, values in held for gradient in values if gradient is not None]
+            trees.append(TreeSum(len(leaves), add_gradients, held))
+        last = self._last_leaf
+
+        def work() -> None:
+            with torch.no_grad():
+                for leaves, tree in zip(self._leaves, trees, strict=True):
+                    if last is not None and last in leaves:
+                        at = last - leaves.start
+                        tree.push((at, at + 1), list(views))
+                    slots.append(tree.subtrees[0][1] if tree.subtrees else [None] * len(views))
+                self._sum_parameters(parameters, slots, views)
+
+        if self._line is not None:
+            return self._line.do(work, total) if bucket.is_last() else self._line.submit(work, total)
+        return self._run_on_stream(work, total, aside)
+
+    def _sum_parameters(
+        self,
+        parameters: Sequence[Tensor],
+        slots: Sequence[Sequence[Tensor | None]],
+        totals: Sequence[Tensor],
+    ) -> None:
+        """Sum the gradients of some parameters over the slots of all ranks; collective.
+
+        Args:
+            parameters: the same on every rank.
+            slots: per own slot, their gradients; may be `totals`.
+            totals: of the shapes of the parameters; receive the sums.
+        """
+        kept = [place for place, parameter in enumerate(parameters) if parameter.numel()]
+        pieces = [RowRange.all_of(self._names[id(parameters[n])], parameters[n].shape) for n in kept]
+        if not pieces:
+            return
+
+        def flatten(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+            found = [values[place] for place in kept]
+            return [
+                None if value is None else value.reshape(piece.num_rows, piece.length)
+                for piece, value in zip(pieces, found, strict=True)
+            ]
+
+        sums = [torch.empty(piece.num_rows, piece.length, device=totals[0].device) for piece in pieces]
+        self._slot_sum.sum([pieces], [[flatten(values)] for values in slots], sums, self.compression.factor)
+        for place, total in zip(kept, sums, strict=True):
+            totals[place].copy_(total.view(totals[place].shape))

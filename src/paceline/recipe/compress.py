@@ -1,0 +1,39 @@
+"""The table of a recipe that defines how gradients are compressed: [compress]."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
+
+
+class CompressSection(Section):
+    """The compression of gradients between ranks, for slow links; it changes the result.
+
+    `docs/communicate.md` explains what it costs.
+    """
+
+    kind: Literal["none", "bf16", "fp16", "int8", "int4"] = "none"
+    """Form in which gradients are sent. `"int8"` and `"int4"`: integers with one scale per block of at most
+    256 numbers. What this rounds off is added to the next step's gradient. Needs `train.reduction =
+    "exact"`."""
+    slots: PositiveInt | None = None
+    """Number of equal blocks of consecutive microbatches whose gradients are each compressed together. The
+    result depends on it, and not on the number of ranks, which must divide it. Default: the number of ranks
+    that share the data; a run that is resumed on another number of ranks must set it."""
+    after_steps: NonNegativeInt = 0
+    """Number of steps at the start of the run whose gradients are not compressed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CompressSection:
+        idle = [name for name in ("slots", "after_steps") if getattr(self, name)]
+        if self.kind == "none" and idle:
+            raise broken_rule(
+                "PL962",
+                f'compress.{idle[0]}={getattr(self, idle[0])} with compress.kind="none".',
+                "Without compression this key would do nothing.",
+                'Set compress.kind="int8", or leave the key out.',
+            )
+        return self

@@ -1,0 +1,71 @@
+"""Checks the settings of the compression against the layout and the other arguments of a trainer."""
+
+from __future__ import annotations
+
+from paceline.errors import PacelineError
+from paceline.parallel.compress import CompressSettings
+from paceline.recipe import Layout
+from paceline.recipe.compress import CompressSection
+
+# The axes along which ranks have the same parameters and other microbatches.
+_ALONG = ("dp_replicate",)
+
+
+def choose_compression(
+    section: CompressSection, layout: Layout, *, reduction: str, has_comm_hook: bool
+) -> CompressSettings | None:
+    """Return the settings of the compression with the number of slots known; `None` without compression.
+
+    Args:
+        section: as given.
+        layout: resolved.
+        reduction: as given.
+        has_comm_hook: whether a communication hook is given.
+
+    Raises:
+        PacelineError: PL958 to PL960.
+    """
+    if section.kind == "none":
+        return None
+    told = f'compress.kind="{section.kind}"'
+    if has_comm_hook or reduction != "exact":
+        other = "comm_hook" if has_comm_hook else f"reduction={reduction!r}"
+        raise PacelineError(
+            "PL959",
+            saw=f"{told} with {other}.",
+            rule="Compressed gradients are added in a fixed order over slots, by the exact reduction. A hook "
+            "would replace it.",
+            fix='Use reduction="exact" without comm_hook, or compress.kind="none".',
+        )
+    others = [axis for axis, degree in layout.list_several().items() if axis not in _ALONG]
+    if others:
+        raise PacelineError(
+            "PL958",
+            saw=f"{told} with layout {layout}.",
+            rule=f"Gradients are compressed along {' and '.join(_ALONG)} only, not with {', '.join(others)}.",
+            fix=f'Set {", ".join(f"{axis}=1" for axis in others)}, or compress.kind="none".',
+        )
+    num_slots = section.slots or layout.dp
+    if num_slots % layout.dp or num_slots == 1:
+        raise PacelineError(
+            "PL960",
+            saw=f"compress.slots={section.slots or 'not set'}, and {layout.dp} ranks share the data.",
+            rule="Every rank has the same number of slots, and there are at least two of them: a single one "
+            "has nobody to send to.",
+            fix=f"Set compress.slots to {max(2, layout.dp)} or another multiple of {layout.dp}, or train "
+            "uncompressed.",
+        )
+    return CompressSettings(section.kind, num_slots, section.after_steps)
+
+
+def check_num_slots(num_slots: int | None, global_batch_size: int, microbatch_size: int) -> None:
+    """Raise PL963 for global batches that leave a slot without any microbatch."""
+    num_microbatches = -(-global_batch_size // microbatch_size)
+    if num_slots is not None and num_microbatches < num_slots:
+        raise PacelineError(
+            "PL963",
+            saw=f"compress.slots={num_slots}, and a global batch of {global_batch_size} samples has "
+            f"{num_microbatches} microbatches of {microbatch_size}.",
+            rule="A slot is a block of microbatches, and each has at least one.",
+            fix=f"Set compress.slots to {num_microbatches} or less, or use smaller microbatches.",
+        )
