@@ -126,14 +126,14 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_foreign(kind: str) -> nn.Module:
+def build_foreign(kind: str, layers: int = 2) -> nn.Module:
     import transformers
 
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
         "intermediate_size": 16,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "num_experts_per_tok": 2,
@@ -148,10 +148,18 @@ def build_foreign(kind: str) -> nn.Module:
     return model
 
 
-def train_foreign(world: Any, kind: str, layout: str, dtype: torch.dtype = torch.float32) -> Any:
-    batch = {"ids": torch.stack([Tokens()[n]["ids"] for n in range(4)])}
+def train_foreign(
+    world: Any,
+    kind: str,
+    layout: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    layers: int = 2,
+    num_samples: int = 4,
+) -> Any:
+    batch = {"ids": torch.stack([Tokens()[n]["ids"] for n in range(num_samples)])}
     trainer = paceline.Trainer(
-        build_foreign(kind).to(dtype),
+        build_foreign(kind, layers).to(dtype),
         forward=lambda model, batch: model(input_ids=batch["ids"], labels=batch["ids"]).loss,
         loss=lambda loss, batch: (loss * len(batch["ids"]), torch.tensor(float(len(batch["ids"])))),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),

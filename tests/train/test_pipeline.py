@@ -359,7 +359,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "calls 4 blocks",
     ),
     "misspelt": ({"layout": "pp=2 schedule=1f1"}, "PL118", "schedule=1f1"),
-    "compile": ({"compile": True}, "PL492", "compile"),
+    "compile": ({"compile": True}, "PL492", "set pp=1 and dp_shard=2 or tp"),
+    "a hook of DDP": ({"comm_hook": (None, print), "reduction": "fast"}, "PL142", "comm_hook"),
     "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL490", "schedule=gpipe"),
     "the whole batch": ({"loss_over": "global_batch"}, "PL488", "loss_over"),
     "settings of DDP": ({"ddp": {"static_graph": True}}, "PL141", "static_graph"),
@@ -381,6 +382,45 @@ def test_what_does_not_work_is_refused(ranks: Pool, case: str) -> None:
     error = next(iter(caught.value.causes.values()))
     assert getattr(error, "code", None) == code, error
     assert seen in str(error)
+
+
+def refuse_models(world: Any) -> None:
+    paceline.Trainer(
+        {"teacher": Outside, "student": Outside},
+        optimizer={"student": lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)},
+        step=lambda update: None,
+        layout="pp=2",
+        example=make_batch(0),
+    )
+
+
+def test_named_models_are_refused(ranks: Pool) -> None:
+    with pytest.raises(RankError, match=r"named models with layout pp=2.*PL423"):
+        ranks.run(refuse_models, 2)
+
+
+def test_all_reasons_come_at_once_with_the_nearest_layouts(ranks: Pool) -> None:
+    settings: dict[str, Any] = {
+        "layout": "pp=2 dp_shard=2 schedule=zbv recompute=block offload=cpu chunks=3",
+        "compile": True,
+        "sync_batchnorm": True,
+        "reduction": "fast",
+        "shard": {"param_dtype": "bf16"},
+    }
+    with pytest.raises(RankError) as caught:
+        ranks.run(refuse, 4, (settings,))
+    error: Any = next(iter(caught.value.causes.values()))
+    found = [(problem.code, problem.saw.partition(" with ")[2]) for problem in error.problems]
+    for code, word in [
+        ("PL475", "chunks"),
+        ("PL478", "schedule=zbv"),
+        ("PL492", "offload=cpu"),
+        ("PL492", "shard.param_dtype"),
+        ("PL492", "sync_batchnorm"),
+        ("PL492", "compile"),
+    ]:
+        assert any(each == code and word in saw for each, saw in found), (code, word, found)
+    assert all(problem.fix for problem in error.problems)
 
 
 def train_foreign(world: Any, name: str, layout: str) -> Any:

@@ -21,6 +21,8 @@ from paceline.pipeline.simulate import Costs, simulate
 from tests.dist.pool import Pool, RankError
 from tests.parallel.stages.models import WIDTH, Outside, call
 from tests.train.test_pipeline import build, train
+from tests.train.test_pipeline_layouts import HEADS
+from tests.train.test_pipeline_layouts import train as train_layouts
 
 NARROW, WIDE = 64, 256
 INNER = [*[NARROW] * 5, *[WIDE] * 3]
@@ -194,8 +196,12 @@ def test_times_are_measured_where_operations_do_not_tell(ranks: Pool, is_built: 
 def test_measuring_changes_no_bit(ranks: Pool) -> None:
     """Weights, norms, running statistics and dropout are those of a run that measures nothing."""
     [alone] = ranks.run(train, 1, (Outside, ("",)))[0]
-    layouts = ("pp=2 stages=measured", "pp=2 schedule=zbv stages=measured")
-    assert ranks.run(train, 2, (Outside, layouts), timeout_s=60)[0] == [alone] * 2
+    layouts = (
+        "pp=2 stages=measured",
+        "pp=2 schedule=zbv stages=measured",
+        "pp=2 recompute=block stages=measured",
+    )
+    assert ranks.run(train, 2, (Outside, layouts), timeout_s=60)[0] == [alone] * 3
     [quick] = ranks.run(train, 1, (build_quick_start, ("",)))[0]
     assert ranks.run(train, 2, (build_quick_start, ("pp=2 stages=measured",)))[0] == [quick]
 
@@ -239,3 +245,12 @@ def refuse(world: Any) -> None:
 def test_shared_experts_are_not_timed(ranks: Pool) -> None:
     with pytest.raises(RankError, match="PL494"):
         ranks.run(refuse, 4)
+
+
+@pytest.mark.slow
+def test_parts_of_blocks_are_timed_by_all_ranks_of_tp(ranks: Pool) -> None:
+    cases: list[Any] = [("pp=2 tp=2 stages=measured", HEADS)]
+    [(_, losses, norms)] = ranks.run(train_layouts, 1, ([("", HEADS)],))[0]
+    [found] = ranks.run(train_layouts, 4, (cases,), timeout_s=100)[0]
+    assert found[1] == pytest.approx(losses, rel=1e-12)
+    assert found[2] == pytest.approx(norms, rel=1e-10)

@@ -64,6 +64,28 @@ def test_recompute_keeps_the_bits_of_a_pipeline(ranks: Pool) -> None:
     assert ranks.run(train, 2, (RECOMPUTED,))[0] == [alone] * 2
 
 
+def train_long(world: Any, layout: str, dtype: str) -> str:
+    """A hash of all weights after 20 steps of 11 samples by 2."""
+    trainer = build(layout, dtype=dtype)
+    loader = trainer.loader(Ids(), global_batch_size=11)
+    while trainer.step_number < 20:
+        for share in loader:
+            trainer.step(share)
+    state = trainer.whole_state()
+    trainer.close()
+    return hash_tensors(state) if world.is_main else ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_twenty_steps_end_with_the_hash_of_one_process(ranks: Pool, dtype: str) -> None:
+    """The same with processes killed in between: `tests.chaos.run --pipelines`."""
+    alone = ranks.run(train_long, 1, ("", dtype), timeout_s=60)[0]
+    assert ranks.run(train_long, 2, ("pp=2", dtype), timeout_s=60)[0] == alone
+    for layout in ("pp=4", "pp=2 dp_replicate=2", "pp=2 dp_shard=2"):
+        assert ranks.run(train_long, 4, (layout, dtype), timeout_s=90)[0] == alone, layout
+
+
 FAST = {"reduction": "fast", "dtype": "fp64"}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.models.gpt import Gpt
 from paceline.recipe.schema import GptModel
 from tests.dist.pool import Pool
+from tests.dist.recorder import RECORD, count_recorded, recorded_collectives
 from tests.parallel.stages.models import Outside, make_batch
 from tests.train.test_pipeline import Ids
 from tests.train.test_pipeline import build as build_small
@@ -105,7 +106,28 @@ def count_sent(world: Any, layout: str) -> list[int]:
     return sent
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def list_collectives(world: Any, layout: str) -> list[tuple[str, int]]:
+    """All collectives of the second step, with their numbers of elements; sends are not among them."""
+    trainer = build_small(layout, Outside)
+    assert trainer.step(make_batch(0)).grad_norm > 0
+    since = count_recorded()
+    assert trainer.step(make_batch(1)).grad_norm > 0
+    found = [(name.split()[0], numel) for name, (numel, *_) in recorded_collectives(since)]
+    trainer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_the_agreement_and_the_norm_are_the_only_collectives(ranks: Pool) -> None:
+    """The norms of all rows are added in the model's order, so every rank needs all of them."""
+    num_rows = sum(len(p) for p in Outside().parameters())
+    for found in ranks.run(list_collectives, 2, ("pp=2",), env=RECORD):
+        agreement, norm = found
+        assert agreement[0] == "all_to_all"
+        assert norm == ("all_reduce", num_rows)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 def test_a_step_sends_what_crosses_the_cut_and_nothing_else(ranks: Pool, schedule: str) -> None:
     """Per microbatch two tensors of [samples, 5, 8], and back their gradients with a byte per dimension."""
     samples = [2, 2, 2, 2, 2, 1]  # 11 samples

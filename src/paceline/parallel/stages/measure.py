@@ -120,7 +120,13 @@ def _time_segment(
 
 def _make_received(each: LearnedTensor, device: torch.device) -> Tensor:
     made = torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=device)
-    return made.normal_() if made.is_floating_point() else made.zero_()
+    return _draw(made, 1.0) if made.is_floating_point() else made.zero_()
+
+
+def _draw(tensor: Tensor, std: float) -> Tensor:
+    """Fill a tensor with normal numbers; the user's generators are left alone."""
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    return tensor.normal_(std=std, generator=generator)
 
 
 @contextmanager
@@ -156,7 +162,7 @@ def _make_twin(tensor: Tensor, device: torch.device) -> Tensor:
         return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.clone()
     values = tensor.detach()
     if tensor.is_meta:
-        values = torch.empty_like(tensor, device=device, requires_grad=False).normal_(std=_SCALE)
+        values = _draw(torch.empty_like(tensor, device=device, requires_grad=False), _SCALE)
     twin = nn.Parameter(values, requires_grad=tensor.requires_grad)
     twin.__dict__.update(tensor.__dict__)
     return twin

@@ -91,14 +91,14 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "layout.offload",
             f"layout.offload={layout.offload}",
             "A stage keeps its shards in the memory in which it computes.",
-            "Leave offload out.",
+            f"Leave offload out, or set pp=1 and dp_shard={layout.pp * layout.dp_shard}.",
         ),
         (
             layout.dp_shard > 1 and bool(changed),
             "shard",
             changed,
             "A stage is gathered as a whole, in the type of the model; of [shard] it knows prefetch alone.",
-            "Leave these settings out.",
+            "Leave these settings out, or set pp=1.",
         ),
         (
             run.sync_batchnorm,
@@ -111,8 +111,10 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             run.compile,
             "train.compile",
             "train.compile=true",
-            "A stage runs a part of the model's forward, which a compiled forward does not have.",
-            "Leave compile out.",
+            "A stage follows the calls of modules and functions in the model's forward, which compiled code "
+            "does not show.",
+            f"Leave compile out, or set pp=1 and dp_shard={layout.pp * layout.dp_shard} or tp: each block is "
+            "compiled there.",
         ),
     )
     yield from refuse_mixes("PL492", f"layout.pp={layout.pp}", mixes)
