@@ -214,6 +214,21 @@ def test_all_ranks_refuse_together(ranks: Pool, layout: str) -> None:
     assert {error.code for error in caught.value.causes.values()} == {"PL413"}
 
 
+def train_few(world: Any, layout: str) -> float:
+    """A first step whose last rank has one sample, and the others two each."""
+    torch.manual_seed(0)
+    trainer = build(model=net(), layout=layout)
+    data = torch.utils.data.Subset(Samples(), range(2 * world.world_size - 1))
+    share = next(iter(trainer.loader(data, global_batch_size=16)))
+    assert len(share.samples[0]) == (1 if world.rank + 1 == world.world_size else 2)
+    return float(trainer.step(share).loss)
+
+
+def test_a_rank_with_a_single_sample_keeps_others_from_cutting(ranks: Pool) -> None:
+    """Forwards of a sharded model are collective, so all ranks run the halves or none does."""
+    assert len(set(ranks.run(train_few, args=("dp_shard=2",)))) == 1
+
+
 # ---- buffers
 
 

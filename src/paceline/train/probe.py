@@ -90,7 +90,7 @@ class Probe:
             log.warning("%s", _describe_batchnorm(self._norm, share))
 
     def check_cut(self, objective: Loss, share: Share) -> None:
-        """Raise PL413 if the loss of a microbatch is not the sum over its samples.
+        """Raise PL413 if the loss of a microbatch is not the sum over its samples. Collective.
 
         With BatchNorm only the loss on given outputs is checked.
 
@@ -98,7 +98,7 @@ class Probe:
             objective: forward and loss.
             share: of the first global batch.
         """
-        halves = self._cut(share)
+        halves = self._cut_together(share)
         if halves is None or (self._norm is not None and not objective.has_output):
             return
         try:
@@ -140,6 +140,7 @@ class Probe:
         if not self._may_run(share):
             return [], []
         batch, samples = share.microbatches[0][1], share.samples[0]
+        halves = self._cut_together(share)
         before = [(buffer.tensor, read_version(buffer.tensor)) for buffer in buffers]
         with self._undone():
             self._runner.try_forward(run, batch, samples, "probe")
@@ -152,7 +153,6 @@ class Probe:
             ]
         if not changed:
             return [], []
-        halves = self._cut(share)
         if halves is None:
             return changed, changed
         with self._undone():
@@ -203,6 +203,18 @@ class Probe:
     def _may_run(self, share: Share) -> bool:
         """Return whether this rank runs forwards now: all ranks of a divided model do, or none."""
         return bool(share.microbatches) and (not self._is_divided or min(share.num_owned) > 0)
+
+    def _cut_together(self, share: Share) -> Halves | None:
+        """Return what `_cut` returns, or nothing if another rank of a divided model has nothing.
+
+        Ranks may have first microbatches of other sizes, and forwards of a divided model are collective.
+        """
+        halves = self._cut(share)
+        if not self._is_divided:
+            return halves
+        found = [False] * dist.get_world_size()
+        dist.all_gather_object(found, halves is not None)
+        return halves if all(found) else None
 
     def _cut(self, share: Share) -> Halves | None:
         """Return the first microbatch and its halves; for a single sample, the first two joined and each."""
