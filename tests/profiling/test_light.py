@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from paceline.profiling.analysis import analyse
+from paceline.profiling.blame import SpentTime, find_causes
 from paceline.profiling.compare import compare
+from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import NOTHING, as_spans
 from paceline.profiling.light import divide_loop
 from paceline.profiling.rank.marks import WAITING
 from paceline.profiling.trace import (
     BACKWARD,
     COLLECTION,
+    CORE,
     DATA,
     FORWARD,
     OPTIMIZER,
+    UNSCHEDULED,
     CodePlace,
     RankTrace,
 )
@@ -42,6 +47,59 @@ def test_what_lies_between_other_phases_is_nobodys() -> None:
     assert phases[BACKWARD].tolist() == [[42, 50]]
     assert not len(phases[OPTIMIZER])
     assert compute.tolist() == [[0, 10], [30, 50]]
+
+
+def spend(forward: int, delay: int, run: int) -> SpentTime:
+    return SpentTime({FORWARD: forward, DATA: 5}, {FORWARD: delay, DATA: 0}, run)
+
+
+@pytest.mark.parametrize(
+    ("late", "causes"),
+    [
+        # It computes ten times as much, and waits ten times as long for a core: the forward is the cause.
+        (spend(1000, 900, 100), {FORWARD: 900}),
+        # It computes as much, and waits longer for a core.
+        (spend(190, 180, 10), {CORE: 90}),
+        # It computes twice as much; half of its waiting is for what both do, and 90 of this are usual.
+        (spend(420, 400, 20), {FORWARD: 210, CORE: 110}),
+        # Nothing is known of cores.
+        (SpentTime({FORWARD: 1000, DATA: 5}), {FORWARD: 900}),
+    ],
+)
+def test_waiting_for_a_core_belongs_to_the_work_that_needs_it(
+    late: SpentTime, causes: dict[str, int]
+) -> None:
+    own = spend(100, 90, 10) if late.run else SpentTime({FORWARD: 100, DATA: 5})
+    assert find_causes(own, late, sum(causes.values())) == causes
+
+
+def test_cores_are_measured_between_instants() -> None:
+    cores = CoreTime(np.array([[1000, 50, 7], [1100, 90, 57], [1200, 190, 57]]))
+    assert cores.measure_run(1050, 1150) == 20 + 50
+    assert cores.measure_delay(1050, 1150) == 25
+    assert cores.measure_delay(1000, 1200, as_spans([(1010, 1020), (1090, 1190)])) == 5 + 5
+    assert CoreTime(UNSCHEDULED).measure_delay(1000, 1200) == 0
+
+
+def test_a_rank_on_half_a_core_is_named() -> None:
+    """Its forward takes 30 ms longer with the same work."""
+    traces = simulate(2, 6, late={1: (FORWARD, 30 * MS)})
+    found = []
+    for trace in traces:
+        rows = [(trace.steps[0].begin_ns, 0, 0)]
+        for step, (begin, end) in zip(trace.steps, trace.phases[FORWARD].tolist(), strict=True):
+            ran, waited = rows[-1][1], rows[-1][2]
+            rows.append((begin, ran, waited))
+            rows.append((end, ran + 10 * MS, waited + end - begin - 10 * MS))
+            rows.append((step.end_ns, ran + 12 * MS, rows[-1][2]))
+        found.append(replace(trace, scheduling=np.array(rows)))
+    (blame,) = analyse(found).blames
+    assert (blame.rank, blame.phase) == (1, CORE)
+    # The last 5 ms of the backward hide as much of the wait for the first bucket.
+    assert 24.5 * MS <= blame.lost_ns <= 30.5 * MS
+    assert analyse(found).rows[-1].core_ns == pytest.approx(30 * MS, rel=0.05)
+    (blame,) = analyse([replace(trace, scheduling=UNSCHEDULED) for trace in found]).blames
+    assert (blame.rank, blame.phase) == (1, FORWARD)
 
 
 LOAD, LOOP = CodePlace("train.py", 41, "load"), CodePlace("train.py", 50, "main")

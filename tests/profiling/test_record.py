@@ -350,6 +350,28 @@ def test_recordings_are_repeated(tmp_path: Path) -> None:
         assert own == {FORWARD, BACKWARD, OPTIMIZER}
 
 
+class OwnSGD(torch.optim.SGD):
+    """A step that calls the step of the class above, which torch has wrapped too."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+
+
+def test_a_step_within_a_step_counts_once(tmp_path: Path) -> None:
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=2))
+    recorder.install(torch)
+    model = nn.Linear(4, 4)
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = OwnSGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    recorder.finish()
+    (trace,) = read_traces([tmp_path])
+    assert [step.number for step in trace.steps] == [3, 4]
+    assert all(len(clip(trace.phases[BACKWARD], step.begin_ns, step.end_ns)) for step in trace.steps)
+
+
 def test_a_model_that_is_copied_while_it_is_recorded(tmp_path: Path) -> None:
     """A moving average or a checkpoint of the model must work, and keep nothing of the recording."""
     recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=1))

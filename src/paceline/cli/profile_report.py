@@ -17,6 +17,8 @@ from paceline.units import format_bytes, format_seconds
 _MOST_ROWS = 16
 # A phase that is shorter in all steps has no column.
 _LEAST_NS = 100_000
+# A share of the step, from which waiting for a core is reported.
+_MUCH_WAITING = 0.05
 _RAN = ("data", "forward", "backward", "optimizer", "reading values", "garbage collection")
 
 
@@ -189,6 +191,12 @@ def _describe_limits(profile: Profile) -> list[str]:
     if profile.num_unmatched:
         lines.append(
             f"{profile.num_unmatched} parts of collectives are in one trace only; they count as transfer."
+        )
+    core = _mean(profile.rows, lambda row: row.core_ns)
+    if core > _MUCH_WAITING * _mean(profile.rows, lambda row: row.total_ns):
+        lines.append(
+            f"Ranks waited {_milliseconds(core)} ms per step for a core: other threads or programs used all "
+            "of them, which makes ranks late by chance."
         )
     if profile.slowdown is not None:
         lines.append(f"Steps took {profile.slowdown:.2f} times as long while they were recorded as before.")

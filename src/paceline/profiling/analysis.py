@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from paceline.errors import PacelineError
 from paceline.phrases import name_ranks
 from paceline.profiling.blame import Blame, find_blame
+from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import Coverage, as_spans, measure, subtract, unite
 from paceline.profiling.matching import MatchedCollective, Waiting, find_waits, match_collectives
 from paceline.profiling.trace import (
@@ -58,6 +59,7 @@ class RankStep:
         waiting_ns: of the exposed time, by the rank that it waited for.
         backward_comm_ns: of the backward, in which a collective was under way.
         traffic: by group and operation.
+        core_ns: in which it could run and had no core.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class RankStep:
     waiting_ns: Mapping[int, int]
     backward_comm_ns: int
     traffic: tuple[Traffic, ...]
+    core_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,11 @@ class Profile:
     def worst_step(self) -> int:
         """The longest step."""
         return max(self.steps, key=self.step_ns)
+
+    @property
+    def mean_step_ns(self) -> float:
+        """The mean duration of a step over ranks and steps."""
+        return sum(row.total_ns for row in self.rows) / len(self.rows)
 
     @property
     def exposed_rank(self) -> int:
@@ -230,6 +238,7 @@ def _measure_steps(
 ) -> list[RankStep]:
     comm = unite(as_spans((part.issued_ns, part.end_ns) for part in trace.collectives))
     phases = divide_time(trace, as_spans([]))
+    cores = CoreTime(trace.scheduling)
     under_way, exposed = Coverage(comm), Coverage(subtract(comm, compute.spans))
     backward = phases.get(BACKWARD, Coverage(as_spans([])))
     outside = Coverage(subtract(comm, backward.spans))
@@ -262,6 +271,7 @@ def _measure_steps(
                 traffic=_count_traffic(
                     step, parts[bisect_left(issues, window[0]) : bisect_left(issues, window[1])]
                 ),
+                core_ns=cores.measure_delay(*window),
             )
         )
     return rows

@@ -30,6 +30,7 @@ from paceline.profiling.trace import (
     OPTIMIZER,
     PHASES,
     READING,
+    UNSCHEDULED,
     CodePlace,
     RankTrace,
     TracedCollective,
@@ -91,6 +92,7 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         samples=NOTHING if recorded is None else _list_samples(recorded),
         places=() if recorded is None else tuple(CodePlace(*place) for place in recorded.places),
         is_light=loop is not None,
+        scheduling=UNSCHEDULED if recorded is None else _list_scheduling(recorded),
     )
     return move_trace(trace, -ahead)
 
@@ -108,6 +110,7 @@ def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
         for part in trace.collectives
     )
     fields["samples"] = trace.samples + np.array([by_ns, 0])
+    fields["scheduling"] = trace.scheduling + np.array([by_ns, 0, 0])
     return RankTrace(**fields)
 
 
@@ -115,6 +118,11 @@ def _list_samples(recorded: Recorded) -> Spans:
     """Return the samples whose place exists."""
     samples = as_spans(recorded.samples)
     return samples[(samples[:, 1] >= 0) & (samples[:, 1] < len(recorded.places))]
+
+
+def _list_scheduling(recorded: Recorded) -> NDArray[np.int64]:
+    rows = np.array(recorded.scheduling, dtype=np.int64).reshape(-1, 3)
+    return rows[np.argsort(rows[:, 0], kind="stable")]
 
 
 def _list_annotations(file: TraceFile, spans: Spans, tops: NDArray[np.intp]) -> tuple[Spans, Spans]:
@@ -337,22 +345,46 @@ def _unmatched(part: TracedCollective, index: int) -> tuple[str, str, str, int, 
 
 
 def _join_calls(file: TraceFile, indices: Sequence[int]) -> list[TracedCollective] | None:
-    """Return the spans with what the recorder knows of their calls, if both lists are the same calls."""
-    if file.recorded is None or len(file.recorded.calls) != len(indices):
+    """Return the spans with what the recorder knows of their calls, if both lists are the same calls.
+
+    Spans of one operation and size begin in order of issue. Others may not on a busy machine: gloo's threads
+    take the calls in order, and note the begin of a span later.
+    """
+    recorded = file.recorded
+    if recorded is None or len(recorded.calls) != len(indices):
         return None
+    lines = _name_lines(recorded)
     joined = []
-    lines = _name_lines(file.recorded)
-    for place, (i, call) in enumerate(zip(indices, file.recorded.calls, strict=True)):
-        issued, group, number, operation, num_bytes = call
-        if _name(file.names[i]) != _name(operation):
+    for spans, calls in _pair_kinds(file, indices, recorded):
+        if len(spans) != len(calls):
             return None
-        end = int(file.ends_ns[i])
-        joined.append(
-            TracedCollective(
-                _name(operation), group, "", number, min(issued, end), end, num_bytes, lines[place]
+        for i, place in zip(spans, calls, strict=True):
+            issued, group, number, operation, size = recorded.calls[place]
+            end, name = int(file.ends_ns[i]), _name(operation)
+            joined.append(
+                TracedCollective(name, group, "", number, min(issued, end), end, size, lines[place])
             )
-        )
     return joined
+
+
+def _pair_kinds(
+    file: TraceFile, indices: Sequence[int], recorded: Recorded
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Return the spans and the places of the calls of each operation, and of each size if both have it."""
+    spans: dict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    calls: dict[str, list[tuple[int, int | None]]] = defaultdict(list)
+    for i in indices:
+        spans[_name(file.names[i])].append((i, _measure_input(file, i)))
+    for place, (_, _, _, operation, size) in enumerate(recorded.calls):
+        calls[_name(operation)].append((place, size))
+    for name in spans.keys() | calls.keys():
+        own, others = spans[name], calls[name]
+        sizes = Counter(each for _, each in own)
+        if sizes != Counter(each for _, each in others):
+            yield [i for i, _ in own], [place for place, _ in others]
+            continue
+        for known in sizes:
+            yield [i for i, each in own if each == known], [place for place, each in others if each == known]
 
 
 def _name_lines(recorded: Recorded) -> list[str]:

@@ -8,15 +8,18 @@ late rank did longer since then, by phase, is what made it late. A phase is blam
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import fmean, stdev
 
+from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import Coverage, as_spans, unite
 from paceline.profiling.lines import find_line
 from paceline.profiling.matching import MatchedCollective, Waiting
-from paceline.profiling.trace import HOST, CodePlace, RankTrace, divide_time
+from paceline.profiling.trace import CORE, HOST, CodePlace, RankTrace, divide_time
 
 # In a phase of a rank that waited for another one, the other one is the cause.
 WAITING = "waiting"
@@ -25,6 +28,11 @@ WAITING = "waiting"
 LEAST_SHARE = 0.1
 # And if it was late in at least this share of the steps by at least this share of the step.
 _LEAST_STEPS, _LEAST_SHARE_OF_STEP = 0.5, 0.05
+# A rank that waits less than this share of what another one does waits by chance.
+_REGULAR = 0.2
+# And if this cost exceeds its standard error over the steps so many times: it is not by chance. Cores are
+# missing by chance on a busy machine, now to one rank and then to another, in runs of several steps.
+_LEAST_ERRORS, _LEAST_CORE_ERRORS = 3.0, 6.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Blame:
         share: of the mean step.
         num_steps: steps in which it was late by this.
         waiters: the ranks that waited.
+        gain_ns: per step, what the step would take less without it: other ranks may be almost as late.
         place: the line, and the module, at which it was; `None` if no sample shows one.
     """
 
@@ -47,32 +56,65 @@ class Blame:
     share: float
     num_steps: int
     waiters: tuple[int, ...]
+    gain_ns: int = 0
     place: CodePlace | None = None
 
 
 class _RankTime:
-    """A rank's time by phase, without its exposed waiting."""
+    """A rank's time by phase, without its exposed waiting, and how long it ran and waited for a core."""
 
     def __init__(self, trace: RankTrace, waits: Sequence[Waiting]) -> None:
         self.begin_ns = trace.steps[0].begin_ns
+        self._cores = CoreTime(trace.scheduling)
         spans = unite(as_spans((wait.begin_ns, wait.end_ns) for wait in waits))
         self.parts = {WAITING: Coverage(spans), **divide_time(trace, spans)}
 
-    def measure(self, begin_ns: int, end_ns: int) -> dict[str, int]:
-        """Return the nanoseconds by phase between two instants."""
-        found = {name: spans.measure(begin_ns, end_ns) for name, spans in self.parts.items()}
-        return {**found, HOST: max(0, end_ns - begin_ns - sum(found.values()))}
+    def measure(self, begin_ns: int, end_ns: int) -> SpentTime:
+        """Return the nanoseconds between two instants."""
+        window = begin_ns, end_ns
+        found = {name: spans.measure(*window) for name, spans in self.parts.items()}
+        found[HOST] = max(0, end_ns - begin_ns - sum(found.values()))
+        delays = {name: self._cores.measure_delay(*window, spans.spans) for name, spans in self.parts.items()}
+        delays[HOST] = max(0, self._cores.measure_delay(*window) - sum(delays.values()))
+        del delays[WAITING]  # it had nothing to do
+        return SpentTime(found, delays, self._cores.measure_run(*window))
 
 
-def find_causes(own: Mapping[str, int], late: Mapping[str, int], exposed_ns: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class SpentTime:
+    """The nanoseconds that a rank spent.
+
+    Attributes:
+        phases: by phase.
+        delays: of these, in which it could run and had no core.
+        run: in which it ran on a core.
+    """
+
+    phases: Mapping[str, int]
+    delays: Mapping[str, int] = field(default_factory=dict)
+    run: int = 0
+
+
+def find_causes(own: SpentTime, late: SpentTime, exposed_ns: int) -> dict[str, int]:
     """Divide a wait by what the late rank did longer than the waiting one; a larger wait stays unexplained.
 
+    On a busy machine, a phase with more work also waits longer for a core, and that is the phase's. What the
+    late rank waits longer for a core with the work that both have is `CORE`.
+
     Args:
-        own: the waiting rank's nanoseconds by phase since both were together.
+        own: the waiting rank's time since both were together.
         late: the late rank's.
         exposed_ns: the wait to divide.
     """
-    excess = {name: longer for name in late if (longer := late[name] - own.get(name, 0)) > 0}
+    phases = dict(late.phases)
+    delay = sum(late.delays.values())
+    in_common = min(1.0, own.run / late.run) if late.run else 1.0
+    core = max(0.0, delay * in_common - sum(own.delays.values()))
+    for name, length in late.delays.items():
+        phases[name] -= round(core * length / delay) if delay else 0
+    excess = {name: longer for name in phases if (longer := phases[name] - own.phases.get(name, 0)) > 0}
+    if core:
+        excess[CORE] = round(core)
     total = max(exposed_ns, sum(excess.values()))
     return {name: round(exposed_ns * longer / total) for name, longer in excess.items()}
 
@@ -112,7 +154,7 @@ def find_blame(
                 by_waiter = lost[wait.collective.last, phase][step]
                 by_waiter[rank] = by_waiter.get(rank, 0) + length
     mean_ns = sum(s.end_ns - s.begin_ns for own in steps.values() for s in own) / len(traces) / len(numbers)
-    found = _choose(lost, mean_ns, len(numbers), len(traces))
+    found = _choose(lost, mean_ns, numbers, len(traces))
     by_rank, divided = (
         {trace.rank: trace for trace in traces},
         {rank: own.parts for rank, own in times.items()},
@@ -170,20 +212,36 @@ def _explain(wait: Waiting, times: Mapping[int, _RankTime], shared: _Shared) -> 
 def _choose(
     lost: Mapping[tuple[int, str], Mapping[int, Mapping[int, int]]],
     mean_ns: float,
-    num_steps: int,
+    numbers: Sequence[int],
     num_ranks: int,
 ) -> tuple[Blame, ...]:
-    cost = {key: sum(max(by.values()) for by in steps.values()) / num_steps for key, steps in lost.items()}
+    cost = {key: {step: max(by.values()) for step, by in steps.items()} for key, steps in lost.items()}
     found = []
-    for (rank, phase), steps in lost.items():
+    for (rank, phase), steps in cost.items():
         if phase == WAITING or num_ranks < 2:
             continue
-        others = sum(value for (other, same), value in cost.items() if same == phase and other != rank)
-        net_ns = cost[rank, phase] - others / (num_ranks - 1)
-        late = [step for step, by in steps.items() if max(by.values()) >= _LEAST_SHARE_OF_STEP * mean_ns]
-        if net_ns < LEAST_SHARE * mean_ns or len(late) < _LEAST_STEPS * num_steps:
+        others = [own for (other, same), own in cost.items() if same == phase and other != rank]
+        net = [
+            steps.get(step, 0) - sum(own.get(step, 0) for own in others) / (num_ranks - 1) for step in numbers
+        ]
+        late = [step for step, lost_ns in steps.items() if lost_ns >= _LEAST_SHARE_OF_STEP * mean_ns]
+        if fmean(net) < LEAST_SHARE * mean_ns or len(late) < _LEAST_STEPS * len(numbers):
             continue
-        waiters = tuple(sorted({waiter for by in steps.values() for waiter in by}))
-        lost_ns = round(cost[rank, phase])
-        found.append(Blame(rank, phase, lost_ns, lost_ns / mean_ns, len(late), waiters))
+        least = _LEAST_CORE_ERRORS if phase == CORE else _LEAST_ERRORS
+        if len(net) > 1 and fmean(net) < least * stdev(net) / math.sqrt(len(net)):
+            continue
+        waiters = tuple(sorted({waiter for by in lost[rank, phase].values() for waiter in by}))
+        lost_ns = round(sum(steps.values()) / len(numbers))
+        gain_ns = _find_gain(lost[rank, phase], len(numbers))
+        found.append(Blame(rank, phase, lost_ns, lost_ns / mean_ns, len(late), waiters, gain_ns))
     return tuple(sorted(found, key=lambda blame: -blame.lost_ns))
+
+
+def _find_gain(steps: Mapping[int, Mapping[int, int]], num_steps: int) -> int:
+    """Return the mean over steps of the least that a rank waits, among those that wait for this regularly."""
+    totals: dict[int, int] = defaultdict(int)
+    for by in steps.values():
+        for waiter, length in by.items():
+            totals[waiter] += length
+    regular = [waiter for waiter, total in totals.items() if total >= _REGULAR * max(totals.values())]
+    return round(sum(min(by.get(waiter, 0) for waiter in regular) for by in steps.values()) / num_steps)

@@ -63,6 +63,7 @@ class Recorded:
         loop: spans of the training loop by phase, and of its waiting, if no operators were recorded.
         samples: of the training loop: instant and number of a place.
         places: file, line, function and module.
+        scheduling: instants, and for how long the training loop had run, and waited for a core.
         call_places: of each call, the number of the place that issued it; -1 if unknown.
     """
 
@@ -77,6 +78,7 @@ class Recorded:
     samples: list[tuple[int, int]] = field(default_factory=list)
     places: list[tuple[str, int, str, str]] = field(default_factory=list)
     call_places: list[int] = field(default_factory=list)
+    scheduling: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass

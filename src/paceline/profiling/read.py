@@ -12,13 +12,14 @@ from paceline.profiling.analysis import contradiction_error
 from paceline.profiling.assembly import build_rank_trace, move_trace
 from paceline.profiling.kineto import TraceFile, read_trace_file, trace_error
 from paceline.profiling.matching import bound_offset
-from paceline.profiling.trace import RankTrace
+from paceline.profiling.trace import MEETINGS, RankTrace
 from paceline.units import format_seconds
 
 _ENDINGS = (".json", ".json.gz")
 # torch's profiler converts a counter of the processor to the time of day, and collectives may carry another
 # clock's time of issue. On one machine both were less than 0.1 ms apart.
 _TOLERANCE_NS = 200_000
+_MOST_CONTRADICTIONS = 0.1
 
 
 def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
@@ -89,6 +90,13 @@ def align(traces: Sequence[RankTrace]) -> list[RankTrace]:
         if bounds is None or (bounds[0] - slack <= 0 <= bounds[1] + slack):
             aligned.append(trace)
             continue
+        if (
+            first.host
+            and first.host == trace.host
+            and (cleared := _clear_contradictions(first, trace, slack))
+        ):
+            aligned.append(cleared)
+            continue
         least, most = bounds
         if least > most + slack or (first.host and first.host == trace.host):
             reason = f"a collective ended on one before the other had entered it, by {_name_gap(least, most)}"
@@ -103,6 +111,30 @@ def align(traces: Sequence[RankTrace]) -> list[RankTrace]:
             replace(moved, clock_error_ns=trace.clock_error_ns + error, remarks=(*moved.remarks, remark))
         )
     return _remark(aligned)
+
+
+def _clear_contradictions(first: RankTrace, other: RankTrace, slack_ns: int) -> RankTrace | None:
+    """Return the other trace with the collectives that contradict one clock no longer matched.
+
+    `None` if they are too many: the traces are then of different runs. A few happen on a busy machine, where
+    threads may take two collectives of one size in another order than they were issued.
+    """
+    parts = {part.key: part for part in first.collectives if part.operation in MEETINGS}
+    kept, num_common, num_bad = [], 0, 0
+    for part in other.collectives:
+        mine = parts.get(part.key)
+        if mine is not None and mine.operation == part.operation:
+            num_common += 1
+            if part.issued_ns - mine.end_ns > slack_ns or mine.issued_ns - part.end_ns > slack_ns:
+                num_bad += 1
+                part = replace(part, sequence=f"contradiction {num_bad}")
+        kept.append(part)
+    if num_bad > _MOST_CONTRADICTIONS * num_common:
+        return None
+    remark = (
+        f"The times of {num_bad} of {num_common} collectives contradict each other: these are not compared."
+    )
+    return replace(other, collectives=tuple(kept), remarks=(*other.remarks, remark))
 
 
 def _name_gap(least: int, most: int) -> str:

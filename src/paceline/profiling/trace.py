@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.own_code import describe_place
 from paceline.profiling.intervals import NOTHING, Coverage, Spans, subtract, unite
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 COLLECTION, READING, HOST = "garbage collection", "reading values", "host"
+CORE = "waiting for a core"
+"""A part of every phase: the thread could run, and others used all cores."""
 
 # The phases of a step. Where several cover an instant, it belongs to the first of them: garbage is collected,
 # and values are read (`.item()`), inside of another phase.
 PHASES = (COLLECTION, READING, DATA, OPTIMIZER, BACKWARD, FORWARD)
+
+UNSCHEDULED: NDArray[np.int64] = np.empty((0, 3), dtype=np.int64)
 
 # Operations that no rank leaves before all ranks of the group have entered.
 MEETINGS = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
@@ -102,6 +109,8 @@ class RankTrace:
         places: lines of the user's, with the module that was running.
         is_light: whether operators were not recorded: `compute` is then the loop's time in forward, backward
             and optimizer without its waiting for collectives.
+        scheduling: rows of an instant, and for how long the training loop had run, and waited for a core,
+            until then; no rows if unknown.
     """
 
     rank: int
@@ -117,6 +126,7 @@ class RankTrace:
     samples: Spans = field(default_factory=lambda: NOTHING)
     places: tuple[CodePlace, ...] = ()
     is_light: bool = False
+    scheduling: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
 
 
 def divide_time(trace: RankTrace, elsewhere: Spans) -> dict[str, Coverage]:

@@ -45,6 +45,7 @@ class LoopTimes:
     Args:
         torch: the module.
         on_forward: called before each forward of an outermost module.
+        on_change: called where a backward begins, and where it has computed everything.
 
     Attributes:
         forwards, backwards, collections: begin and end of each.
@@ -52,10 +53,11 @@ class LoopTimes:
         names: of the modules in the outermost ones, by id.
     """
 
-    def __init__(self, torch: Any, on_forward: Callable[[], None]) -> None:
+    def __init__(self, torch: Any, on_forward: Callable[[], None], on_change: Callable[[], None]) -> None:
         global _current
         self._torch = torch
         self._on_forward = on_forward
+        self._on_change = on_change
         self._thread = threading.get_ident()
         self._depth = 0
         self._is_backward = False
@@ -171,11 +173,13 @@ class LoopTimes:
         return None
 
     def _begin_backward(self, gradient: Any) -> None:
+        self._on_change()
         with suppress(Exception):
             call_after_backward(self._torch, self._note_computed)
 
     def _note_computed(self) -> None:
         self._computed_ns = time.time_ns()
+        self._on_change()
 
     def _note_wait(self, began_ns: int, ended_ns: int) -> None:
         if threading.get_ident() == self._thread:

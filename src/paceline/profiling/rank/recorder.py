@@ -36,6 +36,7 @@ _KEY = "paceline/profile/clock"
 _WAIT_S = 10.0
 # The median of fewer steps before the recording says nothing about its cost.
 _LEAST_BEFORE = 3
+_MANY_FRAMES = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -117,6 +118,8 @@ class StepRecorder:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is not optimizer:
             return  # a step of several optimizers ends with the first one
+        if _is_nested():
+            return
         self._number += 1
         now, recording = time.time_ns(), self._recording
         if recording is None:
@@ -128,7 +131,7 @@ class StepRecorder:
         elif self._number == self._first + 1:
             self._guard(recording.settle)
         else:
-            recording.steps.append((self._number, self._last_ns, now))
+            recording.add(self._number, self._last_ns, now)
         self._last_ns = time.time_ns()
 
     def _on_forward(self) -> None:
@@ -229,6 +232,20 @@ class StepRecorder:
         # Rank 0 is on the node whose address all ranks have.
         self._address = os.environ.get("MASTER_ADDR", socket.gethostname()), int(port)
         return measure_clock(self._address)
+
+
+def _is_nested() -> bool:
+    """Return whether a step was called by a step, as those of subclasses are: it ends with the outer one."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    for _ in range(_MANY_FRAMES):
+        if frame is None:
+            break
+        # The function that torch puts around the steps of all optimizers; it calls the hooks.
+        code = frame.f_code
+        count += code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py")
+        frame = frame.f_back
+    return count > 1
 
 
 def _read_host() -> str:

@@ -58,17 +58,17 @@ class Recording:
         self._num_steps = num_steps
         self._transfers: list[tuple[int, str, str, str, int]] = []
         self.steps: list[tuple[int, int, int]] = []
-        self._profiler = build_profiler(torch)
+        self._profiler = build_profiler(torch, has_shapes=not is_full)
+        self._sampler = LineSampler(torch)
         self._loop: LoopTimes | None = None
         self._marks: PhaseMarks | None = None
         if not is_full and start_light(torch, self._profiler):
-            self._loop = LoopTimes(torch, on_forward)
+            self._loop = LoopTimes(torch, on_forward, self._sampler.note_scheduling)
         else:
             if not is_full:
                 self._profiler = build_profiler(torch)
             self._profiler.start()
             self._marks = PhaseMarks(torch, on_forward)
-        self._sampler = LineSampler(torch)
         self._forget_transfers = note_transfers(self._note_transfer)
         self._began_ns = time.time_ns()
 
@@ -76,6 +76,11 @@ class Recording:
     def is_complete(self) -> bool:
         """Whether all steps are recorded."""
         return len(self.steps) == self._num_steps
+
+    def add(self, number: int, begin_ns: int, end_ns: int) -> None:
+        """Add a step that has ended."""
+        self.steps.append((number, begin_ns, end_ns))
+        self._sampler.note_scheduling()
 
     def settle(self) -> None:
         """End the passing step."""
@@ -140,6 +145,7 @@ class Recording:
             "transfers": self._transfers,
             "samples": self._sampler.samples,
             "places": places,
+            "scheduling": sorted(self._sampler.scheduling),
         }
         if self._loop is not None:
             table["loop"] = {

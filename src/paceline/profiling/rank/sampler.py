@@ -1,22 +1,25 @@
-"""Samples the main thread's line and module while steps are recorded.
+"""Samples the main thread while steps are recorded: its line and module, and its waiting for a core.
 
-The samples name the line at which a late rank was. A sample costs Python's lock for some microseconds, so the
-thread measures itself and sleeps long enough to stay below `_SHARE` of the time.
+The samples name the line at which a late rank was. On a machine with too few cores, ranks are late by chance,
+so the time for which the thread could run and had no core is sampled too. A sample costs Python's lock for
+some microseconds, so the thread measures itself and sleeps long enough to stay below `_SHARE` of the time.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from paceline.own_code import PACKAGE, is_own
 
 _LEAST_S = 0.005
-_SHARE = 0.005
+_SHARE = 0.003
 _MANY_FRAMES = 200
 # Stacks inside of this package that are not a recipe's code.
 _RECORDING = f"{PACKAGE}/profiling/", f"{PACKAGE}/torch_seams/"
@@ -32,6 +35,7 @@ class LineSampler:
 
     Attributes:
         samples: the instant in nanoseconds since 1970 and the number of the place of each sample.
+        scheduling: instants, and for how long the thread had then run and waited for a core; only on Linux.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -41,6 +45,11 @@ class LineSampler:
         self._places: dict[tuple[str, int, str, int], int] = {}
         self._classes: dict[int, str] = {}
         self.samples: list[tuple[int, int]] = []
+        self.scheduling: list[tuple[int, int, int]] = []
+        self._counters = -1
+        with suppress(OSError):
+            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+            self._counters = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
         self._thread.start()
 
@@ -49,6 +58,16 @@ class LineSampler:
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
+        if self._counters >= 0 and not self._thread.is_alive():
+            os.close(self._counters)
+            self._counters = -1
+
+    def note_scheduling(self) -> None:
+        """Note for how long the thread has run, and waited for a core while others used all of them."""
+        if self._counters >= 0:
+            with suppress(OSError, IndexError, ValueError):
+                counters = os.pread(self._counters, 64, 0).split()
+                self.scheduling.append((time.time_ns(), int(counters[0]), int(counters[1])))
 
     def name_places(self, names: Mapping[int, str]) -> list[Place]:
         """Return file, line, function and module of each place.
@@ -70,6 +89,7 @@ class LineSampler:
             if frame is None:
                 return
             self._note(frame, time.time_ns())
+            self.note_scheduling()
             del frame  # It holds the thread's local variables.
             pause = max(_LEAST_S, (time.thread_time() - before) / _SHARE)
 
