@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from paceline.comm.residuals import Residuals
 from paceline.errors import PacelineError
@@ -61,7 +62,12 @@ def train(
         trainer.save(wait=True)
     compression = trainer._updates["model"].compression
     kept = [] if compression is None else [rows for _, _, rows in compression.residuals.list_kept()]
-    return skipped, [p.detach().clone() for p in trainer.model.parameters()], kept
+    return skipped, [gather_whole(p) for p in trainer.model.parameters()], kept
+
+
+def gather_whole(parameter: Tensor) -> Tensor:
+    whole = parameter.detach()
+    return (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone()
 
 
 def forget_on_resume(trainer: Trainer) -> None:
@@ -120,6 +126,21 @@ def test_the_same_bits_on_1_2_and_4_ranks(ranks: Pool, kind: str) -> None:
     assert not are_equal(uncompressed[0][1], expected)
     # Residuals exist for the compressed matrices.
     assert any(rows.any() for rows in results[0][0][2])
+
+
+LAYOUTS = {"dp_shard=2": 2, "dp_shard=4 zero=1": 4, "dp_replicate=2 dp_shard=2 zero=2": 4}
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_the_same_bits_with_shards(ranks: Pool, tmp_path: Path, layout: str) -> None:
+    # 300, 50 and 8 rows, which are divided unevenly; resumed under another layout; step 5 is skipped.
+    nproc, options = LAYOUTS[layout], {"layout": layout, "compress": {"after_steps": 1}}
+    expected = ranks.run(train, nproc=1, args=(1, 7, None, 5, {**options, "layout": ""}))[0]
+    ranks.run(train, nproc=nproc, args=(1, 5, str(tmp_path), 5, options))
+    replicated = ranks.run(train, nproc=2, args=(6, 6, str(tmp_path), 5, {**options, "layout": ""}))
+    assert replicated[0][0] == [None]
+    for _, parameters, _ in ranks.run(train, nproc=nproc, args=(7, 7, str(tmp_path), 5, options)):
+        assert are_equal(parameters, expected[1])
 
 
 def test_a_resumed_run_keeps_its_residuals_on_other_ranks(ranks: Pool, tmp_path: Path) -> None:
@@ -215,6 +236,32 @@ def test_another_codec_or_number_of_slots_is_refused(ranks: Pool, tmp_path: Path
     # Accepted: residuals of another codec are kept, those of another number of slots cannot be.
     accepted = {"accept": ["compress.kind"], "kind": "int4"}
     assert ranks.run(train, args=(3, 4, str(tmp_path), 0, accepted))[0][2]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(40, 40)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def build_scaled(world: Any, layout: str) -> None:
+    Trainer(
+        Scaled(),
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
+        compress={"kind": "int8"},
+        layout=layout,
+    )
+
+
+def test_numbers_that_shards_keep_whole_are_refused(ranks: Pool) -> None:
+    ranks.run(build_scaled, args=("dp_replicate=2",))
+    with pytest.raises(RankError, match=r"without a dimension.*(?s:.)*PL958"):
+        ranks.run(build_scaled, args=("dp_shard=2",))
 
 
 def step_on_own_batches(world: Any) -> None:

@@ -192,6 +192,7 @@ def parallelize(
             offload=layout.offload,
             exact_group=lent,
             apart=() if experts is None else experts.splits,
+            compression=_compress(model, settings),
         )
     if construction is not None:
         # Each rank knows its part now: it makes one whole tensor at a time and keeps its part of it.
@@ -343,11 +344,11 @@ def _replicate(
     lent: dist.ProcessGroup | None = None
     if settings.exact:
         lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
-        if settings.compress is None:
+        compression = _compress(model, settings)
+        if compression is None:
             exact = ExactReduction(model, lent, device, apart)
         else:
-            exact = CompressedReduction(model, lent, device, Compression(settings.compress, model))
-            log.info("compress: %s in %d slots", settings.compress.kind, settings.compress.slots)
+            exact = CompressedReduction(model, lent, device, compression)
     if not replicas:
         if settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank does not communicate")
@@ -363,6 +364,13 @@ def _replicate(
         "exact" if settings.exact else "fast",
     )
     return replica, exact, lent
+
+
+def _compress(model: nn.Module, settings: Settings) -> Compression | None:
+    if settings.compress is None:
+        return None
+    log.info("compress: %s in %d slots", settings.compress.kind, settings.compress.slots)
+    return Compression(settings.compress, model)
 
 
 def _fill(model: nn.Module, construction: Construction, placement: Placement, device: torch.device) -> None:

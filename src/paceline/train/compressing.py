@@ -8,7 +8,7 @@ from paceline.recipe import Layout
 from paceline.recipe.compress import CompressSection
 
 # The axes along which ranks have the same parameters and other microbatches.
-_ALONG = ("dp_replicate",)
+_ALONG = ("dp_replicate", "dp_shard")
 
 
 def choose_compression(

@@ -51,6 +51,7 @@ class StepProgress:
         index: the number within the global batch of the round's microbatch; `None` in an idle round.
         is_last: whether the step's gradients are complete after this round.
         silent: whether nothing is sent, see `Shards.silenced`.
+        num_owned: per rank of dp, the number of microbatches that it computes in this step.
         plan: the order in which the exact reduction adds the microbatches.
         waited_s: seconds spent in collectives since it was last set to 0.
         signature: a number derived from the groups that were gathered and reduced in this step, in order.
@@ -61,6 +62,7 @@ class StepProgress:
         self.index: int | None = None
         self.is_last = False
         self.silent = False
+        self.num_owned: tuple[int, ...] = ()
         self.plan: ReductionPlan | None = None
         self.waited_s = 0.0
         self.signature = 0
@@ -68,6 +70,7 @@ class StepProgress:
     def begin(self, num_owned: tuple[int, ...]) -> None:
         """Start a step."""
         self.num_rounds = max(num_owned, default=0)
+        self.num_owned = num_owned
         self.plan = plan_reduction(num_owned)
         self.signature = 0
 

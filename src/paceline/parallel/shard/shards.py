@@ -40,10 +40,13 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm.slots import SlotSum
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
+from paceline.parallel.compress import Compression
 from paceline.parallel.objective import Compute
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
+from paceline.parallel.shard.compressed_chunks import CompressedChunks
 from paceline.parallel.shard.disk import Disk
 from paceline.parallel.shard.gradient_exchange import (
     ChunkExchange,
@@ -108,6 +111,7 @@ class Shards:
         offload: str = "none",
         exact_group: dist.ProcessGroup | None = None,
         apart: Collection[str] = (),
+        compression: Compression | None = None,
     ) -> None:
         assert mesh.dp_shard.size > 1, "one rank has nothing to share"
         assert zero in (1, 2, 3), zero
@@ -125,9 +129,12 @@ class Shards:
         self.units = apply_sharding(
             model, mesh.device_mesh["dp_shard"], settings, zero=zero, offload=offload, apart=apart
         )
+        self.compression = compression
         self._chunks = self._build_chunks(mesh, exact_group)
         exchange = None if exact_group is None else self.exchange.exchange
         self._whole = WholeParameters(model, self._rounds, self.group, exchange, apart)
+        if compression is not None and self._whole:
+            raise _whole_error()
         self._has_plain = bool(self._whole) or bool(apart)
         *blocks, root = [unit.module for unit in self.units]
         self._marks = Marks(root, blocks, mesh.device_mesh.device_type)
@@ -325,10 +332,32 @@ class Shards:
                 else MessageExchange(exact_group, torch.device("cuda", torch.cuda.current_device()))
             )
             self.exchange = ChunkExchange(whole, num_shards, shard)
-            sums = [ExactChunks(rounds, number, self.exchange, shard) for number in range(len(self.units))]
+            exact = [ExactChunks(rounds, number, self.exchange, shard) for number in range(len(self.units))]
+            sums = list(exact)
+            if self.compression is not None:
+                sums = self._compress(mesh, exact_group, self.compression, exact)
         for unit, chunks in zip(self.units, sums, strict=True):
             unit.module.set_custom_reduce_scatter(chunks)
         return sums
+
+    def _compress(
+        self, mesh: Mesh, group: dist.ProcessGroup, compression: Compression, exact: list[ExactChunks]
+    ) -> list[GradientChunks]:
+        settings, num_shards = compression.settings, mesh.dp_shard.size
+        slot_sum = SlotSum(settings.kind, settings.slots, compression.residuals, group, num_shards)
+        return [
+            CompressedChunks(
+                self._rounds,
+                number,
+                unit,
+                compression,
+                slot_sum,
+                exact[number],
+                num_shards=num_shards,
+                rank=mesh.dp.rank,
+            )
+            for number, unit in enumerate(self.units)
+        ]
 
     def _reshard_without_backward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Reshard after an evaluation's forward.
@@ -384,6 +413,16 @@ class Shards:
         """Make torch drop the state of a forward or backward that raised."""
         self._is_in_round = False
         forget_iteration(self.units[-1].module)
+
+
+def _whole_error() -> PacelineError:
+    return PacelineError(
+        "PL958",
+        saw="compress.kind with dp_shard, and a model with trained parameters without a dimension.",
+        rule="Under dp_shard every rank keeps such a number whole, and its gradient is summed apart from the "
+        "compressed ones.",
+        fix="Give the parameter a dimension of one element, or use dp_replicate.",
+    )
 
 
 def _uncalled_error(unit: Unit) -> PacelineError:

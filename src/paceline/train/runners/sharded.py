@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from paceline.data.share import Share
 from paceline.mesh import Mesh
+from paceline.parallel.compress import Compression
 from paceline.parallel.objective import Loss
 from paceline.parallel.order import LaidOut
 from paceline.train.batches import count_samples, lend_batch
@@ -41,6 +42,10 @@ class ShardedRunner(Runner):
     @property
     def gradient_scale(self) -> float:
         return self._shards.gradient_scale
+
+    @property
+    def compression(self) -> Compression | None:
+        return self._shards.compression
 
     @property
     def silent(self) -> bool:
