@@ -131,8 +131,8 @@ def parallelize(
     Raises:
         PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
             models that cannot be sharded, PL455 to PL459 for factories that cannot be built on meta, PL460 to
-            PL465 for models that tp and recompute cannot handle, PL630 and PL634 for
-            sequences that cp cannot divide, PL655 and PL657 to PL659 for experts that ep cannot share out.
+            PL465 for models that tp and recompute cannot handle, PL630, PL634 and PL640 for sequences that cp
+            cannot divide, PL655 and PL657 to PL659 for experts that ep cannot share out.
     """
     _check_trains(model)
     layout = settings.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,18 @@ def test_what_leaves_the_blocks_is_refused(kind: type[Model], num_ranks: int, wo
         find_context_plan(kind(_plain), lambda m: m(ids), num_ranks)
     assert caught.value.code == "PL630"
     assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("by", ["heads", "ring"])
+def test_kernels_that_cannot_be_traced_are_refused(kernel: str, by: str) -> None:
+    model, ids = Model(_plain), torch.zeros(2, LENGTH, dtype=torch.int64)
+    model.config = SimpleNamespace(_attn_implementation=kernel)  # as models of transformers have it
+    with pytest.raises(PacelineError) as caught:
+        find_context_plan(model, lambda m: m(ids), 2, by=by)
+    assert caught.value.code == "PL640"
+    assert f'attn_implementation="{kernel}"' in str(caught.value)
+    assert 'attn_implementation="sdpa"' in caught.value.fix
 
 
 RECIPE = {

@@ -19,6 +19,9 @@ from paceline.parallel.tensor.trace import trace_forward
 
 log = logging.getLogger(__name__)
 
+# Parts of the names of attention kernels in transformers that are not functions of torch.
+_KERNELS = ("flash", "flex")
+
 
 def find_context_plan(
     model: nn.Module,
@@ -41,9 +44,10 @@ def find_context_plan(
             by gather.
 
     Raises:
-        PacelineError: PL460 if the forward cannot be traced, PL630 if the sequence cannot be divided, PL634
-            if it cannot be by gather or ring.
+        PacelineError: PL640 for attention in a kernel of another library, PL460 if the forward cannot be
+            traced, PL630 if the sequence cannot be divided, PL634 if it cannot be by gather or ring.
     """
+    _check_kernels(model)
     if by == "auto":
         try:
             return find_context_plan(model, example, num_ranks, masks, tp=tp, by="heads")
@@ -59,3 +63,18 @@ def find_context_plan(
     walk.walk()
     Rehearsal(walk).rehearse(example, masks)
     return walk.plan
+
+
+def _check_kernels(model: nn.Module) -> None:
+    """Raise PL640 for attention in a kernel that a trial forward cannot run on tensors without memory."""
+    for name, module in model.named_modules():
+        kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if isinstance(kernel, str) and any(word in kernel for word in _KERNELS):
+            raise PacelineError(
+                "PL640",
+                saw=f'layout.cp: {name or type(model).__name__} has attn_implementation="{kernel}".',
+                rule="To find out where cp can divide sequences, one forward is traced on tensors without "
+                "memory, which this kernel does not accept.",
+                fix='Build the model with attn_implementation="sdpa", which torch runs by its own flash '
+                'kernel where it can; "eager" works by heads.',
+            )
