@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import logging.handlers
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,14 +22,17 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder, list_at, verify
 from paceline.checkpoint.content import full
+from paceline.checkpoint.held_states import _list_keepers
 from paceline.checkpoint.memory_copies import CopyTarget
 from paceline.checkpoint.memory_keeper import MARKER, KeeperProcess
 from paceline.errors import PacelineError
 from paceline.train.state import memory_saves
 from paceline.train.state.disks import Disks, SharedDisk
 from paceline.train.state.memory_restore import put_failed_aside
+from paceline.train.state.transfer import gather
 from tests.dist.pool import Pool
-from tests.train.test_saving import build_trainer, steps
+from tests.train.kept_in_memory import flip
+from tests.train.test_saving import Samples, build_trainer, describe, steps
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -68,6 +74,16 @@ def test_a_restart_goes_on_from_memory_with_the_same_hash(tmp_path: Path, layout
     assert "All ranks ended after step 5 was copied" in done.stdout + done.stderr
     assert [verify(path) for path in list_at(tmp_path / "killed")] == [[], []]
     assert list_keepers(tmp_path / "killed") == [], "nothing is left after the job"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_ends_by_an_error_leaves_its_state(tmp_path: Path) -> None:
+    done = launch(tmp_path, "dp_shard=2", 2, 5, 8, 1, "one")
+    starts, _ = read(done)
+    text = done.stdout + done.stderr
+    assert "rank 0 ends by" in text, "the other one was killed"
+    assert starts == [0, 5], text
 
 
 @pytest.mark.timeout(300)
@@ -169,6 +185,104 @@ def test_each_node_needs_memory_for_its_own_states_and_for_copies(
         PacelineError, match=rf"on {short}, and {min(free)} B are free: 1 B are missing.*PL562"
     ):
         memory_saves._check_free(entries, [2, 2, 0])
+
+
+def lose_each_node(world: Any, folder: str, end: str) -> list[str]:
+    """Two ranks as two nodes: after each state, what is wrong with what is left if one of them is lost.
+
+    In the end node 1 is lost, or a byte of its share is altered.
+    """
+    world.node_rank, world.num_nodes = world.rank, 2
+    trainer = build_trainer("dp_shard=2", asynchronous_saves=False)
+    trainer.resume(folder)
+    memory = trainer._saver.saving.memory
+    wrong: list[str] = []
+
+    def look(when: str, least: int) -> None:
+        gathered = gather(world, memory._keeper and memory._keeper.pid)
+        keepers = dict(_list_keepers(Path(folder).absolute(), os.getppid()))
+        for survivor in gathered:
+            writers: dict[int, set[int]] = {}
+            for held in keepers[survivor][1] if survivor in keepers else ():
+                writers.setdefault(held.share.step, set()).add(held.share.writer)
+            newest = max((step for step, each in writers.items() if each == {0, 1}), default=0)
+            if newest < least:
+                wrong.append(f"{when}: of {writers}, {newest} is the newest whole step")
+        world.barrier()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "x")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        for number in steps(trainer, 12):
+            trainer.save_to_memory()
+            look(f"while step {number} is copied", number - 1)
+            if number == 6 and world.rank == 1:
+                assert memory._keeper is not None
+                memory._keeper._process.kill()
+            if number == 6:
+                break
+        # The copies of step 6 may be lost, here or there. The next state starts a keeper again.
+        for number in steps(trainer, 5):
+            trainer.save_to_memory()
+            look(f"later, while step {number} is copied", 0 if number < 9 else number - 1)
+    memory._finish()
+    expected, keeper = describe(trainer), memory._keeper
+    assert keeper is not None
+    world.has_failed = True  # so that keepers hold what they have
+    trainer.close()
+    world.has_failed = False
+    if world.rank == 1 and end == "lost":
+        os.kill(keeper.pid, signal.SIGKILL)
+    elif world.rank == 1:
+        held = dict(_list_keepers(Path(folder).absolute(), os.getppid()))[keeper.pid][1]
+        flip([each for each in held if each.share.step == 11 and not each.is_copy])
+    world.barrier()
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("paceline").addHandler(told)
+    again = build_trainer("dp_shard=2", asynchronous_saves=False)
+    again.loader(Samples(), global_batch_size=8, name="train")
+    if (first := again.resume(folder)) != 11 or describe(again) != expected:
+        wrong.append(f"resumed at {first}")
+    again.close()
+    logging.getLogger("paceline").removeHandler(told)
+    text = "\n".join(record.getMessage() for record in told.buffer)
+    altered = "part-00001.safetensors of step 11 was altered in the memory of the keeper of rank 1"
+    if world.is_main and (end == "lost", altered in text, "copies of what rank 1 held" in text) not in (
+        (True, False, True),
+        (False, True, True),
+    ):
+        wrong.append(text)
+    world.node_rank, world.num_nodes = 0, 1
+    return wrong
+
+
+@pytest.mark.parametrize("end", ["lost", "altered"])
+def test_the_loss_of_either_node_leaves_a_whole_state(ranks: Pool, tmp_path: Path, end: str) -> None:
+    for found in ranks.run(lose_each_node, args=(str(tmp_path), end), timeout_s=60):
+        assert found == []
+    assert list_keepers(tmp_path) == []
+
+
+def count_on_disks(world: Any, folder: str) -> list[str]:
+    """Two disks, of which one has not noted the starts before."""
+    own = Path(folder) / f"disk-{world.rank}"
+    checkpoints = CheckpointFolder(own, keep=9)
+    disks = Disks((SharedDisk((0,), "a"), SharedDisk((1,), "b")), world.rank)
+    content = full.prepare({"weight": torch.ones(3)}, {}, {}, None)
+    for step in (1, 2):
+        checkpoints.save(step, content, identity={"from_memory": step == 2})
+    found = []
+    for number in range(3):
+        if number == 1 and world.rank == 1:
+            (checkpoints.path / ".memory-loads.json").unlink()
+        put_failed_aside(world, disks, checkpoints)
+        found.append(list_at(own)[-1].name)
+    return found
+
+
+def test_all_disks_put_a_state_aside_together(ranks: Pool, tmp_path: Path) -> None:
+    newest = ["step-00000002", "step-00000002", "step-00000001"]
+    assert ranks.run(count_on_disks, args=(str(tmp_path),)) == [newest, newest]
 
 
 def keep_by_cost(world: Any, folder: str) -> tuple[list[int], list[int | None]]:

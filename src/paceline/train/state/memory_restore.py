@@ -2,8 +2,8 @@
 
 Protocol, all ranks together, at each start:
 
-1. On each node, local rank 0 lists what the keepers of earlier ranks hold (`checkpoint/held_states.py`): the
-   shares of its own ranks, and copies of those of another node. All nodes report their lists.
+1. On each node, the first rank lists what the keepers of earlier ranks hold (`checkpoint/held_states.py`):
+   the shares of its own ranks, and copies of those of another node. All nodes report their lists.
 2. The newest state of which every writer's share is somewhere is written to the disk as a checkpoint, unless
    the disks have a whole one of that step or a later one. The ranks of a node share out what it holds.
 3. A share that is not as it was is named, and another node's copy is used, or an older state.
@@ -55,7 +55,7 @@ class _Place:
 
     Attributes:
         node: its number.
-        leader: the node's local rank 0.
+        leader: the node's first rank.
         held: the share, on other nodes without its details (`_strip`).
     """
 
@@ -79,15 +79,17 @@ class MemoryOfNodes:
 
     def __init__(self, world: World, folder: Path) -> None:
         self._world = world
-        leads = world.local_rank == 0
+        nodes = gather(world, world.node_rank)
+        self._node_ranks = [rank for rank, node in enumerate(nodes) if node == world.node_rank]
+        leads = world.rank == self._node_ranks[0]
         self._found = find_held(folder.absolute(), os.getppid()) if leads else {}
         self._own = {held.path: held for each in self._found.values() for held in each}
-        gathered = gather(world, (world.node_rank, [_strip(held) for held in self._own.values()]))
+        gathered = gather(world, [_strip(held) for held in self._own.values()])
         self._states: dict[tuple[int, str], list[_Place]] = {}
-        for leader, (node, held_there) in enumerate(gathered):
+        for leader, held_there in enumerate(gathered):
             for held in held_there:
                 key = held.share.step, held.share.token
-                self._states.setdefault(key, []).append(_Place(node, leader, held))
+                self._states.setdefault(key, []).append(_Place(nodes[leader], leader, held))
 
     def restore(
         self, disks: Disks, checkpoints: CheckpointFolder, *, copies: int, rows: SharedRows | None
@@ -180,8 +182,8 @@ class MemoryOfNodes:
                     "Step %d stays in memory only: %s The run goes on from an older state.", step, error
                 )
                 return False
-            lost = sorted({w for w, place in chosen.items() if place.held.is_copy})
-            source = f", with copies of what {name_ranks(lost)} held on a lost node" if lost else ""
+            copied = sorted({w for w, place in chosen.items() if place.held.is_copy})
+            source = f", with copies of what {name_ranks(copied)} held" if copied else ""
             self._warn("All ranks ended after step %d was copied%s; it is now %s.", step, source, path)
             return True
 
@@ -201,7 +203,7 @@ class MemoryOfNodes:
         world = self._world
         here = [place for _, place in sorted(chosen.items()) if place.node == world.node_rank]
         records: dict[str, FileRecord] = {}
-        for place in here[world.local_rank :: world.local_world_size]:
+        for place in here[self._node_ranks.index(world.rank) :: len(self._node_ranks)]:
             with caught() as found:
                 records |= write_share(place.held, folder)
             if found.error is not None:
