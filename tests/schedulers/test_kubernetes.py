@@ -24,7 +24,12 @@ JOBS: list[dict[str, Any]] = [
     {"nodes": Nodes(2, 4), "workdir": "/code", "volumes": ("data:/data", "runs:/runs"), "shm": "64Gi"},
     {"target": Target("recipes/gpt.toml", ("--set", "train.steps=9", "it's", "a b"))},
 ]
-KINDS = ["job", "jobset"]
+KINDS = ["job", "jobset", "trainjob"]
+RENDERED = {
+    "job": ["Service", "Job"],
+    "jobset": ["JobSet"],
+    "trainjob": ["TrainingRuntime", "TrainJob"],
+}
 
 
 def build(kind: str, **options: Any) -> KubernetesJob:
@@ -39,11 +44,13 @@ def test_what_is_rendered_obeys_the_schema(kind: str, options: dict[str, Any]) -
     read = list(yaml.safe_load_all(render_kubernetes(job)))
     assert read == build_documents(job), "the text says what was built"
     assert [fault for document in read for fault in find_faults(document)] == []
-    assert [document["kind"] for document in read] == (["Service", "Job"] if kind == "job" else ["JobSet"])
+    assert [document["kind"] for document in read] == RENDERED[kind]
 
 
 def find_job(documents: list[dict[str, Any]]) -> dict[str, Any]:
     spec = documents[-1]["spec"]
+    if "runtimeRef" in spec:
+        spec = documents[0]["spec"]["template"]["spec"]
     return spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec
 
 
@@ -64,7 +71,46 @@ SPOILERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_the_schema_finds_mistakes(kind: str, name: str) -> None:
     documents = copy.deepcopy(build_documents(build(kind)))
     SPOILERS[name](find_job(documents))
-    assert len(find_faults(documents[-1])) == 1
+    assert len([fault for document in documents for fault in find_faults(document)]) == 1
+
+
+TRAINJOB_SPOILERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "misspelt": lambda spec: spec["trainer"].update(numNode=2),
+    "wrong type": lambda spec: spec["trainer"].update(numProcPerNode="auto"),
+    "missing": lambda spec: spec["runtimeRef"].pop("name"),
+    "no such kind": lambda spec: spec["runtimeRef"].update(kind="Runtime"),
+    "below": lambda spec: spec.update(activeDeadlineSeconds=0),
+}
+
+
+@pytest.mark.parametrize("name", TRAINJOB_SPOILERS)
+def test_the_schema_of_a_trainjob_finds_mistakes(name: str) -> None:
+    document = copy.deepcopy(build_documents(build("trainjob"))[-1])
+    assert find_faults(document) == []
+    TRAINJOB_SPOILERS[name](document["spec"])
+    assert len(find_faults(document)) == 1
+
+
+def test_a_trainjob_runs_what_a_jobset_would() -> None:
+    """Its controller puts the TrainJob's fields into the container `node` of the runtime."""
+    options = JOBS[1]
+    runtime, job = build_documents(build("trainjob", **options))
+    (jobset,) = build_documents(build("jobset", **options))
+    trainer = dict(job["spec"]["trainer"])
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert trainer.pop("numNodes") == runtime["spec"]["mlPolicy"]["numNodes"] == 2
+    trainer["resources"] = trainer.pop("resourcesPerNode")
+    made = copy.deepcopy(runtime["spec"]["template"]["spec"])
+    template = made["replicatedJobs"][0]["template"]
+    assert template.pop("metadata")["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    template["spec"]["template"]["spec"]["containers"][0].update(trainer)
+    spec = template["spec"]
+    spec["template"]["spec"]["containers"][0]["name"] = "paceline"
+    for rule in spec["podFailurePolicy"]["rules"]:
+        if "onExitCodes" in rule:
+            assert rule["onExitCodes"]["containerName"] == "node"
+            rule["onExitCodes"]["containerName"] = "paceline"
+    assert made == jobset["spec"]
 
 
 def test_a_kind_without_a_schema_is_a_fault() -> None:
@@ -72,7 +118,14 @@ def test_a_kind_without_a_schema_is_a_fault() -> None:
     assert find_faults(pytorch_job) == ["there is no schema for kubeflow.org-v1.PyTorchJob"]
 
 
-@pytest.mark.parametrize(("kind", "first"), [("job", "train-0.train"), ("jobset", "train-node-0-0.train")])
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("job", "train-0.train"),
+        ("jobset", "train-node-0-0.train"),
+        ("trainjob", "train-node-0-0.train"),
+    ],
+)
 def test_the_command_of_a_pod(kind: str, first: str, tmp_path: Path) -> None:
     """It waits for the first pod's name, and becomes the launcher."""
     programs = {
@@ -82,8 +135,9 @@ def test_the_command_of_a_pod(kind: str, first: str, tmp_path: Path) -> None:
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    job = find_job(build_documents(build(kind, target=Target("my train.py", ("--lr", "3 4")))))
-    container = job["template"]["spec"]["containers"][0]
+    documents = build_documents(build(kind, target=Target("my train.py", ("--lr", "3 4"))))
+    job = find_job(documents)
+    container = job["template"]["spec"]["containers"][0] | documents[-1]["spec"].get("trainer", {})
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     words = [*container["command"], *container["args"]]
     with subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as pod:
@@ -103,8 +157,9 @@ def test_a_stopped_pod_is_made_again_and_not_counted(kind: str) -> None:
     rules = find_job(documents)["podFailurePolicy"]["rules"]
     stopped = [rule for rule in rules if 75 in rule.get("onExitCodes", {}).get("values", [])]
     assert [rule["action"] for rule in stopped] == ["Ignore" if kind == "job" else "FailJob"]
-    if kind == "jobset":
-        (rule,) = documents[0]["spec"]["failurePolicy"]["rules"]
+    if kind != "job":
+        spec = documents[0]["spec"]
+        (rule,) = spec.get("template", {"spec": spec})["spec"]["failurePolicy"]["rules"]
         assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
         assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
 

@@ -54,14 +54,14 @@ def _add_slurm(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _add_kubernetes(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = kinds.add_parser("kubernetes", help="a Job or a JobSet", description=_DESCRIPTION)
+    parser = kinds.add_parser("kubernetes", help="a Job, a JobSet or a TrainJob", description=_DESCRIPTION)
     _add_common(parser)
     parser.add_argument(
         "--as",
         dest="kind",
-        choices=["job", "jobset"],
+        choices=["job", "jobset", "trainjob"],
         default="jobset",
-        help="jobset (default) needs the JobSet controller; job works on every cluster",
+        help="jobset (default) needs the JobSet controller, trainjob Kubeflow Trainer; job works everywhere",
     )
     parser.add_argument(
         "--image", required=True, metavar="IMAGE", help="container image with Paceline and the code"

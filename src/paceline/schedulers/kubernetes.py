@@ -6,7 +6,12 @@
 - `jobset`: a JobSet, whose controller makes the Service. It makes all pods again when one fails, which also
   replaces the pod where the nodes meet. Launchers then do not restart ranks themselves.
 
-Both follow the documentation of batch/v1 (`podFailurePolicy`) and jobset.x-k8s.io/v1alpha2 (`failurePolicy`).
+- `trainjob`: a TrainJob of Kubeflow Trainer, with a TrainingRuntime of its own, from which the controller
+  makes the same JobSet. The runtime has no policy for torch: with one, the controller would set torchrun's
+  variables beside the launcher's flags.
+
+They follow the documentation of batch/v1 (`podFailurePolicy`) and jobset.x-k8s.io/v1alpha2 (`failurePolicy`),
+and the types of trainer.kubeflow.org/v1alpha1.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ class KubernetesJob:
     """A job for Kubernetes.
 
     Attributes:
-        kind: `"job"` or `"jobset"`.
+        kind: `"job"`, `"jobset"` or `"trainjob"`.
         target: what to run; the image has it at the same path.
         nodes: the number of pods.
         nproc_per_node: ranks of each pod.
@@ -52,7 +57,7 @@ class KubernetesJob:
         grace_s: seconds between SIGTERM and SIGKILL.
     """
 
-    kind: Literal["job", "jobset"]
+    kind: Literal["job", "jobset", "trainjob"]
     target: Target
     nodes: Nodes
     nproc_per_node: int
@@ -99,31 +104,56 @@ def build_documents(job: KubernetesJob) -> list[dict[str, Any]]:
         }
         spec = _build_job(job, f"{job.name}-0.{job.name}", subdomain=job.name)
         return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}]
+    jobset = _build_jobset(job)
+    if job.kind == "trainjob":
+        return _build_trainjob(job, meta, jobset)
+    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": meta, "spec": jobset}]
+
+
+def _build_jobset(job: KubernetesJob) -> dict[str, Any]:
     spec = _build_job(job, f"{job.name}-node-0-0.{job.name}")
+    return {
+        "network": {
+            "enableDNSHostnames": True,
+            "subdomain": job.name,
+            "publishNotReadyAddresses": True,
+        },
+        "failurePolicy": {
+            "maxRestarts": _RESTARTS,
+            "rules": [
+                {
+                    "name": "stopped",
+                    "action": "RestartJobSetAndIgnoreMaxRestarts",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                }
+            ],
+        },
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
+    }
+
+
+def _build_trainjob(job: KubernetesJob, meta: dict[str, Any], jobset: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runtime says how pods are made, and the TrainJob what they run."""
+    template = jobset["replicatedJobs"][0]["template"]
+    # The controller finds the pods of the trainer by this label, and their container by its name.
+    template["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    container = template["spec"]["template"]["spec"]["containers"][0]
+    renamed = {"image": "image", "command": "command", "args": "args", "env": "env"}
+    renamed["resources"] = "resourcesPerNode"
+    trainer = {name: container.pop(key) for key, name in renamed.items() if key in container}
+    container["image"] = trainer["image"]
+    group = "trainer.kubeflow.org/v1alpha1"
+    nodes = {"numNodes": job.nodes.most}
+    runtime = {"mlPolicy": nodes, "template": {"spec": jobset}}
+    reference = {"kind": "TrainingRuntime", "name": job.name}
     return [
+        {"apiVersion": group, "kind": "TrainingRuntime", "metadata": meta, "spec": runtime},
         {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
+            "apiVersion": group,
+            "kind": "TrainJob",
             "metadata": meta,
-            "spec": {
-                "network": {
-                    "enableDNSHostnames": True,
-                    "subdomain": job.name,
-                    "publishNotReadyAddresses": True,
-                },
-                "failurePolicy": {
-                    "maxRestarts": _RESTARTS,
-                    "rules": [
-                        {
-                            "name": "stopped",
-                            "action": "RestartJobSetAndIgnoreMaxRestarts",
-                            "onJobFailureReasons": ["PodFailurePolicy"],
-                        }
-                    ],
-                },
-                "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
-            },
-        }
+            "spec": {"runtimeRef": reference, "trainer": {**nodes, **trainer}},
+        },
     ]
 
 
@@ -133,12 +163,12 @@ def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> 
     stopped = "Ignore" if is_alone else "FailJob"
     rules: list[dict[str, Any]] = [
         {"action": stopped, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": stopped, "onExitCodes": _exit_codes(STOPPED)},
+        {"action": stopped, "onExitCodes": _exit_codes(job, STOPPED)},
     ]
     if is_alone:
-        rules.append({"action": "FailJob", "onExitCodes": _exit_codes(2)})  # wrong input
+        rules.append({"action": "FailJob", "onExitCodes": _exit_codes(job, 2)})  # wrong input
     volumes, mounts = _build_volumes(job)
-    container: dict[str, Any] = {"name": "paceline", "image": job.image}
+    container: dict[str, Any] = {"name": _name_container(job), "image": job.image}
     if job.workdir is not None:
         container["workingDir"] = job.workdir
     container |= {
@@ -169,8 +199,12 @@ def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> 
     }
 
 
-def _exit_codes(*codes: int) -> dict[str, Any]:
-    return {"containerName": "paceline", "operator": "In", "values": list(codes)}
+def _name_container(job: KubernetesJob) -> str:
+    return "node" if job.kind == "trainjob" else "paceline"
+
+
+def _exit_codes(job: KubernetesJob, *codes: int) -> dict[str, Any]:
+    return {"containerName": _name_container(job), "operator": "In", "values": list(codes)}
 
 
 def _build_command(job: KubernetesJob, first: str) -> str:
