@@ -44,8 +44,8 @@ class Job:
         flags: Sequence[str] = ("--max-restarts", "3"),
     ) -> None:
         self.folder, self.count, self.nnodes, self.launcher = folder, count, nnodes, launcher
-        self._program = list(program) or [script("steps.py"), str(folder)]
-        self._flags = list(flags)
+        self.program = list(program) or [script("steps.py"), str(folder)]
+        self.flags = list(flags)
         self.launched: dict[int, Launched] = {}
         self._starts = 0
 
@@ -59,18 +59,20 @@ class Job:
             launched.process.kill()  # and with it all processes of its node
         self._stack.close()
 
-    def start(self, node: int) -> None:
+    def start(self, node: int, *, interface: str = "eth0", name: str = "chaos") -> None:
         """Starts a node's launcher."""
-        words = ["--nnodes", self.nnodes, "--nproc-per-node", "1", *self._flags]
+        words = ["--nnodes", self.nnodes, "--nproc-per-node", "1", *self.flags]
         if "--rdzv-backend" not in words:
             words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.nodes.address(0)}:29501"]
-        words += ["--rdzv-id", "chaos", *(["--local-addr", self.nodes.address(node)])]
-        command = self.launcher(*words, *self._program)
+        if "--local-addr" not in words:
+            words += ["--local-addr", self.nodes.address(node)]
+        words += ["--rdzv-id", name]
+        command = self.launcher(*words, *self.program)
         self._starts += 1
         launched = Launched(
             self.folder / f"node{node}-{self._starts}",
             command,
-            env={"GLOO_SOCKET_IFNAME": "eth0", "PYTHONWARNINGS": "ignore"},
+            env={"GLOO_SOCKET_IFNAME": interface, "PYTHONWARNINGS": "ignore"},
             around=lambda inner: self.nodes.powered(self.nodes.command(node, inner)),
         )
         self.launched[node] = self._stack.enter_context(launched)
@@ -115,7 +117,7 @@ class Job:
             with suppress(psutil.Error):
                 # Forks keep the command line: the launcher forks the keeper, and the keeper the rank.
                 lines = [each.cmdline() for each in [process, *process.parents()[:3]]]
-                if lines[0] == lines[1] == lines[2] != lines[3] and self._program[0] in lines[0]:
+                if lines[0] == lines[1] == lines[2] != lines[3] and self.program[0] in lines[0]:
                     process.kill()
 
     def terminate(self, node: int) -> None:

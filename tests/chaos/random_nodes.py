@@ -147,11 +147,16 @@ class Faults:
         self.log.append(f"{time.monotonic():.2f} {what}")
 
 
-def run_random(count: int, seed: int, per_job: int = FAULTS_PER_JOB) -> Tally:
-    """Does so many faults, in as many jobs as it takes."""
+def run_random(
+    count: int,
+    seed: int,
+    per_job: int = FAULTS_PER_JOB,
+    after: Callable[[Tally, int], None] = lambda *_: None,
+) -> Tally:
+    """Does so many faults, in as many jobs as it takes; `after` each, it calls with the number so far."""
     tally, number, done = Tally(), 0, 0
     with tempfile.TemporaryDirectory(prefix="nodes-random-") as scratch:
-        alone = _train_alone(Path(scratch) / "alone")
+        alone = train_alone(Path(scratch) / "alone")
         while done < count:
             layout = LAYOUTS[number % len(LAYOUTS)]
             wanted = min(per_job, count - done)
@@ -170,11 +175,14 @@ def run_random(count: int, seed: int, per_job: int = FAULTS_PER_JOB) -> Tally:
             if not is_good:
                 print("\n".join([*log, *tally.wrong[before:]]), flush=True)
             number += 1
+            after(tally, done)
     return tally
 
 
 @dataclass(frozen=True)
-class _Alone:
+class Alone:
+    """What one process did: the hash of its weights, and by step its epoch and the places of its samples."""
+
     hash: str
     places: dict[int, tuple[int, list[int]]]
 
@@ -194,36 +202,37 @@ def _write_recipe(folder: Path, layout: str | None) -> Path:
     return path
 
 
-def _words(folder: Path, recipe: Path, pace_s: float) -> list[str]:
-    train = ["train", str(recipe), "--out", str(folder / "run")]
+def list_program(folder: Path, layout: str | None, pace_s: float = PACE_S) -> list[str]:
+    """The script that trains in a folder, with its arguments."""
+    train = ["train", str(_write_recipe(folder, layout)), "--out", str(folder / "run")]
     return [script("logged.py"), str(folder), str(pace_s), *train]
 
 
-def _train_alone(folder: Path) -> _Alone:
+def train_alone(folder: Path) -> Alone:
     """Trains in one process, without faults."""
-    folder.mkdir()
-    words = _words(folder, _write_recipe(folder, None), 0.0)
+    folder.mkdir(exist_ok=True)
+    words = list_program(folder, None, 0.0)
     path = str(Path(__file__).parents[2])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         paceline_run(*words), capture_output=True, text=True, env=environ, cwd=folder, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    rows = _read(folder / "steps")
+    rows = read_rows(folder)
     places = {row["step"]: (row["epoch"], sorted(row["places"])) for row in rows}
     used = Counter((epoch, place) for epoch, there in places.values() for place in there)
     sizes = Counter(epoch for epoch, _ in used)
     assert set(used.values()) == {1}
     assert len(sizes) == EPOCHS
     assert len(set(sizes.values())) == 1
-    return _Alone(_hash(folder / "run"), places)
+    return Alone(_hash(folder / "run"), places)
 
 
 def _run_job(
-    folder: Path, layout: str, chance: random.Random, count: int, alone: _Alone, tally: Tally
+    folder: Path, layout: str, chance: random.Random, count: int, alone: Alone, tally: Tally
 ) -> list[str]:
     folder.mkdir()
-    program = _words(folder, _write_recipe(folder, layout), PACE_S)
+    program = list_program(folder, layout)
     endpoints = ",".join(f"10.77.0.{10 + node}:29501" for node in range(NODES))
     flags = ["--max-restarts", "50", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoints]
     with ExitStack() as stack:
@@ -261,7 +270,7 @@ def _pause(folder: Path, chance: random.Random) -> None:
 def _await_row(folder: Path, is_it: Callable[[dict[str, Any]], bool], seconds: float) -> bool:
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
-        if any(is_it(row) for row in _read(folder / "steps")):
+        if any(is_it(row) for row in read_rows(folder)):
             return True
         time.sleep(0.1)
     return False
@@ -277,7 +286,7 @@ def _await_end(job: Job) -> dict[int, int | None]:
     return {node: launched.process.poll() for node, launched in job.launched.items()}
 
 
-def judge(folder: Path, alone: _Alone, tally: Tally, layout: str) -> None:
+def judge(folder: Path, alone: Alone, tally: Tally, layout: str) -> None:
     """Compares a finished job with one process."""
     try:
         ours = _hash(folder / "run")
@@ -289,7 +298,7 @@ def judge(folder: Path, alone: _Alone, tally: Tally, layout: str) -> None:
     steps = [row["step"] for row in _read(folder / "run" / "metrics.jsonl")]
     if steps != list(range(1, len(alone.places) + 1)):
         tally.wrong.append(f"{layout}: steps in the metrics are {steps}")
-    rows = _read(folder / "steps")
+    rows = read_rows(folder)
     # Of a step that was taken again after a loss, the last time counts.
     last = {row["step"]: row["round"] for row in sorted(rows, key=lambda row: row["at_s"])}
     times: dict[int, set[str]] = {}
@@ -307,6 +316,11 @@ def judge(folder: Path, alone: _Alone, tally: Tally, layout: str) -> None:
 
 def _hash(run: Path) -> str:
     return hash_stored(open_usable(find_checkpoint(run)).model)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """What `logged.py` has written."""
+    return _read(folder / "steps")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -343,8 +357,11 @@ def describe(tally: Tally, count: int, seed: int, seconds: float) -> str:
 def measure_random(count: int, seed: int) -> int:
     """Runs and writes the summary; 1 where something was wrong."""
     begin_s = time.monotonic()
-    tally = run_random(count, seed)
-    text = describe(tally, count, seed, time.monotonic() - begin_s)
-    print(text, end="")
-    SUMMARY.write_text(text)
+
+    def summarize(tally: Tally, done: int) -> None:
+        """After each job, so that a run that is stopped leaves what it has done."""
+        SUMMARY.write_text(describe(tally, done, seed, time.monotonic() - begin_s))
+
+    tally = run_random(count, seed, after=summarize)
+    print(SUMMARY.read_text(), end="")
     return 1 if tally.wrong else 0

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -112,6 +112,33 @@ class Nodes:
     def heal(self, node: int) -> None:
         """Undoes `cut`."""
         _do("ip", "-n", self._switch, "link", "set", f"p{node}", "up")
+
+    def split(self, nodes: Collection[int]) -> None:
+        """Parts the network in two: these nodes reach each other, and the others do."""
+        _do("ip", "-n", self._switch, "link", "add", "br1", "type", "bridge")
+        _do("ip", "-n", self._switch, "link", "set", "br1", "up")
+        for node in nodes:
+            _do("ip", "-n", self._switch, "link", "set", f"p{node}", "master", "br1")
+
+    def join(self) -> None:
+        """Undoes `split`."""
+        for node in range(self._count):
+            _do("ip", "-n", self._switch, "link", "set", f"p{node}", "master", "br0")
+        _do("ip", "-n", self._switch, "link", "del", "br1")
+
+    def mute(self, node: int) -> None:
+        """Loses what a node sends to the others, and not what they send to it."""
+        for other in range(self._count):
+            if other != node:
+                words = ["replace", self.address(other), "lladdr", "02:00:00:00:00:99", "nud", "permanent"]
+                _do("ip", "-n", self.namespace(node), "neigh", *words, "dev", "eth0")
+
+    def unmute(self, node: int) -> None:
+        """Undoes `mute`."""
+        for other in range(self._count):
+            if other != node:
+                words = ["del", self.address(other), "dev", "eth0"]
+                _do("ip", "-n", self.namespace(node), "neigh", *words)
 
     def limit(self, node: int, rate_mbit: float) -> None:
         """Limits what a node sends and what it receives."""

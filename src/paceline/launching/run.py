@@ -274,15 +274,18 @@ def _run(job: ScriptJob, ranks: Ranks, check_signals: Callable[[], None]) -> Non
     def work() -> None:
         try:
             waits = read_waits(config, flags.detect_s, flags.join_timeout)
+            code = read_code(job.script.words) if job.script else {}
+            meeting = Meeting(waits, flags.witness, code)
             build = partial(RankHandler, ranks, job.build_start)
-            run_agent(config, command, args, build, ranks, job.rounds, waits, flags.witness)
+            run_agent(config, command, args, build, ranks, job.rounds, meeting)
         except BaseException as error:
             outcome.append(error)
 
     succeeded = False
     try:
         from paceline.launching.elastic.agent import quiet_torchelastic, run_agent, start_thread
-        from paceline.launching.elastic.rendezvous import read_waits
+        from paceline.launching.elastic.code import read_code
+        from paceline.launching.elastic.rendezvous import Meeting, read_waits
 
         signals = flags.signals_to_handle, flags.shutdown_timeout
         with stop_by_signals(*signals, job.rounds, ranks) as stop, quiet_torchelastic():

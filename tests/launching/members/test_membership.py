@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +172,28 @@ def test_a_node_with_other_numbers_is_refused() -> None:
     job.start(1)
     job.run(10)
     assert [error.code for error in job.launchers[1].errors][:1] == ["PL376"]
+    assert job.training() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ({"torch": "2.12", "a.py": "(1)"}, "node0 (10.0.0.0) runs torch 2.13, and this node runs torch 2.12"),
+        ({"torch": "2.13", "a.py": "(2)"}, "runs a.py (1), and this node runs a.py (2)"),
+        ({"torch": "2.13", "b.py": "(1)"}, "runs a.py (1), and this node runs b.py (1)"),
+        ({"torch": "2.13"}, "runs a.py (1), and this node runs nothing of this"),
+    ],
+)
+def test_a_node_that_runs_something_else_is_refused_by_name(code: dict[str, str], told: str) -> None:
+    job = Simulation(2, 2, 2)
+    job.terms = replace(job.terms, code={"torch": "2.13", "a.py": "(1)"})
+    job.start(0)
+    job.terms = replace(job.terms, code=code)
+    job.start(1)
+    job.run(10)
+    (error, *_) = job.launchers[1].errors
+    assert error.code == "PL376"
+    assert told in error.saw
     assert job.training() == []
 
 

@@ -40,8 +40,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from paceline.errors import PacelineError
 from paceline.exit_codes import STOPPED
 from paceline.launching.elastic.members import MembersRendezvous
-from paceline.launching.elastic.rendezvous import build_rendezvous
-from paceline.launching.members.world import Waits
+from paceline.launching.elastic.rendezvous import Meeting, build_rendezvous
 from paceline.launching.processes.ranks import Attempts, Ranks
 from paceline.torch_seams.elastic import SteppedAgent, forget_store, leave_round
 
@@ -51,7 +50,7 @@ _NEWS_S = 3.0
 
 log = logging.getLogger(__name__)
 
-_WAITS = Waits()
+_MEETING = Meeting()
 
 
 def run_agent(
@@ -61,8 +60,7 @@ def run_agent(
     build_handler: Callable[..., Any],
     ranks: Ranks,
     rounds: Attempts,
-    waits: Waits = _WAITS,
-    witness: str | None = None,
+    meeting: Meeting = _MEETING,
 ) -> None:
     """Run ranks until all have succeeded.
 
@@ -81,10 +79,10 @@ def run_agent(
                 ranks.kill(rank)
 
     handler, master = build_rendezvous(
-        config, waits, witness=witness, on_loss=end_ranks, is_asked=lambda: rounds.asked is not None
+        config, meeting, on_loss=end_ranks, is_asked=lambda: rounds.asked is not None
     )
     if isinstance(handler, MembersRendezvous) and handler.is_elastic:
-        log.info("%s", waits)
+        log.info("%s", meeting.waits)
     known = {field.name for field in dataclasses.fields(WorkerSpec)}  # older torch has fewer
     wishes = {
         "role": config.role,

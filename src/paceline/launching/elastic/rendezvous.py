@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -39,11 +40,25 @@ _WITHOUT_EFFECT = {"read_timeout", "close_timeout", "heartbeat_timeout"}
 _STATIC_PORT = 29500  # torch's default
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """How the launchers of a job meet, beside torchrun's flags.
+
+    Attributes:
+        waits: all waits.
+        witness: `--witness`, for `c10d`.
+        code: what the ranks run (`code.py`).
+    """
+
+    waits: Waits = field(default_factory=Waits)
+    witness: str | None = None
+    code: Mapping[str, str] = field(default_factory=dict)
+
+
 def build_rendezvous(
     config: LaunchConfig,
-    waits: Waits,
+    meeting: Meeting,
     *,
-    witness: str | None = None,
     on_loss: Callable[[], None] = lambda: None,
     is_asked: Callable[[], bool] = lambda: False,
 ) -> tuple[RendezvousHandler, tuple[str | None, int | None]]:
@@ -51,8 +66,7 @@ def build_rendezvous(
 
     Args:
         config: of the launch.
-        waits: all waits of its launchers, for `c10d`, `etcd` and `folder`.
-        witness: `--witness`, for `c10d`.
+        meeting: of its launchers, for `c10d`, `etcd` and `folder`.
         on_loss: called as soon as another node is lost, for `c10d`.
         is_asked: whether this launcher was asked to stop.
     """
@@ -60,14 +74,14 @@ def build_rendezvous(
         return _OneNode(config.run_id), (None, None)
     if config.rdzv_backend == "c10d":
         if config.rdzv_configs.get("store_type", "tcp") == "tcp":
-            record = None if witness is None else open_witness(witness, config.run_id)
-            return _build_members(config, waits, on_loss, is_asked, record), (None, None)
+            record = None if meeting.witness is None else open_witness(meeting.witness, config.run_id)
+            return _build_members(config, meeting, on_loss, is_asked, record), (None, None)
         handler = registry.get_rendezvous_handler(_read_parameters(config))
         use_own_clock(handler)
         return handler, (None, None)
     if config.rdzv_backend in WITNESSES:
         record = open_witness(name_witness(config.rdzv_backend, config.rdzv_endpoint), config.run_id)
-        return _build_members(config, waits, on_loss, is_asked, record, finds_by_record=True), (None, None)
+        return _build_members(config, meeting, on_loss, is_asked, record, finds_by_record=True), (None, None)
     master: tuple[str | None, int | None] = (None, None)
     if config.rdzv_backend == "static":
         master = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=_STATIC_PORT)
@@ -104,7 +118,7 @@ def _read_parameters(config: LaunchConfig, **more: Any) -> RendezvousParameters:
 
 def _build_members(
     config: LaunchConfig,
-    waits: Waits,
+    meeting: Meeting,
     on_loss: Callable[[], None],
     is_asked: Callable[[], bool],
     witness: Witness | None,
@@ -120,8 +134,8 @@ def _build_members(
     else:
         own = endpoints[0] if is_host and endpoints else None
     return MembersRendezvous(
-        Terms(config.run_id, config.min_nodes, config.max_nodes),
-        waits,
+        Terms(config.run_id, config.min_nodes, config.max_nodes, meeting.code),
+        meeting.waits,
         config.local_addr or "localhost",
         endpoints,
         own=own,

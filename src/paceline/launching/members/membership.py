@@ -34,6 +34,7 @@ from paceline.launching.members.records import (
     Message,
     Peer,
     Proposal,
+    Terms,
     read_answer,
     read_pending,
 )
@@ -91,7 +92,7 @@ class Membership(Knowledge):
             self._links.send(link, {"kind": "ask", **self._describe()})
         elif link == self._up:
             words = {"offer": self._offer, "is_done": self._is_done}
-            nodes = {"least": self.terms.least, "most": self.terms.most}
+            nodes = {"least": self.terms.least, "most": self.terms.most, "code": dict(self.terms.code)}
             self._links.send(link, {"kind": "join", **words, **nodes, **self._describe()})
 
     def received(self, link: int, message: Message, now: float) -> None:
@@ -336,10 +337,8 @@ class Membership(Knowledge):
             self._links.send(link, {"kind": "answer", **self._describe()})
             self._links.close(link)
             return
-        theirs, ours = (message["least"], message["most"]), (self.terms.least, self.terms.most)
-        if theirs != ours:
-            least, most = ours
-            text = f"{self.me} has --nnodes {least}:{most}, and this node has {theirs[0]}:{theirs[1]}"
+        theirs = Terms(self.terms.job, int(message["least"]), int(message["most"]), dict(message["code"]))
+        if text := reports.compare_terms(str(self.me), self.terms, theirs):
             self._links.send(link, {"kind": "refuse", "text": text, "job": self.terms.job})
             self._links.close(link)
             return

@@ -38,11 +38,13 @@ class Terms:
     Attributes:
         job: the job's name, `--rdzv-id`.
         least, most: `--nnodes`.
+        code: what the ranks run, as words: versions, and names of files with what is in them.
     """
 
     job: str
     least: int
     most: int
+    code: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

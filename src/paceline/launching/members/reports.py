@@ -56,6 +56,22 @@ def describe_job(
     }
 
 
+def compare_terms(leader: str, ours: Terms, theirs: Terms) -> str:
+    """Return what a node has that its leader does not, or the empty text."""
+    nodes = f"{ours.least}:{ours.most}", f"{theirs.least}:{theirs.most}"
+    if nodes[0] != nodes[1]:
+        return f"{leader} has --nnodes {nodes[0]}, and this node has {nodes[1]}"
+    known = dict.fromkeys([*ours.code, *theirs.code])
+    labels = [label for label in known if ours.code.get(label) != theirs.code.get(label)]
+    if not labels:
+        return ""
+    sides = [
+        " and ".join(f"{label} {code[label]}" for label in labels if label in code) or "nothing of this"
+        for code in (dict(ours.code), dict(theirs.code))
+    ]
+    return f"{leader} runs {sides[0]}, and this node runs {sides[1]}"
+
+
 @dataclass(frozen=True)
 class Lateness:
     """The state of a launcher that waits for a round.
@@ -157,8 +173,9 @@ def explain_refusal(texts: Collection[str]) -> PacelineError:
     return PacelineError(
         "PL376",
         saw=f"This node was refused: {'; '.join(sorted(texts))}.",
-        rule="All nodes of a job run the same command, and one endpoint serves one job.",
-        fix="Use the same --nnodes and --rdzv-id on all nodes; for another job, choose another port.",
+        rule="All nodes of a job run the same command on the same files, and one endpoint serves one job.",
+        fix="Use the same --nnodes, --rdzv-id, files and versions on all nodes; for another job, choose "
+        "another --rdzv-id and port.",
     )
 
 

@@ -1,0 +1,37 @@
+"""What the ranks of a node run, so that a node with other code, another recipe or torch is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import paceline
+
+_MOST_BYTES = 1 << 22
+
+
+def read_code(words: Sequence[str]) -> dict[str, str]:
+    """Return versions, and for each word that names a Python file or a recipe, the hash of the file.
+
+    Paths may differ between nodes, and so may all other words.
+
+    Args:
+        words: the script with its arguments, or `-m`, the module and its arguments.
+    """
+    found = {
+        "torch": version("torch"),
+        "paceline": paceline.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+    if words[0] == "-m":
+        found["module"] = words[1]
+    for word in words:
+        path = Path(word)
+        if path.suffix in (".py", ".toml"):
+            with suppress(OSError), path.open("rb") as file:
+                found[path.name] = f"({hashlib.sha256(file.read(_MOST_BYTES)).hexdigest()[:8]})"
+    return found
