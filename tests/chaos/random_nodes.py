@@ -34,7 +34,7 @@ FAULTS_PER_JOB = 10
 NODES = 3
 EPOCHS = 40
 PACE_S = 0.5
-_END_S = 240.0
+_END_S = 120.0
 _STEP_S = 60.0
 _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)
 
@@ -277,12 +277,14 @@ def _await_row(folder: Path, is_it: Callable[[dict[str, Any]], bool], seconds: f
 
 
 def _await_end(job: Job) -> dict[int, int | None]:
-    """Waits for all launchers; None for one that runs on. A late one may find that the job is over."""
-    end_s = time.monotonic() + _END_S
+    """Waits for all launchers, as long as steps are taken; None for one that runs on."""
+    end_s, steps = time.monotonic() + _END_S, 0
     while time.monotonic() < end_s:
         if all(launched.process.poll() is not None for launched in job.launched.values()):
             break
-        time.sleep(0.2)
+        if (now := len(read_rows(job.folder))) > steps:
+            end_s, steps = time.monotonic() + _END_S, now
+        time.sleep(0.5)
     return {node: launched.process.poll() for node, launched in job.launched.items()}
 
 

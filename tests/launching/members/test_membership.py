@@ -197,6 +197,15 @@ def test_a_node_that_runs_something_else_is_refused_by_name(code: dict[str, str]
     assert job.training() == []
 
 
+def test_a_job_that_trains_refuses_a_node_that_runs_something_else() -> None:
+    job = start(2, 1, 3)
+    job.terms = replace(job.terms, code={"a.py": "(1)"})
+    other = job.start(2)
+    job.run(10)
+    assert [error.code for error in other.errors][:1] == ["PL376"]
+    assert job.trains_on(0, 1)
+
+
 def test_faults_never_let_two_worlds_train() -> None:
     """`Simulation.check` looks after every event."""
     worlds = 0

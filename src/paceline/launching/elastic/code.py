@@ -9,8 +9,6 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-import paceline
-
 _MOST_BYTES = 1 << 22
 
 
@@ -24,7 +22,7 @@ def read_code(words: Sequence[str]) -> dict[str, str]:
     """
     found = {
         "torch": version("torch"),
-        "paceline": paceline.__version__,
+        "paceline": version("paceline"),
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
     if words[0] == "-m":

@@ -120,6 +120,10 @@ class Knowledge:
         """Return whether a member takes part in a round that is not over."""
         return self.world is not None and not self._is_over and self.world.find(key) >= 0
 
+    def _is_member(self) -> bool:
+        """Return whether this launcher is in the last world."""
+        return self.world is not None and self.world.find(self.me.key) >= 0
+
     def _comes_before(self, other: Member) -> bool:
         """Return whether this launcher is before another one in the order of the last world."""
         return order_of(self.world, self.me) < order_of(self.world, other)

@@ -273,7 +273,7 @@ class Membership(Knowledge):
         if up is None or leader is None:
             return
         if kind == "joined":
-            self.role, self._lost = "following", {}
+            self.role, self._lost, self._refusals = "following", {}, set()
             self._adopt(world_from_json(message["world"]))
             # These may have changed since this launcher asked to join.
             if self._offer is not None:
@@ -534,6 +534,8 @@ class Membership(Knowledge):
             reports.Lateness(
                 now - self._offered_s,
                 is_alone=self.world is None and self.role == "seeking",
+                # It may know the world of the job that refuses it.
+                is_stranger=self.role == "seeking" and not self._is_member(),
                 has_quorum=self.role == "following" or self._has_quorum(present),
                 refusals=self._refusals,
                 endpoints=self._contacts.endpoints,

@@ -79,6 +79,7 @@ class Lateness:
     Attributes:
         waited_s: since when.
         is_alone: whether it knows of no launcher that leads, and of no world.
+        is_stranger: whether it follows no leader, and is not in the last world.
         has_quorum: whether those that it reaches may decide.
         refusals: what other launchers said when they refused it.
         endpoints: where it asks.
@@ -87,6 +88,7 @@ class Lateness:
 
     waited_s: float
     is_alone: bool
+    is_stranger: bool
     has_quorum: bool
     refusals: Collection[str]
     endpoints: Collection[Address]
@@ -103,7 +105,7 @@ def explain_lateness(
     now: float,
 ) -> PacelineError | None:
     """Return why a launcher gives up, or None while it is too early for that."""
-    if state.is_alone and state.refusals and state.waited_s > waits.detect_s:
+    if state.is_stranger and state.refusals and state.waited_s > waits.detect_s:
         return explain_refusal(state.refusals)
     if state.waited_s <= waits.join_s:
         return None
