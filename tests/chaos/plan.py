@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from paceline.recipe.layout import Layout
 from tests.chaos.faults import KINDS
 from tests.chaos.setting import Case
 
@@ -23,6 +24,8 @@ _VICTIMS = {
 }
 _VICTIMS_IN_A_SAVE = {"rank 0": 6, "launcher": 2, "another rank": 2, "everything": 1}
 _VICTIMS_OF_A_WRITER = {"writer": 5, "all ranks": 5, "rank 0": 1, "launcher": 1, "everything": 1}
+# Pipelines are killed in every start: which stage dies, and when, is what they add.
+_VICTIMS_OF_PIPELINES = {"rank 0": 2, "another rank": 4, "launcher": 1, "everything": 1}
 _DAMAGES = ("flip a bit", "cut a file", "remove a file")
 
 
@@ -40,6 +43,7 @@ class Plan:
         place: where in it, as a share of its operations, bytes or files.
         damage: done to the newest checkpoint before this start, where there is another one.
         nproc: ranks, where each start draws its own number.
+        layout: of a case with several, in turn.
     """
 
     when: str
@@ -50,6 +54,7 @@ class Plan:
     place: float
     damage: str | None
     nproc: int
+    layout: str = ""
 
 
 class Plans:
@@ -57,6 +62,9 @@ class Plans:
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
+        self._num_layouts = 0
+        self._victims_of_pipelines = _Deck(self._chance, _VICTIMS_OF_PIPELINES)
+        self._kills_in_a_save = _Deck(self._chance, {kind: 1 for kind in KINDS if kind.startswith("kill")})
         self._whens = _Deck(self._chance, {"start": 3, "training": 8, "save": 9})
         self._victims = _Deck(self._chance, _VICTIMS)
         self._victims_in_a_save = _Deck(self._chance, _VICTIMS_IN_A_SAVE)
@@ -68,24 +76,34 @@ class Plans:
         """The next start's plan."""
         nproc, num_workers = case.nproc, case.num_workers
         when = self._whens.deal()
+        if case.layouts and when == "start":
+            when = "training"
+        layout = ""
+        if case.layouts:
+            layout = case.layouts[self._num_layouts % len(case.layouts)]
+            self._num_layouts += 1
+            nproc = Layout.parse(layout).fewest_ranks
         ranks = self._chance.randint(1, 4) if nproc is None else nproc
         absent = {"another rank"} if ranks == 1 else set()
         absent |= set() if num_workers else {"loader worker"}
         absent |= set() if case.asynchronous else {"writer"}
-        fault = self._faults.deal() if when == "save" else ""
+        faults = self._kills_in_a_save if case.layouts else self._faults
+        fault = faults.deal() if when == "save" else ""
         if fault == "kill in the copy" and not case.asynchronous:
             fault = "kill in a write"
         in_a_save = self._victims_of_a_writer if case.asynchronous else self._victims_in_a_save
-        victim = (in_a_save if when == "save" else self._victims).deal()
+        victims = self._victims_of_pipelines if case.layouts else self._victims
+        victim = (in_a_save if when == "save" else victims).deal()
         return Plan(
             when=when,
             victim="rank 0" if victim in absent else victim,
-            delay=self._chance.uniform(0.0, 1.05),
+            delay=self._chance.uniform(0.0, 0.6 if case.layouts else 1.05),
             fault=fault,
             save=self._chance.choice((1, 1, 2, 3)),
             place=self._chance.random(),
             damage=self._damages.deal() or None,
             nproc=ranks,
+            layout=layout,
         )
 
 

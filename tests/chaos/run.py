@@ -1,10 +1,11 @@
 """`make chaos`: kills processes of real runs at random instants until enough have died.
 
     python -m tests.chaos.run --kills 100 --seed 0 [--reductions fast,exact] [--keep DIR] [--json]
+    python -m tests.chaos.run --kills 20 --pipelines fp32,bf16
 
 Each run is given the same command again and again until it is complete: fast reduction on 1, 2, 3 and 4
-ranks, exact reduction on another number of ranks each time. What it came to is then compared, bit by
-bit, with a run that nobody disturbed. Exit code 1 if anything at all is off.
+ranks, exact reduction on another number of ranks each time, pipelines under another layout each time. What it
+came to is then compared, bit by bit, with a run that nobody disturbed. Exit code 1 if anything at all is off.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.train.metrics import read_rows
 from tests.chaos.judge import Outcome, Tally, count_differing_bits, dump_table, read_outcome
 from tests.chaos.plan import Plan, Plans
 from tests.chaos.processes import kill, wait_until_gone
-from tests.chaos.setting import SAVE_EVERY, Case, write_setting
+from tests.chaos.setting import PIPELINES, SAVE_EVERY, Case, write_setting
 from tests.chaos.start import Start, run_start
 
 _MAX_STARTS = 60
@@ -72,7 +73,7 @@ class Chaos:
         if case.reference in self._references:
             return
         folder = self.folder / f"reference-{case.reference}"
-        write_setting(folder)
+        write_setting(folder, is_pipeline=bool(case.layouts))
         start = run_start(case, None, folder, folder.name, expected_s=(0.0, 0.0))
         if start.status != 0:
             raise RuntimeError(f"the undisturbed run failed:\n{start.stderr}")
@@ -85,7 +86,7 @@ class Chaos:
     def _disturb(self, name: str, case: Case) -> None:
         """One run, started again until it is complete."""
         folder = self.folder / f"run-{name}"
-        write_setting(folder)
+        write_setting(folder, is_pipeline=bool(case.layouts))
         damaged: set[int] = set()
         before: Start | None = None
         for number in range(_MAX_STARTS):
@@ -101,10 +102,9 @@ class Chaos:
             self.tally.wrong.append(f"run {name} was not complete after {_MAX_STARTS} starts")
             return
         differing = count_differing_bits(read_outcome(folder / "out"), self._references[case.reference])
-        label = f"{case.reduction} on {case.nproc or 'changing numbers of'} ranks"
-        self.tally.note_end(name, label, differing)
+        self.tally.note_end(name, case.label, differing)
         self.tally.note_leftovers(name, self._find_leftovers(folder, name))
-        self._tell(f"{name} {label}: complete, {sum(differing.values())} differing bits")
+        self._tell(f"{name} {case.label}: complete, {sum(differing.values())} differing bits")
         if not differing:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -140,6 +140,7 @@ class Chaos:
         reached = max((row["step"] for row in read_rows(run / "metrics.jsonl")), default=0)
         how = f"{case.reduction} {'async ' if case.asynchronous else ''}{case.mode}"
         how += f" nproc={start.nproc} workers={case.num_workers}"
+        how += f" {case.dtype} {plan.layout or 'one process'}" if case.layouts else ""
         took = f"{start.seconds:.1f} s: {done}, exit {start.status}"
         self._tell(f"{mark} {how} from {resumed} to {reached}, {took}")
         return start
@@ -241,6 +242,23 @@ def make_cases(reductions: list[str], modes: list[str]) -> list[Case]:
     return found
 
 
+def make_pipeline_cases(dtypes: list[str], modes: list[str]) -> list[Case]:
+    """Runs whose starts have the layouts of `PIPELINES` in turn, for each type of numbers and checkpoint."""
+    return [
+        Case(
+            "exact",
+            None,
+            0,
+            mode=mode.removeprefix("async-"),
+            asynchronous=mode.startswith("async-"),
+            layouts=PIPELINES,
+            dtype=dtype,
+        )
+        for mode in modes
+        for dtype in dtypes
+    ]
+
+
 def print_report(tally: Tally, seconds: float) -> None:
     """The table at the end."""
     print(f"\n{sum(tally.kills.values())} kills in {tally.starts} starts, {seconds / 60:.1f} min")
@@ -276,12 +294,19 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what is done to whom, and when")
     parser.add_argument("--reductions", default="fast,exact", help="which, with a comma between")
     parser.add_argument("--modes", default=MODES, help="of checkpoints, with a comma between")
+    parser.add_argument(
+        "--pipelines",
+        metavar="DTYPES",
+        help="in place of the others, pipelines in these types",
+    )
     parser.add_argument("--keep", type=Path, help="do it in this new folder, and leave it there")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
     args = parser.parse_args(words)
     cases = make_cases(args.reductions.split(","), args.modes.split(","))
+    if args.pipelines:
+        cases = make_pipeline_cases(args.pipelines.split(","), args.modes.split(","))
     if not cases:
         parser.error(f"--reductions {args.reductions}: neither fast nor exact is among them")
     folder = args.keep or Path(tempfile.mkdtemp(prefix="paceline-chaos-"))

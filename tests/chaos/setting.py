@@ -52,19 +52,33 @@ keep = 3
 [ddp]
 bucket_cap_mb = 0.05
 """
+# What changes for pipelines: blocks for four stages, ragged microbatches, few steps, no buckets of DDP.
+_PIPELINE = {
+    "layers = 3": "layers = 4",
+    "epochs = 3": "steps = 20",
+    "global_batch_size = 24": "global_batch_size = 11",
+    "microbatch_size = 4": "microbatch_size = 2",
+    "[ddp]\nbucket_cap_mb = 0.05\n": "",
+}
+# Starts of a pipeline's run have these layouts in turn, the first one on a single rank.
+PIPELINES = ("", "pp=2", "pp=4", "pp=2 dp_replicate=2", "pp=2 dp_shard=2")
 _WORDS = re.findall(
     r"\w+", "the quick brown fox jumps over a lazy dog while nobody is dropped from the paceline"
 )
 
 
-def write_setting(folder: Path) -> None:
+def write_setting(folder: Path, *, is_pipeline: bool = False) -> None:
     """Writes the recipe and its text."""
     chance = random.Random(0)
     (folder / "text").mkdir(parents=True)
     for number in range(4):
         words = [chance.choice(_WORDS) + chance.choice(("", "", "s", "ed", ",", ".")) for _ in range(2600)]
         (folder / "text" / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
-    (folder / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    recipe = RECIPE
+    for old, new in _PIPELINE.items() if is_pipeline else ():
+        assert old in recipe, old
+        recipe = recipe.replace(old, new)
+    (folder / "recipe.toml").write_text(recipe, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,8 @@ class Case:
         num_workers: loader workers of a rank.
         mode: `checkpoint.mode`.
         asynchronous: `checkpoint.asynchronous`.
+        layouts: of the starts, in turn; by default the ranks are replicas.
+        dtype: `train.dtype`.
     """
 
     reduction: str
@@ -84,17 +100,29 @@ class Case:
     num_workers: int
     mode: str = "full"
     asynchronous: bool = False
+    layouts: tuple[str, ...] = ()
+    dtype: str = "fp32"
+
+    @property
+    def label(self) -> str:
+        """What it is, for the report."""
+        if self.layouts:
+            return f"{self.dtype} under pipelines in turn"
+        return f"{self.reduction} on {self.nproc or 'changing numbers of'} ranks"
 
     @property
     def reference(self) -> str:
         """The uninterrupted run whose bits this one has: with exact reduction the same for any ranks."""
+        if self.layouts:
+            return f"pipelines-{self.dtype}"
         return "exact" if self.reduction == "exact" else f"fast-{self.nproc}"
 
-    def words(self, out: str, nproc: int) -> list[str]:
+    def words(self, out: str, nproc: int, layout: str = "") -> list[str]:
         """The command line after `paceline`."""
         settings = [f"train.reduction={self.reduction}", f"loader.num_workers={self.num_workers}"]
         settings += [f"checkpoint.mode={self.mode}"]
         settings += [f"checkpoint.asynchronous={str(self.asynchronous).lower()}"]
+        settings += [f"train.dtype={self.dtype}", *(f"layout.{word}" for word in layout.split())]
         words = ["train", "recipe.toml", "--out", out, "--nproc", str(nproc)]
         return words + [word for setting in settings for word in ("--set", setting)]
 

@@ -19,7 +19,7 @@ SAVE_OPERATIONS, SAVE_BYTES, SAVE_FILES = 60, 1_227_000, 6
 # Operations of the writer that commits, and tensors that threads of all ranks copy.
 WRITER_OPERATIONS, COPIED_TENSORS = 40, 80
 _LIMIT_S = 150.0
-_RESUMING = re.compile(r"resuming after step (\d+) of")
+_RESUMING = re.compile(r"resuming after\s+step (\d+) of")  # a long line is wrapped
 _BEGINNING = re.compile(r"parameters on \d+ ranks?")
 
 
@@ -85,7 +85,7 @@ def run_start(
         strike_s = begin_s + plan.delay * sum(expected_s) * 0.5
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [*command, *case.words("out", start.nproc)],
+            [*command, *case.words("out", start.nproc, plan.layout if plan else "")],
             cwd=folder,
             env=environment(mark, tmp),
             stdin=subprocess.DEVNULL,
