@@ -63,6 +63,7 @@ QUICK = {
     "replicas_not_summed",
     "dropout_from_position_zero",
     "weights_not_summed_over_cp",
+    "ring_merged_without_sums",
     "experts_not_summed_over_copies",
     "answers_in_another_order",
     "norm_counts_copies_on_every_rank_of_ep",
