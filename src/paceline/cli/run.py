@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.cli.job_status import print_status
-from paceline.cli.profiling import add_profile_flags, add_recording, print_recording, refuse_recording
+from paceline.cli.profiling import (
+    add_profile_flags,
+    add_recording,
+    forget_recording,
+    print_recording,
+    refuse_recording,
+)
 from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error
 from paceline.errors import PacelineError
 
@@ -129,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     except PacelineError as error:
         _print_end(args, as_table(error), str(error))
         code = error.exit_code
+        forget_recording(args)
     print_recording(args)
     # All files and processes are closed. Python's normal exit, with torch loaded, would delay the shell's
     # prompt, and the agent's thread may be waiting in torch for a lost node.

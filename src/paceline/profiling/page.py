@@ -33,7 +33,7 @@ _LEGEND = {
 _LEAST_ARROW = 0.02
 _STYLE = (
     "body{font:14px system-ui,sans-serif;margin:24px;color:#222;background:#fff}"
-    "pre{background:#f6f6f6;padding:12px;overflow-x:auto}"
+    "pre{background:#f6f6f6;padding:12px;white-space:pre-wrap}"
 )
 
 
