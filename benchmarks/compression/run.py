@@ -27,7 +27,7 @@ from tests.launching.nodes import why_no_nodes  # noqa: E402
 
 RESULTS = HERE / "results"
 # Name: Mbit/s, round trip in ms, turns.
-LINKS = {"wan": (100, 50.0, 5), "slow": (100, 0.0, 5)}
+LINKS = {"wan": (100, 50.0, 3), "slow": (100, 0.0, 3)}
 KINDS = ("none", "bf16", "fp16", "int8", "int4")
 SEEDS = range(5)
 RECIPE, NUM_STEPS = "recipes/gpt-stdlib.toml", 1000

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.comm.codec import CODECS, LEAST_ROW, choose_codec
+from paceline.comm.codec import CODECS, LEAST_ROW, Codec, TopkCodec, build_codec, choose_codec
 
 LENGTHS = (32, 33, 128, 144, 257, 300, 1024)
 # The largest error, as a share of the largest magnitude of a block.
@@ -23,8 +23,12 @@ def draw(num_rows: int, length: int) -> Tensor:
     return rows
 
 
+def choose(kind: str, length: int) -> Codec:
+    return choose_codec(build_codec(kind, 0.1 if kind == "topk" else None), length)
+
+
 def encode(kind: str, rows: Tensor) -> Tensor:
-    codec = choose_codec(kind, rows.shape[1])
+    codec = choose(kind, rows.shape[1])
     target = torch.empty(len(rows), codec.count_row_bytes(rows.shape[1]), dtype=torch.uint8)
     codec.encode(rows, target)
     return target
@@ -35,7 +39,7 @@ def encode(kind: str, rows: Tensor) -> Tensor:
 def test_errors_are_small_and_rows_are_independent(kind: str, length: int) -> None:
     rows = draw(24, length)
     encoded = encode(kind, rows)
-    decoded = choose_codec(kind, length).decode(encoded, length)
+    decoded = choose(kind, length).decode(encoded, length)
     most = rows.abs().amax(dim=1)
     errors = (decoded - rows).abs().amax(dim=1)
     is_normal = most > 1e-30  # smaller ones are sent as zeros by some codecs, and stay in the residual
@@ -45,13 +49,13 @@ def test_errors_are_small_and_rows_are_independent(kind: str, length: int) -> No
         assert torch.equal(encode(kind, rows[start:stop].contiguous()), encoded[start:stop])
 
 
-@pytest.mark.parametrize("kind", list(CODECS))
+@pytest.mark.parametrize("kind", [*CODECS, "topk"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_stays_so(kind: str, bad: float) -> None:
     for length in (8, *LENGTHS):
         rows = draw(6, length)
         rows[4, length - 1] = bad
-        decoded = choose_codec(kind, length).decode(encode(kind, rows), length)
+        decoded = choose(kind, length).decode(encode(kind, rows), length)
         assert not decoded[4].isfinite().all()
         assert decoded[5].isfinite().all()
 
@@ -59,9 +63,27 @@ def test_a_number_that_is_not_finite_stays_so(kind: str, bad: float) -> None:
 def test_short_rows_are_sent_as_they_are() -> None:
     rows = draw(6, LEAST_ROW - 1)
     for kind in CODECS:
-        assert torch.equal(choose_codec(kind, LEAST_ROW - 1).decode(encode(kind, rows), LEAST_ROW - 1), rows)
+        assert torch.equal(choose(kind, LEAST_ROW - 1).decode(encode(kind, rows), LEAST_ROW - 1), rows)
 
 
 def test_the_bytes_of_a_row() -> None:
-    sizes = {kind: choose_codec(kind, 1024).count_row_bytes(1024) for kind in CODECS}
+    sizes = {kind: choose(kind, 1024).count_row_bytes(1024) for kind in CODECS}
     assert sizes == {"bf16": 2048, "fp16": 2048 + 16, "int8": 1024 + 16, "int4": 512 + 16}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_topk_keeps_the_largest_numbers_of_each_block(length: int) -> None:
+    rows, codec = draw(24, length), TopkCodec(0.1)
+    encoded = encode("topk", rows)
+    decoded = codec.decode(encoded, length)
+    num_blocks = -(-length // 256)
+    block = -(-length // num_blocks)
+    for start in range(0, length, block):
+        part, sent = rows[3:, start : start + block], decoded[3:, start : start + block]
+        num_kept = -(-block // 10)
+        least = part.abs().topk(num_kept, dim=1).values[:, -1:]
+        assert torch.equal(sent != 0, part.abs() >= least)
+        assert torch.equal(sent[sent != 0], part[sent != 0].bfloat16().float())
+    assert encoded.shape[1] == 3 * num_blocks * -(-block // 10)
+    for start, stop in ((0, 1), (3, 8), (23, 24)):
+        assert torch.equal(encode("topk", rows[start:stop].contiguous()), encoded[start:stop])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.codec import CODECS
 from paceline.comm.residuals import SUM, Residuals, RowRange
 from paceline.comm.slots import SlotSum
 from tests.dist.pool import Pool
@@ -26,7 +27,7 @@ def take_steps(
 ) -> tuple[list[Tensor], Residuals]:
     """Sum the gradients of some steps, of which the last but one is skipped."""
     residuals = Residuals()
-    slot_sum = SlotSum("int8", NUM_SLOTS, residuals, group)
+    slot_sum = SlotSum(CODECS["int8"], NUM_SLOTS, residuals, group)
     pieces = [RowRange(name, 0, *shape) for name, shape in SHAPES.items()]
     totals = [torch.empty(shape) for shape in SHAPES.values()]
     for step in range(num_steps):
@@ -59,7 +60,7 @@ def test_sums_and_residuals_do_not_depend_on_the_scale() -> None:
 
 def test_nothing_is_lost_but_the_residuals() -> None:
     residuals = Residuals()
-    slot_sum = SlotSum("int8", NUM_SLOTS, residuals, None)
+    slot_sum = SlotSum(CODECS["int8"], NUM_SLOTS, residuals, None)
     pieces = [RowRange(name, 0, *shape) for name, shape in SHAPES.items()]
     sent = [torch.zeros(shape) for shape in SHAPES.values()]
     whole = [torch.zeros(shape) for shape in SHAPES.values()]

@@ -17,12 +17,13 @@ from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 
 SAMPLES = torch.randn(44, 40, generator=torch.Generator().manual_seed(7))
-KINDS = ("bf16", "fp16", "int8", "int4")
+KINDS = ("bf16", "fp16", "int8", "int4", "topk")
 
 
 def build(kind: str = "int8", **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    compress = {"kind": kind, "slots": 4} | settings.pop("compress", {})
+    density = {"density": 0.1} if kind == "topk" else {}
+    compress = {"kind": kind, "slots": 4, **density} | settings.pop("compress", {})
     return Trainer(
         # Rows of 40 and of 300 (two blocks); biases, which are not compressed.
         nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 50), nn.ReLU(), nn.Linear(50, 8)),
@@ -192,7 +193,7 @@ def test_the_first_steps_are_those_of_an_uncompressed_run(ranks: Pool) -> None:
 def test_fewer_bytes_are_sent(ranks: Pool) -> None:
     sent = {kind: ranks.run(count_sent, nproc=2, args=(kind,))[0] for kind in KINDS}
     num_bytes, num_whole = 4 * (300 * 40 + 50 * 300 + 8 * 50), 4 * (300 + 50 + 8)
-    for kind, share in {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8}.items():
+    for kind, share in {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8, "topk": 0.075}.items():
         # Two slots per rank: half of each is sent, and half of the sum. Scales and biases come on top.
         assert 1.5 * share * num_bytes <= sent[kind] <= 1.5 * (share * num_bytes + num_whole + num_bytes / 32)
 
@@ -214,6 +215,9 @@ REFUSALS: dict[str, tuple[int, dict[str, Any], str]] = {
     "one rank and one slot": (1, {"compress": {"slots": None}}, "PL960"),
     "fp64": (1, {"dtype": "fp64"}, "PL961"),
     "slots without a kind": (1, {"compress": {"kind": "none"}}, "PL962"),
+    "density of another kind": (1, {"compress": {"density": 0.5}}, "PL962"),
+    "topk without density": (1, {"kind": "topk", "compress": {"density": None}}, "PL962"),
+    "density 0": (1, {"kind": "topk", "compress": {"density": 0.0}}, "PL"),
     "more slots than microbatches": (1, {"compress": {"slots": 16}}, "PL963"),
     "unknown kind": (1, {"kind": "int3"}, "PL"),
     "unknown key": (1, {"compress": {"rank": 4}}, "PL"),

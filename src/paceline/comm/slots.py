@@ -58,7 +58,7 @@ class SlotSum:
     """A sum over the slots of all ranks.
 
     Args:
-        kind: of the codec.
+        codec: of the rows that are long enough.
         num_slots: over all ranks; a multiple of these.
         residuals: of this rank.
         group: the ranks, used for nothing else at the same time; `None` in a world of one.
@@ -71,14 +71,14 @@ class SlotSum:
 
     def __init__(
         self,
-        kind: str,
+        codec: Codec,
         num_slots: int,
         residuals: Residuals,
         group: dist.ProcessGroup | None,
         num_shards: int = 1,
     ) -> None:
         self.sent_bytes = 0
-        self._kind = kind
+        self._codec = codec
         self._residuals = residuals
         self._group = group
         self._num_ranks = 1 if group is None else group.size()
@@ -204,7 +204,7 @@ class SlotSum:
 
     def _view(self, encoded: Tensor, piece: RowRange, at: int) -> tuple[Codec, Tensor]:
         """Return the codec of some rows, and their bytes [num_rows, row_bytes] from a place on."""
-        codec = choose_codec(self._kind, piece.length)
+        codec = choose_codec(self._codec, piece.length)
         row_bytes = codec.count_row_bytes(piece.length)
         return codec, encoded[at : at + piece.num_rows * row_bytes].view(piece.num_rows, row_bytes)
 
@@ -214,7 +214,7 @@ class SlotSum:
         parts: dict[int, _RankRows] = {}
         start = 0
         for shard, pieces in enumerate(shards):
-            sizes = [choose_codec(self._kind, p.length).count_row_bytes(p.length) for p in pieces]
+            sizes = [choose_codec(self._codec, p.length).count_row_bytes(p.length) for p in pieces]
             whole = sum(piece.num_rows * size for piece, size in zip(pieces, sizes, strict=True))
             for replica in range(num_replicas):
                 # A row belongs to the part in which its first byte lies.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from paceline.comm.codec import build_codec
 from paceline.comm.residuals import Residuals, RowRange
 from paceline.comm.slots import SlotSum
 from paceline.comm.tree import TreeSum
@@ -39,11 +40,13 @@ class CompressSettings:
         kind: of the codec.
         slots: their number.
         after_steps: number of steps that are not compressed.
+        density: share of the numbers that `topk` keeps; `None` for other kinds.
     """
 
     kind: str
     slots: int
     after_steps: int = 0
+    density: float | None = None
 
 
 class Compression:
@@ -51,6 +54,7 @@ class Compression:
 
     Attributes:
         settings: of the run.
+        codec: of the run.
         residuals: of this rank.
         is_on: whether the gradients of the current step are compressed.
         factor: by which the gradients of the current step are multiplied before they are encoded.
@@ -65,6 +69,7 @@ class Compression:
 
     def __init__(self, settings: CompressSettings, model: nn.Module) -> None:
         self.settings = settings
+        self.codec = build_codec(settings.kind, settings.density)
         self.residuals = Residuals()
         self.is_on = False
         self.factor = 1.0
@@ -146,7 +151,7 @@ class CompressedReduction(ExactReduction):
         self.compression = compression
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         settings = compression.settings
-        self._slot_sum = SlotSum(settings.kind, settings.slots, compression.residuals, group)
+        self._slot_sum = SlotSum(compression.codec, settings.slots, compression.residuals, group)
         self._leaves: list[range] = []
         self._trees: list[TreeSum[Gradients]] = []
 

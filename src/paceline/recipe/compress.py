@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from paceline.recipe.section import NonNegativeInt, PositiveInt, Section, broken_rule
 
@@ -15,10 +15,13 @@ class CompressSection(Section):
     `docs/communicate.md` explains what it costs.
     """
 
-    kind: Literal["none", "bf16", "fp16", "int8", "int4"] = "none"
+    kind: Literal["none", "bf16", "fp16", "int8", "int4", "topk"] = "none"
     """Form in which gradients are sent. `"int8"` and `"int4"`: integers with one scale per block of at most
-    256 numbers. What this rounds off is added to the next step's gradient. Needs `train.reduction =
-    "exact"`."""
+    256 numbers. `"topk"`: the largest numbers of each such block. What is not sent is added to the next
+    step's gradient. Needs `train.reduction = "exact"`."""
+    density: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the numbers that `kind = "topk"` sends, from 0 (excluded) to 1; required there, and refused
+    with other kinds."""
     slots: PositiveInt | None = None
     """Number of equal blocks of consecutive microbatches whose gradients are each compressed together. The
     result depends on it, and not on the number of ranks, which must divide it. Default: the number of ranks
@@ -35,5 +38,12 @@ class CompressSection(Section):
                 f'compress.{idle[0]}={getattr(self, idle[0])} with compress.kind="none".',
                 "Without compression this key would do nothing.",
                 'Set compress.kind="int8", or leave the key out.',
+            )
+        if (self.kind == "topk") != (self.density is not None):
+            raise broken_rule(
+                "PL962",
+                f'compress.kind="{self.kind}" with compress.density={self.density}.',
+                "The density is the share of the numbers that topk sends.",
+                'Set both, for example kind = "topk" and density = 0.1, or neither.',
             )
         return self

@@ -52,6 +52,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "train.clip_norm": ("clip_norm",),
     "train.dtype": ("dtype",),
     "compress.kind": ("compress.kind",),
+    "compress.density": ("compress.density",),
     "compress.slots": ("compress.slots",),
     "compress.after_steps": ("compress.after_steps",),
     "train.sync_batchnorm": ("sync_batchnorm",),

@@ -344,7 +344,7 @@ class Shards:
         self, mesh: Mesh, group: dist.ProcessGroup, compression: Compression, exact: list[ExactChunks]
     ) -> list[GradientChunks]:
         settings, num_shards = compression.settings, mesh.dp_shard.size
-        slot_sum = SlotSum(settings.kind, settings.slots, compression.residuals, group, num_shards)
+        slot_sum = SlotSum(compression.codec, settings.slots, compression.residuals, group, num_shards)
         return [
             CompressedChunks(
                 self._rounds,
