@@ -289,3 +289,58 @@ def test_what_is_no_such_loop_is_refused(ranks: Pool, kind: type[nn.Module]) -> 
     for text in ranks.run(step_once, 2, (kind.__name__,)):
         assert code in text
         assert words in text
+
+
+class DeepModel(Model):
+    """With blocks, at whose ends a pipeline is cut."""
+
+    def __init__(self, loop: str) -> None:
+        super().__init__(loop)
+        self.blocks = nn.ModuleList(Block(loop) for _ in range(2))
+        del self.mixtures, self.norms
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x, balance = self.embed(ids), torch.zeros(())
+        for block in self.blocks:
+            x, balance = block(x, balance)
+        return self.head(x), balance
+
+
+class Block(nn.Module):
+    def __init__(self, loop: str) -> None:
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(WIDTH), LOOPS[loop]()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.down(F.gelu(self.up(x)))
+        mixed, scores = self.mixture(self.norm(x))
+        return x + mixed, balance + scores.square().mean()
+
+
+def train_deep(world: Any, loop: str, layout: str, dtype: str) -> Any:
+    example = {"ids": torch.stack([Ids()[n]["ids"] for n in range(2)])}
+    trainer = build_trainer(DeepModel(loop), layout, dtype, clip_norm=0.5, example=example)
+    steps = [trainer.step(share) for share in trainer.loader(Ids(), global_batch_size=8)]
+    state = trainer.whole_state()
+    trainer.close()
+    return [(step.loss, step.grad_norm) for step in steps], hash_tensors(state) if world.is_main else ""
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_in_stages_has_the_bits_of_one_process(ranks: Pool, loop: str) -> None:
+    alone = ranks.run(train_deep, 1, (loop, "", "fp32"))[0]
+    for layout, num_ranks in {"pp=2": 2, "pp=2 dp_replicate=2 ep=2": 4}.items():
+        assert ranks.run(train_deep, num_ranks, (loop, layout, "fp32"))[0] == alone, layout
+    again = ranks.run(train_deep, 1, (loop, "recompute=block", "fp32"))[0]
+    assert ranks.run(train_deep, 2, (loop, "dp_replicate=2 ep=2 recompute=block", "fp32"))[0] == again
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_beside_tp_has_the_numbers_of_one_process(ranks: Pool, loop: str) -> None:
+    alone, _ = ranks.run(train_deep, 1, (loop, "", "fp64"))[0]
+    for layout in ("dp_replicate=2 ep=2 tp=2", "dp_shard=2 ep=2 tp=2"):
+        found, _ = ranks.run(train_deep, 4, (loop, layout, "fp64"))[0]
+        for one, other in zip(alone, found, strict=True):
+            # Two of the loops take the softmax in fp32.
+            assert other == pytest.approx(one, rel=1e-6), layout

@@ -27,7 +27,7 @@ from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
-from paceline.parallel.experts.find import open_experts
+from paceline.parallel.experts.find import list_looped, open_experts, open_loops
 from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute
@@ -144,9 +144,7 @@ def parallelize(
         align_with_main(model)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
-    if settings.exact or layout.ep > 1:
-        # In a world of one too: these are the products that ranks of ep compute for each other.
-        open_experts(model)
+    _open_experts(model, settings)
     plan, context = None, None
     if layout.cp > 1:
         assert mesh is not None
@@ -261,10 +259,26 @@ def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Mas
     return plan
 
 
+def _open_experts(model: nn.Module, settings: Settings) -> None:
+    layout = settings.layout
+    if settings.exact or layout.ep > 1:
+        # In a world of one too: these are the products that ranks of ep compute for each other.
+        open_experts(model)
+    if layout.tp > 1 or layout.cp > 1 or layout.pp > 1:
+        open_loops(model)
+
+
 def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> SplitPlan:
     open_attention(model)
+    # A rank of ep has whole experts.
+    kept = dict.fromkeys(list_looped(model) if settings.layout.ep > 1 else (), "replicate")
     plan = find_plan(
-        model, settings.example, mesh.tp.size, settings.tp_plan, masks, sequence=settings.layout.sequence
+        model,
+        settings.example,
+        mesh.tp.size,
+        {**(settings.tp_plan or {}), **kept},
+        masks,
+        sequence=settings.layout.sequence,
     )
     apply_plan(model, plan, mesh.tp, masks)
     log.info("%s", plan.describe())

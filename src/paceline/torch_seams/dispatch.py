@@ -13,8 +13,16 @@ with checked("dispatch"):
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 without_functions = torch._C.DisableTorchFunction
+with_functions = torch._C._EnableTorchFunction
 
-__all__ = ["TorchDispatchMode", "has_modes", "read_schema", "without_functions", "without_modes"]
+__all__ = [
+    "TorchDispatchMode",
+    "has_modes",
+    "read_schema",
+    "with_functions",
+    "without_functions",
+    "without_modes",
+]
 
 
 def has_modes() -> bool:

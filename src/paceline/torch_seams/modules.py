@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -31,6 +32,7 @@ __all__ = [
     "DropoutBase",
     "NormBase",
     "copy_frame",
+    "copy_tree",
     "find_call",
     "hide_from_ddp",
     "list_forward_hooks",
@@ -56,6 +58,26 @@ def copy_frame(module: nn.Module) -> nn.Module:
     """Return a copy of a module with copies of its children, which share its parameters and buffers."""
     twin = copy(module)
     twin._modules = {name: copy(child) for name, child in module.named_children()}
+    return twin
+
+
+def copy_tree(module: nn.Module) -> nn.Module:
+    """Return a copy of a module and of all modules in it, which share parameters, buffers and inner hooks.
+
+    The copy itself has no hooks.
+    """
+    twin = _copy_tree(module)
+    for hooks in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        set_existing(twin, hooks, OrderedDict())
+    return twin
+
+
+def _copy_tree(module: nn.Module) -> nn.Module:
+    twin = copy(module)
+    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
+    twin._modules = {
+        name: child if child is None else _copy_tree(child) for name, child in module._modules.items()
+    }
     return twin
 
 

@@ -89,6 +89,7 @@ NAMES: dict[str, tuple[TorchName, ...]] = {
         TorchName("torch.utils._python_dispatch._disable_current_modes", "hides operations from modes"),
         TorchName("torch._C._len_torch_dispatch_stack", "finds whether a mode is active"),
         TorchName("torch._C.DisableTorchFunction", "hides operations from function modes"),
+        TorchName("torch._C._EnableTorchFunction", "shows them to a mode inside of such a context again"),
         TorchName("torch._ops.OpOverload._schema", "finds what an operation draws and writes"),
     ),
     "elastic": (

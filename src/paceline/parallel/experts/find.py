@@ -16,7 +16,7 @@ from paceline.parallel.experts.forms import (
     is_decorated,
     open_forward,
 )
-from paceline.parallel.experts.lists import ListForm, find_objection, has_own_forward, is_list
+from paceline.parallel.experts.lists import ListForm, find_objection, has_own_forward, is_list, open_trials
 from paceline.phrases import name_some
 
 
@@ -31,6 +31,21 @@ def open_experts(model: nn.Module) -> None:
     for form in find_experts(model).values():
         if isinstance(form, TransformersForm):
             open_forward(form)
+
+
+def open_loops(model: nn.Module) -> None:
+    """Let trial forwards run the loops over experts, in place."""
+    for form in _find_lists(model):
+        open_trials(form)
+
+
+def list_looped(model: nn.Module) -> list[str]:
+    """Return the full names of the experts that loops call."""
+    return [name for form in _find_lists(model) for name in form.list_names()]
+
+
+def _find_lists(model: nn.Module) -> list[ListForm]:
+    return [form for form in find_experts(model).values() if isinstance(form, ListForm)]
 
 
 def count_experts(model: nn.Module) -> int | None:

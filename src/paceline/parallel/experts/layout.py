@@ -39,7 +39,7 @@ from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
 from paceline.parallel.experts.find import check_forms, find_experts
 from paceline.parallel.experts.forms import Answer, ExpertForm, GroupedForm, hide_functions
 from paceline.parallel.experts.gradients import ExpertSum, OrderedExpertSum, QuickExpertSum
-from paceline.parallel.experts.lists import AnswerCalls, ListForm
+from paceline.parallel.experts.lists import AnswerCalls, ListForm, join_names
 from paceline.parallel.experts.turns import Turns
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks
 from paceline.parallel.split import Split, take_parts
@@ -358,11 +358,6 @@ class ExpertLayout:
                 weights = [use(w, place, self.number) if w.requires_grad else w for w in weights]
             answers.append(form.multiply(part, counts[place], weights))
         return torch.cat(answers)
-
-
-def join_names(*names: str) -> str:
-    """Return a full name, from those of a module and of what is in it."""
-    return ".".join(name for name in names if name)
 
 
 def _multiply_together(form: GroupedForm, rows: Tensor, counts: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from paceline.parallel.experts.forms import ExpertForm
-from paceline.parallel.experts.loop import ExpertLoop, like, loop_error
+from paceline.parallel.experts.loop import ExpertLoop, TrialLoop, like, loop_error
 from paceline.parallel.split import Split, WholeOn
-from paceline.torch_seams.modules import DropoutBase
+from paceline.torch_seams.dispatch import with_functions, without_functions
+from paceline.torch_seams.modules import DropoutBase, copy_tree
 from paceline.torch_seams.tensors import is_fake
 from paceline.torch_seams.trees import tree_leaves
 
@@ -50,6 +51,7 @@ class ListForm(ExpertForm):
         prefix = f"{key}." if key else ""
         children = dict(module.get_submodule(key).named_children())
         self._experts = list(children.values())
+        self._children = [f"{prefix}{child}" for child in children]
         # The parameters of each expert, by their names in it.
         self._own_keys = [[own for own, _ in expert.named_parameters()] for expert in self._experts]
         self.keys = tuple(
@@ -58,9 +60,9 @@ class ListForm(ExpertForm):
             for own in own_keys
         )
         self.numbers = range(len(self._experts))
+        self._twins: list[nn.Module] = []
         self._forwards: list[Callable[..., Any]] = []
         self._loop: ExpertLoop | None = None
-        self._is_answering = False
         self.answer_kind: tuple[int, torch.dtype] | None = None
         self._answer_kinds: dict[Any, tuple[int, torch.dtype]] = {}
 
@@ -82,6 +84,10 @@ class ListForm(ExpertForm):
         each = self.num_experts // degree
         self.numbers = range(rank * each, (rank + 1) * each)
 
+    def list_names(self) -> list[str]:
+        """Return the full names of the experts."""
+        return list(dict.fromkeys(join_names(self.name, child) for child in self._children))
+
     def list_held(self) -> list[nn.Parameter]:
         """Return the parameters of the experts that this rank holds."""
         return [weight for number in self.numbers for weight in self._experts[number].parameters()]
@@ -93,6 +99,8 @@ class ListForm(ExpertForm):
             answer: computes the answers.
         """
         forward = self.module.forward
+        # Their hooks run where an expert is called, and stages of pp follow the calls there.
+        self._twins = [copy_tree(expert) for expert in self._experts]
         for number, expert in enumerate(self._experts):
             self._forwards.append(expert.forward)
             expert.forward = MethodType(partial(_call_expert, self, number), expert)
@@ -102,25 +110,26 @@ class ListForm(ExpertForm):
                 return forward(*args, **kwargs)
             self._loop = ExpertLoop(self.name, self._stand_in)
             try:
-                with self._loop:
+                with with_functions(), self._loop:  # a stage of pp hides functions inside of its blocks
                     output = forward(*args, **kwargs)
                 loop = self._loop
                 loop.check()
             finally:
                 self._loop = None
-            return loop.finish(answer(loop.calls), output)
+            with without_functions():
+                return loop.finish(answer(loop.calls), output)
 
         return run
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the answer of an expert, or a stand-in for it."""
-        if self._is_answering:
-            return self._forwards[number](*args, **kwargs)
         if self._loop is not None:
             return self._loop.call(number, args, kwargs)
         if _is_trial(args, kwargs):
-            # All experts have equal shapes, and another rank's are empty here.
-            return self._forwards[self.numbers[0]](*args, **kwargs)
+            # All experts have equal shapes, and another rank's are empty here. The trial shows that this
+            # expert's parameters are used.
+            answer = self._forwards[self.numbers[0]](*args, **kwargs)
+            return sum((weight.sum() for weight in self._experts[number].parameters()), answer)
         raise loop_error(self.name, f"expert {number} is called outside of its forward.")
 
     def compute(self, number: int, rows: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
@@ -136,11 +145,7 @@ class ListForm(ExpertForm):
         """
         given = self._experts[number].parameters() if weights is None else weights
         named = dict(zip(self._own_keys[number], given, strict=True))
-        self._is_answering = True
-        try:
-            answer = functional_call(self._experts[number], cast(Any, named), (rows,))
-        finally:
-            self._is_answering = False
+        answer = functional_call(self._twins[number], cast(Any, named), (rows,))
         if not isinstance(answer, Tensor) or answer.shape[:-1] != rows.shape[:-1]:
             shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
             raise loop_error(self.name, f"expert {number} answers {tuple(rows.shape)} with {shape}.")
@@ -163,6 +168,25 @@ class ListForm(ExpertForm):
                 self._answer_kinds[state] = answer.shape[-1], answer.dtype
             width, dtype = self.answer_kind = self._answer_kinds[state]
             return torch.empty(*given.shape[:-1], width, dtype=dtype, device=given.device)
+
+
+def join_names(*names: str) -> str:
+    """Return a full name, from those of a module and of what is in it."""
+    return ".".join(name for name in names if name)
+
+
+def open_trials(form: ListForm) -> None:
+    """Let trial forwards run the loop of a mixture, in place."""
+    forward = form.module.forward
+
+    def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and is_fake(leaf)]
+        if not fakes:
+            return forward(*args, **kwargs)
+        with TrialLoop(cast(Any, fakes[0]).fake_mode):
+            return forward(*args, **kwargs)
+
+    form.module.forward = MethodType(run, form.module)
 
 
 def is_list(name: str, module: nn.Module) -> bool:

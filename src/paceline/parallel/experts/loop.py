@@ -29,6 +29,8 @@ from paceline.torch_seams.trees import tree_leaves, tree_map_only
 
 _WRITING_OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"}
 _WRITING_OPERATORS |= {"__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"}
+_MAKING = (torch.zeros, torch.empty, torch.ones, torch.full)
+_SEARCHES = (torch.nonzero, Tensor.nonzero)
 # It ends with an underscore, and changes no number.
 _NOT_WRITING = frozenset({"requires_grad_"})
 # From a mode of tensors without numbers, and the input of an expert, to a tensor like its answer.
@@ -185,6 +187,36 @@ class ExpertLoop(TorchFunctionMode):
 
     def _refuse(self, saw: str) -> PacelineError:
         return loop_error(self._name, saw)
+
+
+class TrialLoop(TorchFunctionMode):
+    """A mode in which a loop over experts runs on tensors without numbers.
+
+    Which tokens an expert gets depends on numbers. In a trial forward each expert gets as many as there are.
+
+    Args:
+        fake: the mode of these tensors.
+    """
+
+    def __init__(self, fake: Any) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        is_search = func in _SEARCHES or (func is torch.where and len(args) == 1)
+        if not is_search or not args or not is_fake(args[0]) or not args[0].dim():
+            found = func(*args, **(kwargs or {}))
+            if func in _MAKING and not is_fake(found):
+                # The loop adds answers to it, which have no numbers.
+                with without_functions():
+                    found = self._fake.from_tensor(found)
+            return found
+        mask, num_found = args[0], max(args[0].shape)
+        if func is torch.where or (kwargs or {}).get("as_tuple"):
+            return tuple(mask.new_zeros(num_found, dtype=torch.int64) for _ in mask.shape)
+        return mask.new_zeros(num_found, mask.dim(), dtype=torch.int64)
 
 
 def like(tensor: Tensor) -> Tensor:
