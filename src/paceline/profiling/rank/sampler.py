@@ -19,7 +19,7 @@ from typing import Any
 from paceline.own_code import PACKAGE, is_own
 
 _LEAST_S = 0.005
-_SHARE = 0.003
+_SHARE = 0.005
 _MANY_FRAMES = 200
 # Stacks inside of this package that are not a recipe's code.
 _RECORDING = f"{PACKAGE}/profiling/", f"{PACKAGE}/torch_seams/"
@@ -81,17 +81,17 @@ class LineSampler:
         ]
 
     def _run(self) -> None:
-        # Of this thread alone: waiting for Python's lock costs the script nothing.
-        pause = _LEAST_S
+        # Of this thread alone, waking up included: waiting for Python's lock costs the script nothing.
+        pause, before = _LEAST_S, time.thread_time()
         while not self._ended.wait(pause):
-            before = time.thread_time()
             frame = sys._current_frames().get(self._watched)
             if frame is None:
                 return
             self._note(frame, time.time_ns())
             self.note_scheduling()
             del frame  # It holds the thread's local variables.
-            pause = max(_LEAST_S, (time.thread_time() - before) / _SHARE)
+            now = time.thread_time()
+            pause, before = max(_LEAST_S, (now - before) / _SHARE), now
 
     def _note(self, innermost: FrameType, now_ns: int) -> None:
         key = self._find(innermost)
