@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.chaos.nodes import Job, check_one_history
@@ -83,6 +84,20 @@ def test_a_link_of_200_ms_costs_no_node(tmp_path: Path) -> None:
         assert "the nodes have changed" not in job.text
         job.kill(1)
         await_step_later(job, 1)
+
+
+def test_a_node_that_is_only_slow_is_not_put_out(tmp_path: Path) -> None:
+    """Its processes run for a tenth of the time, in pieces shorter than --detect-s."""
+    with ExitStack() as stack:
+        job = start(stack, tmp_path, 3, "1:3")
+        end_s = time.monotonic() + 25
+        while time.monotonic() < end_s:
+            job.each_process(2, psutil.Process.suspend)
+            time.sleep(1.0)
+            job.each_process(2, psutil.Process.resume)
+            time.sleep(0.1)
+        await_step_later(job, 3)
+        assert "the nodes have changed" not in job.text
 
 
 def test_a_spare_that_dies_disturbs_nobody(tmp_path: Path) -> None:
