@@ -18,8 +18,9 @@ _FILLED_LATER: dict[str, Any] = {"nnodes": "1:1", "nproc_per_node": "1"}
 if get_args_parser().get_default("master_port") is not None:
     _FILLED_LATER["master_port"] = get_args_parser().get_default("master_port")
 
+_TORCHS = {action.dest for action in get_args_parser()._actions}
 # Flags that `paceline run` has on every torch, because it carries them out itself.
-_OURS_ON_OLDER_TORCH = {"shutdown_timeout"} - {action.dest for action in get_args_parser()._actions}
+_OURS_ON_OLDER_TORCH = {"shutdown_timeout"} - _TORCHS
 
 # A value of the right kind for each flag that is no plain word.
 _SAMPLES = {
@@ -44,12 +45,9 @@ def parse_as_torch(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_as_ours(argv: Sequence[str]) -> dict[str, Any]:
-    """What `paceline run` makes of it, without its own flags."""
+    """What `paceline run` makes of torchrun's flags."""
     seen = vars(build_parser().parse_args(["run", *argv]))
-    ours = {"command", "run", "cold", "threads_per_rank", "hang_after", "keep_alive", "no_watch", "json"}
-    ours |= {"detect_s", "witness", "join_timeout", "status"}
-    ours |= {"profile", "profile_after", "profile_steps"}
-    return {name: value for name, value in seen.items() if name not in ours | _OURS_ON_OLDER_TORCH}
+    return {name: value for name, value in seen.items() if name in _TORCHS}
 
 
 def parse_alone(argv: Sequence[str]) -> dict[str, Any]:
