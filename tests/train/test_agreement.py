@@ -28,7 +28,7 @@ def agree(
         agreement.put_microbatch(index, loss, torch.tensor(float(index)))
         agreement.add_statistics(index, statistics)
     agreement.put_used([True, world.rank == 1, False])
-    agreement.launch(RankMessage(signums[world.rank], 7, settings=2**63 + world.rank, copies=[5, 0, 6]))
+    agreement.launch(RankMessage(signums[world.rank], 7, settings=2**63 + world.rank, copies=[5, 0, 6, 0]))
     if board is not None:
         world.barrier()
     return agreement.wait(torch.tensor(0.5 + world.rank))
@@ -57,7 +57,7 @@ def test_all_ranks_read_the_same_bits(
             assert agreed.used == [True, nproc > 1, False]
             assert agreed.stop_signum == 0
             assert agreed.settings.tolist() == [[other, 2**31] for other in range(nproc)], "low half first"
-            assert agreed.copies.tolist() == [[5, 0, 0, 0, 6, 0]] * nproc
+            assert agreed.copies.tolist() == [[5, 0, 0, 0, 6, 0, 0, 0]] * nproc
 
 
 @pytest.mark.parametrize(
@@ -123,5 +123,5 @@ def agree_on_other_lengths(world: Any) -> None:
 
 
 def test_other_numbers_of_microbatches_are_named(ranks: Pool) -> None:
-    with pytest.raises(RankError, match="30 on rank 0, 32 on rank 1"):
+    with pytest.raises(RankError, match="34 on rank 0, 36 on rank 1"):
         ranks.run(agree_on_other_lengths)

@@ -124,6 +124,7 @@ def wait_in_receive(world: World, socket: str, folder: str) -> None:
     else:
         Path(folder, "waits").touch()
         dist.recv(torch.ones(2, dtype=torch.int32), 1)  # RECEIVES
+        time.sleep(0.5)  # gloo's thread notes the end of a transfer after it has woken the receiver
     watched.end()
 
 

@@ -64,7 +64,7 @@ class RankMessage:
     position: int
     signature: int = 0
     settings: int = 0
-    copies: Sequence[int] | Tensor = (0, 0, 0)
+    copies: Sequence[int] | Tensor = (0,) * NUM_COPIES
     leaves_out: bool = False
     busy_s: float = 0.0
     lasted_s: float = 0.0
