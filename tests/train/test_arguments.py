@@ -46,7 +46,7 @@ def test_a_trainer_keeps_every_argument_that_it_is_given() -> None:
 
 
 def test_every_argument_is_compared_or_known_not_to_be() -> None:
-    given = build(compress={"kind": "bf16", "slots": 2}).describe_for_ranks(Layout())
+    given = build(compress={"kind": "bf16", "slots": 2}).describe_for_ranks(Layout().resolve(2))
     compared = {name.partition(".")[0] for name in given}
     names = {field.name.replace("recipe_toml", "recipe") for field in fields(Arguments)}
     assert names - compared == NOT_LISTED
