@@ -9,6 +9,7 @@ import functools
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,6 +58,15 @@ def build_profiler(torch: Any, *, has_shapes: bool = False) -> Any:
     return torch.profiler.profile(activities=activities, **settings)
 
 
+def start_profiler(profiler: Any) -> None:
+    """Start a profiler, without torch's warning."""
+    with warnings.catch_warnings():
+        # Up to torch 2.11 each profiler warns of what happens between cycles; this one has a single cycle. A
+        # script that turns warnings into errors would get no recording.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        profiler.start()
+
+
 def start_light(torch: Any, profiler: Any) -> bool:
     """Start a profiler that records annotations and collectives of gloo only; return whether this torch can.
 
@@ -74,7 +84,7 @@ def start_light(torch: Any, profiler: Any) -> bool:
 
     module._enable_profiler = enable_scope
     try:
-        profiler.start()
+        start_profiler(profiler)
     except TypeError:  # another signature
         with suppress(Exception):
             profiler.stop()

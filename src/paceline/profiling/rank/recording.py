@@ -29,6 +29,7 @@ from paceline.torch_seams.profiling import (
     note_transfers,
     read_collectives,
     start_light,
+    start_profiler,
 )
 
 OWN = "the script runs torch.profiler itself, and a process can run one at a time"
@@ -67,7 +68,7 @@ class Recording:
         else:
             if not is_full:
                 self._profiler = build_profiler(torch)
-            self._profiler.start()
+            start_profiler(self._profiler)
             self._marks = PhaseMarks(torch, on_forward)
         self._forget_transfers = note_transfers(self._note_transfer)
         self._began_ns = time.time_ns()
