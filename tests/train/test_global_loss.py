@@ -153,6 +153,43 @@ def test_other_layouts(ranks: Pool, layout: str) -> None:
         assert (many["hash"], many["losses"]) == (one["hash"], one["losses"])
 
 
+class DeepTowers(TwoTowers):
+    """Towers on blocks that both inputs pass through, so that there is something to cut."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Any]:
+        found = super().forward(image, text)
+        for block in self.blocks:
+            found = {**found, "image": found["image"] + block(found["image"]), "text": block(found["text"])}
+        return found
+
+
+def train_deep(world: Any, layouts: list[str]) -> list[dict[str, Any]]:
+    example = {"image": torch.randn(2, 12), "text": torch.randn(2, 8)}
+    return [train(world, {"model": DeepTowers, "layout": layout, "example": example}) for layout in layouts]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layouts"),
+    [
+        (2, ["pp=2"]),
+        pytest.param(2, ["pp=2 schedule=zbv"], marks=pytest.mark.slow),
+        pytest.param(4, ["pp=2 dp_replicate=2", "pp=2 dp_shard=2 schedule=gpipe"], marks=pytest.mark.slow),
+    ],
+)
+def test_stages_have_the_same_bits(ranks: Pool, nproc: int, layouts: list[str]) -> None:
+    """Each layer is called twice per forward. 5 microbatches, the last ones smaller; under dp, 3 and 2."""
+    [one] = ranks.run(train_deep, nproc=1, args=([""],))[0]
+    results = ranks.run(train_deep, nproc=nproc, args=(layouts,))
+    for place in range(len(layouts)):
+        main = results[0][place]
+        assert (main["hash"], main["evaluation"]) == (one["hash"], one["evaluation"])
+        assert all(each[place]["losses"] == one["losses"] for each in results)
+
+
 def test_a_rank_without_a_microbatch(ranks: Pool) -> None:
     options = {"microbatch_size": 12}  # 2 microbatches, and 1 at the end
     one, many = (ranks.run(train, nproc=nproc, args=(options,)) for nproc in (1, 3))

@@ -267,6 +267,18 @@ def test_lengths_differ_between_steps(ranks: Pool) -> None:
     assert ranks.run(lengths, 2, ("pp=2",))[0] == ranks.run(lengths, 1, ("",))[0]
 
 
+def compute_alone(world: Any) -> None:
+    trainer = build("pp=2", Outside)
+    with trainer.without_communication():
+        pass
+
+
+def test_a_step_without_communication_is_refused(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(compute_alone, 2)
+    assert getattr(next(iter(caught.value.causes.values())), "code", "") == "PL488"
+
+
 def skip_one(world: Any) -> list[Any]:
     trainer = build("pp=2", Outside)
     if world.rank == 1:
@@ -362,7 +374,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "compile": ({"compile": True}, "PL492", "set pp=1 and dp_shard=2 or tp"),
     "a hook of DDP": ({"comm_hook": (None, print), "reduction": "fast"}, "PL142", "comm_hook"),
     "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL490", "schedule=gpipe"),
-    "the whole batch": ({"loss_over": "global_batch"}, "PL488", "loss_over"),
     "settings of DDP": ({"ddp": {"static_graph": True}}, "PL141", "static_graph"),
     "another number of ranks": ({"layout": "pp=3"}, "PL113", "pp=3"),
 }

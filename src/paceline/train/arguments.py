@@ -34,7 +34,6 @@ from paceline.train.building import (
     check_numbers,
     check_reduction,
     check_several,
-    check_stages,
 )
 from paceline.train.compressing import choose_compression
 from paceline.train.precision import Precision
@@ -141,7 +140,6 @@ class Arguments:
         )
         if names is not None:
             check_several(layout)
-        check_stages(layout, self.loss_over)
 
     def choose_compression(self, layout: Layout) -> CompressSettings | None:
         """Return the settings of the compression, if there is one; raise PL958 to PL960."""

@@ -259,17 +259,6 @@ def check_several(layout: Layout) -> None:
         )
 
 
-def check_stages(layout: Layout, loss_over: str) -> None:
-    """Raise PL488 for a loss that needs whole forwards on each rank."""
-    if layout.pp > 1 and loss_over != "microbatch":
-        raise PacelineError(
-            "PL488",
-            saw=f'loss_over="{loss_over}" with layout.pp={layout.pp}.',
-            rule="Under pp a forward is divided among ranks, and this loss runs it twice.",
-            fix="Compute the loss on microbatches, or use dp_replicate or dp_shard.",
-        )
-
-
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model on a batch (the default `forward`): a dict as keywords, a tuple as arguments."""
     if isinstance(batch, Mapping):

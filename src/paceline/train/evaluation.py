@@ -94,13 +94,13 @@ def evaluate(
         for share in loader.iterate_once():
             first = num_microbatches
             results = runner.evaluate(objective, share, partial(_derive_seed_of, seed, first))
-            if global_loss is not None:
+            if global_loss is not None and runner.has_outputs:
                 whole, batch = global_loss.join(results, share)
                 with precision.autocast():
                     row = measure(whole, batch, torch.empty(share.num_samples))
                 if runner.reports and (mesh is None or mesh.dp.rank == 0):
                     rows.append((first, row))
-            elif runner.reports:
+            elif global_loss is None and runner.reports:
                 numbers = (first + index for index, _ in share.microbatches)
                 rows += zip(numbers, results, strict=True)
             num_microbatches += share.num_microbatches

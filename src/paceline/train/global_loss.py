@@ -12,6 +12,9 @@ all outputs, in two passes (GradCache, Gao et al. 2021, https://arxiv.org/abs/21
 
 The result is the gradient of the loss on the whole batch, with the activations of one microbatch in memory.
 The cost is a second forward, and memory for the outputs of the global batch on every rank.
+
+Under pp, both passes run the stages of their microbatches. The ranks of the last stage have the outputs, so
+they alone gather them and compute the loss; each gathers over the data ranks of the same stage.
 """
 
 from __future__ import annotations
@@ -74,6 +77,10 @@ class GlobalLoss:
         """
         first_pass: Objective[Any] = Objective(self.run, lambda output, batch: output)
         outputs = runner.run_forward(first_pass, share, step=step, phase=phase)
+        second_pass = Objective(lambda item: self.run(item["batch"]), _begin)
+        if not runner.has_outputs:
+            items = [(number, {"batch": own}) for number, own in share.microbatches]
+            return second_pass, dataclasses.replace(share, microbatches=items)
         counts = self._count_samples(share)
         whole = gather_whole(
             [(number, out) for (number, _), out in zip(share.microbatches, outputs, strict=True)],
@@ -99,7 +106,6 @@ class GlobalLoss:
             # One microbatch reports the loss, so that the sum over microbatches counts it once.
             own_loss = (total, weight) if number == 0 else (torch.zeros_like(total), torch.zeros_like(weight))
             microbatches.append((number, {"batch": own, "gradients": slices, "loss": own_loss}))
-        second_pass = Objective(lambda item: self.run(item["batch"]), _begin)
         return second_pass, dataclasses.replace(share, microbatches=microbatches)
 
     def join(self, outputs: list[Any], share: Share) -> tuple[Any, Any]:

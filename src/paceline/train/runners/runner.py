@@ -108,6 +108,11 @@ class Runner(ABC):
     # Whether ranks run parts of a forward, so that none of them can run all of it.
     is_staged = False
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether forwards of this rank end with the model's output."""
+        return True
+
     # What a layout decides
 
     @abstractmethod

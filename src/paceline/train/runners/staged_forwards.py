@@ -53,6 +53,10 @@ class StagedForwards(Runner):
         self._weights = {name: self._stages.whole(p) for name, p in model.named_parameters()}
         self._cuts: list[StageCut] = []
 
+    @property
+    def has_outputs(self) -> bool:
+        return self._stages.num_stages - 1 in self._stages.own
+
     @torch.no_grad()
     def _forward_all(
         self,
