@@ -1,8 +1,8 @@
 """The same GPT trained as a pipeline of Paceline, one of torch.distributed.pipelining, and in one process.
 
 All of them train with fused AdamW and clipping. The last two take the same global batches; Paceline's loader
-has an order of its own. Each is a generator: `next()` takes one optimizer step and gives its loss, where
-this rank knows it.
+has an order of its own. Each is a generator: the first `next()` builds everything, each further one takes an
+optimizer step and gives its loss, where this rank knows it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.nn.functional import cross_entropy
 
@@ -36,6 +37,7 @@ SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
 }
 
 
@@ -90,6 +92,7 @@ def paceline(job: Job) -> Iterator[Any]:
     assert job.recipe.train.steps is not None
     trainer = build_trainer(job.recipe, job.data, job.recipe.train.steps)
     loader = build_loader(job.recipe, trainer, job.data.train, train=True)
+    yield None
     while True:
         for share in loader:
             yield trainer.step(share).loss
@@ -123,7 +126,7 @@ def torch_pipelining(job: Job) -> Iterator[Any]:
     """torch's own stages and schedule."""
     model, rank, num_ranks = job.build_model(), job.world.rank, job.world.world_size
     ends = (*job.starts[1:], len(model.layers))
-    own = range(rank, len(job.starts), num_ranks)
+    own = [rank, len(job.starts) - 1 - rank] if job.schedule == "zbv" else range(rank, len(ends), num_ranks)
     parts = {index: HandStage(model, job.starts[index], ends[index]) for index in own}
     stages = [PipelineStage(part, i, len(job.starts), torch.device("cpu")) for i, part in parts.items()]
     kind = SCHEDULES[job.schedule]
@@ -131,10 +134,11 @@ def torch_pipelining(job: Job) -> Iterator[Any]:
     schedule = kind(stages[0] if is_single else stages, job.num_microbatches, loss_fn=token_loss)
     named = [(f"{i}.{name}", p) for i, part in parts.items() for name, p in part.named_parameters()]
     optimizer = build_optimizer(job.recipe, named)
+    yield None
     for batch in job.batches():
         losses: list[Tensor] = []
-        inputs = (batch["ids"],) if rank == 0 else ()
-        rest = {"target": batch["targets"], "losses": losses} if rank == num_ranks - 1 else {}
+        inputs = (batch["ids"],) if 0 in parts else ()
+        rest = {"target": batch["targets"], "losses": losses} if len(ends) - 1 in parts else {}
         schedule.step(*inputs, **rest)
         squares = torch.stack([p.grad.square().sum() for _, p in named if p.grad is not None]).sum()
         dist.all_reduce(squares)
@@ -152,6 +156,7 @@ def one_process(job: Job) -> Iterator[Any]:
             yield None
     model = job.build_model()
     optimizer = build_optimizer(job.recipe, list(model.named_parameters()))
+    yield None
     for batch in job.batches():
         total = 0.0
         size = job.recipe.train.microbatch_size

@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline/run.py                                  # all of README.md
     python benchmarks/pipeline/run.py --schedule 1f1b --blocks 6       # a quick look
+    python benchmarks/pipeline/run.py --first 5                        # first steps, in fresh processes
 
 Prints a table per schedule and keeps the raw times in results/*.json.
 """
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +33,13 @@ from paceline.recipe import Recipe, parse_recipe
 
 HERE = Path(__file__).parent
 NUM_RANKS = 2
-NUM_WARM_UP = 1
 # The layers that stages begin with: one stage per rank, or two.
 STARTS = {1: (0, 3), 2: (0, 2, 3, 5)}
 
 
 def list_starts(schedule: str) -> tuple[int, ...]:
     """The first layer of each stage."""
-    return STARTS[2 if schedule == "interleaved" else 1]
+    return STARTS[2 if schedule in ("interleaved", "zbv") else 1]
 
 
 def build_recipe(schedule: str, reduction: str) -> Recipe:
@@ -78,8 +79,15 @@ def build_recipe(schedule: str, reduction: str) -> Recipe:
 
 @dataclass(frozen=True)
 class Times:
-    """The measurements of one rank: the times of each variant's steps, with the last loss."""
+    """The measurements of one rank.
 
+    Attributes:
+        first_s: by variant, the seconds of its first step.
+        blocks: the times of each variant's steps, with the last loss.
+        num_parameters: of the model.
+    """
+
+    first_s: dict[str, float]
     blocks: BlockTimes
     num_parameters: int
 
@@ -98,8 +106,16 @@ def run_rank(recipe: Recipe, schedule: str, num_blocks: int) -> Times:
         job = Job(recipe, build_data(recipe), world, schedule, list_starts(schedule))
         num_parameters = sum(p.numel() for p in job.build_model().parameters())
         loops = {name: build(job) for name, build in VARIANTS.items()}
-        blocks = alternate(world, loops, num_blocks=num_blocks, warm_up=NUM_WARM_UP, before=choose_kernels)
-    return Times(blocks, num_parameters)
+        first_s = {}
+        for name, loop in loops.items():
+            choose_kernels(name)
+            next(loop)
+            world.barrier()
+            start_s = time.perf_counter()
+            next(loop)
+            first_s[name] = time.perf_counter() - start_s
+        blocks = alternate(world, loops, num_blocks=num_blocks, before=choose_kernels)
+    return Times(first_s, blocks, num_parameters)
 
 
 def measure(schedule: str, num_blocks: int, reduction: str) -> dict[str, Any]:
@@ -115,11 +131,19 @@ def measure(schedule: str, num_blocks: int, reduction: str) -> dict[str, Any]:
         "num_microbatches": 8,
         **conditions.read(),
         "torch": torch.__version__,
+        "first_s": {name: max(times.first_s[name] for times in found) for name in VARIANTS},
         "losses": {
-            n: next(t.blocks.last[n] for t in found if t.blocks.last[n] is not None) for n in VARIANTS
+            n: next((t.blocks.last[n] for t in found if t.blocks.last.get(n) is not None), None)
+            for n in VARIANTS
         },
         **join_ranks([times.blocks for times in found]),
     }
+
+
+def describe_first(schedule: str, results: list[dict[str, Any]]) -> str:
+    """A line about first steps, each in fresh processes."""
+    ratios = Spread.of(r["first_s"]["paceline"] / r["first_s"]["torch_pipelining"] for r in results)
+    return f"{schedule}, first step / torch's: {ratios:.2f}; n = {len(results)}"
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -147,16 +171,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--schedule", choices=SCHEDULES, action="append", help="default: all")
     parser.add_argument("--blocks", type=int, default=40, help="steps of each variant (default 40)")
+    parser.add_argument("--first", type=int, help="measure first steps alone, in so many fresh processes")
     parser.add_argument("--reduction", choices=("exact", "fast"), default="exact")
     parser.add_argument("--tables", action="store_true", help="print the tables of what was measured before")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the raw times")
     args = parser.parse_args()
     if args.tables:
-        for path in sorted(args.out.glob("*.json")):
-            print(f"{describe(json.loads(path.read_text()))}\n")
+        for path in sorted(args.out.glob("*-*.json")):  # cuts.json is that of cuts.py
+            result = json.loads(path.read_text())
+            if isinstance(result, list):
+                print(f"{describe_first(path.stem.split('-')[1], result)}\n")
+            else:
+                print(f"{describe(result)}\n")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     for schedule in args.schedule or SCHEDULES:
+        if args.first:
+            results = [measure(schedule, 0, args.reduction) for _ in range(args.first)]
+            first = [{"first_s": result["first_s"]} for result in results]
+            (args.out / f"first-{schedule}-{args.reduction}.json").write_text(json.dumps(first) + "\n")
+            print(describe_first(schedule, results), flush=True)
+            continue
         result = measure(schedule, args.blocks, args.reduction)
         (args.out / f"{schedule}-{args.reduction}.json").write_text(json.dumps(result) + "\n")
         print(f"{describe(result)}\n", flush=True)

@@ -1,7 +1,7 @@
 """`make chaos`: kills processes of real runs at random instants until enough have died.
 
     python -m tests.chaos.run --kills 100 --seed 0 [--reductions fast,exact] [--keep DIR] [--json]
-    python -m tests.chaos.run --kills 20 --pipelines fp32,bf16
+    python -m tests.chaos.run --pipelines fp32,bf16
 
 Each run is given the same command again and again until it is complete: fast reduction on 1, 2, 3 and 4
 ranks, exact reduction on another number of ranks each time, pipelines under another layout each time. What it
@@ -290,7 +290,9 @@ def print_report(tally: Tally, seconds: float) -> None:
 def main(words: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=100, help="go on until so many processes were killed")
+    parser.add_argument(
+        "--kills", type=int, help="go on until so many processes were killed (100; of pipelines 20)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is done to whom, and when")
     parser.add_argument("--reductions", default="fast,exact", help="which, with a comma between")
     parser.add_argument("--modes", default=MODES, help="of checkpoints, with a comma between")
@@ -314,7 +316,7 @@ def main(words: list[str] | None = None) -> int:
     begin_s = time.monotonic()
     chaos = Chaos(folder.resolve(), args.seed, quiet=args.json)
     try:
-        chaos.run(cases, args.kills)
+        chaos.run(cases, args.kills or (20 if args.pipelines else 100))
         chaos.check_shared_memory()
     finally:
         if args.keep is None:
