@@ -1,7 +1,7 @@
 # make env     .venv with everything pinned in requirements.lock; does nothing the second time
 # make train   train the small GPT on 2 ranks, on the text of Python's standard library
 # make test    the tests except those marked slow or chaos, in three processes
-# make test-slow   the tests marked slow: more layouts, planted faults, compilers; takes about as long as make test
+# make test-slow   the tests marked slow: more layouts, planted faults, compilers; ARGS="-m sibling" for those of tests/slow.txt
 # make test-torch TORCH=2.11.0   the tests of `make test` on another torch, in a separate environment (some GB);
 #              without ARGS their counts become a row of docs/tables/torch.md
 # make test-torch-table   all of TORCHES with all of PYTHONS; takes hours, and about 6 GB of disk per pair
@@ -48,7 +48,7 @@ test: env
 	.venv/bin/python tools/run_tests.py -m "not slow and not chaos" $(ARGS)
 
 test-slow: env
-	.venv/bin/python -m pytest -m "slow and not chaos" $(ARGS)
+	.venv/bin/python tools/run_tests.py -m "slow and not chaos" $(ARGS)
 
 test-torch:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found. Name a Python 3.11 or later: make test-torch PYTHON=/path/to/python3" >&2; exit 2; }

@@ -33,8 +33,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the slow ones of slow.txt, each of which must exist; tests marked `gpu` skip where there is no
-    CUDA device."""
+    """Marks the tests of slow.txt, each of which must exist, as slow and as siblings; tests marked `gpu` skip
+    where there is no CUDA device."""
     lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
     slow = {line for line in lines if line and not line.startswith("#")}
     found: set[str] = set()
@@ -44,6 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found |= names
         if names & slow:
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.sibling)
     if not any("::" in argument for argument in config.args):
         files = {name for name in found if "::" not in name}
         unknown = [line for line in sorted(slow - found) if line.partition("::")[0] in files]

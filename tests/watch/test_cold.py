@@ -20,8 +20,8 @@ from tests.launching.launched import Launched, paceline_run
 from tests.launching.test_script import SCRIPTS, Runner, lay_out
 from tests.watch.listener import Listener
 
-pytestmark = pytest.mark.timeout(110)
-_END_S = 60.0
+pytestmark = pytest.mark.timeout(240)
+_END_S = 120.0
 COLD = cold.__file__
 
 

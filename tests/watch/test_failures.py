@@ -17,9 +17,9 @@ from tests.watch.cases import FAULTY, Case
 from tests.watch.judge import find_faults
 from tests.watch.situations import line_of
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(240)
 FALL = Path(__file__).parent / "scripts" / "own" / "fall.py"
-_END_S = 60.0
+_END_S = 120.0
 _CASES = ["rank0_helper", "sizes_last_batch", "exit_early", "script_ends_early", "killed", "exit_in_library"]
 
 

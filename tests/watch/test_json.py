@@ -15,8 +15,8 @@ from paceline.watch.reasoning.render import build_message, render
 from tests.launching.launched import Launched, paceline_run
 from tests.watch.test_watcher import STEPS, WAITS
 
-pytestmark = pytest.mark.timeout(110)
-_END_S = 60.0
+pytestmark = pytest.mark.timeout(240)
+_END_S = 120.0
 _FINDING = set(Finding.__annotations__)
 
 

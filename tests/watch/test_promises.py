@@ -15,8 +15,8 @@ from tests.chaos.setting import write_setting
 from tests.launching.launched import Launched, paceline_run
 from tests.watch.test_watcher import STEPS, WAITS
 
-pytestmark = pytest.mark.timeout(110)
-_END_S = 60.0
+pytestmark = pytest.mark.timeout(240)
+_END_S = 120.0
 
 
 def list_ports(job: Launched) -> int:

@@ -11,7 +11,7 @@ import pytest
 from tests.launching.launched import Launched, paceline_run
 from tests.launching.nodes import Nodes, why_no_nodes
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(240)
 SCRIPT = str(Path(__file__).parent / "scripts" / "own" / "goes_on.py")
 HERE = 1 + next(n for n, line in enumerate(Path(SCRIPT).read_text().splitlines()) if line.endswith("# here"))
 ONCE = str(Path(__file__).parent / "scripts" / "faulty" / "reduce_op_once.py")

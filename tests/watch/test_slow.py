@@ -17,8 +17,8 @@ from tests.launching.launched import Launched, paceline_run
 from tests.launching.nodes import Nodes, why_no_nodes
 from tests.watch.situations import BACKWARD, COLLECTIVE, library, reader, user
 
-pytestmark = pytest.mark.timeout(110)
-_END_S = 60.0
+pytestmark = pytest.mark.timeout(240)
+_END_S = 120.0
 UNEVEN = Path(__file__).parent / "scripts" / "own" / "uneven.py"
 MAIN = user(60, "<module>", "main()")
 SLEEP = user(22, "__getitem__", "time.sleep(0.02)")

@@ -14,10 +14,10 @@ import pytest
 from tests.launching.launched import Launched, paceline_run
 from tests.launching.nodes import Nodes, why_no_nodes
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(240)
 STEPS = str(Path(__file__).parent / "scripts" / "own" / "steps.py")
 WAITS = 1 + next(n for n, line in enumerate(Path(STEPS).read_text().splitlines()) if "# WAITS" in line)
-_END_S = 60.0
+_END_S = 120.0
 
 
 def run(folder: Path, *words: str, nproc: int = 3, hang_after_s: float = 4) -> Launched:
