@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from paceline.profiling.analysis import analyse
-from paceline.profiling.blame import SpentTime, find_causes
+from paceline.profiling.blame import SpentTime, divide_wait, find_error, find_excess
 from paceline.profiling.compare import compare
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import NOTHING, as_spans
@@ -70,7 +71,26 @@ def test_waiting_for_a_core_belongs_to_the_work_that_needs_it(
     late: SpentTime, causes: dict[str, int]
 ) -> None:
     own = spend(100, 90, 10) if late.run else SpentTime({FORWARD: 100, DATA: 5})
-    assert find_causes(own, late, sum(causes.values())) == causes
+    assert divide_wait(find_excess(own, late), sum(causes.values())) == causes
+
+
+def test_steps_that_are_alike_count_as_fewer() -> None:
+    in_turn, in_runs = [0.0, 10.0] * 6, [0.0] * 6 + [10.0] * 6
+    usual = float(np.std(in_turn, ddof=1)) / math.sqrt(12)
+    assert find_error(in_turn) < 0.4 * usual
+    assert find_error(in_runs) > 1.5 * usual
+    assert find_error([3.0] * 12) == 0.0
+    assert find_error([0.0, 2.0]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("late", [{}, {1: (FORWARD, 25 * MS)}])
+def test_a_busy_machine_delays_everybody(late: dict[int, tuple[str, int]]) -> None:
+    """Each phase of each rank takes up to 24 ms longer by chance, of a step of some 60 ms."""
+    found = [analyse(simulate(2, 20, late=late, seed=seed, jitter_ns=24 * MS)).blames for seed in range(60)]
+    if not late:
+        assert sum(map(bool, found)) <= 1
+    else:
+        assert sum([(b.rank, b.phase) for b in blames] == [(1, FORWARD)] for blames in found) >= 57
 
 
 def test_cores_are_measured_between_instants() -> None:

@@ -69,14 +69,20 @@ MS = 1_000_000
 
 
 def simulate(
-    num_ranks: int, num_steps: int, *, late: dict[int, tuple[str, int]] | None = None, seed: int = 0
+    num_ranks: int,
+    num_steps: int,
+    *,
+    late: dict[int, tuple[str, int]] | None = None,
+    seed: int = 0,
+    jitter_ns: int = MS // 10,
 ) -> list[RankTrace]:
     """Return the traces of a job whose ranks sum gradients in two buckets, the first during the backward.
 
     Args:
         num_ranks, num_steps: size of the job.
         late: by rank, a phase and the nanoseconds that it takes longer there, in every step.
-        seed: of a little jitter.
+        seed: of the jitter.
+        jitter_ns: the most that a phase takes longer by chance.
     """
     random = Random(seed)
     late = late or {}
@@ -91,7 +97,7 @@ def simulate(
         begin, issued = dict(now), {}
         for rank in range(num_ranks):
             for phase in (DATA, FORWARD, BACKWARD):
-                duration = length[phase] + random.randint(0, MS // 10)
+                duration = length[phase] + random.randint(0, jitter_ns)
                 if rank in late and late[rank][0] == phase:
                     duration += late[rank][1]
                 spans[rank][phase].append((now[rank], now[rank] + duration))

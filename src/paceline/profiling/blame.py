@@ -13,13 +13,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean, stdev
+from statistics import fmean
 
 from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import Coverage, as_spans, unite
 from paceline.profiling.lines import find_line
 from paceline.profiling.matching import MatchedCollective, Waiting
-from paceline.profiling.trace import CORE, HOST, CodePlace, RankTrace, divide_time
+from paceline.profiling.trace import CORE, HOST, CodePlace, RankTrace, TracedStep, divide_time
 
 # In a phase of a rank that waited for another one, the other one is the cause.
 WAITING = "waiting"
@@ -31,8 +31,10 @@ _LEAST_STEPS, _LEAST_SHARE_OF_STEP = 0.5, 0.05
 # A rank that waits less than this share of what another one does waits by chance.
 _REGULAR = 0.2
 # And if this cost exceeds its standard error over the steps so many times: it is not by chance. Cores are
-# missing by chance on a busy machine, now to one rank and then to another, in runs of several steps.
-_LEAST_ERRORS, _LEAST_CORE_ERRORS = 3.0, 6.0
+# missing by chance on a busy machine, now to one rank and then to another, in runs of several steps. So the
+# error counts what a step has in common with this many steps before it.
+_LEAST_ERRORS, _LEAST_CORE_ERRORS = 5.0, 6.0
+_COMMON_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,15 @@ class _RankTime:
         spans = unite(as_spans((wait.begin_ns, wait.end_ns) for wait in waits))
         self.parts = {WAITING: Coverage(spans), **divide_time(trace, spans)}
 
-    def measure(self, begin_ns: int, end_ns: int) -> SpentTime:
-        """Return the nanoseconds between two instants."""
+    def measure(self, begin_ns: int, end_ns: int, step: TracedStep) -> SpentTime:
+        """Return the nanoseconds between two instants, and for how long the rank ran in a step."""
         window = begin_ns, end_ns
         found = {name: spans.measure(*window) for name, spans in self.parts.items()}
         found[HOST] = max(0, end_ns - begin_ns - sum(found.values()))
         delays = {name: self._cores.measure_delay(*window, spans.spans) for name, spans in self.parts.items()}
         delays[HOST] = max(0, self._cores.measure_delay(*window) - sum(delays.values()))
         del delays[WAITING]  # it had nothing to do
-        return SpentTime(found, delays, self._cores.measure_run(*window))
+        return SpentTime(found, delays, self._cores.measure_run(step.begin_ns, step.end_ns))
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class SpentTime:
     Attributes:
         phases: by phase.
         delays: of these, in which it could run and had no core.
-        run: in which it ran on a core.
+        run: in which it ran on a core in the whole step. The kernel's counters are read a few times per step,
+            so this is exact, and the time between two collectives is not.
     """
 
     phases: Mapping[str, int]
@@ -95,8 +98,8 @@ class SpentTime:
     run: int = 0
 
 
-def find_causes(own: SpentTime, late: SpentTime, exposed_ns: int) -> dict[str, int]:
-    """Divide a wait by what the late rank did longer than the waiting one; a larger wait stays unexplained.
+def find_excess(own: SpentTime, late: SpentTime) -> dict[str, int]:
+    """Return the nanoseconds that the late rank spent longer than the waiting one, by cause.
 
     On a busy machine, a phase with more work also waits longer for a core, and that is the phase's. What the
     late rank waits longer for a core with the work that both have is `CORE`.
@@ -104,7 +107,6 @@ def find_causes(own: SpentTime, late: SpentTime, exposed_ns: int) -> dict[str, i
     Args:
         own: the waiting rank's time since both were together.
         late: the late rank's.
-        exposed_ns: the wait to divide.
     """
     phases = dict(late.phases)
     delay = sum(late.delays.values())
@@ -115,6 +117,11 @@ def find_causes(own: SpentTime, late: SpentTime, exposed_ns: int) -> dict[str, i
     excess = {name: longer for name in phases if (longer := phases[name] - own.phases.get(name, 0)) > 0}
     if core:
         excess[CORE] = round(core)
+    return excess
+
+
+def divide_wait(excess: Mapping[str, int], exposed_ns: int) -> dict[str, int]:
+    """Divide a wait by its causes, in proportion to their excess; a larger wait stays unexplained."""
     total = max(exposed_ns, sum(excess.values()))
     return {name: round(exposed_ns * longer / total) for name, longer in excess.items()}
 
@@ -136,9 +143,10 @@ def find_blame(
     times = {trace.rank: _RankTime(trace, waits[trace.rank]) for trace in traces}
     shared: dict[tuple[int, int], _Shared] = {}
     steps = {trace.rank: [step for step in trace.steps if step.number in set(numbers)] for trace in traces}
-    # By late rank, phase, step and waiting rank.
-    lost: dict[tuple[int, str], dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    by_number = {rank: {step.number: step for step in own} for rank, own in steps.items()}
+    lost, gained = _Costs(), _Costs()
     for rank, own in waits.items():
+        used: dict[tuple[int, int, str], int] = defaultdict(int)
         begins = [step.begin_ns for step in steps[rank]]
         for wait in own:
             place = bisect_right(begins, wait.begin_ns) - 1
@@ -147,14 +155,20 @@ def find_blame(
             if is_transfer or not wait.is_certain or place < 0 or wait.begin_ns >= steps[rank][place].end_ns:
                 continue
             step = steps[rank][place].number
-            pair = rank, wait.collective.last
-            if pair not in shared:
-                shared[pair] = _Shared(*pair, matched)
-            for phase, length in _explain(wait, times, shared[pair]).items():
-                by_waiter = lost[wait.collective.last, phase][step]
-                by_waiter[rank] = by_waiter.get(rank, 0) + length
+            last = wait.collective.last
+            if (rank, last) not in shared:
+                shared[rank, last] = _Shared(rank, last, matched)
+            both = steps[rank][place], by_number[last][step]
+            start, excess = _explain(wait, times, shared[rank, last], both)
+            for phase, length in divide_wait(excess, wait.exposed_ns).items():
+                lost.add((last, phase), step, rank, length)
+            for phase, length in excess.items():
+                # Without it, the late rank would come earlier by this; waits since one start share it.
+                gain = max(0, min(length - used[last, start, phase], wait.exposed_ns))
+                used[last, start, phase] += gain
+                gained.add((last, phase), step, rank, gain)
     mean_ns = sum(s.end_ns - s.begin_ns for own in steps.values() for s in own) / len(traces) / len(numbers)
-    found = _choose(lost, mean_ns, numbers, len(traces))
+    found = _choose(lost, gained, mean_ns, numbers, len(traces))
     by_rank, divided = (
         {trace.rank: trace for trace in traces},
         {rank: own.parts for rank, own in times.items()},
@@ -173,6 +187,18 @@ def find_blame(
         )
         for blame in found
     )
+
+
+class _Costs(defaultdict[tuple[int, str], dict[int, dict[int, int]]]):
+    """Nanoseconds by late rank and phase, by step, and by waiting rank."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def add(self, cause: tuple[int, str], step: int, waiter: int, length: int) -> None:
+        """Add to a waiting rank's time for a cause."""
+        by_waiter = self[cause].setdefault(step, {})
+        by_waiter[waiter] = by_waiter.get(waiter, 0) + length
 
 
 class _Shared:
@@ -201,16 +227,27 @@ class _Shared:
         return None
 
 
-def _explain(wait: Waiting, times: Mapping[int, _RankTime], shared: _Shared) -> dict[str, int]:
+def _explain(
+    wait: Waiting, times: Mapping[int, _RankTime], shared: _Shared, steps: tuple[TracedStep, TracedStep]
+) -> tuple[int, dict[str, int]]:
+    """Return since when the waiting rank is compared with the late one, and the late one's excess.
+
+    Args:
+        wait: to explain.
+        times: by rank.
+        shared: by both ranks.
+        steps: in which it was, on the waiting and on the late rank.
+    """
     rank, last = wait.rank, wait.collective.last
     issued, arrived = wait.collective.parts[rank].issued_ns, wait.collective.arrived_ns
     start = shared.find_start(issued, arrived) or (times[rank].begin_ns, times[last].begin_ns)
-    own, late = times[rank].measure(start[0], issued), times[last].measure(start[1], arrived)
-    return find_causes(own, late, wait.exposed_ns)
+    own = times[rank].measure(start[0], issued, steps[0])
+    return start[0], find_excess(own, times[last].measure(start[1], arrived, steps[1]))
 
 
 def _choose(
-    lost: Mapping[tuple[int, str], Mapping[int, Mapping[int, int]]],
+    lost: _Costs,
+    gained: _Costs,
     mean_ns: float,
     numbers: Sequence[int],
     num_ranks: int,
@@ -228,20 +265,39 @@ def _choose(
         if fmean(net) < LEAST_SHARE * mean_ns or len(late) < _LEAST_STEPS * len(numbers):
             continue
         least = _LEAST_CORE_ERRORS if phase == CORE else _LEAST_ERRORS
-        if len(net) > 1 and fmean(net) < least * stdev(net) / math.sqrt(len(net)):
+        if len(net) > 1 and fmean(net) < least * find_error(net):
             continue
         waiters = tuple(sorted({waiter for by in lost[rank, phase].values() for waiter in by}))
         lost_ns = round(sum(steps.values()) / len(numbers))
-        gain_ns = _find_gain(lost[rank, phase], len(numbers))
+        gain_ns = _find_gain(lost[rank, phase], gained[rank, phase], len(numbers))
         found.append(Blame(rank, phase, lost_ns, lost_ns / mean_ns, len(late), waiters, gain_ns))
     return tuple(sorted(found, key=lambda blame: -blame.lost_ns))
 
 
-def _find_gain(steps: Mapping[int, Mapping[int, int]], num_steps: int) -> int:
-    """Return the mean over steps of the least that a rank waits, among those that wait for this regularly."""
+def find_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of consecutive values, at least 2, that may depend on each other.
+
+    Follows Newey and West, "A simple, positive semi-definite, heteroskedasticity and autocorrelation
+    consistent covariance matrix" (Econometrica 1987). Values in turn high and low have a small error, and
+    those in long runs a large one.
+    """
+    number, mean = len(values), fmean(values)
+    off = [value - mean for value in values]
+    variance = sum(each * each for each in off) / (number - 1)
+    for lag in range(1, min(_COMMON_STEPS, number - 2) + 1):
+        weight = 1 - lag / (_COMMON_STEPS + 1)
+        products = (a * b for a, b in zip(off, off[lag:], strict=False))
+        variance += 2 * weight * sum(products) / (number - 1)
+    return math.sqrt(max(0.0, variance) / number)
+
+
+def _find_gain(
+    lost: Mapping[int, Mapping[int, int]], gained: Mapping[int, Mapping[int, int]], num_steps: int
+) -> int:
+    """Return the mean over steps of the least that a rank gains, among those that wait for this regularly."""
     totals: dict[int, int] = defaultdict(int)
-    for by in steps.values():
+    for by in lost.values():
         for waiter, length in by.items():
             totals[waiter] += length
     regular = [waiter for waiter, total in totals.items() if total >= _REGULAR * max(totals.values())]
-    return round(sum(min(by.get(waiter, 0) for waiter in regular) for by in steps.values()) / num_steps)
+    return round(sum(min(by.get(waiter, 0) for waiter in regular) for by in gained.values()) / num_steps)
