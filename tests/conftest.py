@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,20 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _state_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+_tests = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _own_state(_state_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers of one test know nothing of another's jobs, nor of this user's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(_state_folder / str(next(_tests))))
 
 
 def pytest_configure() -> None:

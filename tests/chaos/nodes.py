@@ -72,7 +72,11 @@ class Job:
         launched = Launched(
             self.folder / f"node{node}-{self._starts}",
             command,
-            env={"GLOO_SOCKET_IFNAME": interface, "PYTHONWARNINGS": "ignore"},
+            env={
+                "GLOO_SOCKET_IFNAME": interface,
+                "PYTHONWARNINGS": "ignore",
+                "XDG_STATE_HOME": str(self.folder / "state"),
+            },
             around=lambda inner: self.nodes.powered(self.nodes.command(node, inner)),
         )
         self.launched[node] = self._stack.enter_context(launched)
@@ -336,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--random", type=int, metavar="N", help="N random faults of a recipe that trains")
     parser.add_argument("--seed", type=int, default=1, help="of --random")
+    parser.add_argument("--minutes", type=float, default=30, help="after which no job of --random begins")
     parser.add_argument("--verbose", action="store_true", help="print the output of lost jobs")
     args = parser.parse_args(argv)
     if (reason := why_no_nodes()) is not None:
@@ -344,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.random is not None:
         from tests.chaos.random_nodes import measure_random
 
-        return measure_random(args.random, args.seed)
+        return measure_random(args.random, args.seed, args.minutes)
     launcher = torchrun if args.torchrun else paceline_run
     name = "torchrun, defaults" if args.torchrun else "paceline run, defaults"
     print(f"{name}\n{_HEAD}", flush=True)

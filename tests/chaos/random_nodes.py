@@ -1,8 +1,9 @@
 """Random faults of nodes, drawn from a seed: `python -m tests.chaos.nodes --random 60 --seed 1`.
 
-Each job trains a recipe on three nodes, `dp_replicate` and `dp_shard` in turn, under ten faults, and must end
+Each job trains a recipe on three nodes, `dp_replicate` and `dp_shard` in turn, under 15 faults, and must end
 with the bits of one process. Faults: a node is killed, loses its power, is cut off, is stopped, is asked to
-leave, or loses its rank. Between them nodes come back. The summary goes to nodes-random.txt.
+leave, or loses its rank. Between them nodes come back. No job begins after `--minutes`, and one that still
+takes steps five minutes after its last fault is not judged. The summary goes to nodes-random.txt.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from tests.train.cases import text_recipe
 
 SUMMARY = Path(__file__).with_name("nodes-random.txt")
 LAYOUTS = ("dp_replicate", "dp_shard")
-FAULTS_PER_JOB = 10
+FAULTS_PER_JOB = 15
 NODES = 3
 EPOCHS = 40
-PACE_S = 0.5
+PACE_S = 0.8  # so that no job ends before its faults do
+# For the last steps: without one for this long, and all of them.
 _END_S = 120.0
+_MOST_END_S = 300.0
 _STEP_S = 60.0
 _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)
 
@@ -48,6 +51,7 @@ class Tally:
         sizes: steps that were taken, by world size.
         retaken: steps that were taken again after a loss.
         wrong: whatever a job must not do.
+        late: jobs that still took steps when their time was over, and were not judged.
     """
 
     faults: Counter[str] = field(default_factory=Counter)
@@ -57,6 +61,7 @@ class Tally:
     retaken: int = 0
     jobs: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
 
 class Faults:
@@ -107,9 +112,6 @@ class Faults:
         """Undoes one fault; returns whether there was one to undo."""
         self._look()
         away = [node for node, state in self.state.items() if state not in ("up", "leaving")]
-        # Where it can reach nobody, the first node would begin the job anew (docs/run.md).
-        if any(self.state[node] in ("cut", "stopped") for node in range(1, NODES)):
-            away = [node for node in away if node > 0 or self.state[node] in ("cut", "stopped")]
         if not away:
             return False
         node = self._chance.choice(away)
@@ -152,26 +154,29 @@ def run_random(
     seed: int,
     per_job: int = FAULTS_PER_JOB,
     after: Callable[[Tally, int], None] = lambda *_: None,
+    most_s: float = float("inf"),
 ) -> Tally:
-    """Does so many faults, in as many jobs as it takes; `after` each, it calls with the number so far."""
+    """Does so many faults, in as many jobs as it takes; `after` each, it calls with the number so far.
+
+    No job begins after `most_s`.
+    """
     tally, number, done = Tally(), 0, 0
+    end_s = time.monotonic() + most_s
     with tempfile.TemporaryDirectory(prefix="nodes-random-") as scratch:
         alone = train_alone(Path(scratch) / "alone")
-        while done < count:
+        while done < count and time.monotonic() < end_s:
             layout = LAYOUTS[number % len(LAYOUTS)]
             wanted = min(per_job, count - done)
             done += wanted
             begin_s = time.monotonic()
-            before = len(tally.wrong)
+            before, before_late = len(tally.wrong), len(tally.late)
             folder = Path(scratch) / f"job-{number}"
             log = _run_job(folder, layout, random.Random(f"{seed}-{number}"), wanted, alone, tally)
             tally.jobs[layout] += 1
             is_good = len(tally.wrong) == before
-            print(
-                f"job {number} {layout}: {wanted} faults, {time.monotonic() - begin_s:.0f} s, "
-                f"{'good' if is_good else 'WRONG'}",
-                flush=True,
-            )
+            verdict = "WRONG" if not is_good else "not judged" if len(tally.late) > before_late else "good"
+            took_s = time.monotonic() - begin_s
+            print(f"job {number} {layout}: {wanted} faults, {took_s:.0f} s, {verdict}", flush=True)
             if not is_good:
                 print("\n".join([*log, *tally.wrong[before:]]), flush=True)
             number += 1
@@ -248,6 +253,9 @@ def _run_job(
         faults.restore()
         (folder / "go").touch()
         codes = _await_end(job)
+        if None in codes.values() and _is_training(job):
+            tally.late.append(f"{layout}: at step {read_rows(folder)[-1]['step']} of {len(alone.places)}")
+            return faults.log
         if codes != dict.fromkeys(range(NODES), 0):
             tally.wrong.append(f"{layout}: the launchers ended with {codes}:\n{job.text}")
         for node, launched in job.launched.items():
@@ -276,10 +284,17 @@ def _await_row(folder: Path, is_it: Callable[[dict[str, Any]], bool], seconds: f
     return False
 
 
+def _is_training(job: Job) -> bool:
+    """Whether a step was taken lately."""
+    rows = read_rows(job.folder)
+    return bool(rows) and time.monotonic() - rows[-1]["at_s"] < _END_S / 2
+
+
 def _await_end(job: Job) -> dict[int, int | None]:
     """Waits for all launchers, as long as steps are taken; None for one that runs on."""
+    most_s = time.monotonic() + _MOST_END_S
     end_s, steps = time.monotonic() + _END_S, 0
-    while time.monotonic() < end_s:
+    while time.monotonic() < min(end_s, most_s):
         if all(launched.process.poll() is not None for launched in job.launched.values()):
             break
         if (now := len(read_rows(job.folder))) > steps:
@@ -349,6 +364,7 @@ def describe(tally: Tally, count: int, seed: int, seconds: float) -> str:
         f"  steps by world    {listed(tally.sizes)}",
         f"  steps taken again {tally.retaken}",
         f"  wrong             {len(tally.wrong)}",
+        f"  not judged        {len(tally.late)} jobs" + "".join(f"; {each}" for each in tally.late),
         "all good: the hash of one process, each sample once per epoch, no step twice, nothing left"
         if not tally.wrong
         else "\n".join(f"  {each.splitlines()[0]}" for each in tally.wrong),
@@ -356,14 +372,18 @@ def describe(tally: Tally, count: int, seed: int, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure_random(count: int, seed: int) -> int:
-    """Runs and writes the summary; 1 where something was wrong."""
-    begin_s = time.monotonic()
+def measure_random(count: int, seed: int, minutes: float) -> int:
+    """Runs and writes the summary; 1 where something was wrong, or not all faults were done and judged."""
+    begin_s, num_done = time.monotonic(), 0
 
     def summarize(tally: Tally, done: int) -> None:
         """After each job, so that a run that is stopped leaves what it has done."""
+        nonlocal num_done
+        num_done = done
         SUMMARY.write_text(describe(tally, done, seed, time.monotonic() - begin_s))
 
-    tally = run_random(count, seed, after=summarize)
+    tally = run_random(count, seed, after=summarize, most_s=60 * minutes)
     print(SUMMARY.read_text(), end="")
-    return 1 if tally.wrong else 0
+    if num_done < count:
+        print(f"{num_done} of {count} faults: the time was over (--minutes {minutes:g})")
+    return 1 if tally.wrong or tally.late or num_done < count else 0

@@ -113,6 +113,22 @@ def test_a_spare_that_dies_disturbs_nobody(tmp_path: Path) -> None:
         assert "the nodes have changed" not in job.text
 
 
+def test_a_first_node_that_starts_again_while_it_is_cut_off_does_not_begin_anew(tmp_path: Path) -> None:
+    """With a MIN of 1 it would be a job of its own."""
+    with ExitStack() as stack:
+        job = start(stack, tmp_path, 3, "1:3")
+        job.power_off(0)
+        await_step_later(job, 2)
+        job.start(0)
+        time.sleep(25)  # longer than the first round waits for more nodes
+        await_step_later(job, 2)
+        text = job.launched[0].text
+        assert "round" not in re.sub(r"its round \d+ had .*", "", text)
+        assert "this job was started here before" in text
+        job.nodes.heal(0)
+        await_step_later(job, 3)
+
+
 def test_a_second_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
     """Its launchers would join the first one as spares."""
     with ExitStack() as stack:

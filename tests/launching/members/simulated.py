@@ -31,7 +31,9 @@ class Simulation:
         seed: int = 0,
         waits: Waits | None = None,
         has_witness: bool = False,
+        has_new_ports: bool = False,
     ) -> None:
+        self.has_new_ports = has_new_ports  # a launcher that starts again has another port
         self.now, self.random = 0.0, random.Random(seed)
         self.waits = waits or Waits(last_call_s=2.0, join_s=60.0)
         self.terms = Terms("job", least, most)
@@ -41,6 +43,7 @@ class Simulation:
         self.record: list[Entry] | None = [] if has_witness else None
         self.blind: set[int] = set()  # machines that do not reach the witness
         self.history: list[NodeWorld] = []
+        self.note: NodeWorld | None = None  # on the disk of machine 0, which begins the job
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.stores = itertools.count(40000)
@@ -175,7 +178,11 @@ class Launcher:
         self._links: dict[int, tuple[Launcher, int]] = {}
         self._held: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
-        port = 29400 if machine == 0 else 30000 + machine
+        port = 30000 + (number if simulation.has_new_ports else machine)
+        if machine == 0:
+            port = 29400
+        terms = simulation.terms
+        self._has_note = machine == 0 and simulation.record is None and 2 * terms.least <= terms.most
         self.me = Member(f"{machine}-{number}", f"node{machine}", f"10.0.0.{machine}", port)
         self.inner = Membership(
             self.me,
@@ -187,6 +194,7 @@ class Launcher:
             endpoints=[("10.0.0.0", 29400)],
             founds=machine == 0 or simulation.record is not None,
             witness=None if simulation.record is None else _Line(self, simulation.record),
+            noted=simulation.note if self._has_note else None,
         )
         self.do(lambda: self.want_round())
         simulation.at(simulation.random.random() * _TICK_S, self._tick)
@@ -233,6 +241,8 @@ class Launcher:
 
     def formed(self, world: NodeWorld) -> None:
         self.trains = world
+        if self._has_note:
+            self.simulation.note = world
 
     def over(self, reason: str, *, lost: bool) -> None:
         self.losses.append(reason)
@@ -242,6 +252,8 @@ class Launcher:
 
     def closed(self, *, failed: bool) -> None:
         self.trains, self.has_ended = None, True
+        if self._has_note:
+            self.simulation.note = None
 
     def failed(self, error: PacelineError) -> None:
         self.errors.append(error)

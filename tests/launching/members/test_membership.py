@@ -197,6 +197,17 @@ def test_a_node_that_runs_something_else_is_refused_by_name(code: dict[str, str]
     assert job.training() == []
 
 
+def test_a_node_with_another_number_of_ranks_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    job = Simulation(2, 2, 2)
+    job.terms = replace(job.terms, nproc=8)
+    job.start(0)
+    job.terms = replace(job.terms, nproc=4)
+    job.start(1)
+    job.run_until(lambda: job.trains_on(0, 1), 10)
+    (record,) = [r for r in caplog.records if "ranks" in r.getMessage()]
+    assert "node1 (10.0.0.1) starts 4 ranks and this node 8 (--nproc-per-node)" in record.getMessage()
+
+
 def test_a_job_that_trains_refuses_a_node_that_runs_something_else() -> None:
     job = start(2, 1, 3)
     job.terms = replace(job.terms, code={"a.py": "(1)"})
@@ -204,6 +215,67 @@ def test_a_job_that_trains_refuses_a_node_that_runs_something_else() -> None:
     job.run(10)
     assert [error.code for error in other.errors][:1] == ["PL376"]
     assert job.trains_on(0, 1)
+
+
+def test_a_first_node_that_starts_again_cut_off_does_not_begin_the_job_anew() -> None:
+    job = start(3, 1)
+    job.isolate({0})
+    job.launchers[0].kill()
+    job.run_until(lambda: job.trains_on(1, 2), 10)
+    again = job.start(0)
+    job.run(70)
+    assert job.trains_on(1, 2)
+    (error, *_) = again.errors
+    assert error.code == "PL374"
+    assert "node1 (10.0.0.1)" in error.saw
+    assert "node2 (10.0.0.2)" in error.saw
+    assert "node0" not in error.saw
+    assert "another --rdzv-id" in error.fix
+    job.cut.clear()
+    job.run_until(lambda: job.trains_on(0, 1, 2), 10)
+
+
+def test_without_its_note_a_first_node_that_is_cut_off_begins_anew() -> None:
+    """Or the test above could not fail."""
+    job = start(3, 1)
+    job.isolate({0})
+    job.launchers[0].kill()
+    job.run_until(lambda: job.trains_on(1, 2), 10)
+    job.note = None
+    job.start(0)
+    with pytest.raises(AssertionError, match="knows"):
+        job.run(20)
+
+
+def test_a_first_node_that_starts_again_goes_on_alone_if_the_others_have_ended() -> None:
+    """Their machines refuse connections to their ports."""
+    job = start(3, 1)
+    for launcher in job.launchers.values():
+        launcher.kill()
+    job.start(0)
+    job.run_until(lambda: job.trains_on(0), 10)
+    assert [world.round for world in job.history] == [1, 2]
+
+
+def test_all_nodes_that_start_again_meet_in_one_round() -> None:
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+        job = start(3, 1, has_new_ports=True)
+        for launcher in job.launchers.values():
+            launcher.kill()
+        for machine in order:
+            job.start(machine)
+            job.run(0.5)
+        job.run_until(lambda job=job: job.trains_on(0, 1, 2), 10)
+        assert [world.round for world in job.history] == [1, 2], "it waits for all, as the first round does"
+
+
+def test_a_job_that_has_ended_leaves_no_note() -> None:
+    job = start(2, 1)
+    assert job.note is not None
+    for launcher in job.launchers.values():
+        launcher.inner.finish()
+    job.run(1)
+    assert job.note is None
 
 
 def test_faults_never_let_two_worlds_train() -> None:
@@ -344,11 +416,9 @@ def run_faults(seed: int, count: int, *, has_witness: bool = False) -> Simulatio
         elif fault == "stop":
             launcher.stop()
             job.at(chance.choice([0.5, 4.0]), launcher.go_on)
-        elif fault == "back" and not launcher.is_alive and not job.cut:
-            # Where it can reach nobody, a first node would begin anew: that needs a common folder.
-            if not any(other.is_stopped for other in job.launchers.values()):
-                job.start(machine)
-                job.run(3)
+        elif fault == "back" and not launcher.is_alive:
+            job.start(machine)
+            job.run(chance.choice([0.0, 3.0]))
         elif fault == "fail" and launcher.is_alive and launcher.trains is not None:
             launcher.want_round()
     job.cut.clear()

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from paceline.errors import PacelineError
 from paceline.launching.members.membership import Membership
+from paceline.launching.members.note import find_note
 from paceline.launching.members.records import Address, Message, Terms
 from paceline.launching.members.wire import Wire, listen
 from paceline.launching.members.witness import Witness, WitnessThread
@@ -76,13 +78,22 @@ class MembersRendezvous(RendezvousHandler):
         self._formed: NodeWorld | None = None
         self._error: PacelineError | None = None
         self._is_closed = self._has_failed = self._has_finished = False
-        self._has_trained = self._has_warned = False
+        self._has_trained = self._has_warned = self._has_warned_of_twins = False
         self._store: TCPStore | None = None
         self.news: str | None = None
         self.lost = False
         listener, has_own = _listen(address, own)
         founds = own == endpoints[0] and has_own if endpoints else True
         self._taken = own if own is not None and not has_own else None
+        self._note = find_note(terms, endpoints[0]) if founds and endpoints and witness is None else None
+        noted = None if self._note is None else self._note.read()
+        if noted is not None and self._note is not None:
+            names = ", ".join(map(str, noted.members))
+            log.info(
+                "this job was started here before: its round %d had %s (%s); it goes on when these answer or "
+                "are known to have ended",
+                *(noted.round, names, self._note.path),
+            )
         port = listener.getsockname()[1]
         self._me = Member(secrets.token_hex(8), socket.gethostname(), address, port)
         self._wire = Wire(listener, waits.beat_s / 5)
@@ -92,6 +103,7 @@ class MembersRendezvous(RendezvousHandler):
             endpoints=endpoints,
             founds=founds,
             witness=self._witness,
+            noted=noted,
         )
         if self._witness is not None:
             self._witness.start(self._membership)
@@ -127,6 +139,8 @@ class MembersRendezvous(RendezvousHandler):
         if not self.use_agent_store:
             offer["master_port"] = _find_free_port()
         world = self._await_world(offer)
+        if self._note is not None:
+            self._note.write(world)
         first, number = world.members[0], world.find(self._me.key)
         if number == 0:
             self._store = own
@@ -155,6 +169,9 @@ class MembersRendezvous(RendezvousHandler):
         """Leave the job, because this launcher was asked to stop; the other nodes may go on."""
         self._wire.post(self._membership.leave)
         self._end()
+        world = self._membership.world
+        if self._note is not None and world is not None and world.members == (self._me,):
+            self._note.remove()
 
     def _end(self) -> None:
         self._wire.end()
@@ -241,9 +258,21 @@ class MembersRendezvous(RendezvousHandler):
                     "have ended",
                     *(second, first, first, second),
                 )
+            self._warn_of_twins(world)
             self.news, self.lost = None, False
             self._formed, self._has_trained = world, True
             self._changed.notify_all()
+
+    def _warn_of_twins(self, world: NodeWorld) -> None:
+        """Warn once of several launchers on one machine, unless all nodes are this machine on purpose."""
+        machines = Counter((m.name, m.address) for m in world.members if not m.address.startswith("127."))
+        twins = [f"{name} ({address})" for (name, address), count in machines.items() if count > 1]
+        if twins and not self._has_warned_of_twins:
+            self._has_warned_of_twins = True
+            log.warning(
+                "%s has several launchers of this job, whose ranks share its devices; start one per node",
+                ", ".join(twins),
+            )
 
     def over(self, reason: str, *, lost: bool) -> None:
         with self._changed:
@@ -254,6 +283,8 @@ class MembersRendezvous(RendezvousHandler):
             threading.Thread(target=self._on_loss, name="paceline-loss", daemon=True).start()
 
     def closed(self, *, failed: bool) -> None:
+        if self._note is not None:
+            self._note.remove()
         with self._changed:
             self._is_closed, self._has_failed = True, failed
             self._changed.notify_all()

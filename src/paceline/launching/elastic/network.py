@@ -111,7 +111,15 @@ def _most_nodes(nnodes: str) -> int:
             rule="It is the number of nodes, or a range MIN:MAX.",
             fix="Use for example --nnodes 2, or leave it out for one node.",
         )
-    return int(nnodes.rpartition(":")[2])
+    least, _, most = nnodes.rpartition(":")
+    if not 1 <= int(least or most) <= int(most):
+        raise PacelineError(
+            "PL343",
+            saw=f"--nnodes {nnodes}.",
+            rule="It is the number of nodes, or MIN:MAX with 1 <= MIN <= MAX.",
+            fix="Use for example --nnodes 2, or --nnodes 1:2 for a job that goes on with one node.",
+        )
+    return int(most)
 
 
 def _resolve(host: str) -> str:

@@ -134,7 +134,7 @@ def _build_members(
     else:
         own = endpoints[0] if is_host and endpoints else None
     return MembersRendezvous(
-        Terms(config.run_id, config.min_nodes, config.max_nodes, meeting.code),
+        Terms(config.run_id, config.min_nodes, config.max_nodes, meeting.code, config.nproc_per_node),
         meeting.waits,
         config.local_addr or "localhost",
         endpoints,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from paceline.launching.members import reports
-from paceline.launching.members.contacts import Contacts, MemberLinks
+from paceline.launching.members.contacts import Contacts, MemberLinks, place_of
 from paceline.launching.members.records import (
     Address,
     Agent,
@@ -47,6 +47,7 @@ class Knowledge:
         endpoints: where a launcher without a job asks for it.
         founds: whether this launcher begins the job if nobody knows of it.
         witness: the record of the rounds, or None.
+        noted: the last world that this machine knew of before this launcher started, or None.
     """
 
     def __init__(
@@ -61,17 +62,19 @@ class Knowledge:
         endpoints: Sequence[Address],
         founds: bool,
         witness: WitnessLine | None = None,
+        noted: NodeWorld | None = None,
     ) -> None:
         self.me, self.terms, self.waits = me, terms, waits
         self._links, self._agent, self._founds = links, agent, founds
         self._contacts, self._endpoints = Contacts(me, waits, links, endpoints), list(endpoints)
         self._testimony = Testimony(witness, waits, now)
         self.role: Role = "seeking"
-        self.world: NodeWorld | None = None
+        self.world = self._noted = noted
         self._pending: dict[Ballot, NodeWorld] = {}
         self._ballot = 0
         self._dead: set[str] = set()
-        self._is_over = self._is_closed = self._is_done = self._has_left = False
+        self._is_over = noted is not None
+        self._is_closed = self._is_done = self._has_left = False
         self._offer: Message | None = None
         self._offered_s = self._began_s = self._arrived_s = self._beat_s = self._up_heard_s = now
         self._led_since_s = now
@@ -84,6 +87,9 @@ class Knowledge:
         self._lost: dict[str, Lost] = {}
         self._proposal: Proposal | None = None
         self._beats, self._refusals = 0, set[str]()
+        if noted is not None:  # this launcher has the port of the one before it
+            self._dead |= {member.key for member in noted.members if place_of(member) == place_of(me)}
+            self._seeks_until_s = now + waits.probe_s
 
     # ---- what this launcher says of itself
 
@@ -135,6 +141,16 @@ class Knowledge:
 
     def _present(self) -> set[str]:
         return {self.me.key, *(peer.member.key for peer in self._peers.values())}
+
+    def _is_noted(self) -> bool:
+        """Return whether this launcher knows of the last world only from the note of one before it."""
+        return self._noted is not None and self.world is self._noted
+
+    def _begins(self) -> bool:
+        """Return whether this launcher begins the job, or begins it again behind a world of dead members."""
+        if self.world is None:
+            return self._founds
+        return self._founds and all(member.key in self._dead for member in self._known())
 
     def _has_quorum(self, present: Collection[str]) -> bool:
         worlds = [*([self.world] if self.world is not None else []), *self._pending.values()]

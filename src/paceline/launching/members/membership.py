@@ -24,6 +24,8 @@ This file does no input or output: `wire.py` carries its messages, and tests dri
 
 from __future__ import annotations
 
+import logging
+
 from paceline.launching.members import reports
 from paceline.launching.members.choice import choose_peers, has_finished
 from paceline.launching.members.contacts import place_of
@@ -45,6 +47,8 @@ from paceline.launching.members.world import (
     world_from_json,
     world_to_json,
 )
+
+log = logging.getLogger(__name__)
 
 _NEVER = float("-inf")
 _CLOSED = "its connection was closed"
@@ -93,6 +97,7 @@ class Membership(Knowledge):
         elif link == self._up:
             words = {"offer": self._offer, "is_done": self._is_done}
             nodes = {"least": self.terms.least, "most": self.terms.most, "code": dict(self.terms.code)}
+            nodes["nproc"] = self.terms.nproc
             self._links.send(link, {"kind": "join", **words, **nodes, **self._describe()})
 
     def received(self, link: int, message: Message, now: float) -> None:
@@ -160,8 +165,10 @@ class Membership(Knowledge):
                 self._learn(link, message, now)
             else:
                 self._refusals.add(str(message["text"]))
-            self._contacts.finish(link)
+            place = self._contacts.finish(link)
             self._links.close(link)
+            if kind == "refuse" and place is not None:
+                self._note_refusal(place, now)  # its port belongs to a launcher of another job
 
     def _learn(self, link: int, message: Message, now: float) -> None:
         other = read_answer(message, now)
@@ -201,8 +208,9 @@ class Membership(Knowledge):
         """
         for member in self._known():
             lost = self._lost.get(member.key)
-            # A witness knows of the end of the job.
-            is_recent = now - self._contact_s <= 2 * self.waits.detect_s or self._testimony.is_there
+            # A witness knows of the end of the job. A noted world has nothing else to go by.
+            is_recent = now - self._contact_s <= 2 * self.waits.detect_s
+            is_recent = is_recent or self._testimony.is_there or self._is_noted()
             if place_of(member) == place and is_recent and not (lost is not None and lost.is_silent):
                 self._dead.add(member.key)
 
@@ -257,7 +265,7 @@ class Membership(Knowledge):
         for answer in seekers:
             self._pending |= {b: w for b, w in answer.pending.items() if w.round > self.world.round}
         reached = {self.me.key, *(answer.member.key for answer in seekers)}
-        is_first = all(self._comes_before(answer.member) for answer in seekers)
+        is_first = self._begins() or all(self._comes_before(answer.member) for answer in seekers)
         if is_first and self._may_decide(reached, now) and now >= self._seeks_until_s:
             self._lead(now)
 
@@ -343,6 +351,11 @@ class Membership(Knowledge):
             self._links.close(link)
             return
         member = Member(**message["member"])
+        if self.terms.nproc != (nproc := int(message.get("nproc", self.terms.nproc))):
+            log.warning(
+                "%s starts %d ranks and this node %d (--nproc-per-node): the layout must fit their sum",
+                *(member, nproc, self.terms.nproc),
+            )
         for peer in list(self._peers.values()):
             if peer.member.key == member.key:
                 self._links.close(peer.link)
@@ -453,7 +466,8 @@ class Membership(Knowledge):
         is_new = now < self._led_since_s + self.waits.probe_s
         if is_new and self.world is not None and any(m.key not in gone for m in self.world.members):
             return
-        if self.world is None and len(chosen) < self.terms.most:
+        is_first = self.world is None or self._is_noted()
+        if is_first and len(chosen) < self.terms.most:
             # A launcher that begins anew also gives those that know of the job the time to ask it.
             last_call_s = self._arrived_s + self.waits.first_call_s
             if now < max(last_call_s, self._began_s + 3 * self.waits.beat_s):
@@ -530,18 +544,21 @@ class Membership(Knowledge):
         if self._offer is None:
             return
         present = self._present()
+        has_quorum = self.role == "following" or self._has_quorum(present)
+        # Those that have ended do not count for the quorum, so it is not missing them.
+        named = present if has_quorum else present | self._dead
         error = reports.explain_lateness(
             reports.Lateness(
                 now - self._offered_s,
                 is_alone=self.world is None and self.role == "seeking",
                 # It may know the world of the job that refuses it.
                 is_stranger=self.role == "seeking" and not self._is_member(),
-                has_quorum=self.role == "following" or self._has_quorum(present),
+                has_quorum=has_quorum,
                 refusals=self._refusals,
                 endpoints=self._contacts.endpoints,
                 witness=self._testimony.trouble,
             ),
-            *(self.waits, self.terms, self.world, present, self._lost, now),
+            *(self.waits, self.terms, self.world, named, self._lost, now),
         )
         if error is not None:
             self._agent.failed(error)

@@ -39,12 +39,14 @@ class Terms:
         job: the job's name, `--rdzv-id`.
         least, most: `--nnodes`.
         code: what the ranks run, as words: versions, and names of files with what is in them.
+        nproc: ranks of this node; a difference is only reported.
     """
 
     job: str
     least: int
     most: int
     code: Mapping[str, str] = field(default_factory=dict)
+    nproc: int = 0
 
 
 @dataclass

@@ -159,7 +159,8 @@ def explain_wait(
             rule="Those that go on must be more than half of the last round, or half with its number 0 "
             f"({world.members[0]}), so that two parts never both train. Launchers that are known to have "
             "ended do not count.",
-            fix="Restore the network between the nodes, or start the job again.",
+            fix="Restore the network between the nodes. If the missing ones have ended for good, start the "
+            "job with another --rdzv-id.",
         )
     return PacelineError(
         "PL375",
