@@ -99,7 +99,8 @@ def test_stopped_and_resumed_recipes_end_in_the_same_bits(
     assert model_hash(tmp_path / "parts") == model_hash(tmp_path / "whole")
     check_summary(whole, kind, nproc)
     files = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert files == {".lock", ".saved", "recipe.toml", "metrics.jsonl", "evaluations.jsonl", "checkpoints"}
+    names = {"recipe.toml", "metrics.jsonl", "evaluations.jsonl", "checkpoints"}
+    assert files == {".lock", ".saved", ".generation-00000001", *names}
     rows = [json.loads(line) for line in (tmp_path / "parts" / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [3, 6, 8]
 

@@ -34,6 +34,7 @@ from typing import Any
 
 from paceline.checkpoint import files
 from paceline.checkpoint.alive import find_live
+from paceline.checkpoint.generation import newest_generation
 from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.manifest import FILE_NAME, Manifest, dump_manifest
 from paceline.checkpoint.names import (
@@ -62,12 +63,14 @@ class Commits:
     Args:
         run_folder: the run's folder; made at the first save.
         keep: how many valid checkpoints stay, at least 1.
+        generation: number of the start that writes; None: any start may commit (`generation.py`).
     """
 
-    def __init__(self, run_folder: str | Path, keep: int) -> None:
+    def __init__(self, run_folder: str | Path, keep: int, generation: int | None = None) -> None:
         assert keep >= 1
         self.path = Path(run_folder) / CHECKPOINTS
         self.keep = keep
+        self.generation = generation
         # For each folder, its state when all of its hashes were right.
         self._seen_valid: dict[Path, object] = {}
 
@@ -87,7 +90,7 @@ class Commits:
             The save, to be used in a `with` block: left without `commit`, nothing of it stays.
 
         Raises:
-            PacelineError: PL508 or PL510, as `save`.
+            PacelineError: PL508, PL510 or PL383, as `save`.
         """
         assert step >= 0
         json.dumps(identity)  # A TypeError is the caller's mistake, and better raised before the save begins.
@@ -102,14 +105,33 @@ class Commits:
             num_bytes: about how many bytes it takes.
 
         Raises:
-            PacelineError: PL508, PL510.
+            PacelineError: PL508, PL510; PL383 if a newer start has ended the save.
         """
         try:
             yield
         except files.BusyError:
             raise self.busy_error() from None
         except OSError as error:
+            self.refuse_older()
             raise _save_failed_error(step, self.path, num_bytes, error) from error
+
+    def refuse_older(self) -> None:
+        """Raise if a newer start of the run has begun; call it behind making a temporary folder.
+
+        Raises:
+            PacelineError: PL383.
+        """
+        newest = 0 if self.generation is None else newest_generation(self.path.parent)
+        if self.generation is not None and newest > self.generation:
+            raise PacelineError(
+                "PL383",
+                saw=f"Start {newest} of the run in {self.path.parent} has begun; this one is number "
+                f"{self.generation}.",
+                rule="An older start commits no checkpoint after a newer one has begun, so that the run has "
+                "one history.",
+                fix="End this start, or the newer one. Nodes that were cut off end by themselves when the "
+                "network is back.",
+            )
 
     def busy_error(self) -> PacelineError:
         """Return the error of a folder that another process holds."""
@@ -149,6 +171,7 @@ class Commits:
                 findings = check_fits(tmp, manifest)
             if not is_share(findings):
                 raise OSError(errno.EIO, findings[0].saw)
+            self.refuse_older()
             files.rename(tmp, final)
         except BaseException:
             if aside is not None and not final.exists():
@@ -302,6 +325,7 @@ class Save:
                 self._checkpoints.clear_leftovers()
             held.callback(self._clear_up)
             files.make_folder(self.folder)
+            self._checkpoints.refuse_older()
             self._held = held.pop_all()
         return self
 

@@ -120,6 +120,13 @@ def make_file(path: Path) -> None:
     path.touch()
 
 
+def make_new_file(path: Path) -> None:
+    """Make an empty file, failing with `FileExistsError` if it exists; durable on return."""
+    _ask("make", path)
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    sync_folder(path.parent)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     _ask("fsync", path)

@@ -23,6 +23,7 @@ class CheckpointFolder(Commits):
     Args:
         run_folder: the run's folder; made at the first save.
         keep: how many valid checkpoints stay, at least 1.
+        generation: as for `Commits`.
     """
 
     def list_runs(self) -> dict[Path, str]:
@@ -51,7 +52,8 @@ class CheckpointFolder(Commits):
 
         Raises:
             PacelineError: PL508 where the file system refuses, PL510 where another process is saving here,
-                PL504 where a newer Paceline's checkpoint of this step is there.
+                PL383 where a newer start of the run has begun, PL504 where a newer Paceline's checkpoint of
+                this step is there.
         """
         with self.begin(step, num_bytes=content.num_bytes, identity=identity) as save:
             return save.commit(content.content, write_files(content.list_files(), save.folder))

@@ -126,7 +126,8 @@ class JointSave:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._commits = Commits(order.folder, order.keep)
+        generation = order.identity.get("generation")
+        self._commits = Commits(order.folder, order.keep, generation)
         name = f"{step_name(order.step)}-{order.token}"
         self._temporary = self._commits.path / f"{TMP}{name}"
         self._saving = self._commits.path / f"{SAVING}{name}"
@@ -137,7 +138,8 @@ class JointSave:
         """Make the folders, and show that this writer is alive.
 
         Raises:
-            PacelineError: PL508, or PL510 where another run is saving here.
+            PacelineError: PL508, PL510 where another run is saving here, or PL383 where a newer start of this
+                one has begun.
         """
         with self._explained():
             files.make_folder(self._commits.path)
@@ -145,6 +147,7 @@ class JointSave:
             files.make_folder(self._saving)
             self._alive = hold(self._saving / alive_name(self._order.writer), self._order.identity.get("run"))
             files.make_folder(self._temporary)
+            self._commits.refuse_older()
 
     def write(self, read: Read, digests: Sequence[Digests] = ()) -> None:
         """Write this writer's files and leave the record.

@@ -50,8 +50,9 @@ log = logging.getLogger(__name__)
 # How long a rank that ends waits for the outcome of its last save. The writer then finishes alone.
 _CLOSING_S = 30.0
 
-# Failures that the next save would repeat: another run saves here, or the ranks' copies differ.
-_FATAL = ("PL510", "PL418")
+# Failures that the next save would repeat: another run saves here, a newer start of this one has begun, or
+# the ranks' copies differ.
+_FATAL = ("PL510", "PL383", "PL418")
 
 # Saves while all ranks wait, and returns the checkpoint's folder; collective.
 Write = Callable[[World, CheckpointFolder, int, RunState, dict[str, Any]], Path]
@@ -178,7 +179,7 @@ class Saving:
             write: saves now, in its own way; collective.
 
         Raises:
-            PacelineError: PL507, PL510, PL524, PL525; PL508 after `max_failed` failures in a row.
+            PacelineError: PL383, PL507, PL510, PL524, PL525; PL508 after `max_failed` failures in a row.
         """
         begin_s = time.perf_counter()
         handle = SaveHandle(self, step, folder.path.absolute() / step_name(step), on_commit)

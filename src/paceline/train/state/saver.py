@@ -19,8 +19,9 @@ from torch import nn
 
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity, open_usable
 from paceline.checkpoint.content.protocol import read_all
+from paceline.checkpoint.generation import begin_generation, newest_generation
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.names import CHECKPOINTS
+from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
 from paceline.checkpoint.waiting import await_writers
 from paceline.data.loader import Loader, Position
 from paceline.errors import PacelineError
@@ -122,6 +123,8 @@ class Saver:
         self._last: SaveHandle | None = None
         # Rank 0's: which run this is, from its first start on, and the number of this start.
         self._run_id, self._generation = secrets.token_hex(8), 1
+        # Whether this start has begun, and rank 0's steps in the folder when it loaded one of them.
+        self._has_begun, self._steps = True, set[int]()
         self._history: History | None = None
         self._disks: Disks | None = None
         # Where nodes have disks of their own, else `None`.
@@ -203,7 +206,7 @@ class Saver:
         self.saving.start()
         await_writers(folder / CHECKPOINTS)
         self.folder, self._last = folder, None
-        self._run_id, self._generation = secrets.token_hex(8), 1
+        self._run_id, self._generation, self._has_begun = secrets.token_hex(8), 1, False
         self._disks = disks = find_disks(self._world, folder, lambda: _make_folder(folder))
         self._copies = count_copies(self._copies_wanted, disks)
         checkpoints = CheckpointFolder(folder, keep=self._keep)
@@ -225,6 +228,7 @@ class Saver:
 
         def read() -> Any:
             self._open_folder = OpenFolder(folder)
+            self._steps = set(checkpoints.steps())
             if disks.is_common:
                 loaded = checkpoints.open_newest(on_skip=_warn_of_skip)
             else:
@@ -289,7 +293,13 @@ class Saver:
         run_on_main(self._world, check)
 
     def check_complete(self) -> None:
-        """Raise PL515 if a saved state has no owner; called before the first step after `load`."""
+        """Begin this start; raise PL515 if a saved state has no owner; called before each step; collective.
+
+        Raises:
+            PacelineError: PL383 if another start has saved since `load`.
+        """
+        if not self._has_begun:
+            self._begin()
         if self._is_complete:
             return
         self._is_complete = True
@@ -366,6 +376,43 @@ class Saver:
         )
         return identity | {"run": self._run_id, "generation": self._generation}
 
+    def _begin(self) -> None:
+        """Number this start, so that no older one commits any more; collective.
+
+        A start begins with its first step or save: one that only loads disturbs no other.
+        """
+        assert self.folder is not None
+        assert self._disks is not None
+        self._has_begun = True
+        folder, is_common = self.folder, self._disks.is_common
+
+        def begin() -> int:
+            number = self._generation
+            try:
+                number = max(number, newest_generation(folder) + 1)
+                if not is_common:  # the nodes that see each other decide
+                    return number
+                self._refuse_newer(folder)  # before the other start is kept from saving
+                number = begin_generation(folder, number)
+            except OSError as error:  # as for a save, a failing disk does not end training
+                why = error.strerror or error
+                log.warning("this start cannot be numbered in %s (%s): an older one may save", folder, why)
+                return number
+            self._refuse_newer(folder)
+            return number
+
+        self._generation = run_on_main(self._world, begin)
+
+    def _refuse_newer(self, folder: Path) -> None:
+        if new := set(list_checkpoints(folder / CHECKPOINTS)) - self._steps:
+            raise PacelineError(
+                "PL383",
+                saw=f"Another start of the run in {folder} has saved step {max(new)} since this one loaded "
+                "its state.",
+                rule="A start goes on from the newest checkpoint, so that the run has one history.",
+                fix="End the other start, and start this one again.",
+            )
+
     def _require_folder(self) -> CheckpointFolder:
         if self.folder is None:
             raise PacelineError(
@@ -374,7 +421,11 @@ class Saver:
                 rule="Checkpoints go into the run's folder.",
                 fix='Call trainer.resume("runs/demo") first; an empty or missing folder starts a new run.',
             )
-        return CheckpointFolder(self.folder, keep=self._keep)
+        if not self._has_begun:
+            self._begin()
+        assert self._disks is not None
+        generation = self._generation if self._disks.is_common else None
+        return CheckpointFolder(self.folder, keep=self._keep, generation=generation)
 
 
 def _load_models(models: Mapping[str, nn.Module], tensors: Mapping[str, Any], parts: Parts) -> None:
