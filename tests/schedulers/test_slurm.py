@@ -91,6 +91,21 @@ def test_a_recipe_on_a_range_of_nodes(folder: Path, capsys: pytest.CaptureFixtur
     subprocess.run(["bash", "-n", "x.sh"], check=True)
 
 
+def test_an_array_of_nodes_with_spares(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = render(capsys, "--nodes", "2:4", "--array", "6", "--time", "60", "train.py")
+    assert "#SBATCH --array=0-5 " in text
+    assert "#SBATCH --nodes=1\n" in text
+    assert "#SBATCH --output=%x-%A_%a.out\n" in text
+    assert "no-kill" not in text, "each node is a job of its own"
+    assert '--nnodes "2:4" --nproc-per-node 1 --max-restarts 3' in text
+    assert '--rdzv-backend folder --rdzv-endpoint "$meet" --rdzv-id "$SLURM_ARRAY_JOB_ID"' in text
+    lines = text.splitlines()
+    named = [line for line in lines if "$SLURM_JOB_ID" in line]
+    assert named == [], "for SLURM, the last task's SLURM_JOB_ID is the whole array"
+    (folder / "x.sh").write_text(text)
+    subprocess.run(["bash", "-n", "x.sh"], check=True)
+
+
 # ---- mistakes
 
 BATCH = """#!/bin/bash
@@ -108,6 +123,8 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --node_rank=$SLURM_NODEI
         (["--nodes", "0", "train.py"], "PL365", "--nodes 0"),
         (["--nodes", "two", "train.py"], "PL365", "--nodes two"),
         (["--nodes", "2", "--nproc-per-node", "0", "train.py"], "PL365", "--nproc-per-node 0"),
+        (["--nodes", "2", "--array", "-1", "train.py"], "PL365", "--array -1"),
+        (["--nodes", "2:4", "--array", "3", "train.py"], "PL382", "--array 3 with --nodes 2:4"),
         (["--nodes", "2", "--time", "soon", "train.py"], "PL366", "--time soon"),
         (["--nodes", "2", "--time", "0", "train.py"], "PL366", "--time 0"),
         (["--nodes", "2", "--time", "3:00", "train.py"], "PL366", "a time limit of 180 s"),
@@ -194,14 +211,20 @@ def run_script(
     signum: int = 0,
     requeues: bool = True,
     nodes: str = "2",
+    array: int = 0,
 ) -> tuple[int, str]:
     """Return the script's exit code and output, where srun ends with `code`."""
     (folder / "job.sh").write_text(
-        render(capsys, "--nodes", nodes, "--time", "5", "--max-requeues", "3", "train.py")
+        render(
+            capsys,
+            *("--nodes", nodes, "--time", "5", "--max-requeues", "3"),
+            *(["--array", str(array)] if array else []),
+            "train.py",
+        )
     )
     wait = "trap 'exit $(cat code)' TERM; echo $$ > srun.pid; while true; do sleep 0.1; done"
     add_program(folder, "srun", wait if signum else "exit $(cat code)")
-    add_program(folder, "scancel", 'echo "scancel $*"; kill -TERM $(cat srun.pid)')
+    add_program(folder, "scancel", 'echo "scancel $*"; [ ! -e srun.pid ] || kill -TERM $(cat srun.pid)')
     add_program(folder, "sinfo", f"echo '{lost}'")
     requeue = "echo requeue $2" if requeues else "echo disabled >&2; exit 1"
     add_program(
@@ -212,6 +235,8 @@ def run_script(
     )
     (folder / "code").write_text(str(code))
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[0-1]"}
+    if array:
+        env |= {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3", "SLURM_SUBMIT_DIR": str(folder)}
     if restarts:
         env["SLURM_RESTART_COUNT"] = restarts
     words = ["bash", "job.sh"]
@@ -267,6 +292,28 @@ def test_what_ended_a_job(
     assert told in out
     assert ("requeue 77" in out) == is_requeued, out
     assert ("scancel --signal=TERM 77" in out) == ("signum" in facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "told", "done"),
+    [
+        ({"code": 0}, "finished", "scancel --state=PENDING 77"),
+        ({"code": 1}, "failed with exit code 1", "scancel --state=PENDING 77"),
+        ({"code": 75, "signum": signal.SIGUSR1}, "stopped by the time limit", "scancel --signal=TERM 77_3"),
+        ({"code": 75, "state": PREEMPTED}, "stopped by preemption", "requeue 77_3"),
+        ({"code": 1, "lost": "node1"}, "node failure: node1", "requeue 77_3"),
+        ({"code": 75, "state": GONE}, "job 77_3: cancelled by scancel", ""),
+    ],
+    ids=["finished", "failed", "limit", "preempted", "lost", "cancelled"],
+)
+def test_what_ended_a_task_of_an_array(
+    folder: Path, facts: dict[str, object], told: str, done: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = run_script(folder, capsys, array=4, **facts)  # type: ignore[arg-type]
+    assert code == facts["code"], out
+    assert told in out
+    assert done in out
+    assert ("--state=PENDING" in out) == ("PENDING" in done), "the others go on without this one"
 
 
 def test_a_requeue_that_is_not_permitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,14 @@ def _add_slurm(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--account", metavar="NAME", help="the account that pays")
     parser.add_argument("--mem", metavar="SIZE", help="memory per node, for example 200G")
     parser.add_argument(
-        "--output", default="%x-%j.out", metavar="FILE", help="all output (default %%x-%%j.out)"
+        "--array",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a job array of N tasks with one node each, in place of one job; more than MAX are spares",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="all output (default %%x-%%j.out, of an array %%x-%%A_%%a.out)"
     )
     parser.add_argument(
         "--max-requeues", type=int, default=100, metavar="N", help="how often the job requeues itself (100)"
@@ -122,7 +129,8 @@ def run_slurm(args: argparse.Namespace) -> int:
         partition=args.partition,
         account=args.account,
         name=args.name or target.name,
-        output=args.output,
+        output=args.output or ("%x-%A_%a.out" if args.array else "%x-%j.out"),
+        array=args.array,
         interface=args.interface,
         grace_s=args.grace_s,
         max_requeues=args.max_requeues,
@@ -163,7 +171,7 @@ def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
     target, nodes = Target(args.target, tuple(args.args)), read_nodes(args.nodes)
     check_target(target)
     nproc = args.nproc_per_node or args.gpus_per_node or 1
-    for flag in ("nproc_per_node", "gpus_per_node", "cpus_per_node", "max_requeues"):
+    for flag in ("nproc_per_node", "gpus_per_node", "cpus_per_node", "max_requeues", "array"):
         value = getattr(args, flag, None)
         if value is not None and value < (1 if flag in ("nproc_per_node", "cpus_per_node") else 0):
             raise PacelineError(

@@ -8,6 +8,8 @@ and SLURM 22.05:
   job's `PreemptTime`.
 - `scancel JOB` signals both, and the job is no longer RUNNING.
 - A script that ends during a preemption's grace time makes its job COMPLETED, so it must requeue it itself.
+- The last task of an array has the array's number as its `SLURM_JOB_ID`, and scontrol and scancel take that
+  for the whole array: each task names itself as `ARRAY_TASK`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 
 from paceline.errors import PacelineError
 from paceline.exit_codes import STOPPED
-from paceline.schedulers.target import Nodes, Target, quote
+from paceline.schedulers.target import RESTARTS, Nodes, Target, quote
 from paceline.schedulers.times import check_grace, read_time_s
 
 MARK = "Rendered by `paceline launch"
@@ -43,6 +45,7 @@ class SlurmJob:
         max_requeues: how often the script requeues its job.
         setup: lines of shell to run before.
         options: more options of sbatch, as `key=value` or `key`.
+        array: tasks of a job array, each with one node; 0 for one job with all nodes.
     """
 
     target: Target
@@ -61,34 +64,54 @@ class SlurmJob:
     max_requeues: int
     setup: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    array: int = 0
 
 
 def render_slurm(job: SlurmJob) -> str:
     """Return the batch script.
 
     Raises:
-        PacelineError: PL366 for times, PL370 for a value with a line break.
+        PacelineError: PL366 for times, PL370 for a value with a line break, PL382 for an array that is too
+            small.
     """
+    _check_array(job)
     leave_s = check_grace(job.grace_s, read_time_s(job.time))
     lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _list_options(job))]
     wide = max(len(line) for line in lines if line.partition("=")[0] in _WHY)
     lines = [_explain(line, wide) for line in lines]
-    parts = ["\n".join(lines), _HEAD.format(mark=MARK), *job.setup, _MEET]
+    meet = _MEET_ARRAY if job.array else _MEET
+    parts = ["\n".join(lines), _HEAD.format(mark=MARK), *job.setup, meet + _SAY]
     if job.interface is not None:
         name = quote([job.interface])
         parts.append(f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}")
-    lost_ends = "" if job.nodes.is_range else _LOST_ENDS
-    end = _END.format(stopped=STOPPED, most=job.max_requeues, lost_ends=lost_ends)
+    end = _END.format(
+        stopped=STOPPED,
+        most=job.max_requeues,
+        lost_ends=_LOST_ENDS if job.array or not job.nodes.is_range else "",
+        end_array=_END_ARRAY if job.array else "",
+    )
     parts += [_SIGNALS, _render_step(job, leave_s), end]
     return "\n".join(parts)
+
+
+def _check_array(job: SlurmJob) -> None:
+    if job.array and job.array < job.nodes.most:
+        raise PacelineError(
+            "PL382",
+            saw=f"--array {job.array} with --nodes {job.nodes}.",
+            rule="Each task of the array is one node, and tasks beyond the most nodes wait as spares.",
+            fix=f"Use at least --array {job.nodes.most}, or --array {job.nodes.most + 1} for one spare.",
+        )
 
 
 def _list_options(job: SlurmJob) -> list[str]:
     # No --ntasks-per-node here: with it, SLURM grants only the least of a range of nodes (22.05).
     few, many = job.nodes.least, job.nodes.most
+    nodes = f"{few}-{many}" if job.nodes.is_range else str(many)
     wishes = {
         "job-name": job.name,
-        "nodes": f"{few}-{many}" if job.nodes.is_range else str(many),
+        "array": f"0-{job.array - 1}" if job.array else None,
+        "nodes": "1" if job.array else nodes,
         "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
         "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "mem": job.mem,
@@ -100,7 +123,7 @@ def _list_options(job: SlurmJob) -> list[str]:
         "open-mode": "append",
     }
     options = [f"{key}={_check_line(key, value)}" for key, value in wishes.items() if value is not None]
-    options += ["requeue", *(["no-kill"] if job.nodes.is_range else [])]
+    options += ["requeue", *(["no-kill"] if job.nodes.is_range and not job.array else [])]
     for option in job.options:
         key, equals, value = option.lstrip("-").partition("=")
         options.append(_check_line("option", key) + (equals and "=" + _check_line(key, value)))
@@ -119,6 +142,7 @@ def _check_line(key: str, value: str) -> str:
 
 
 _WHY = {
+    "#SBATCH --array": "each task is a node, and starts as soon as there is one",
     "#SBATCH --signal": "signals this script, so many seconds before the time limit",
     "#SBATCH --open-mode": "output of the next start follows that of the last",
     "#SBATCH --requeue": "after a node failure, SLURM starts the job again",
@@ -136,11 +160,22 @@ _HEAD = """
 
 _MEET = """
 # The nodes meet at the first node of the allocation, at a port that follows from the job's number.
+job=$SLURM_JOB_ID
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 port=$((12000 + SLURM_JOB_ID % 20000))
+"""
+
+_MEET_ARRAY = """
+# Each task of the array is a node. They meet through a folder, which all nodes must share.
+job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+meet=$SLURM_SUBMIT_DIR/.paceline-array
+address=$(scontrol show node "$SLURM_JOB_NODELIST" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+"""
+
+_SAY = """\
 export SLURM_RESTART_COUNT=${SLURM_RESTART_COUNT:-0}
-say() { echo "$(date '+%F %T') job $SLURM_JOB_ID: $*"; }
+say() { echo "$(date '+%F %T') job $job: $*"; }
 say "start $((SLURM_RESTART_COUNT + 1)) on $SLURM_JOB_NODELIST"
 """
 
@@ -148,7 +183,7 @@ _SIGNALS = """
 # Before the time limit, SLURM signals this script only. The ranks then save and leave.
 near_limit=
 trap 'near_limit=yes; say "the time limit is near: asking the ranks to save"
-      scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+      scancel --signal=TERM "$job"' USR1
 trap : TERM  # by scancel, which signals the ranks too
 """
 
@@ -156,14 +191,20 @@ trap : TERM  # by scancel, which signals the ranks too
 def _render_step(job: SlurmJob, leave_s: int) -> str:
     """The lines that start the step and wait for it."""
     nnodes = f"{job.nodes.least}:$SLURM_JOB_NUM_NODES" if job.nodes.is_range else str(job.nodes.most)
-    restarts = f" --max-restarts {job.nodes.restarts}" if job.nodes.restarts else ""
-    no_kill = " --no-kill" if job.nodes.is_range else ""
+    num_restarts = RESTARTS if job.array else job.nodes.restarts
+    restarts = f" --max-restarts {num_restarts}" if num_restarts else ""
+    no_kill = " --no-kill" if job.nodes.is_range and not job.array else ""
+    meet = '--rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-id "$job.$SLURM_RESTART_COUNT"'
+    if job.array:
+        nnodes = str(job.nodes)
+        meet = '--rdzv-backend folder --rdzv-endpoint "$meet" --rdzv-id "$SLURM_ARRAY_JOB_ID" \\\n  '
+        meet += '--local-addr "$address"'
     cpus = "" if job.cpus_per_node is None else f" --cpus-per-task {job.cpus_per_node}"
     return f"""
 # One launcher per node, which starts the node's ranks.
 srun --ntasks-per-node=1 --kill-on-bad-exit=0{no_kill}{cpus} paceline run \\
   --nnodes "{nnodes}" --nproc-per-node {job.nproc_per_node}{restarts} --shutdown-timeout {leave_s} \\
-  --rdzv-backend c10d --rdzv-endpoint "$address:$port" --rdzv-id "$SLURM_JOB_ID.$SLURM_RESTART_COUNT" \\
+  {meet} \\
   {quote(job.target.words)} &
 step=$!
 while kill -0 "$step" 2>/dev/null; do sleep 1 & wait $!; done  # a signal ends this wait, not the step
@@ -177,13 +218,16 @@ elif [[ $state != *JobState=RUNNING* && -n $lost ]]; then
   say "node failure: $lost; SLURM starts the job again"
 """
 
+# Tasks that have not begun would begin the run anew.
+_END_ARRAY = '; scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"'
+
 _END = """
 # What ended the step: SLURM's controller knows.
-state=$(scontrol show job "$SLURM_JOB_ID")
+state=$(scontrol show job "$job")
 lost=$(sinfo -h -N -n "$SLURM_JOB_NODELIST" -t down,fail,no_respond -o %N | sort -u | paste -sd ,)
 again=
 if [ "$code" = 0 ]; then
-  say "finished"
+  say "finished"{end_array}
 elif [[ $state != *" Restarts=$SLURM_RESTART_COUNT "* ]]; then
   say "requeued from outside, with exit code $code"
 {lost_ends}elif [[ $state != *JobState=RUNNING* && -n $near_limit ]]; then
@@ -194,7 +238,7 @@ elif [ "$code" != {stopped} ] && [ "$code" != 143 ]; then  # 143: SIGTERM came b
   if [ -n "$lost" ]; then
     say "node failure: $lost"; again=yes
   else
-    say "failed with exit code $code; not started again"
+    say "failed with exit code $code; not started again"{end_array}
   fi
 elif [[ $state == *PreemptTime=[0-9]* ]]; then
   say "stopped by preemption, not finished"; again=yes
@@ -206,7 +250,7 @@ fi
 if [ -n "$again" ] && [ "$SLURM_RESTART_COUNT" -ge {most} ]; then
   say "not requeued: it was requeued {most} times already (--max-requeues)"
 elif [ -n "$again" ]; then
-  if scontrol requeue "$SLURM_JOB_ID"; then
+  if scontrol requeue "$job"; then
     say "requeued"
   else
     say "SLURM does not permit a requeue; submit this script again, and the run goes on"

@@ -12,7 +12,7 @@ from paceline.reading import read_file
 
 _MOST_BYTES = 1 << 20
 # Where a node may be lost, ranks start again on those that are left; each start counts.
-_RESTARTS = 3
+RESTARTS = 3
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Nodes:
     least: int
     most: int
 
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}" if self.is_range else str(self.most)
+
     @property
     def is_range(self) -> bool:
         """Whether the job goes on without some of its nodes."""
@@ -35,7 +38,7 @@ class Nodes:
     @property
     def restarts(self) -> int:
         """The number of times that ranks start again after a failure."""
-        return _RESTARTS if self.is_range else 0
+        return RESTARTS if self.is_range else 0
 
 
 @dataclass(frozen=True)
