@@ -156,7 +156,14 @@ class Wire:
         state = self._links.get(link)
         if state is None or state.closes_by_s is not None:
             return
+        is_waiting = bool(state.outgoing)
         state.outgoing += pack(message)
+        if state.is_open and state.socket is not None and not is_waiting:
+            # Usually the other end takes it at once. An error shows again when the link is written to.
+            with suppress(OSError):
+                del state.outgoing[: state.socket.send(state.outgoing)]
+            if not state.outgoing:
+                return
         self._watch(link, state)
 
     def close(self, link: int) -> None:
