@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,58 @@ def test_a_server_without_the_v3_interface_is_reported() -> None:
             Etcd([f"http://127.0.0.1:{server.getsockname()[1]}"], "j").read()
 
 
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[str, str]:
+    """A certificate of 127.0.0.1 that nobody trusts, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    names = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    words += ["-out", names[0], "-keyout", names[1], "-subj", "/CN=etcd", "-days", "2"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(words, check=True, capture_output=True)
+    return names
+
+
+def test_a_witness_over_tls_needs_a_certificate_that_is_trusted(
+    certificate: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                with suppress(OSError), context.wrap_socket(server.accept()[0], server_side=True) as link:
+                    asked = link.recv(4096)
+                    while asked and not asked.endswith(b"}"):
+                        asked += link.recv(4096)
+                    body = b'{"header": {"revision": "7"}}'  # of an etcd 3.5 without such a key
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+                    link.sendall(head.encode() + body)
+                if server.fileno() < 0:
+                    return
+
+        threading.Thread(target=answer, daemon=True).start()
+        place = f"https+etcd://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(WitnessError, match="CERTIFICATE_VERIFY_FAILED"):
+            open_witness(place, "j").read()
+        monkeypatch.setenv("ETCDCTL_CACERT", certificate[0])
+        assert open_witness(place, "j").read() is None
+        monkeypatch.delenv("ETCDCTL_CACERT")
+        monkeypatch.setenv("SSL_CERT_FILE", certificate[0])
+        assert open_witness(place, "j").read() is None
+
+
+@pytest.mark.parametrize("name", ["ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"])
+def test_certificates_that_cannot_be_read_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "/missing.pem")
+    with pytest.raises(PacelineError, match="PL384") as raised:
+        open_witness("https+etcd://a", "j")
+    assert f"{name}=/missing.pem" in raised.value.saw
+    assert open_witness("etcd://a", "j").name == "http://a:2379", "it needs none"
+
+
 class Listener:
     """The part of a launcher that a witness answers to."""
 
@@ -191,6 +244,12 @@ def test_an_entry_is_appended_as_soon_as_the_witness_answers(
 def test_a_place_that_is_no_witness_is_refused(text: str) -> None:
     with pytest.raises(PacelineError, match="PL380"):
         open_witness(text, "j")
+
+
+def test_an_address_of_etcd_is_refused_with_how_to_write_it() -> None:
+    with pytest.raises(PacelineError) as raised:
+        open_witness("https://a:1,b", "j")
+    assert raised.value.fix == "For an etcd, write https+etcd://a:1,b."
 
 
 def test_places_of_witnesses() -> None:

@@ -2,17 +2,24 @@
 
 The calls are `/v3/kv/range`, `/v3/kv/put`, `/v3/kv/deleterange` and `/v3/kv/txn` of etcd's documentation
 ("gRPC gateway"), with keys and values in base64. One transaction compares the last entry and replaces it.
+
+With TLS, a server's certificate must be signed by an authority that Python trusts (`SSL_CERT_FILE`,
+`SSL_CERT_DIR`) or by one of the file that etcdctl's `ETCDCTL_CACERT` names. `ETCDCTL_CERT` and `ETCDCTL_KEY`
+are this launcher's own.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.launching.members.endpoints import read_endpoints
 from paceline.launching.members.witness import (
     Entry,
@@ -26,8 +33,7 @@ from paceline.launching.members.world import Member
 
 DEFAULT_PORT = 2379
 _TIMEOUT_S = 2.0
-# Without the environment's proxies: the servers of a cluster are not behind one.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_CA, _CERT, _KEY = "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"
 
 
 class Etcd:
@@ -36,9 +42,17 @@ class Etcd:
     Args:
         servers: as `http://HOST:PORT`; the first that answers is used.
         job: the job's name.
+
+    Raises:
+        PacelineError: PL384 for certificates that cannot be read.
     """
 
     def __init__(self, servers: Sequence[str], job: str) -> None:
+        # Without the environment's proxies: the servers of a cluster are not behind one.
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if any(server.startswith("https:") for server in servers):
+            handlers.append(urllib.request.HTTPSHandler(context=_read_certificates()))
+        self._opener = urllib.request.build_opener(*handlers)
         self.name = ",".join(servers)
         self._servers = list(servers)
         self._entry_key = f"paceline/{job}/entry"
@@ -91,7 +105,7 @@ class Etcd:
                 headers={"Content-Type": "application/json"},
             )
             try:
-                with _opener.open(request, timeout=_TIMEOUT_S) as answer:
+                with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
                     found = json.loads(answer.read())
                 if not isinstance(found, dict):
                     raise ValueError("not an object")
@@ -119,6 +133,28 @@ def list_servers(hosts: str, scheme: str = "http") -> list[str]:
     """
     places = read_endpoints(hosts, DEFAULT_PORT)
     return [f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}" for host, port in places]
+
+
+def _read_certificates() -> ssl.SSLContext:
+    names = {name: os.environ.get(name, "") for name in (_CA, _CERT, _KEY)}
+    saw = "; ".join(f"{name}={value}" for name, value in names.items() if value)
+    try:
+        context = ssl.create_default_context()
+        if names[_CA]:
+            context.load_verify_locations(names[_CA])
+        if names[_CERT] or names[_KEY]:
+            if not (names[_CERT] and names[_KEY]):
+                raise ValueError(f"one of {_CERT} and {_KEY} is missing")
+            context.load_cert_chain(names[_CERT], names[_KEY])
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise PacelineError(
+            "PL384",
+            saw=f"{saw or 'The certificates'}: {getattr(error, 'strerror', None) or error}.",
+            rule=f"{_CA} names a file with the certificates of authorities, and {_CERT} and {_KEY} this "
+            "node's certificate and key, in PEM.",
+            fix="Correct the path, or unset the variable; Python's own authorities are used too.",
+        ) from None
+    return context
 
 
 def _encode(text: str | bytes) -> str:

@@ -220,11 +220,17 @@ def name_witness(backend: str, endpoint: str) -> str:
     return endpoint if backend == "folder" or "://" in endpoint else f"etcd://{endpoint}"
 
 
+def _suggest(scheme: str, hosts: str) -> str:
+    if hosts and scheme in ("http", "https"):
+        return f"For an etcd, write {'https+' if scheme == 'https' else ''}etcd://{hosts}."
+    return "Use for example --witness etcd://etcd0:2379, or --witness /shared/witness."
+
+
 def open_witness(text: str, job: str) -> Witness:
     """Return the record of a job: `etcd://HOST[:PORT],...` (or `https+etcd://`), or the path of a folder.
 
     Raises:
-        PacelineError: PL380 for neither.
+        PacelineError: PL380 for neither; PL384 for certificates that cannot be read.
     """
     from paceline.launching.members.etcd import Etcd, list_servers
     from paceline.launching.members.shared_folder import SharedFolder
@@ -238,6 +244,6 @@ def open_witness(text: str, job: str) -> Witness:
             saw=f"--witness {text}.",
             rule="It is etcd://HOST:PORT (several hosts with commas), or the path of a folder that all nodes "
             "share.",
-            fix=f"Use for example --witness etcd://{hosts or 'etcd0'}:2379, or --witness /shared/witness.",
+            fix=_suggest(scheme, hosts),
         )
     return SharedFolder(Path(text), job)
