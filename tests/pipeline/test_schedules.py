@@ -8,6 +8,7 @@ import pytest
 
 from paceline.errors import PacelineError, RecipeErrors
 from paceline.pipeline.check import check_schedule
+from paceline.pipeline.messages import Message, list_needs, list_results, list_taken
 from paceline.pipeline.orders import NAMES, make_schedule
 from paceline.pipeline.picture import draw_svg, draw_text
 from paceline.pipeline.schedule import Action, ActionKind, Schedule, read_schedule
@@ -67,6 +68,25 @@ def test_1f1b_keeps_as_many_microbatches_as_ranks() -> None:
     for count in (8, 32):
         assert simulate(make_schedule("1f1b", 4, count)).most_kept == (4, 3, 2, 1)
     assert simulate(make_schedule("gpipe", 4, 32)).most_kept == (32, 32, 32, 32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_message_counts_as_taken_once_its_receiver_has_answered(name: str) -> None:
+    schedule = make_schedule(name, 4, 8, 2 if name in LOOPING else None)
+    for rank, own in enumerate(schedule.actions):
+        taken = list_taken(schedule, rank, {})
+        named = [message for messages in taken.values() for message in messages]
+        sent = [message for action in own for message in list_results(action, schedule.num_stages, {})]
+        assert len(named) == len(set(named))
+        assert set(named) <= {message for message in sent if schedule.homes[message.target] != rank}
+        for answer, messages in taken.items():
+            order = [m for each in schedule.actions[schedule.homes[answer.source]] for m in _uses(each)]
+            assert all(order.index(message) < order.index(answer) for message in messages)
+
+
+def _uses(action: Action) -> list[Message]:
+    """What an action takes and what it gives, of eight stages or fewer."""
+    return [*list_needs(action, 8, {}), *list_results(action, 8, {})]
 
 
 def test_costs_differ_by_stage_and_messages_take_time() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.models.gpt import Gpt
 from paceline.parallel.construct.build import Construction
+from paceline.parallel.stages.transfer import StageTransfer
 from paceline.pipeline.orders import make_schedule
 from paceline.pipeline.simulate import Costs, simulate
 from paceline.recipe.schema import GptModel
@@ -101,14 +102,20 @@ class _Holder:
         self._counter.change(self.tensor.untyped_storage(), -1)
 
 
-def count_kept(world: Any, layout: str, counts: list[int]) -> list[tuple[dict[int, int], int]]:
-    """By number of microbatches: the bytes of a microbatch by own stage, and the most at once."""
+def count_kept(world: Any, layout: str, counts: list[int]) -> list[tuple[dict[int, int], int, int]]:
+    """By number of microbatches: the bytes of a microbatch by own stage, the most at once, and the most that
+    was sent and is kept."""
     trainer = build(layout, dtype="fp32")
     trainer.step({"ids": torch.zeros(4, 9, dtype=torch.int64)})  # counts operations
-    right, found = StagedRunner._run_forward, []
+    right, give, found = StagedRunner._run_forward, StageTransfer.give, []
     for count in counts:
         saved = SavedBytes(trainer.model.parameters())
         by_stage: dict[int, int] = {}
+        sent = [0]
+
+        def send(self: Any, message: Any, tensors: Any, sent: list[int] = sent) -> None:
+            give(self, message, tensors)
+            sent.append(sum(tensor.nbytes for each in self._sent.values() for _, tensor in each))
 
         def run(
             self: Any,
@@ -125,10 +132,11 @@ def count_kept(world: Any, layout: str, counts: list[int]) -> list[tuple[dict[in
 
         with (
             mock.patch.object(StagedRunner, "_run_forward", run),
+            mock.patch.object(StageTransfer, "give", send),
             torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
         ):
             trainer.step({"ids": torch.zeros(2 * count, 9, dtype=torch.int64)})
-        found.append((by_stage, saved.most))
+        found.append((by_stage, saved.most, max(sent)))
     trainer.close()
     return found
 
@@ -144,30 +152,33 @@ WHOLE = {"1f1b": "", "gpipe": "", "interleaved": " chunks=2", "bfs": " chunks=2"
 DIVIDED = ("zero_bubble", "zbv", "dualpipev")
 
 
-def count_on_two(ranks: Pool, name: str, counts: list[int]) -> list[tuple[tuple[float, ...], list[int]]]:
-    """By number of microbatches: the most bytes of each rank, simulated and measured."""
+def count_on_two(
+    ranks: Pool, name: str, counts: list[int]
+) -> list[tuple[tuple[float, ...], list[int], list[int]]]:
+    """By number of microbatches: the most bytes of each rank, simulated and measured, and those sent."""
     layout = f"pp=2 schedule={name}{WHOLE.get(name, '')}"
     first, second = ranks.run(count_kept, 2, (layout, counts), timeout_s=90)
     return [
-        (simulate_kept(name, count, own[0] | other[0]), [own[1], other[1]])
+        (simulate_kept(name, count, own[0] | other[0]), [own[1], other[1]], [own[2], other[2]])
         for count, own, other in zip(counts, first, second, strict=True)
     ]
 
 
 def test_1f1b_keeps_no_more_with_more_microbatches(ranks: Pool) -> None:
-    (simulated, few), (_, many) = count_on_two(ranks, "1f1b", [8, 32])
+    (simulated, few, sent), (_, many, sent_of_many) = count_on_two(ranks, "1f1b", [8, 32])
     assert few == many
+    assert sent == sent_of_many, "what a stage has sent is released once the other one has it"
     assert few == pytest.approx(simulated, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "bfs"])
 def test_a_rank_keeps_what_the_simulation_says(ranks: Pool, name: str) -> None:
-    [(simulated, measured)] = count_on_two(ranks, name, [8])
+    [(simulated, measured, _)] = count_on_two(ranks, name, [8])
     assert measured == pytest.approx(simulated, rel=0.05)
 
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_divided_backwards_keep_at_most_what_the_simulation_says(ranks: Pool, name: str) -> None:
-    [(simulated, measured)] = count_on_two(ranks, name, [8])
+    [(simulated, measured, _)] = count_on_two(ranks, name, [8])
     for most, bound in zip(measured, simulated, strict=True):
         assert bound / 2 < most <= 1.05 * bound

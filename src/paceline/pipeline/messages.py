@@ -93,3 +93,24 @@ def list_received(
             messages = [m for action in own for m in list_results(action, schedule.num_stages, shared)]
             found[sender] = [m for m in messages if schedule.homes[m.target] == rank]
     return found
+
+
+def list_taken(
+    schedule: Schedule, rank: int, shared: Mapping[str, Sequence[int]]
+) -> dict[Message, list[Message]]:
+    """Return, by message that a rank receives, what the sender has taken of the rank's own messages by then.
+
+    Only what it has taken since it sent the message before.
+    """
+    found: dict[Message, list[Message]] = {}
+    for sender, own in enumerate(schedule.actions):
+        if sender == rank:
+            continue
+        taken: list[Message] = []
+        for action in own:
+            needs = list_needs(action, schedule.num_stages, shared)
+            taken += [message for message in needs if schedule.homes[message.source] == rank]
+            for message in list_results(action, schedule.num_stages, shared):
+                if schedule.homes[message.target] == rank:
+                    found[message], taken = taken, []
+    return found

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.mesh import Axis
-from paceline.pipeline.messages import Message, Payload, list_received
+from paceline.pipeline.messages import Message, Payload, list_received, list_taken
 from paceline.pipeline.schedule import Schedule
 from paceline.pipeline.under_way import UNDER_WAY
 
@@ -82,7 +82,8 @@ class StageTransfer:
         }
         self._posted: dict[Message, list[_Posted]] = {}
         self._local: dict[Message, list[Tensor]] = {}
-        self._sent: list[tuple[Message, dist.Work, Tensor]] = []
+        self._sent: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
+        self._taken = list_taken(schedule, pp.rank, shared)
         self._kinds = [(Payload.OUTPUT, ""), (Payload.GRADIENT, "")]
         self._kinds += [(Payload.SHARED, name) for name in sorted(shared)]
 
@@ -104,7 +105,7 @@ class StageTransfer:
                 sent = torch.cat([sent, torch.tensor(order, dtype=torch.uint8, device=sent.device)])
             work = dist.isend(sent, group=self._pp.group, group_dst=peer, tag=self._tag(message, place))
             assert work is not None
-            self._sent.append((message, work, sent))
+            self._sent.setdefault(message, []).append((work, sent))
             self.sent_bytes += sent.numel()
         UNDER_WAY.posted = None
 
@@ -132,19 +133,26 @@ class StageTransfer:
         with self._naming(message, message.source):
             found = [posted.take() for posted in self._posted.pop(message)]
         UNDER_WAY.awaited = None
+        # What the peer took before it sent this has left; its memory is needed no longer.
+        for earlier in self._taken.pop(message, ()):
+            self._end_send(earlier)
         return found
 
     def finish(self) -> None:
         """Wait until everything that was given has left."""
-        for message, work, _ in self._sent:
-            UNDER_WAY.awaited = message
-            with self._naming(message, message.target):
-                work.wait()
-        UNDER_WAY.awaited = None
-        self._sent.clear()
+        for message in list(self._sent):
+            self._end_send(message)
         assert not self._local
         assert not self._posted
         assert not any(self._expected.values())
+
+    def _end_send(self, message: Message) -> None:
+        """Wait until a message has left, and release its tensors."""
+        UNDER_WAY.awaited = message
+        with self._naming(message, message.target):
+            for work, _ in self._sent.pop(message, ()):
+                work.wait()
+        UNDER_WAY.awaited = None
 
     def _post(self, form: Form, peer: int, tag: int) -> _Posted:
         if not math.prod(form.shape):
