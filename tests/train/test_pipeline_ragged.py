@@ -118,13 +118,13 @@ def list_collectives(world: Any, layout: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_the_agreement_and_the_norm_are_the_only_collectives(ranks: Pool) -> None:
-    """The norms of all rows are added in the model's order, so every rank needs all of them."""
+def test_the_agreement_is_the_only_collective(ranks: Pool) -> None:
+    """It has the norms of all rows, which every rank adds in the model's order."""
     num_rows = sum(len(p) for p in Outside().parameters())
     for found in ranks.run(list_collectives, 2, ("pp=2",), env=RECORD):
-        agreement, norm = found
-        assert agreement[0] == "all_to_all"
-        assert norm == ("all_reduce", num_rows)
+        [(name, num_numbers)] = found
+        assert name == "all_to_all"
+        assert num_numbers > 2 * num_rows, "a copy for each rank"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])

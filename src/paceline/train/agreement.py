@@ -6,7 +6,8 @@ computed what:
 
     [ per rank: its own message (see `RankMessage`) |
       per microbatch: loss sum, weight, running statistics of BatchNorm ... |
-      per parameter: on how many ranks a gradient was computed (where that is tracked) ]
+      per parameter: on how many ranks a gradient was computed (where that is tracked) |
+      per row of the gradient: its norm (in a pipeline without data ranks, see `parallel/norm.py`) ]
 
 A rank sends it before the last gradients, and reads it when they have arrived. There are three ways to send
 it; the first one that all ranks support is used:
@@ -111,6 +112,7 @@ class Agreement:
         group: the ranks, or `None` for a world of one.
         board: the board of the same ranks, or `None`. It requires a vector on the CPU, and between `launch`
             and `wait` a collective that no rank can complete before all have joined it.
+        num_parts: parts of the gradient's norm that ranks report, 0 for none.
     """
 
     def __init__(
@@ -121,14 +123,17 @@ class Agreement:
         device: torch.device,
         group: dist.ProcessGroup | None,
         board: NumberBoard | None = None,
+        *,
+        num_parts: int = 0,
     ) -> None:
         self._num_microbatches = num_microbatches
         self._num_parameters = num_parameters
+        self._num_parts = num_parts
         self._width = _NUM_FIXED + num_statistics
         self._num_ranks = 1 if group is None else group.size()
         self._rank = 0 if group is None else group.rank()
         self._first = self._num_ranks * NUM_SENT
-        length = self._first + num_microbatches * self._width + num_parameters
+        length = self._first + num_microbatches * self._width + num_parameters + num_parts
         self._vector = torch.zeros(length, dtype=torch.float64, device=device)
         # On the CPU numpy fills and reads it in a tenth of the time that tensors take.
         self._array = self._vector.numpy() if device.type == "cpu" else None
@@ -158,7 +163,13 @@ class Agreement:
         """Mark the parameters that got a gradient on this rank."""
         assert len(used) == self._num_parameters
         if used:
-            self._vector[-len(used) :] = torch.tensor(used, dtype=torch.float64)
+            end = len(self._vector) - self._num_parts
+            self._vector[end - len(used) : end] = torch.tensor(used, dtype=torch.float64)
+
+    def put_parts(self, parts: Tensor) -> None:
+        """Fill in the parts of the norm: those of this rank, and zeros for the others'."""
+        assert len(parts) == self._num_parts
+        self._vector[len(self._vector) - self._num_parts :] = parts
 
     def launch(self, message: RankMessage) -> None:
         """Start the collective, or write this rank's vector to the board."""
@@ -191,6 +202,16 @@ class Agreement:
         else:
             self._work = dist.all_reduce(self._vector, group=self._group, async_op=True)
 
+    def wait_for_parts(self) -> Tensor:
+        """Wait for the collective; return the parts of the norm from all ranks, on the device."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._received is None:
+            return self._vector[len(self._vector) - self._num_parts :]
+        rows = self._received.view(self._num_ranks, -1)
+        return rows[:, rows.shape[1] - self._num_parts :].sum(0)
+
     def wait(self, extra: Tensor | None = None) -> tuple[Agreed, float]:
         """Wait for the collective and read its result, with one transfer from the device.
 
@@ -211,7 +232,7 @@ class Agreement:
             if extra is not None:
                 brought = extra.item()
         else:
-            vector = self._vector
+            vector = self._vector[: len(self._vector) - self._num_parts]
             if extra is not None:
                 vector = torch.cat([vector, extra.double().reshape(1)])
             numbers = vector.cpu().numpy()
@@ -230,7 +251,7 @@ class Agreement:
             statistics=torch.from_numpy(table)[:, _NUM_FIXED:],
             # After Ctrl-C a person decides whether to go on; after any other signal a scheduler does.
             stop_signum=max(signums, key=lambda signum: (signum not in (0, signal.SIGINT), signum)),
-            used=(numbers[end:] > 0).tolist() if self._num_parameters else None,
+            used=(numbers[end : end + self._num_parameters] > 0).tolist() if self._num_parameters else None,
             all_leave_out=all(row[_LEAVES_OUT] for row in plain),
             busy_s=[row[_BUSY] for row in plain],
             lasted_s=[row[_LASTED] for row in plain],

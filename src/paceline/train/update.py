@@ -30,7 +30,7 @@ from paceline.mesh import Mesh
 from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.compress import Compression
 from paceline.parallel.hook_state import HookState
-from paceline.parallel.norm import measure_norm
+from paceline.parallel.norm import count_parts, join_parts, measure_norm, measure_parts
 from paceline.parallel.objective import Loss
 from paceline.parallel.placement import Placement, local
 from paceline.torch_seams.operators import multiply_each
@@ -143,6 +143,7 @@ class Update:
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._updated = [(n, p) for n, p in self._named if id(p) in mine]
         self._board = self._make_board()
+        self._num_parts = count_parts([p for _, p in self._updated], mesh, exact=is_exact)
         self._copies = Copies(name, model, optimizer, placement, mesh)
 
     @property
@@ -198,6 +199,7 @@ class Update:
             self._precision.device,
             dist.group.WORLD if is_talking else None,
             self._board if is_talking and share.num_microbatches else None,
+            num_parts=self._num_parts,
         )
         if self._unit is None:
             self._unit = _power_of_two(share.num_samples)
@@ -208,7 +210,7 @@ class Update:
         if self.compression is not None:
             loss_scale = 1.0 if self._scaler is None else 1.0 / self._scaler.scale_of_gradients()
             self.compression.begin(step, self._unit / loss_scale)
-        launch = Launch(agreement, message, runner.used)
+        launch = Launch(agreement, message, runner.used, self._measure_parts if self._num_parts else None)
         work = Work(objective, share, step, phase, self._unit, launch)
         comm_s = runner.run(work, count_flops=count_flops)
         updated = self._finish(agreement, settings, comm_s)
@@ -303,8 +305,10 @@ class Update:
         started_s = time.perf_counter()
         self.placement.add_up_partial({name: p.grad for name, p in self._named})
         gradients = [local(p.grad) for _, p in self._updated if p.grad is not None]
-        norm_tensor = self._measure_norm()
+        norm_tensor = None if self._num_parts else self._measure_norm()
         compute_s = time.perf_counter() - started_s
+        if norm_tensor is None:
+            norm_tensor = join_parts(agreement.wait_for_parts(), exact=self._is_exact)
         agreed, norm = agreement.wait(norm_tensor)
         settings.check(agreed.settings)
         self._copies.check(agreed.copies)
@@ -340,6 +344,16 @@ class Update:
 
     def _measure_norm(self) -> Tensor:
         return measure_norm(
+            [(name, p.grad) for name, p in self._updated],
+            [p for _, p in self._updated],
+            self.placement,
+            self._mesh,
+            exact=self._is_exact,
+        )
+
+    def _measure_parts(self) -> Tensor:
+        assert self._mesh is not None
+        return measure_parts(
             [(name, p.grad) for name, p in self._updated],
             [p for _, p in self._updated],
             self.placement,

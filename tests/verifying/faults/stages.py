@@ -245,11 +245,21 @@ def statistics_of_a_stage_lost() -> Iterator[None]:
 def norm_of_own_stage() -> Iterator[None]:
     """Each rank clips by the norm of its own stage."""
 
-    def measure(gradients: Any, parameters: Any, *_: Any, **__: Any) -> Tensor:
-        own = [gradient.double().square().sum() for _, gradient in gradients if gradient is not None]
-        return torch.stack(own).sum().sqrt()
+    measure_all, join_all = update.measure_parts, update.join_parts
+    own: list[Tensor] = []
 
-    with mock.patch.object(update, "measure_norm", measure):
+    def measure(*args: Any, **settings: Any) -> Tensor:
+        parts = measure_all(*args, **settings)
+        own[:] = [parts]
+        return parts
+
+    def join(parts: Tensor, **settings: Any) -> Tensor:
+        return join_all(own[0], **settings)
+
+    with (
+        mock.patch.object(update, "measure_parts", measure),
+        mock.patch.object(update, "join_parts", join),
+    ):
         yield
 
 

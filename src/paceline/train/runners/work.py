@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from paceline.data.share import Share
 from paceline.parallel.objective import Loss
@@ -11,16 +14,27 @@ from paceline.train.agreement import Agreement, RankMessage
 
 @dataclass
 class Launch:
-    """The start of the agreement, which a runner calls in the last microbatch."""
+    """The start of the agreement, which a runner calls in the last microbatch.
+
+    Attributes:
+        agreement, message: what is sent.
+        used: by trained parameter, whether this rank has used it; `None` if that is not tracked.
+        measure: returns this rank's parts of the gradient's norm, if the agreement carries them. Then the
+            gradients must be summed before the start.
+        is_done: whether it has started.
+    """
 
     agreement: Agreement
     message: RankMessage
     used: list[bool] | None
+    measure: Callable[[], Tensor] | None = None
     is_done: bool = False
 
     def now(self, *, leaves_out: bool = False, busy_s: float = 0.0, lasted_s: float = 0.0) -> None:
         if self.used is not None:
             self.agreement.put_used(self.used)
+        if self.measure is not None:
+            self.agreement.put_parts(self.measure())
         message = replace(self.message, leaves_out=leaves_out, busy_s=busy_s, lasted_s=lasted_s)
         self.agreement.launch(message)
         self.is_done = True
