@@ -66,7 +66,13 @@ def compare(ranks: Pool, nproc: int, layouts: list[str], backend: str) -> None:
 def test_compiled_layouts(ranks: Pool) -> None:
     """Graphs are cut and differentiated as always; without the compiler's own kernels, which take long."""
     compare(ranks, 1, [""], "aot_eager")
-    compare(ranks, 2, ["dp_shard=2", "tp=2"], "aot_eager")
+    compare(ranks, 2, ["dp_shard=2", "tp=2", "pp=2"], "aot_eager")
+
+
+@pytest.mark.slow
+def test_compiled_stages_beside_other_axes(ranks: Pool) -> None:
+    compare(ranks, 2, ["pp=2 schedule=gpipe recompute=block"], "aot_eager")
+    compare(ranks, 4, ["pp=2 dp_shard=2", "pp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2"], "aot_eager")
 
 
 def test_recompute_of_compiled_blocks(ranks: Pool) -> None:
@@ -85,6 +91,7 @@ def test_recompute_of_compiled_blocks(ranks: Pool) -> None:
         (2, "tp=2"),
         (2, "dp_shard=2 recompute=selective"),
         (4, "dp_shard=2 tp=2"),
+        (2, "pp=2"),
     ],
 )
 def test_compiled_layouts_with_kernels(ranks: Pool, nproc: int, layout: str) -> None:

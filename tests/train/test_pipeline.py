@@ -371,7 +371,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "calls 4 blocks",
     ),
     "misspelt": ({"layout": "pp=2 schedule=1f1"}, "PL118", "schedule=1f1"),
-    "compile": ({"compile": True}, "PL492", "set pp=1 and dp_shard=2 or tp"),
+    "compiled, with divided backwards": (
+        {"layout": "pp=2 schedule=zbv", "compile": True},
+        "PL492",
+        "schedule=1f1b",
+    ),
     "a hook of DDP": ({"comm_hook": (None, print), "reduction": "fast"}, "PL142", "comm_hook"),
     "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL490", "schedule=gpipe"),
     "settings of DDP": ({"ddp": {"static_graph": True}}, "PL141", "static_graph"),

@@ -57,7 +57,7 @@ class Settings:
         comm_hook: the user's `(state, hook)` for the gradients of replicas.
         compress: the settings of the compression, if gradients are compressed.
         sync_batchnorm: whether to convert BatchNorm to `SyncBatchNorm`.
-        compile: whether to `torch.compile` the model; under dp_shard, tp or recompute, each of its blocks.
+        compile: whether to `torch.compile` the model; each of its blocks under pp, dp_shard, tp or recompute.
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
         timed: the batch on which blocks are timed, for stages by measured times.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
@@ -309,6 +309,8 @@ def _cut(
     # After cp, tp and recompute: the trial forward must take the path that later ones take.
     has_modes = plan is not None or context is not None
     stages = Stages(model, mesh, settings.example, masks, device, settings.timed, rows, has_modes=has_modes)
+    if settings.compile:
+        stages.compile()  # not for the trial forward, which computes nothing
     named = dict(model.named_parameters())
     names = {id(p): name for name, p in named.items()}
     holders = {

@@ -22,6 +22,7 @@ LOOPING = ("interleaved", "bfs")
 AS_V = ("zbv", "dualpipev")
 # Schedules that compute the gradients of weights apart.
 DIVIDED = ("zero_bubble", *AS_V)
+UNDIVIDED = ("gpipe", "1f1b", *LOOPING)
 MOST_CHUNKS = 16
 # The value of `stages` for a cut by measured times.
 MEASURED = "measured"

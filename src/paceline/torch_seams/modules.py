@@ -110,6 +110,12 @@ def find_call(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
+def read_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what a module's calls run, if `set_compiled_call` or `Module.compile` has set it."""
+    found: Callable[..., Any] | None = module._compiled_call_impl
+    return found
+
+
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Make a module's calls run a function, as `Module.compile` does with the compiled one."""
     set_existing(module, "_compiled_call_impl", call)

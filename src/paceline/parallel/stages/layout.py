@@ -6,7 +6,9 @@ their names, on the meta device. A weight that several stages use is on each of 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +26,7 @@ from paceline.parallel.dropout.find import find_random
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.placement import local
 from paceline.parallel.stages.by_hand import add_named, find_named
+from paceline.parallel.stages.compiling import compile_blocks
 from paceline.parallel.stages.measure import TimedBatch, measure_costs
 from paceline.parallel.stages.plan import StageCut, find_starts
 from paceline.parallel.stages.record import ForwardRecord, Made, record_forward
@@ -110,6 +113,7 @@ class Stages:
             costs = measure_costs(model, self._blocks, timed, masks, device, has_modes=has_modes)
             unit = f"{sum(costs) * 1e3:.3g} ms that one microbatch takes"
         self._starts = find_named(record.entered, layout) or find_starts(costs, len(self.homes))
+        self._entered = record.entered
         cut = StageCut(record, self._starts)
         cut.check_writes()
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -225,6 +229,18 @@ class Stages:
             run,
             self._device,
             has_modes=self._has_modes,
+        )
+
+    def compile(self) -> None:
+        """Compile each block of this rank's stages."""
+        names = [name for name in self._blocks if name]
+        compile_blocks(self._model, names, [name for name in names if self._computes(name)])
+
+    def _computes(self, block: str) -> bool:
+        entered = zip(self._entered, itertools.count(1), strict=False)
+        return any(
+            name == block and self.homes[bisect.bisect_right(self._starts, segment) - 1] == self._rank
+            for name, segment in entered
         )
 
     def divide_rows(self, cut: StageCut) -> None:

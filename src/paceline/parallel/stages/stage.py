@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.errors import PacelineError
 from paceline.parallel.stages.plan import StageCut
 from paceline.parallel.stages.record import Made, Result
-from paceline.parallel.stages.walk import Call, Walker, list_tensors, name_function
+from paceline.parallel.stages.walk import Call, CompiledBlock, Walker, list_tensors, name_function
 from paceline.torch_seams.dispatch import without_functions
 from paceline.torch_seams.trees import tree_leaves, tree_unflatten
 
@@ -123,10 +123,25 @@ class _StageRun(Walker):
         if name in self._blocks and not is_open and self.segment >= self._first:
             with self.hidden() if self._has_modes else without_functions():
                 output = call(*args, **kwargs)
-            for leaf, value in zip(result.leaves, tree_leaves(output), strict=True):
-                self._take(leaf.made, value)
+            self._take_all(result, output)
             return output
         return call(*args, **kwargs)
+
+    def run_block(self, block: CompiledBlock, args: Any, kwargs: Any) -> Any:
+        self.enter_block(block.name)
+        path = f"{self.path}/{block.name}~{self._calls[-1][block.name]}".removeprefix("/")
+        result = self._record.modules.get(path)
+        if result is None or path in self._record.opened or self.segment < self._first:
+            self._begun = block.name
+            return block.call(*args, **kwargs)
+        with self.calling(block.name), self.unfollowed(), without_functions():
+            output = block.compiled_call(*args, **kwargs)
+        self._take_all(result, output)
+        return output
+
+    def _take_all(self, result: Result, output: Any) -> None:
+        for leaf, value in zip(result.leaves, tree_leaves(output), strict=True):
+            self._take(leaf.made, value)
 
     def run_function(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
         result = self._record.functions.get(call)

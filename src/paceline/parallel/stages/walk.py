@@ -12,15 +12,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from paceline.torch_seams.modules import read_compiled_call
 from paceline.torch_seams.trees import tree_leaves
 
 # The path of a module's call, the name of a function, and the number of its call in it.
 Call = tuple[str, str, int]
+
+
+class CompiledBlock:
+    """A block's calls, if it has compiled code: what follows the forward decides which code runs.
+
+    Args:
+        name: its full name.
+        call: calls its hooks and its forward.
+        compiled_call: the same, compiled.
+    """
+
+    def __init__(self, name: str, call: Callable[..., Any], compiled_call: Callable[..., Any]) -> None:
+        self.name = name
+        self.call = call
+        self.compiled_call = compiled_call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if Walker.current is None:  # the second forward of a block that is computed again in backward
+            return self.compiled_call(*args, **kwargs)
+        return Walker.current.run_block(self, args, kwargs)
 
 
 class Walker(TorchFunctionMode):
@@ -31,8 +52,11 @@ class Walker(TorchFunctionMode):
         blocks: full names of the modules that begin a segment.
 
     Attributes:
+        current: the one that follows a forward at the moment.
         segment: the number of blocks that have been called.
     """
+
+    current: ClassVar[Walker | None] = None
 
     def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
         super().__init__()
@@ -44,6 +68,8 @@ class Walker(TorchFunctionMode):
         self._calls: list[Counter[str]] = [Counter()]
         self._is_hidden = False
         self._begun = ""
+        # The modules that are followed, with their own forwards in the instance, if they have any.
+        self._followed: list[tuple[nn.Module, Any]] = []
 
     @property
     def path(self) -> str:
@@ -72,6 +98,12 @@ class Walker(TorchFunctionMode):
         """Run a module's forward."""
         return call(*args, **kwargs)
 
+    def run_block(self, block: CompiledBlock, args: Any, kwargs: Any) -> Any:
+        """Run a block that has compiled code, uncompiled."""
+        self.enter_block(block.name)
+        self._begun = block.name
+        return block.call(*args, **kwargs)
+
     def run_function(self, call: Call, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of torch."""
         return function(*args, **kwargs)
@@ -87,24 +119,50 @@ class Walker(TorchFunctionMode):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow the forward inside the context."""
-        replaced: list[tuple[nn.Module, Any]] = []
         handles = []
         for name, module in self._model.named_modules():
-            if name in self._blocks:
+            if name in self._blocks and not isinstance(read_compiled_call(module), CompiledBlock):
                 handles.append(module.register_forward_pre_hook(self._begin(name), prepend=True))
-            replaced.append((module, vars(module).get("forward")))
+            self._followed.append((module, vars(module).get("forward")))
             module.forward = self._wrap(name, module.forward)
+        before, Walker.current = Walker.current, self
         try:
             with self:
                 yield
         finally:
+            Walker.current = before
             for handle in handles:
                 handle.remove()
-            for module, own in replaced:
-                if own is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = own
+            for module, own in self._followed:
+                _set_forward(module, own)
+            self._followed.clear()
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[str]:
+        """Be in a call of a module inside the context, which gets the call's path."""
+        number = self._calls[-1][name]
+        self._calls[-1][name] += 1
+        self._stack.append(f"{name}~{number}")
+        self._numbers.append(Counter())
+        self._calls.append(Counter())
+        try:
+            yield self.path
+        finally:
+            self._stack.pop()
+            self._numbers.pop()
+            self._calls.pop()
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Give all modules their own forwards inside the context, as a compiler must see them."""
+        wrapped = [vars(module)["forward"] for module, _ in self._followed]
+        for module, own in self._followed:
+            _set_forward(module, own)
+        try:
+            yield
+        finally:
+            for (module, _), forward in zip(self._followed, wrapped, strict=True):
+                _set_forward(module, forward)
 
     def _begin(self, name: str) -> Callable[..., None]:
         """Return a hook that runs before all others of a block: they belong to its segment."""
@@ -120,19 +178,18 @@ class Walker(TorchFunctionMode):
             if name in self._blocks and self._begun != name:
                 self.enter_block(name)  # called without its hooks
             self._begun = ""
-            number = self._calls[-1][name]
-            self._calls[-1][name] += 1
-            self._stack.append(f"{name}~{number}")
-            self._numbers.append(Counter())
-            self._calls.append(Counter())
-            try:
+            with self.calling(name):
                 return self.run_module(name, call, args, kwargs)
-            finally:
-                self._stack.pop()
-                self._numbers.pop()
-                self._calls.pop()
 
         return forward
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    """Set a module's forward in the instance; `None` for that of its class."""
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
 
 
 def list_tensors(value: Any) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paceline.finding import Finding
 from paceline.recipe.facts import ModelFacts, RunFacts
-from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, MEASURED, Layout
+from paceline.recipe.layout import AS_V, DIVIDED, LOOPING, MEASURED, UNDIVIDED, Layout
 from paceline.recipe.rules.words import list_changed, refuse_mixes
 
 
@@ -108,13 +108,18 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "Leave it out: statistics are then per microbatch, the same on every layout.",
         ),
         (
-            run.compile,
+            run.compile and layout.schedule not in UNDIVIDED,
             "train.compile",
-            "train.compile=true",
-            "A stage follows the calls of modules and functions in the model's forward, which compiled code "
-            "does not show.",
-            f"Leave compile out, or set pp=1 and dp_shard={layout.pp * layout.dp_shard} or tp: each block is "
-            "compiled there.",
+            f"train.compile=true and layout.schedule={layout.schedule}",
+            "A divided backward keeps back gradients of single layers, which compiled code does not show.",
+            "Leave compile out, or set schedule=1f1b.",
+        ),
+        (
+            run.compile and layout.tp > 1,
+            "train.compile",
+            f"train.compile=true and layout.tp={layout.tp}",
+            "tp follows the functions inside of a stage's blocks, which compiled code does not show.",
+            f"Leave compile out, or set tp=1 and dp_shard={layout.dp_shard * layout.tp}.",
         ),
     )
     yield from refuse_mixes("PL492", f"layout.pp={layout.pp}", mixes)
