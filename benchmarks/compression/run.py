@@ -27,8 +27,16 @@ from tests.launching.nodes import why_no_nodes  # noqa: E402
 
 RESULTS = HERE / "results"
 # Name: Mbit/s, round trip in ms, turns.
-LINKS = {"wan": (100, 50.0, 3), "slow": (100, 0.0, 3)}
-KINDS = ("none", "bf16", "fp16", "int8", "int4")
+LINKS = {"wan": (100, 50.0, 7), "slow": (100, 0.0, 7)}
+# No turn begins that would probably end later; a turn takes about half a minute on idle cores.
+LIMIT_S = 420
+# Settings of [compress] by name.
+KINDS: dict[str, dict[str, object]] = {
+    "none": {},
+    **{kind: {"kind": kind} for kind in ("bf16", "fp16", "int8", "int4")},
+    "powersgd": {"kind": "powersgd", "rank": 4},
+    "topk": {"kind": "topk", "density": 0.1},
+}
 SEEDS = range(5)
 RECIPE, NUM_STEPS = "recipes/gpt-stdlib.toml", 1000
 
@@ -36,9 +44,10 @@ RECIPE, NUM_STEPS = "recipes/gpt-stdlib.toml", 1000
 def time_steps(name: str) -> None:
     rate_mbit, round_trip_ms, turns = LINKS[name]
     interface = "wan0" if round_trip_ms else "eth0"
-    words = [sys.executable, "-W", "ignore", str(HERE / "steps.py"), str(turns), interface]
+    words = [sys.executable, "-W", "ignore", str(HERE / "steps.py"), str(turns), str(LIMIT_S), interface]
     out = run_on_nodes((0, 1), rate_mbit, words, round_trip_ms)
-    found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    *_, last = (line for line in out.splitlines() if line.startswith("{"))
+    found = json.loads(last)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"load": os.getloadavg()[0], **found}) + "\n")
 
@@ -47,13 +56,13 @@ def measure_losses(num_steps: int, seeds: range) -> None:
     path = RESULTS / f"loss-{num_steps}.json"
     found: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
     for seed in seeds:
-        for kind in KINDS:
+        for kind, settings in KINDS.items():
             if str(seed) in found.get(kind, {}):
                 continue
             words = [sys.executable, "-m", "paceline", "train", RECIPE, "--nproc", "1", "--json"]
             words += ["--set", f"train.seed={seed}", "--set", f"train.steps={num_steps}"]
-            if kind != "none":
-                words += ["--set", f"compress.kind={kind}", "--set", "compress.slots=4"]
+            for key, value in {**settings, "slots": 4}.items() if settings else ():
+                words += ["--set", f"compress.{key}={value}"]
             with tempfile.TemporaryDirectory(prefix="paceline-compression-") as folder:
                 subprocess.run([*words, "--out", folder], cwd=ROOT, check=True, capture_output=True)
                 rows = (Path(folder) / "evaluations.jsonl").read_text().splitlines()
@@ -83,13 +92,13 @@ def write_table() -> str:
 
 def _format_steps(found: dict[str, Any]) -> list[str]:
     alone = Spread.of(found["alone"])
-    lines = [f"{'':8}{'step, s (95% interval)':28}{'of fast':22}{'MB sent':>8}"]
-    lines.append(f"{'alone':8}{_interval(alone):28}")
+    lines = [f"{'':10}{'step, s (95% interval)':28}{'of fast':22}{'MB sent':>8}"]
+    lines.append(f"{'alone':10}{_interval(alone):28}")
     plain = found["times"]["fast"]
     for kind, times in found["times"].items():
         ratios = Spread.of(own / other for own, other in zip(times, plain, strict=True))
         sent = statistics.median(found["sent"][kind]) / 1e6
-        lines.append(f"{kind:8}{_interval(Spread.of(times)):28}{_interval(ratios):22}{sent:>8.1f}")
+        lines.append(f"{kind:10}{_interval(Spread.of(times)):28}{_interval(ratios):22}{sent:>8.1f}")
     return lines
 
 
@@ -102,7 +111,7 @@ def _format_losses(path: Path) -> list[str]:
         mean = statistics.mean(by_seed.values())
         half = _half_width(changes)
         change = "" if kind == "none" else f"{statistics.mean(changes):+.2f}% of none, 95% +- {half}"
-        lines.append(f"{kind:8}{mean:.4f} over {len(by_seed)} seeds   {change}")
+        lines.append(f"{kind:10}{mean:.4f} over {len(by_seed)} seeds   {change}")
     return lines
 
 

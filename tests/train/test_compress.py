@@ -17,13 +17,13 @@ from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
 
 SAMPLES = torch.randn(44, 40, generator=torch.Generator().manual_seed(7))
-KINDS = ("bf16", "fp16", "int8", "int4", "topk")
+KINDS = ("bf16", "fp16", "int8", "int4", "topk", "powersgd")
+EXTRA: dict[str, dict[str, Any]] = {"topk": {"density": 0.1}, "powersgd": {"rank": 4}}
 
 
 def build(kind: str = "int8", **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    density = {"density": 0.1} if kind == "topk" else {}
-    compress = {"kind": kind, "slots": 4, **density} | settings.pop("compress", {})
+    compress = {"kind": kind, "slots": 4, **EXTRA.get(kind, {})} | settings.pop("compress", {})
     return Trainer(
         # Rows of 40 and of 300 (two blocks); biases, which are not compressed.
         nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 50), nn.ReLU(), nn.Linear(50, 8)),
@@ -132,10 +132,12 @@ def test_the_same_bits_on_1_2_and_4_ranks(ranks: Pool, kind: str) -> None:
 LAYOUTS = {"dp_shard=2": 2, "dp_shard=4 zero=1": 4, "dp_replicate=2 dp_shard=2 zero=2": 4}
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_the_same_bits_with_shards(ranks: Pool, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kind"), [*((layout, "int8") for layout in LAYOUTS), (list(LAYOUTS)[-1], "powersgd")]
+)
+def test_the_same_bits_with_shards(ranks: Pool, tmp_path: Path, layout: str, kind: str) -> None:
     # 300, 50 and 8 rows, which are divided unevenly; resumed under another layout; step 5 is skipped.
-    nproc, options = LAYOUTS[layout], {"layout": layout, "compress": {"after_steps": 1}}
+    nproc, options = LAYOUTS[layout], {"layout": layout, "kind": kind, "compress": {"after_steps": 1}}
     expected = ranks.run(train, nproc=1, args=(1, 7, None, 5, {**options, "layout": ""}))[0]
     ranks.run(train, nproc=nproc, args=(1, 5, str(tmp_path), 5, options))
     replicated = ranks.run(train, nproc=2, args=(6, 6, str(tmp_path), 5, {**options, "layout": ""}))
@@ -144,12 +146,13 @@ def test_the_same_bits_with_shards(ranks: Pool, tmp_path: Path, layout: str) -> 
         assert are_equal(parameters, expected[1])
 
 
-def test_a_resumed_run_keeps_its_residuals_on_other_ranks(ranks: Pool, tmp_path: Path) -> None:
-    whole = ranks.run(train, nproc=1, args=(1, 8, None, 5))[0]
+@pytest.mark.parametrize("kind", ["int8", "powersgd"])
+def test_a_resumed_run_keeps_its_residuals_on_other_ranks(ranks: Pool, tmp_path: Path, kind: str) -> None:
+    whole = ranks.run(train, nproc=1, args=(1, 8, None, 5, {"kind": kind}))[0]
     assert [reason is not None for reason in whole[0]] == [number == 5 for number in range(1, 9)]
     for mode in ("full", "sharded"):
         folder = str(tmp_path / mode)
-        options = {"checkpoint_mode": mode}
+        options = {"checkpoint_mode": mode, "kind": kind}
         ranks.run(train, nproc=2, args=(1, 2, folder, 5, options))
         ranks.run(train, nproc=4, args=(3, 4, folder, 5, options))
         ranks.run(train, nproc=1, args=(5, 5, folder, 5, options))  # the skipped step, then a save
@@ -197,6 +200,10 @@ def test_fewer_bytes_are_sent(ranks: Pool) -> None:
         # Two slots per rank: half of each is sent, and half of the sum. Scales and biases come on top.
         assert 1.5 * share * num_bytes <= sent[kind] <= 1.5 * (share * num_bytes + num_whole + num_bytes / 32)
 
+    # Two exchanges of exact sums: half of a rank's subtree is sent, and half of the sum.
+    num_thin = 4 * 4 * (300 + 40 + 300 + 50) + 4 * 8 * 50
+    assert num_thin <= sent["powersgd"] <= num_thin + num_whole
+
 
 def count_sent(world: Any, kind: str) -> int:
     trainer = build(kind)
@@ -220,7 +227,11 @@ REFUSALS: dict[str, tuple[int, dict[str, Any], str]] = {
     "density 0": (1, {"kind": "topk", "compress": {"density": 0.0}}, "PL"),
     "more slots than microbatches": (1, {"compress": {"slots": 16}}, "PL963"),
     "unknown kind": (1, {"kind": "int3"}, "PL"),
-    "unknown key": (1, {"compress": {"rank": 4}}, "PL"),
+    "unknown key": (1, {"compress": {"blocks": 4}}, "PL"),
+    "rank of another kind": (1, {"compress": {"rank": 4}}, "PL962"),
+    "powersgd without rank": (1, {"kind": "powersgd", "compress": {"rank": None}}, "PL962"),
+    "rank 0": (1, {"kind": "powersgd", "compress": {"rank": 0}}, "PL"),
+    "rank above the matrices": (1, {"kind": "powersgd", "compress": {"rank": 41}}, "PL964"),
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from paceline.comm.codec import build_codec
+from paceline.comm.exchange import Exchange
+from paceline.comm.low_rank import LowRankSum, is_low_rank
 from paceline.comm.residuals import Residuals, RowRange
 from paceline.comm.slots import SlotSum
 from paceline.comm.tree import TreeSum
@@ -41,12 +44,34 @@ class CompressSettings:
         slots: their number.
         after_steps: number of steps that are not compressed.
         density: share of the numbers that `topk` keeps; `None` for other kinds.
+        rank: columns of the thin matrices that `powersgd` sends; `None` for other kinds.
     """
 
     kind: str
     slots: int
     after_steps: int = 0
     density: float | None = None
+    rank: int | None = None
+
+
+class SumOfSlots(Protocol):
+    """A way to sum the compressed gradients of all slots.
+
+    Attributes:
+        sent_bytes: what this rank has sent to others so far.
+    """
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    def sum(
+        self,
+        shards: Sequence[Sequence[RowRange]],
+        slots: Sequence[Sequence[Sequence[Tensor | None]]],
+        totals: Sequence[Tensor],
+        factor: float,
+    ) -> None:
+        """Sum the slots of all ranks, as `SlotSum.sum` does; collective."""
 
 
 class Compression:
@@ -54,7 +79,6 @@ class Compression:
 
     Attributes:
         settings: of the run.
-        codec: of the run.
         residuals: of this rank.
         is_on: whether the gradients of the current step are compressed.
         factor: by which the gradients of the current step are multiplied before they are encoded.
@@ -64,12 +88,11 @@ class Compression:
         model: its parameters to train.
 
     Raises:
-        PacelineError: PL961 for parameters that are not fp32.
+        PacelineError: PL961 for parameters that are not fp32, PL964 if `rank` suits no parameter.
     """
 
     def __init__(self, settings: CompressSettings, model: nn.Module) -> None:
         self.settings = settings
-        self.codec = build_codec(settings.kind, settings.density)
         self.residuals = Residuals()
         self.is_on = False
         self.factor = 1.0
@@ -82,6 +105,37 @@ class Compression:
                     fix='Use dtype "fp32", "bf16" or "fp16", which all keep fp32 parameters, or '
                     'compress.kind="none".',
                 )
+        if settings.rank is not None:
+            _check_rank(settings.rank, model)
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether all gradients of the model are summed together, because a sum takes several exchanges."""
+        return self.settings.rank is not None
+
+    def build_sum(
+        self, group: dist.ProcessGroup | None, exchange: Exchange | None, num_shards: int = 1
+    ) -> SumOfSlots:
+        """Return the sum over the slots of all ranks.
+
+        Args:
+            group: the ranks, used for nothing else at the same time; `None` in a world of one.
+            exchange: sums over them; `None` in a world of one.
+            num_shards: ranks that share a parameter's rows.
+        """
+        settings = self.settings
+        if settings.rank is None:
+            codec = build_codec(settings.kind, settings.density)
+            return SlotSum(codec, settings.slots, self.residuals, group, num_shards)
+        return LowRankSum(
+            settings.rank,
+            settings.slots,
+            self.residuals,
+            exchange,
+            num_ranks=1 if group is None else group.size(),
+            rank=0 if group is None else group.rank(),
+            num_shards=num_shards,
+        )
 
     def begin(self, step: int, factor: float) -> None:
         """Start a step.
@@ -128,8 +182,44 @@ class Compression:
         ]
 
 
+def _check_rank(rank: int, model: nn.Module) -> None:
+    """Raise PL964 if no parameter would be sent as thin matrices."""
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+    pieces = [RowRange.all_of(name, shape) for name, shape in shapes.items()]
+    if any(is_low_rank(piece.num_rows, piece.length, rank) for piece in pieces):
+        return
+    most = max((p.num_rows * p.length // (2 * (p.num_rows + p.length)) for p in pieces), default=0)
+    largest = max(pieces, key=lambda p: min(p.num_rows, p.length), default=None)
+    found = "" if largest is None else f" {largest.name} is {largest.num_rows} x {largest.length}."
+    raise PacelineError(
+        "PL964",
+        saw=f'compress.kind="powersgd" with compress.rank={rank}, which compresses no parameter.{found}',
+        rule="A matrix of n x m is sent as n x rank and m x rank numbers if these are at most half as many.",
+        fix=f'Set compress.rank to {most} or less, or use compress.kind="int8".'
+        if most
+        else 'Use compress.kind="int8", or train uncompressed: this model has no large matrix.',
+    )
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """A bucket whose microbatches are not yet added.
+
+    Attributes:
+        parameters: in the bucket.
+        views: their gradients: those of the last microbatch, and later the sum.
+        trees: per own slot, the earlier microbatches.
+    """
+
+    parameters: list[Tensor]
+    views: list[Tensor]
+    trees: list[TreeSum[Gradients]]
+
+
 class CompressedReduction(ExactReduction):
     """The gradients of one model, compressed by slots; in the first `after_steps` steps as they are.
+
+    With `powersgd` the last bucket sums all of them, in two exchanges. DDP reads no bucket before that.
 
     Collective: every rank of the group must construct it and run the same buckets.
 
@@ -150,13 +240,14 @@ class CompressedReduction(ExactReduction):
         super().__init__(model, group, device)
         self.compression = compression
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        settings = compression.settings
-        self._slot_sum = SlotSum(compression.codec, settings.slots, compression.residuals, group)
+        self._slot_sum = compression.build_sum(group, self.exchange)
         self._leaves: list[range] = []
         self._trees: list[TreeSum[Gradients]] = []
+        self._held: list[_Bucket] = []
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
         super().begin(num_owned)
+        self._held = []
         self._leaves = self.compression.cut(num_owned, self._rank)
         self._trees = [TreeSum(len(leaves), add_gradients) for leaves in self._leaves]
 
@@ -204,27 +295,37 @@ class CompressedReduction(ExactReduction):
             return complete_future(total)
         parameters = bucket.parameters()
         places = [self._places[id(parameter)] for parameter in parameters]
-        views = view_gradients(total, parameters)
-        slots: list[list[Tensor | None]] = []
         aside: list[Tensor] = []
         trees: list[TreeSum[Gradients]] = []
         for leaves, tree in zip(self._leaves, self._trees, strict=True):
             held = [(subtree, [values[place] for place in places]) for subtree, values in tree.subtrees]
             aside += [gradient for _, values in held for gradient in values if gradient is not None]
             trees.append(TreeSum(len(leaves), add_gradients, held))
-        last = self._last_leaf
+        buckets = [_Bucket(parameters, view_gradients(total, parameters), trees)]
+        if self.compression.is_at_once:
+            self._held += buckets
+            if not bucket.is_last():
+                return complete_future(total)
+            buckets, self._held = self._held, []
+        last, leaves_of = self._last_leaf, self._leaves
 
         def work() -> None:
             with torch.no_grad():
-                for leaves, tree in zip(self._leaves, trees, strict=True):
-                    if last is not None and last in leaves:
-                        at = last - leaves.start
-                        tree.push((at, at + 1), list(views))
-                    slots.append(tree.subtrees[0][1] if tree.subtrees else [None] * len(views))
-                self._sum_parameters(parameters, slots, views)
+                slots = [
+                    [each for one in buckets for each in _finish_slot(one, number, leaves, last)]
+                    for number, leaves in enumerate(leaves_of)
+                ]
+                self._sum_parameters(
+                    [each for one in buckets for each in one.parameters],
+                    slots,
+                    [view for one in buckets for view in one.views],
+                )
 
         if self._line is not None:
             return self._line.do(work, total) if bucket.is_last() else self._line.submit(work, total)
+        if self.compression.is_at_once:
+            work()  # on the stream of backward, for which the futures of the earlier buckets are complete
+            return complete_future(total)
         return self._run_on_stream(work, total, aside)
 
     def _sum_parameters(
@@ -256,3 +357,12 @@ class CompressedReduction(ExactReduction):
         self._slot_sum.sum([pieces], [[flatten(values)] for values in slots], sums, self.compression.factor)
         for place, total in zip(kept, sums, strict=True):
             totals[place].copy_(total.view(totals[place].shape))
+
+
+def _finish_slot(bucket: _Bucket, number: int, leaves: range, last: int | None) -> Gradients:
+    """Return the gradients of one slot of this rank, with the last microbatch if that is one of its own."""
+    tree = bucket.trees[number]
+    if last is not None and last in leaves:
+        at = last - leaves.start
+        tree.push((at, at + 1), list(bucket.views))
+    return tree.subtrees[0][1] if tree.subtrees else [None] * len(bucket.views)

@@ -15,13 +15,16 @@ class CompressSection(Section):
     `docs/communicate.md` explains what it costs.
     """
 
-    kind: Literal["none", "bf16", "fp16", "int8", "int4", "topk"] = "none"
+    kind: Literal["none", "bf16", "fp16", "int8", "int4", "topk", "powersgd"] = "none"
     """Form in which gradients are sent. `"int8"` and `"int4"`: integers with one scale per block of at most
-    256 numbers. `"topk"`: the largest numbers of each such block. What is not sent is added to the next
-    step's gradient. Needs `train.reduction = "exact"`."""
+    256 numbers. `"topk"`: the largest numbers of each such block. `"powersgd"`: products of two thin
+    matrices. What is not sent is added to the next step's gradient. Needs `train.reduction = "exact"`."""
     density: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the numbers that `kind = "topk"` sends, from 0 (excluded) to 1; required there, and refused
     with other kinds."""
+    rank: PositiveInt | None = None
+    """Columns of the thin matrices that `kind = "powersgd"` sends in place of each gradient; required there,
+    and refused with other kinds."""
     slots: PositiveInt | None = None
     """Number of equal blocks of consecutive microbatches whose gradients are each compressed together. The
     result depends on it, and not on the number of ranks, which must divide it. Default: the number of ranks
@@ -39,11 +42,17 @@ class CompressSection(Section):
                 "Without compression this key would do nothing.",
                 'Set compress.kind="int8", or leave the key out.',
             )
-        if (self.kind == "topk") != (self.density is not None):
-            raise broken_rule(
-                "PL962",
-                f'compress.kind="{self.kind}" with compress.density={self.density}.',
-                "The density is the share of the numbers that topk sends.",
-                'Set both, for example kind = "topk" and density = 0.1, or neither.',
-            )
+        for kind, name, value, what in (
+            ("topk", "density", self.density, "The density is the share of the numbers that topk sends."),
+            ("powersgd", "rank", self.rank, "The rank is the number of columns that powersgd sends."),
+        ):
+            if (self.kind == kind) != (value is not None):
+                example = {"density": 0.1, "rank": 4}[name]
+                given = "not set" if value is None else value
+                raise broken_rule(
+                    "PL962",
+                    f'compress.kind="{self.kind}" with compress.{name}={given}.',
+                    what,
+                    f'Set both, for example kind = "{kind}" and {name} = {example}, or neither.',
+                )
         return self

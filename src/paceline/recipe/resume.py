@@ -53,6 +53,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "train.dtype": ("dtype",),
     "compress.kind": ("compress.kind",),
     "compress.density": ("compress.density",),
+    "compress.rank": ("compress.rank",),
     "compress.slots": ("compress.slots",),
     "compress.after_steps": ("compress.after_steps",),
     "train.sync_batchnorm": ("sync_batchnorm",),

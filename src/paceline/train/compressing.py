@@ -55,7 +55,7 @@ def choose_compression(
             fix=f"Set compress.slots to {max(2, layout.dp)} or another multiple of {layout.dp}, or train "
             "uncompressed.",
         )
-    return CompressSettings(section.kind, num_slots, section.after_steps, section.density)
+    return CompressSettings(section.kind, num_slots, section.after_steps, section.density, section.rank)
 
 
 def check_num_slots(num_slots: int | None, global_batch_size: int, microbatch_size: int) -> None:

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.residuals import RowRange
-from paceline.comm.slots import SlotSum
 from paceline.comm.tree import TreeSum
-from paceline.parallel.compress import Compression
+from paceline.parallel.compress import Compression, SumOfSlots
 from paceline.parallel.shard.gradient_exchange import ExactChunks, GradientChunks, StepProgress
 from paceline.parallel.shard.setup import Unit
 from paceline.torch_seams.fsdp import list_records
@@ -47,7 +46,7 @@ class CompressedChunks(GradientChunks):
         number: int,
         unit: Unit,
         compression: Compression,
-        slot_sum: SlotSum,
+        slot_sum: SumOfSlots,
         exact: ExactChunks,
         *,
         num_shards: int,

@@ -40,10 +40,9 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import MessageExchange
 from paceline.comm.shared_memory import SharedMemoryExchange
-from paceline.comm.slots import SlotSum
 from paceline.errors import PacelineError
 from paceline.mesh import Mesh
-from paceline.parallel.compress import Compression
+from paceline.parallel.compress import Compression, SumOfSlots
 from paceline.parallel.objective import Compute
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks, run_hooks
 from paceline.parallel.shard.compressed_chunks import CompressedChunks
@@ -335,16 +334,15 @@ class Shards:
             exact = [ExactChunks(rounds, number, self.exchange, shard) for number in range(len(self.units))]
             sums = list(exact)
             if self.compression is not None:
-                sums = self._compress(mesh, exact_group, self.compression, exact)
+                slot_sum = self.compression.build_sum(exact_group, whole, num_shards)
+                sums = self._compress(mesh, slot_sum, self.compression, exact)
         for unit, chunks in zip(self.units, sums, strict=True):
             unit.module.set_custom_reduce_scatter(chunks)
         return sums
 
     def _compress(
-        self, mesh: Mesh, group: dist.ProcessGroup, compression: Compression, exact: list[ExactChunks]
+        self, mesh: Mesh, slot_sum: SumOfSlots, compression: Compression, exact: list[ExactChunks]
     ) -> list[GradientChunks]:
-        settings, num_shards = compression.settings, mesh.dp_shard.size
-        slot_sum = SlotSum(compression.codec, settings.slots, compression.residuals, group, num_shards)
         return [
             CompressedChunks(
                 self._rounds,
@@ -353,7 +351,7 @@ class Shards:
                 compression,
                 slot_sum,
                 exact[number],
-                num_shards=num_shards,
+                num_shards=mesh.dp_shard.size,
                 rank=mesh.dp.rank,
             )
             for number, unit in enumerate(self.units)

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.residuals import SUM
+from paceline.comm.residuals import BASIS, SUM
 from paceline.parallel.compress import Compression
 from paceline.train.update import Update
 
-# Per model: the kind and number of slots, and by slot (or "sum") and parameter the whole residual.
+# Per model: the number of slots, the rank of thin matrices, and by slot (or "sum", "basis") and parameter the
+# whole residual.
 Saved = dict[str, dict[str, Any]]
-_SUM_NAME = "sum"
+_NAMES = {SUM: "sum", BASIS: "basis"}
+_NUMBERS = {name: number for number, name in _NAMES.items()}
 
 
 def gather_residuals(updates: Mapping[str, Update]) -> Saved:
@@ -29,7 +31,8 @@ def gather_residuals(updates: Mapping[str, Update]) -> Saved:
         if update.compression is not None:
             shapes = {n: p.shape for n, p in update.model.named_parameters()}
             whole = _gather(update.compression, shapes)
-            found[name] = {"slots": update.compression.settings.slots, "residuals": whole}
+            settings = update.compression.settings
+            found[name] = {"slots": settings.slots, "rank": settings.rank, "residuals": whole}
     return found
 
 
@@ -42,9 +45,10 @@ def _gather(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[
     whole: dict[str, dict[str, Tensor]] = {}
     for rank_own in gathered or []:
         for slot, piece, rows in rank_own:
-            by_name = whole.setdefault(_SUM_NAME if slot == SUM else str(slot), {})
+            by_name = whole.setdefault(_NAMES.get(slot, str(slot)), {})
             if piece.name not in by_name:
-                by_name[piece.name] = torch.zeros(shapes[piece.name])
+                shape = rows.shape if slot == BASIS else shapes[piece.name]
+                by_name[piece.name] = torch.zeros(shape)
             by_name[piece.name].view(-1, piece.length)[piece.start : piece.stop] = rows
     return whole
 
@@ -52,7 +56,8 @@ def _gather(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[
 def restore_residuals(saved: Saved, updates: Mapping[str, Update], device: torch.device) -> None:
     """Load the residuals that each rank needs; collective.
 
-    Residuals of another number of slots are dropped, because the user has accepted that number.
+    Residuals of another number of slots, and bases of another rank, are dropped, because the user has
+    accepted that number.
 
     Args:
         saved: the result of `gather_residuals`, on rank 0.
@@ -66,6 +71,8 @@ def restore_residuals(saved: Saved, updates: Mapping[str, Update], device: torch
         record = saved.get(name, {})
         fits = record.get("slots") == compression.settings.slots
         whole: dict[str, dict[str, Tensor]] = record["residuals"] if fits else {}
+        if record.get("rank") != compression.settings.rank:
+            whole = {key: each for key, each in whole.items() if key != _NAMES[BASIS]}
         own = whole
         if dist.is_initialized() and dist.get_world_size() > 1:
             per_rank = compression.settings.slots // dist.get_world_size()
@@ -75,7 +82,7 @@ def restore_residuals(saved: Saved, updates: Mapping[str, Update], device: torch
                     {
                         key: each
                         for key, each in whole.items()
-                        if key == _SUM_NAME or int(key) // per_rank == rank
+                        if key in _NUMBERS or int(key) // per_rank == rank
                     }
                     for rank in range(dist.get_world_size())
                 ]
@@ -84,7 +91,7 @@ def restore_residuals(saved: Saved, updates: Mapping[str, Update], device: torch
             own = received[0]
         compression.residuals.load(
             {
-                (SUM if key == _SUM_NAME else int(key), each): tensor.to(device)
+                (_NUMBERS[key] if key in _NUMBERS else int(key), each): tensor.to(device)
                 for key, by_name in own.items()
                 for each, tensor in by_name.items()
             }

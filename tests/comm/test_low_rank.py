@@ -1,0 +1,105 @@
+"""The sum of thin matrices: independent of the cut over ranks, and nothing is lost but the residuals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.exchange import MessageExchange
+from paceline.comm.low_rank import LowRankSum, is_low_rank
+from paceline.comm.residuals import BASIS, Residuals, RowRange
+from tests.dist.pool import Pool
+
+SHAPES = {"a": (40, 300), "b": (1, 5), "c": (64, 40), "d": (3, 1)}
+PIECES = [RowRange(name, 0, *shape) for name, shape in SHAPES.items()]
+NUM_SLOTS, LOW_RANK = 4, 4
+
+
+def draw(step: int, slot: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + slot)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+
+
+def build(residuals: Residuals, group: dist.ProcessGroup | None = None) -> LowRankSum:
+    exchange = None if group is None else MessageExchange(group)
+    num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    return LowRankSum(LOW_RANK, NUM_SLOTS, residuals, exchange, num_ranks=num_ranks, rank=rank)
+
+
+def take_steps(
+    group: dist.ProcessGroup | None, scale: float = 1.0, num_steps: int = 4
+) -> tuple[list[Tensor], Residuals]:
+    """Sum the gradients of some steps, of which the last but one is skipped."""
+    residuals = Residuals()
+    low_rank_sum = build(residuals, group)
+    totals = [torch.empty(shape) for shape in SHAPES.values()]
+    for step in range(num_steps):
+        grown = scale ** (step + 1)  # changes from step to step, as a loss scale does
+        slots = [[[gradient * grown for gradient in draw(step, slot)]] for slot in low_rank_sum.own]
+        if step == num_steps - 2:
+            slots[0][0][0][0, 0] = torch.inf
+        low_rank_sum.sum([PIECES], slots, totals, 1 / grown)
+        assert totals[0].isnan().any() == (step == num_steps - 2) or low_rank_sum.own.start
+        residuals.settle(keep=step != num_steps - 2)
+    return [total / grown for total in totals], residuals
+
+
+def sum_on_ranks(world: Any) -> list[Tensor]:
+    return take_steps(dist.group.WORLD)[0]
+
+
+def test_the_same_bits_on_any_number_of_ranks(ranks: Pool) -> None:
+    expected, _ = take_steps(None)
+    for nproc in (2, 4):
+        for totals in ranks.run(sum_on_ranks, nproc=nproc):
+            assert all(map(torch.equal, totals, expected))
+
+
+def test_sums_and_residuals_do_not_depend_on_the_scale() -> None:
+    expected, residuals = take_steps(None)
+    totals, scaled = take_steps(None, scale=2.0**11)
+    assert all(map(torch.equal, totals, expected))
+    for (*key, one), (*other_key, other) in zip(residuals.list_kept(), scaled.list_kept(), strict=True):
+        assert key == other_key
+        assert torch.equal(one, other)
+
+
+def test_nothing_is_lost_but_the_residuals() -> None:
+    residuals = Residuals()
+    low_rank_sum = build(residuals)
+    sent = [torch.zeros(shape) for shape in SHAPES.values()]
+    whole = [torch.zeros(shape) for shape in SHAPES.values()]
+    for step in range(5):
+        slots = [[draw(step, slot)] for slot in low_rank_sum.own]
+        totals = [torch.empty(shape) for shape in SHAPES.values()]
+        low_rank_sum.sum([PIECES], slots, totals, 1.0)
+        residuals.settle(keep=True)
+        for number, total in enumerate(totals):
+            sent[number] += total
+            whole[number] += sum(gradients[0][number] for gradients in slots)
+    left = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for slot, piece, rows in residuals.list_kept():
+        if slot != BASIS:
+            left[piece.name] += rows
+    for number, name in enumerate(SHAPES):
+        assert torch.allclose(sent[number] + left[name], whole[number], atol=1e-4)
+        assert left[name].any() == is_low_rank(*SHAPES[name], LOW_RANK)
+
+
+def test_a_gradient_of_that_rank_is_sent_whole() -> None:
+    """A rank that grows later finds a direction of its own: a column of zeros does not stay one."""
+    low_rank_sum = build(Residuals())
+    generator = torch.Generator().manual_seed(1)
+    basis = torch.randn(LOW_RANK, 300, generator=generator)
+    for columns in (0, 1, LOW_RANK):
+        left = torch.randn(40, LOW_RANK, generator=generator)
+        left[:, columns:] = 0.0
+        gradient = left @ basis
+        for _ in range(3):  # the residual is what the first of them left
+            total = torch.empty(40, 300)
+            low_rank_sum.sum([PIECES[:1]], [[[gradient / NUM_SLOTS]]] * NUM_SLOTS, [total], 1.0)
+            low_rank_sum._residuals.settle(keep=True)
+        assert torch.allclose(total, gradient, atol=1e-3)
