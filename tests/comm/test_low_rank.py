@@ -15,7 +15,7 @@ from tests.dist.pool import Pool
 
 SHAPES = {"a": (40, 300), "b": (1, 5), "c": (64, 40), "d": (3, 1)}
 PIECES = [RowRange(name, 0, *shape) for name, shape in SHAPES.items()]
-NUM_SLOTS, LOW_RANK = 4, 4
+NUM_SLOTS, LOW_RANK, NUM_STEPS = 4, 4, 4
 
 
 def draw(step: int, slot: int) -> list[Tensor]:
@@ -30,11 +30,16 @@ def build(residuals: Residuals, group: dist.ProcessGroup | None = None) -> LowRa
 
 
 def take_steps(
-    group: dist.ProcessGroup | None, scale: float = 1.0, num_steps: int = 4
+    group: dist.ProcessGroup | None, scale: float = 1.0, num_steps: int = NUM_STEPS
 ) -> tuple[list[Tensor], Residuals]:
     """Sum the gradients of some steps, of which the last but one is skipped."""
     residuals = Residuals()
     low_rank_sum = build(residuals, group)
+    totals = sum_steps(low_rank_sum, residuals, scale, num_steps)
+    return totals, residuals
+
+
+def sum_steps(low_rank_sum: LowRankSum, residuals: Residuals, scale: float, num_steps: int) -> list[Tensor]:
     totals = [torch.empty(shape) for shape in SHAPES.values()]
     for step in range(num_steps):
         grown = scale ** (step + 1)  # changes from step to step, as a loss scale does
@@ -44,18 +49,23 @@ def take_steps(
         low_rank_sum.sum([PIECES], slots, totals, 1 / grown)
         assert totals[0].isnan().any() == (step == num_steps - 2) or low_rank_sum.own.start
         residuals.settle(keep=step != num_steps - 2)
-    return [total / grown for total in totals], residuals
+    return [total / grown for total in totals]
 
 
-def sum_on_ranks(world: Any) -> list[Tensor]:
-    return take_steps(dist.group.WORLD)[0]
+def sum_on_ranks(world: Any) -> tuple[list[Tensor], int]:
+    residuals = Residuals()
+    low_rank_sum = build(residuals, dist.group.WORLD)
+    return sum_steps(low_rank_sum, residuals, 1.0, NUM_STEPS), low_rank_sum.sent_bytes
 
 
 def test_the_same_bits_on_any_number_of_ranks(ranks: Pool) -> None:
     expected, _ = take_steps(None)
     for nproc in (2, 4):
-        for totals in ranks.run(sum_on_ranks, nproc=nproc):
+        for totals, sent_bytes in ranks.run(sum_on_ranks, nproc=nproc):
             assert all(map(torch.equal, totals, expected))
+            # Small vectors travel whole: P with b and d as they are, then Q; one of each per step.
+            num_numbers = LOW_RANK * (40 + 64) + 5 + 3 + LOW_RANK * (300 + 40)
+            assert sent_bytes == NUM_STEPS * (nproc - 1) * 4 * num_numbers
 
 
 def test_sums_and_residuals_do_not_depend_on_the_scale() -> None:

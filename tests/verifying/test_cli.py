@@ -156,3 +156,16 @@ def test_json_knows_no_infinity() -> None:
     assert json.loads(text)["results"][1]["worst"] == "inf"
     assert not json.loads(text)["ok"]
     assert as_plain({"a": [1.0, (float("-inf"),)]}) == {"a": [1.0, ["-inf"]]}
+
+
+def test_a_compressed_recipe_is_verified_in_its_own_type(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--layout", "dp_replicate=2", "--steps", "2", "--set", "compress.kind=int8", "--json"]
+    assert main(["verify", recipe, *words]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert (table["ok"], table["dtype"]) == (True, "fp32")
+    assert all(result["same_bits"] for result in table["results"])
+    [remark] = table["remarks"]
+    assert remark["code"] == "PL732"
+    assert 'compress.kind="int8" in 2 slots' in remark["saw"]

@@ -26,7 +26,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command `bench` and its benchmarks to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="measured tables and plots: scaling, overhead, reduction, pipeline, collectives",
+        help="measured tables and plots: scaling, overhead, reduction, buckets, pipeline, collectives",
         description="Measures a recipe's training steps on ranks of this machine, or collectives on any "
         "ranks. Nothing is written into run folders.",
     )
@@ -64,6 +64,20 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "the cost of the same bits on any number of ranks for this recipe.",
         steps=5,
         repeats=10,
+    )
+    buckets = _add(
+        kinds,
+        "buckets",
+        "the best size for the buckets in which gradients are summed",
+        "Blocks of steps with buckets of several sizes alternate in one run. Each size is compared with the "
+        "recipe's ddp.bucket_cap_mb. Also reports whether ddp.static_graph is allowed.",
+        steps=5,
+        repeats=10,
+    )
+    buckets.add_argument(
+        "--sizes",
+        metavar="MIB,MIB,...",
+        help="sizes to try, in MiB (default 1,5,10,25,50,100); the recipe's own is always among them",
     )
     pipeline = _add(
         kinds,
@@ -135,7 +149,13 @@ def run(args: argparse.Namespace) -> int:
     from paceline.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.settings)
-    kinds = {"scaling": _scaling, "overhead": _overhead, "reduction": _reduction, "pipeline": _pipeline}
+    kinds = {
+        "scaling": _scaling,
+        "overhead": _overhead,
+        "reduction": _reduction,
+        "buckets": _buckets,
+        "pipeline": _pipeline,
+    }
     return kinds[args.bench](recipe, args)
 
 
@@ -173,6 +193,32 @@ def _reduction(recipe: Recipe, args: argparse.Namespace) -> int:
     from paceline.cli.bench_report import describe_reduction
 
     return _measure_pairs(recipe, args, measure_reduction, describe_reduction)
+
+
+def _buckets(recipe: Recipe, args: argparse.Namespace) -> int:
+    from paceline.bench.buckets import DEFAULT_SIZES, measure_buckets
+    from paceline.cli.bench_report import describe_buckets
+
+    sizes = DEFAULT_SIZES if args.sizes is None else _parse_sizes(args.sizes)
+    num_ranks = _default_ranks(recipe) if args.nproc is None else args.nproc
+    _print_note(
+        f"measuring on {num_ranks} ranks, {args.repeats} blocks of {args.steps} steps of each size ..."
+    )
+    found = measure_buckets(recipe, num_ranks, sizes, steps=args.steps, repeats=args.repeats)
+    print(json.dumps(asdict(found)) if args.json else describe_buckets(found))
+    return 0
+
+
+def _parse_sizes(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise PacelineError(
+            "PL965",
+            saw=f"--sizes {text}.",
+            rule="--sizes is a comma-separated list of sizes of buckets in MiB.",
+            fix="Write for example --sizes 5,25,100.",
+        ) from None
 
 
 def _pipeline(recipe: Recipe, args: argparse.Namespace) -> int:

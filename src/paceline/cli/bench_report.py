@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from paceline.bench.buckets import Buckets
     from paceline.bench.overhead import Overhead
     from paceline.bench.pipeline import PipelineWaits
     from paceline.bench.reduction import Reduction
@@ -73,6 +74,38 @@ def describe_reduction(reduction: Reduction) -> str:
     return "\n\n".join([conditions, _format_facts(rows)])
 
 
+def describe_buckets(found: Buckets) -> str:
+    """Return a table of the sizes, the best one, and whether the graph is static."""
+    confidence = found.sizes[0].step_s.confidence
+    conditions = _describe_pairs(
+        f"buckets, {found.reduction} reduction", found, confidence, "blocks per size"
+    )
+    table = [("bucket", "step", f"of {found.own_mib:g} MiB", "")]
+    for size in found.sizes:
+        is_whole = size.mib * (1 << 20) >= found.gradient_bytes
+        table.append(
+            (
+                f"{size.mib:g} MiB",
+                _milliseconds(size.step_s),
+                "" if size.mib == found.own_mib else _span(size.ratio, ".3f"),
+                "one bucket holds all" if is_whole else "",
+            )
+        )
+    best = next(size for size in found.sizes if size.mib == found.best_mib)
+    verdict = (
+        f"best: ddp.bucket_cap_mb = {best.mib:g}, {_span(best.ratio, '.3f')} of {found.own_mib:g} MiB"
+        if found.is_better
+        else f"no size is faster than {found.own_mib:g} MiB beyond the noise"
+    )
+    graph = (
+        f"static graph: in {found.num_graph_steps} steps every rank used the same parameters; "
+        "ddp.static_graph = true is allowed if all steps do"
+        if found.is_static
+        else "static graph: steps differ in the parameters that they use; leave ddp.static_graph out"
+    )
+    return "\n\n".join([conditions, format_rows(table), f"{verdict}\n{graph}"])
+
+
 def describe_pipeline(waits: PipelineWaits) -> str:
     """Return a table of the idle shares of each schedule, and the conditions of the measurement."""
     threads = f"{waits.threads_per_rank} thread{'s' if waits.threads_per_rank > 1 else ''}"
@@ -117,7 +150,9 @@ def _points(spread: Spread) -> str:
     return f"{100 * spread.median:+.1f} ({100 * spread.low:+.1f}..{100 * spread.high:+.1f})"
 
 
-def _describe_pairs(title: str, found: Overhead | Reduction, confidence: float) -> str:
+def _describe_pairs(
+    title: str, found: Overhead | Reduction | Buckets, confidence: float, blocks: str = "pairs of blocks"
+) -> str:
     """Return the conditions under which pairs of blocks were measured."""
     threads = f"{found.threads_per_rank} thread{'s' if found.threads_per_rank > 1 else ''}"
     lines = [
@@ -125,7 +160,7 @@ def _describe_pairs(title: str, found: Overhead | Reduction, confidence: float) 
         f"rank{'s' if found.num_ranks > 1 else ''}, {found.device}",
         f"  global batch of {found.global_batch_size} samples, microbatches of {found.microbatch_size}, "
         f"{format_bytes(found.gradient_bytes)} of gradients per step, {threads} per rank",
-        f"  {found.num_repeats} pairs of blocks of {found.num_steps} steps, alternating; median and "
+        f"  {found.num_repeats} {blocks} of {found.num_steps} steps, alternating; median and "
         f"{confidence:.0%} confidence interval",
     ]
     if found.device == "cpu" and found.num_ranks * found.threads_per_rank > found.num_cores:

@@ -68,7 +68,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
         default="auto",
         help="fp64 separates rounding from faults best; auto (default) is fp64, or fp32 if the model does "
-        "not compute in fp64",
+        "not compute in fp64; with [compress] the recipe's own",
     )
     parser.add_argument(
         "--set",
@@ -96,7 +96,10 @@ def run(args: argparse.Namespace) -> int:
     """
     from paceline.recipe import load_recipe
 
-    dtype = "fp64" if args.dtype == "auto" else args.dtype
+    dtype = args.dtype
+    if dtype == "auto":
+        own = load_recipe(args.recipe, args.settings)
+        dtype = "fp64" if own.compress.kind == "none" else own.train.dtype
     recipe = load_recipe(args.recipe, [*args.settings, f"train.dtype={dtype}"], remark=print_remark)
     asked = choose_layouts(recipe, args)
 

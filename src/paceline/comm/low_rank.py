@@ -96,7 +96,7 @@ class LowRankSum:
         tree = TreeSum(self._num_slots, _add)
         for slot, gradients in zip(self.own, given, strict=True):
             vector = torch.empty(sum(sizes), device=device)
-            parts = iter(vector.split(sizes))
+            parts = iter(torch.split(vector, sizes))
             for piece, basis in zip(matrices, bases, strict=True):
                 residual = self._residuals.take(slot, piece)
                 if residual is not None:
@@ -106,7 +106,7 @@ class LowRankSum:
             for piece in others:
                 next(parts).copy_(gradients.pop(piece.name).reshape(-1))
             tree.push((slot, slot + 1), vector)
-        summed = iter(self._sum_vectors(tree, sum(sizes), device).split(sizes))
+        summed = iter(torch.split(self._sum_vectors(tree, sum(sizes), device), sizes))
         left = [_orthonormalise(next(summed).view(piece.num_rows, -1)) for piece in matrices]
         whole = dict(zip((piece.name for piece in others), summed, strict=True))
 
@@ -132,13 +132,13 @@ class LowRankSum:
         tree = TreeSum(self._num_slots, _add)
         for slot, gradients in zip(self.own, given, strict=True):
             vector = torch.empty(sum(sizes), device=device)
-            for piece, factor_left, part in zip(matrices, left, vector.split(sizes), strict=True):
+            for piece, factor_left, part in zip(matrices, left, torch.split(vector, sizes), strict=True):
                 matrix = gradients[piece.name]
                 own = torch.mm(matrix.T, factor_left)
                 part.copy_(own.view(-1))
                 self._residuals.put(slot, piece, matrix.addmm_(factor_left, own.T, alpha=-1.0))
             tree.push((slot, slot + 1), vector)
-        summed = self._sum_vectors(tree, sum(sizes), device).split(sizes)
+        summed = torch.split(self._sum_vectors(tree, sum(sizes), device), sizes)
         return [part.view(piece.length, -1).clone() for piece, part in zip(matrices, summed, strict=True)]
 
     def _sum_vectors(self, tree: TreeSum[Tensor], length: int, device: torch.device) -> Tensor:
@@ -174,7 +174,8 @@ def _orthonormalise(columns: Tensor) -> Tensor:
     """
     if not columns.isfinite().all():
         return torch.full_like(columns, torch.nan)
-    return torch.linalg.qr(columns.double()).Q.float()
+    orthonormal: Tensor = torch.linalg.qr(columns.double()).Q
+    return orthonormal.float()
 
 
 def _join(shards: Sequence[Sequence[RowRange]]) -> list[RowRange]:

@@ -40,6 +40,7 @@ from paceline.parallel.exact import ExactReduction, complete_future
 from paceline.parallel.hook_state import HookState
 from paceline.parallel.objective import Compute
 from paceline.phrases import name_some
+from paceline.torch_seams.groups import is_graph_static
 from paceline.torch_seams.modules import hide_from_ddp
 from paceline.torch_seams.tensors import read_version
 
@@ -208,6 +209,11 @@ class Replica:
     def gradient_scale(self) -> float:
         """The factor that turns a reduced gradient into the sum over the ranks."""
         return 1.0 if self._averaging_hook is None else float(self.num_ranks)
+
+    @property
+    def is_graph_static(self) -> bool:
+        """Whether all steps so far used the same parameters; known only with `find_unused_parameters`."""
+        return is_graph_static(self._ddp)
 
     @property
     def waits_for_all(self) -> bool:

@@ -22,6 +22,7 @@ from paceline.recipe import Layout, Recipe
 from paceline.verifying.case import Case, show_size
 from paceline.verifying.cause import diagnose, starts_in
 from paceline.verifying.compare import FACTORS, Noise, divide
+from paceline.verifying.compression import settle_slots
 from paceline.verifying.layouts import Compared, compare_layouts
 from paceline.verifying.locate import WatchedFacts, watch_layouts, watch_reference
 from paceline.verifying.reference import Facts, make_reference, measure_narrow
@@ -81,7 +82,8 @@ class Verified:
         draws: random draws of the forward that depend on the microbatches' size, and under tp on the rank:
             PL450 to PL453. They are not differences by themselves.
         remarks: findings about the comparison that are not faults: the model does not compute in fp64, so
-            another type was used (PL724); parts compute in a narrower type (PL725).
+            another type was used (PL724); parts compute in a narrower type (PL725); gradients are
+            compressed (PL732).
     """
 
     results: list[LayoutResult]
@@ -145,7 +147,7 @@ def verify(
         optimizer: as `Trainer`'s. Default: AdamW with a rate of 1e-3.
         steps: optimizer steps to compare.
         dtype: fp64 separates rounding from faults most clearly. Default `"auto"`: fp64, or fp32 if the model
-            does not compute in fp64.
+            does not compute in fp64, or if gradients are compressed.
         reduction: `"fast"` or `"exact"`, which must have the same bits on layouts without tp.
         clip_norm: to clip to; lowered until it clips. 0 for none.
         microbatch_size: samples per forward. Default: an eighth of the global batch.
@@ -166,7 +168,7 @@ def verify(
         forward=forward,
         optimizer=optimizer or build_default_optimizer,
         num_steps=steps,
-        dtype="fp64" if dtype == "auto" else dtype,
+        dtype=dtype,
         reduction=reduction,
         clip_norm=clip_norm,
         microbatch_size=microbatch_size,
@@ -175,6 +177,8 @@ def verify(
         device=device,
         settings=settings,
     )
+    if dtype == "auto":
+        subject = subject.with_dtype("fp64" if subject.compress.kind == "none" else "fp32")
     resolved = [resolve_layout(layout) for layout in layouts]
     return verify_subject(
         subject, resolved, run=RankLauncher(device, hang_after_s), may_narrow=dtype == "auto"
@@ -242,6 +246,7 @@ def verify_subject(
         PacelineError: PL720 without layouts or steps, PL722 if the reference cannot be repeated.
     """
     _check(subject, layouts)
+    subject, on_compression = settle_slots(subject, layouts)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         began_s = time.perf_counter()
         subject, facts, remarks = _make_reference(subject, folder, run, may_narrow)
@@ -260,7 +265,7 @@ def verify_subject(
         tolerances={key: (n.floor, n.scale, n.tolerance) for key, n in facts.noise.items()},
         reference_s=reference_s,
         draws=facts.draws,
-        remarks=[*remarks, *session.remarks],
+        remarks=[*on_compression, *remarks, *session.remarks],
     )
 
 

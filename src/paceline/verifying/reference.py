@@ -251,14 +251,19 @@ def _rerun(
     Returns:
         The modules that compute in a narrower type, with that type.
     """
-    # The fast reduction adds in the order of the microbatches; the exact one has a fixed order of its own.
-    trainer = opened.build_trainer(ONE, reduction="fast", clip_norm=clip_norm)
+    # The fast reduction adds in the order of the microbatches; the exact one, which alone compresses, has a
+    # fixed order of its own and takes no other.
+    is_compressed = subject.compress.kind != "none"
+    reduction = subject.reduction if is_compressed else "fast"
+    trainer = opened.build_trainer(ONE, reduction=reduction, clip_norm=clip_norm)
     move_last_bits(trainer.model, EPS[subject.dtype] / 2, seed=number)
     seen = None
     if narrow_noise or (not shuffles and subject.dtype in ("fp64", "fp32")):
         seen = Rounding(trainer, EPS[subject.dtype], number if narrow_noise else None)
     shares = opened.give_shares(trainer)
-    run_steps(trainer, shuffle_shares(shares, number) if shuffles else shares, subject.num_steps, spread)
+    if shuffles and not is_compressed:
+        shares = shuffle_shares(shares, number)
+    run_steps(trainer, shares, subject.num_steps, spread)
     return {} if seen is None else seen.narrow
 
 

@@ -15,6 +15,8 @@ from paceline.data import build_data
 from paceline.data.share import Share, count_owned, owned_microbatches, split_microbatches
 from paceline.errors import PacelineError
 from paceline.recipe import Layout, Recipe, Rules
+from paceline.recipe.compress import CompressSection
+from paceline.recipe.explain import validate_section
 from paceline.torch_seams.trees import tree_map_only
 from paceline.train.batches import count_samples
 from paceline.train.run import build_loader, build_trainer, count_steps
@@ -59,8 +61,15 @@ class Subject(Protocol):
     def open(self) -> Opened:
         """Read the data; called once on every rank."""
 
+    @property
+    def compress(self) -> CompressSection:
+        """How gradients are compressed."""
+
     def with_dtype(self, dtype: str) -> Subject:
         """Return the same subject, trained in another dtype."""
+
+    def with_slots(self, num_slots: int) -> Subject:
+        """Return the same subject, its gradients compressed in this number of slots."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,14 @@ class RecipeSubject:
     def with_dtype(self, dtype: str) -> RecipeSubject:
         train = self.recipe.train.model_copy(update={"dtype": dtype})
         return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
+
+    @property
+    def compress(self) -> CompressSection:
+        return self.recipe.compress
+
+    def with_slots(self, num_slots: int) -> RecipeSubject:
+        section = self.recipe.compress.model_copy(update={"slots": num_slots})
+        return replace(self, recipe=self.recipe.model_copy(update={"compress": section}))
 
 
 class _OpenedRecipe:
@@ -156,6 +173,19 @@ class UserSubject:
 
     def with_dtype(self, dtype: str) -> UserSubject:
         return replace(self, dtype=dtype)
+
+    @property
+    def compress(self) -> CompressSection:
+        given = self.settings.get("compress") or {}
+        return (
+            given
+            if isinstance(given, CompressSection)
+            else validate_section("compress", CompressSection, given)
+        )
+
+    def with_slots(self, num_slots: int) -> UserSubject:
+        section = self.compress.model_copy(update={"slots": num_slots})
+        return replace(self, settings=self.settings | {"compress": section})
 
 
 class _OpenedUser:

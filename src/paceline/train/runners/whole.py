@@ -55,6 +55,10 @@ class WholeRunner(Runner):
         return None if self._replica is None else self._replica.hook_state
 
     @property
+    def is_graph_static(self) -> bool:
+        return self._replica is not None and self._replica.is_graph_static
+
+    @property
     def compression(self) -> Compression | None:
         return self._exact.compression if isinstance(self._exact, CompressedReduction) else None
 
