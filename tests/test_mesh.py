@@ -29,6 +29,7 @@ def read_groups(world: Any, text: str) -> tuple[dict[str, list[int]], bool]:
     [
         *("dp_replicate=2 dp_shard=2", "dp_shard=2 tp=2", "dp_replicate=2 tp=2", "dp_replicate=4 ep=2"),
         *("dp_shard=4 ep=2", "dp_replicate=2 dp_shard=2 ep=4", "dp_replicate=2 dp_shard=2 ep=2"),
+        *("dp_replicate=2 cp=2 ep=4", "dp_shard=2 cp=2 ep=2", "cp=4 ep=2"),
     ],
 )
 def test_groups_are_those_of_the_layout(ranks: Pool, text: str) -> None:
@@ -37,7 +38,7 @@ def test_groups_are_those_of_the_layout(ranks: Pool, text: str) -> None:
     expected = {name: layout.group_by([axis for axis in several if axis != name]) for name in several}
     expected |= {
         "ep": layout.list_groups(("ep",)),
-        "dp": layout.list_groups(list_axes(shares_data=True)),
+        "dp": layout.group_by(list_axes(shares_data=False, multiplies=True)),
         "replicas": expected["dp_replicate"],
         "expert_replicas": layout.list_groups(("dp_replicate", "dp_shard")),
         "model": layout.list_groups(list_axes(divides_model=True)),

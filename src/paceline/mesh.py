@@ -2,8 +2,8 @@
 
 The axes, and their order in the rank number, are those of the table in `recipe/axes.py`. Rank =
 ((((stage * dp_replicate) + replica) * dp_shard + shard) * cp + cp rank) * tp + tp rank, so the ranks of the
-last axis have consecutive numbers. An axis within others, as ep is within dp_replicate and dp_shard, divides
-the ranks of these into groups of neighbours.
+last axis have consecutive numbers. An axis within others, as ep is within dp_replicate, dp_shard and cp,
+divides the ranks of these into groups of neighbours.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Axis:
     """This rank's place among the ranks that differ from it only along one or several axes.
 
     Attributes:
-        name: of an axis of the layout, or of several together: `dp`, `replicas`, `model`; or of every ep-th
-            data rank: `expert_replicas`.
+        name: of an axis of the layout, or of several together: `dp`, `replicas`, `model`; or of some ranks of
+            several: `ep_data`, `ep_cp`, `expert_replicas`.
         size: the number of these ranks.
         rank: this rank's number among them.
         group: their process group.
@@ -47,6 +47,7 @@ class Mesh:
         pp, dp_replicate, ep, dp_shard, cp, tp: each of them.
         dp: the ranks that run different microbatches and have this rank's place on the other axes.
         replicas: the ranks of dp that hold the same parts of the model, experts apart.
+        ep_data, ep_cp: the ranks of ep that differ from this one in their data, or in their place of cp.
         expert_replicas: the data ranks that hold the same experts; those of `replicas` without ep.
         model: the ranks that together hold one copy of the model.
         homes: by stage of the model, the rank of pp that holds it.
@@ -64,6 +65,8 @@ class Mesh:
         self.pp, self.dp_replicate, self.ep, self.dp_shard, self.cp, self.tp = (
             self.axes[name] for name in ("pp", "dp_replicate", "ep", "dp_shard", "cp", "tp")
         )
+        self.ep_data = self._divide_ep("ep_data", "dp_replicate", "dp_shard")
+        self.ep_cp = self._divide_ep("ep_cp", "cp")
         self.dp = self._join("dp", list_axes(shares_data=True, multiplies=True))
         self.replicas = self._join("replicas", list_axes(shares_data=True, divides_model=False))
         self.expert_replicas = replace(self.replicas, name="expert_replicas")
@@ -114,7 +117,21 @@ class Mesh:
 
     def _group(self, name: str, axes: tuple[str, ...]) -> Axis:
         """Return the ranks that differ from this one along these axes only; make a group if there is none."""
-        ranks = next(ranks for ranks in self.layout.list_groups(axes) if self._rank in ranks)
+        return self._find_group(
+            name, next(ranks for ranks in self.layout.list_groups(axes) if self._rank in ranks)
+        )
+
+    def _divide_ep(self, name: str, *axes: str) -> Axis:
+        """Return the ranks of ep that differ from this one along these axes only."""
+        places = {rank: self.layout.find_place(rank) for rank in dist.get_process_group_ranks(self.ep.group)}
+        kept = [axis for axis in self.layout.degrees if axis not in axes]
+        own = places[self._rank]
+        return self._find_group(
+            name, [rank for rank, place in places.items() if all(place[axis] == own[axis] for axis in kept)]
+        )
+
+    def _find_group(self, name: str, ranks: list[int]) -> Axis:
+        """Return an axis of these ranks, of which this is one; make a group if there is none."""
         known = {tuple(dist.get_process_group_ranks(axis.group)): axis.group for axis in self.axes.values()}
         if tuple(ranks) not in known and tuple(ranks) not in self._made:
             group = dist.new_group(ranks, use_local_synchronization=True)

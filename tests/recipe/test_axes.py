@@ -168,6 +168,11 @@ def test_an_axis_within_two_others_numbers_their_neighbours() -> None:
     # Neighbours of dp_shard=3 and of ep=2 together hold one copy of everything.
     layout = Layout.parse("dp_replicate=4 dp_shard=3 ep=2").close()
     assert layout.list_groups(list_axes(divides_model=True))[0] == list(range(6))
+    layout = Layout.parse("pp=2 dp_shard=2 cp=2 tp=2 ep=4").close()
+    assert (layout.num_ranks, layout.dp, layout.ep_data) == (16, 2, 2)
+    assert layout.list_groups(["ep"])[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.list_groups(["dp_replicate", "dp_shard"])[0] == [0]
+    assert Layout.parse("cp=4 ep=2").close().list_groups(["ep"]) == [[0, 1], [2, 3]]
     assert Layout.parse("dp_shard=2 ep=2").fewest_ranks == 2
     assert Layout.parse("dp_shard=2 ep=4").fewest_ranks == 4
 

@@ -126,7 +126,10 @@ IMPOSSIBLE = {
         MOE, "dp_replicate=4 ep=4", 4, "PL655", "6 experts", "equally many", "Set ep to 1 or 2."
     ),
     "mixtures and parts of sequences": Case(
-        MOE, "cp=2", 2, "PL652", "layout.cp=2", "whole sequence", "dp_shard"
+        MOE, "tp=2 sequence=true", 2, "PL652", "layout.sequence=true", "whole sequence", "Leave sequence out"
+    ),
+    "experts beside parts of sequences": Case(
+        MOE, "dp_replicate=3 cp=2 ep=3", 6, "PL654", "ep=3 with layout.cp=2", "multiple of cp", "1, 2 or 6"
     ),
     "experts of no data rank": Case(
         MOE, "dp_shard=2 ep=3", 2, "PL654", "dp_shard=2", "data ranks", "multiple of 3"
@@ -384,6 +387,7 @@ REMARKS = {
         "4 microbatches for 8 ranks",
     ),
     "idle shards": (GPT, "dp_shard=8", (), "PL131", "4 microbatches for 8 ranks"),
+    "repeated experts": (MOE, "cp=2", ("train.reduction=fast",), "PL665", "layout.ep=1"),
     "bits of one tp": (GPT, "tp=2", (), "PL151", "tp=2"),
     "settings for many": (
         GPT,
@@ -400,7 +404,7 @@ def test_what_works_and_may_surprise(
     table: dict[str, Any], text: str, changes: tuple[str, ...], code: str, saw: str
 ) -> None:
     asked, layout = recipe(table, *changes), Layout.parse(text)
-    world_size = layout.dp_shard * layout.tp * (layout.dp_replicate or 1)
+    world_size = layout.dp_shard * layout.cp * layout.tp * (layout.dp_replicate or 1)
     assert check_layout(asked, layout, world_size) == []
     (remark,) = remark_layout(asked, layout, world_size)
     assert (remark.code, saw in remark.saw) == (code, True)

@@ -23,11 +23,11 @@ def test_verify_finds_the_numbers_of_one_process(ranks: Pool, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(600)
-def test_every_axis_but_cp_at_once_on_32_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixtures need whole sequences, so that cp is left out."""
+def test_every_axis_at_once_on_32_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of cp, which have the same tokens, and two data ranks share the experts."""
     table = recipe_table(tmp_path)
     table["train"] |= {"global_batch_size": 16, "microbatch_size": 1}
-    layout = resolve_layout("pp=2 dp_replicate=4 dp_shard=2 ep=4 tp=2")
+    layout = resolve_layout("pp=2 dp_replicate=2 dp_shard=2 cp=2 tp=2 ep=4")
     monkeypatch.setattr("tests.dist.pool.MAX_RANKS", layout.num_ranks)
     pool = Pool()  # one of its own, so that later tests do not keep so many processes
     try:

@@ -27,10 +27,10 @@ from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
-from paceline.parallel.experts.find import list_looped, open_experts, open_loops
+from paceline.parallel.experts.find import list_looped, list_mixtures, open_experts, open_loops
 from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.placement import Placement
-from paceline.parallel.recompute import apply_recompute
+from paceline.parallel.recompute import apply_recompute, disable_caches
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
 from paceline.parallel.shard.setup import ShardSettings
 from paceline.parallel.shard.shards import Shards
@@ -245,6 +245,7 @@ def _list_partial(plan: SplitPlan | None, context: ContextPlan | None) -> dict[s
 
 def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> ContextPlan:
     open_attention(model)
+    disable_caches(model, "cp", "it would hold the keys of some heads or positions")
     if settings.example is None:
         raise PacelineError(
             "PL463",
@@ -253,7 +254,13 @@ def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Mas
             fix="Pass example=batch: tensors as the training loop provides them, with a few samples.",
         )
     plan = find_context_plan(
-        model, settings.example, mesh.cp.size, masks, tp=mesh.tp.size, by=settings.layout.cp_by
+        model,
+        settings.example,
+        mesh.cp.size,
+        masks,
+        tp=mesh.tp.size,
+        by=settings.layout.cp_by,
+        mixtures=list_mixtures(model),
     )
     log.info("%s", plan.describe())
     return plan

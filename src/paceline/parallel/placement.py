@@ -91,10 +91,12 @@ class Placement:
             parted.add("pp")
         if not self.is_on_first_stage(name):
             return False
-        # Of neighbouring data ranks, dp_shard and ep each make parts of their own.
-        shards, experts = self._axis("dp_shard"), self._axis("ep")
-        place = self._mesh.dp.rank % lcm(shards.size, experts.size)
-        num_parts = shards.size if shards.name in parted else experts.size if experts.name in parted else 1
+        # Of neighbouring data ranks, dp_shard and ep each make parts of their own; of those of cp, ep does.
+        shards, experts, sources = self._axis("dp_shard"), self._axis("ep"), self._mesh.ep_data.size
+        place = self._mesh.dp.rank % lcm(shards.size, sources)
+        num_parts = shards.size if shards.name in parted else sources if experts.name in parted else 1
+        if self._mesh.ep_cp.rank and experts.name not in parted:
+            return False
         others = [axis for axis in list_axes(divides_model=True) if axis not in (shards.name, experts.name)]
         return place < num_parts and all(self._axis(axis).rank == 0 for axis in others if axis not in parted)
 

@@ -70,7 +70,7 @@ def apply_recompute(model: nn.Module, blocks: list[tuple[str, nn.Module]], kind:
             rule="A block is recomputed as a whole; blocks are modules of one kind in a list.",
             fix="Leave recompute out, or put the repeated part of the model into an nn.ModuleList.",
         )
-    _disable_caches(model)
+    disable_caches(model, "recompute", "backward would fill the cache again")
     for _, block in blocks:
         layers = [layer for layer in block.modules() if isinstance(layer, NormBase)]
         if kind == "selective" or layers:
@@ -176,17 +176,20 @@ def explaining_recompute() -> Iterator[None]:
         ) from error
 
 
-def _disable_caches(model: nn.Module) -> None:
-    """Switch off the caches of keys and values, which blocks fill in every forward."""
+def disable_caches(model: nn.Module, setting: str, why: str) -> None:
+    """Switch off the caches of keys and values, which blocks fill in every forward, and log why.
+
+    Args:
+        model: of transformers, or any other.
+        setting: that does not go with them.
+        why: after "because".
+    """
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
     cached = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     for config in cached:
         config.use_cache = False
     if cached:
-        log.info(
-            "recompute: use_cache of %s is set to False, because backward would fill the cache again",
-            type(model).__name__,
-        )
+        log.info("%s: use_cache of %s is set to False, because %s", setting, type(model).__name__, why)
 
 
 @contextmanager

@@ -99,8 +99,8 @@ def plan_memory(
     own = sum(count_own(p.divide(layout.tp), num_shards) for p in cut)
     padded = sum(count_padded(p.divide(layout.tp), num_shards) for p in cut)
     experts = sum(math.prod(p.divide(layout.tp, layout.ep)) for p in shared)
-    # Of each source of tokens apart: together as much as for all experts.
-    apart = padded + sum(math.prod(p.shape) for p in shared)
+    # Of each source of tokens apart: together as much as for all experts, unless ranks of cp share them.
+    apart = padded + experts * layout.ep_data
     root = sum(count_padded(p.divide(layout.tp), num_shards) for p in cut if p.block == "")
     shards = (padded // num_shards + experts) * sizes.parameter
     optimizer = (own + experts) * sizes.parameter * sizes.num_moments

@@ -41,7 +41,7 @@ def plan_traffic(
     gathers *= 1 if layout.zero < 3 else num_rounds
     sums = whole * (1 if layout.zero == 1 else num_rounds)
     replicated = _ring(layout.num_replicas) * whole / num_shards
-    replicated += _ring(layout.dp // layout.ep) * experts
+    replicated += _ring(layout.dp // layout.ep_data) * experts
     return {
         "dp_replicate": 2 * replicated * sizes.parameter,
         "dp_shard": _ring(num_shards) * (gathers * sizes.gathered + sums * sizes.parameter),
@@ -79,7 +79,8 @@ def plan_ep_traffic(
     """Return the bytes that a rank sends per step over ep for tokens, if all experts are equally full.
 
     Rows travel to their experts and back, in forward and again in backward; with recompute, once more for the
-    second forward. The counts of rows, 8 bytes per expert, are left out.
+    second forward. The counts of rows, 8 bytes per expert, are left out. The ranks of cp that share the
+    experts divide the rows, and exchange the answers in forward and the gradients of the rows in backward.
 
     Args:
         layout: resolved.
@@ -89,9 +90,12 @@ def plan_ep_traffic(
         num_microbatches: that the rank computes per step.
         number: bytes of one number.
     """
-    num_exchanges = 4 if layout.recompute == "none" else 6
+    num_forwards = 1 if layout.recompute == "none" else 2
     row_bytes = math.prod((num_rows, width, number))
-    return num_exchanges * num_mixtures * num_microbatches * _ring(layout.ep) * row_bytes
+    num_parts = min(layout.ep, layout.cp)
+    travelling = 2 * (num_forwards + 1) * _ring(layout.ep_data) / num_parts
+    exchanged = (num_forwards + 1) * _ring(num_parts)
+    return num_mixtures * num_microbatches * (travelling + exchanged) * row_bytes
 
 
 def _ring(num_ranks: int) -> float:

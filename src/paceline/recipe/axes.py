@@ -79,13 +79,13 @@ class Degrees:
     # Copies of the experts are fewer than copies of the rest. Neighbours share them, because each token is
     # sent to its experts and back.
     ep: int = _ranks(
-        "Neighbouring ranks of `dp_replicate` x `dp_shard` that share the experts of a mixture among them; "
-        "must divide both numbers.",
+        "Neighbouring ranks of `dp_replicate` x `dp_shard` x `cp` that share the experts of a mixture among "
+        "them; must divide both numbers.",
         kw_only=True,
         shares_data=True,
         divides_model=True,
         change_cost=1.25,
-        within=("dp_replicate", "dp_shard"),
+        within=("dp_replicate", "dp_shard", "cp"),
     )
     # It may be None until `resolve`. It is typed as a number because only a resolved layout is computed with.
     dp_shard: int = _ranks(

@@ -146,6 +146,11 @@ class Layout(Degrees):
         return self._multiply(shares_data=True, divides_model=False)
 
     @property
+    def ep_data(self) -> int:
+        """The number of data ranks that share one copy of the experts; those of cp share it before them."""
+        return max(1, self.ep // self.cp)
+
+    @property
     def num_sample_parts(self) -> int:
         """The number of ranks among which the work on one sample is divided."""
         return self._multiply(divides_sample=True)

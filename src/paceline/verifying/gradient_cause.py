@@ -462,7 +462,7 @@ def _explain_parameters(case: Case) -> Explained:
 
 def _advise_on_parameters(case: Case) -> str:
     if case.layout.ep > 1:
-        copies = case.layout.dp // case.layout.ep
+        copies = case.layout.dp // case.layout.ep_data
         return (
             f"Experts differ between the ranks of ep={case.layout.ep}, so nothing is summed or averaged over "
             f"these; their {copies} cop{'ies' if copies > 1 else 'y'} over the data ranks must be summed. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from paceline.parallel.context.exchange import Rows, join_rows, take_rows, to_he
 from paceline.parallel.context.gather import attend_by_rows, cut_entering, refuse_unknown
 from paceline.parallel.context.lengths import change_given
 from paceline.parallel.context.plan import ContextPlan, Crossing, SizeChange
+from paceline.parallel.context.whole import cut_whole, join_whole
 from paceline.parallel.dropout.replacements import Cut, Masks
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.calls import ATTENDING, CallSite, change_calls, change_operand
@@ -75,6 +77,12 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: Axis, masks: Masks 
         dim = entering.dim
         change = _add_up_gradient(axis) if dim is None else _enter(rows[entering.stretch], dim)
         change_argument(modules[entering.module], entering.path, change)
+    for mixture in plan.whole:
+        module, own = modules[mixture.module], rows[mixture.stretch]
+        for path, place in mixture.takes.items():
+            change_argument(module, path, partial(join_whole, place=place, rows=own))
+        for number, place in mixture.gives.items():
+            change_output(module, partial(cut_whole, place=place, rows=own), number)
     for key, (index, cut) in plan.draws.items():
         assert masks is not None
         masks.splits[key] = _cut_further(masks.splits.get(key, ()), _cut(cut, rows[index]))

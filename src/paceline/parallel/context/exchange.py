@@ -6,6 +6,7 @@ all positions of some heads.
 | function       | forward                           | backward                          |
 |----------------|-----------------------------------|-----------------------------------|
 | `take_rows`    | this rank's rows                  | all-gather                        |
+| `cut_rows`     | this rank's rows                  | all-gather                        |
 | `join_rows`    | all-gather                        | this rank's rows                  |
 | `to_heads`     | all-to-all: rows become heads     | all-to-all: heads become rows     |
 | `to_rows`      | all-to-all: heads become rows     | all-to-all: rows become heads     |
@@ -99,6 +100,15 @@ def take_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
     if has_torch_function_unary(tensor):
         return show(take_rows, tensor, dim, rows)
     rows.divide(tensor.shape[dim])
+    result: Tensor = _DivideRows.apply(tensor, dim, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def cut_rows(tensor: Tensor, dim: int, rows: Rows) -> Tensor:
+    """Return this rank's rows of a tensor that all ranks have computed whole, inside of a stretch."""
+    if has_torch_function_unary(tensor):
+        return show(cut_rows, tensor, dim, rows)
+    rows.check(tensor, dim, rows.whole)
     result: Tensor = _DivideRows.apply(tensor, dim, rows.counts, rows.axis)  # type: ignore[no-untyped-call]
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,7 @@ def find_context_plan(
     *,
     tp: int = 1,
     by: str = "heads",
+    mixtures: Sequence[str] = (),
 ) -> ContextPlan:
     """Find out how a model can run on a part of the sequence, without changing it.
 
@@ -42,6 +43,7 @@ def find_context_plan(
         tp: degree of tp, which divides the heads too.
         by: how ranks attend, `"heads"`, `"gather"`, `"ring"`, or `"auto"`: by heads if cp divides them, else
             by gather.
+        mixtures: full names of modules that need the whole sequence.
 
     Raises:
         PacelineError: PL640 for attention in a kernel of another library, PL460 if the forward cannot be
@@ -50,7 +52,7 @@ def find_context_plan(
     _check_kernels(model)
     if by == "auto":
         try:
-            return find_context_plan(model, example, num_ranks, masks, tp=tp, by="heads")
+            return find_context_plan(model, example, num_ranks, masks, tp=tp, by="heads", mixtures=mixtures)
         except PacelineError as error:
             if error.code != "PL630":
                 raise
@@ -59,7 +61,8 @@ def find_context_plan(
     if masks is not None:
         masks.shows_attention = by != "heads"
     trace = trace_forward(model, example, masks=masks)
-    walk = (Walk if by == "heads" else GatherWalk)(model, num_ranks, trace, read_dims(trace), tp, by)
+    kind = Walk if by == "heads" else GatherWalk
+    walk = kind(model, num_ranks, trace, read_dims(trace), tp, by, mixtures)
     walk.walk()
     Rehearsal(walk).rehearse(example, masks)
     return walk.plan

@@ -90,6 +90,24 @@ class Attending:
 
 
 @dataclass(frozen=True)
+class WholeModule:
+    """A module between the blocks' own code that gets whole sequences: a mixture of experts.
+
+    Attributes:
+        module: full name.
+        takes: the tensors among the arguments of its call that are joined, by path (`tensor/hooks.py`), each
+            with the dimension of the positions, and whether samples share it.
+        gives: the same of the tensors that it returns and that are cut, by number.
+        stretch: number of the stretch.
+    """
+
+    module: str
+    takes: dict[tuple[int | str, ...], tuple[int, bool]]
+    gives: dict[int, tuple[int, bool]]
+    stretch: int
+
+
+@dataclass(frozen=True)
 class SizeChange:
     """A size that a call in a module's forward is given and that is another one on a rank.
 
@@ -114,6 +132,7 @@ class ContextPlan:
         crossings: places where rows and heads are exchanged.
         entering: tensors besides the streams that blocks get, of which they use rows, or all.
         attending: calls of attention by rows. By heads there are crossings, by gather and ring these two.
+        whole: modules that get whole sequences.
         sizes: by module, the calls that are given changed sizes, and of which stretch.
         sites: by module, the places in the source where its forward makes changed calls, each with the number
             of calls that the trial made there.
@@ -129,6 +148,7 @@ class ContextPlan:
     crossings: list[Crossing] = field(default_factory=list)
     entering: list[Entering] = field(default_factory=list)
     attending: list[Attending] = field(default_factory=list)
+    whole: list[WholeModule] = field(default_factory=list)
     sizes: dict[str, dict[CallSite, list[SizeChange]]] = field(default_factory=dict)
     sites: dict[str, dict[Site, int]] = field(default_factory=dict)
     stretch_of: dict[str, int] = field(default_factory=dict)
@@ -156,6 +176,8 @@ class ContextPlan:
             exchanged = "gathered" if self.by == "gather" else "in a ring"
             keys = exchanged if call.gathers else "whole"
             counted[f"attention by rows, keys {keys}: {_shorten(call.module)}"] += 1
+        for mixture in self.whole:
+            counted[f"whole sequences: {_shorten(mixture.module)}"] += 1
         lines += [f"  {text} ({count})" for text, count in counted.items()]
         return "\n".join(lines)
 

@@ -14,6 +14,7 @@ from paceline.parallel.context.gather import POSITIONS, AttentionCall
 from paceline.parallel.context.lengths import change_given
 from paceline.parallel.context.plan import SizeChange
 from paceline.parallel.context.walk import Walk
+from paceline.parallel.context.whole import resize_whole
 from paceline.parallel.dropout.replacements import Masks
 from paceline.parallel.tensor.calls import CallSite
 from paceline.parallel.tensor.sizes import LENGTHY, SIZED
@@ -130,6 +131,13 @@ class Rehearsal:
             own = count_rows(self._walk.length(entering.stretch), self._walk.num_ranks)[0]
             change = _resized(entering.dim, own)
             yield Detour(entering.module, (), change, path=entering.path)
+        for mixture in self._walk.plan.whole:
+            length = self._walk.length(mixture.stretch)
+            own = count_rows(length, self._walk.num_ranks)[0]
+            for path, place in mixture.takes.items():
+                yield Detour(mixture.module, (), resize_whole(place, own, length), path=path)
+            for number, place in mixture.gives.items():
+                yield Detour(mixture.module, (), resize_whole(place, length, own), number=number)
         for call in self._walk.plan.attending:
             length = self._walk.length(call.stretch)
             own = count_rows(length, self._walk.num_ranks)[0]
@@ -138,6 +146,8 @@ class Rehearsal:
     def expected(self, number: int) -> tuple[int, ...]:
         """Return the shape of a tensor on the first rank, as the operation that makes it returns it."""
         shape = list(self._walk.trace.shapes[number])
+        if number in self._walk.made_whole:
+            return tuple(shape)
         index = self._walk.made_as_rows.get(
             number, self._walk.rows.get(number) if number not in self._walk.heads else None
         )

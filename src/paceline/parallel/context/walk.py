@@ -4,7 +4,8 @@ A run of blocks (a stretch) passes on rows: consecutive positions of every seque
 operation must treat every position by itself. Attention needs all positions, and works head by head: there
 rows are exchanged for heads, at the outputs of the projections (`to_heads`), and back at the input of the
 output projection (`to_rows`). In between, any code runs on whole sequences with fewer heads: masks,
-positions, biases and sliding windows are those of one process.
+positions, biases and sliding windows are those of one process. A mixture of experts gets whole sequences
+(`whole.py`).
 
 Which dimension holds the heads follows from the classes of dimensions that tp uses (`tensor/rules.py`). Sizes
 that the code between takes from a number of the module, or from its input's length, are changed in the calls
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from torch import nn
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.context.errors import cannot_divide_error
 from paceline.parallel.context.plan import ContextPlan, Crossing, Stretch
+from paceline.parallel.context.whole import WholeCalls, plan_whole
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.atoms import Atom, Dim, leaves
 from paceline.parallel.tensor.calls import CallSite, find_operand
@@ -68,10 +71,20 @@ class Walk:
         made_as_rows: by number of a tensor that is exchanged or joined, the stretch whose rows it has before.
         taken: tensors that are made whole, before a rank takes its heads.
         stretch_at: by number of an operation, the stretch that it is in.
+        whole: the calls of modules that need the whole sequence.
+        made_whole: tensors of which these make all positions, before a rank takes its rows.
+        block_names: full names of the blocks.
     """
 
     def __init__(
-        self, model: nn.Module, num_ranks: int, trace: Trace, dims: Dims, tp: int = 1, by: str = "heads"
+        self,
+        model: nn.Module,
+        num_ranks: int,
+        trace: Trace,
+        dims: Dims,
+        tp: int = 1,
+        by: str = "heads",
+        mixtures: Sequence[str] = (),
     ) -> None:
         self.trace, self.dims, self.num_ranks = trace, dims, num_ranks
         self._tp = tp
@@ -79,6 +92,7 @@ class Walk:
         self.model = model
         self._modules = dict(model.named_modules())
         self._uses = Uses(trace)
+        self.whole = WholeCalls(trace, mixtures)
         self._stretches = self._find_stretches()
         # By number of a tensor, the stretch whose rows it has; and of which heads are cut, how.
         self.rows: dict[int, int] = {}
@@ -97,6 +111,8 @@ class Walk:
         self.dims_of: dict[int, int] = {}  # by number of a stretch
         self.streams: dict[int, int] = {}  # by number of a stretch: the tensor that enters it
         self.taken: set[int] = set()  # made whole, before a rank takes its heads
+        self.made_whole: set[int] = set()
+        self.block_names = {call.module for calls in self._stretches for call in calls}
 
     # ---- stretches
 
@@ -142,7 +158,7 @@ class Walk:
         """Choose, for every operation that combines positions, a dimension of heads to cut."""
         for number in range(first, last):
             op = self.trace.ops[number]
-            if not self._combines(op):
+            if not self._combines(op) or number in self.whole.ops:
                 continue
             place = 1 if op.name in ATTENTION_OPS else 0
             tensor = op.inputs[0] if op.name in ATTENTION_OPS else op.outputs[0]
@@ -216,7 +232,7 @@ class Walk:
                     boundary = self._reach(number, "take_heads", op.outputs[0])
                     found.setdefault(boundary.call.first, boundary)
                 continue
-            if op.name not in _PRODUCTS:
+            if op.name not in _PRODUCTS or number in self.whole.ops:
                 continue
             left, right = op.inputs[-2:]
             if right in self._uses.computed or right not in self._chosen:
@@ -299,6 +315,10 @@ class Walk:
         self.rows[stream] = index
         number = first
         while number < last:
+            behind = self.pass_whole(index, number, last)
+            if behind is not None:
+                number = behind
+                continue
             self.stretch_at[number] = index
             boundary = boundaries.get(number)
             if boundary is None:
@@ -315,12 +335,18 @@ class Walk:
         combined: set[Atom] = set()
         for number in range(first, last):
             op = self.trace.ops[number]
+            if number in self.whole.ops:
+                continue
             if op.name in ATTENTION_OPS:
                 combined.update(leaves(self.dims[op.inputs[1]][2]))
             elif op.name in _BATCHED:
                 combined.update(leaves(self.dims.products[number]))
         found = [dim for dim in (1, 0) if combined.intersection(leaves(self.dims[stream][dim]))]
         return found[0] if found else 1
+
+    def list_ends(self, index: int) -> set[int]:
+        """Return the tensors that the blocks of a stretch pass on."""
+        return {call.outputs[0] for call in self._stretches[index] if call.outputs}
 
     def sequence(self, index: int) -> Dim:
         """Return the atoms of the positions of a stretch."""
@@ -404,6 +430,22 @@ class Walk:
                 raise cannot_divide_error(f"{where} may combine several positions of the sequence")
         for output in op.outputs:
             self.rows[output] = index
+
+    def pass_whole(self, index: int, number: int, last: int) -> int | None:
+        """Plan the call of a module that needs the whole sequence, if one begins with an operation.
+
+        Returns:
+            The number of the first operation after it.
+        """
+        call = self.whole.by_first.get(number)
+        whole = None if call is None else plan_whole(self, index, call, last)
+        if call is None or whole is None:
+            return None
+        self.plan.whole.append(whole)
+        given = {call.outputs[place] for place in whole.gives}
+        self.rows.update(dict.fromkeys(given, index))
+        self.made_whole |= given
+        return call.last
 
     def find_rows(self, tensor: int, wanted: Dim) -> tuple[int, int]:
         """Return the dimension of the positions, and the product of the sizes outside of them there."""

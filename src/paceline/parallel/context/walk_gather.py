@@ -28,6 +28,10 @@ class GatherWalk(Walk):
         self.rows.update(dict.fromkeys(entering, index))
         number = first
         while number < last:
+            behind = self.pass_whole(index, number, last)
+            if behind is not None:
+                number = behind
+                continue
             call = attended.get(number)
             inside = range(number, number + 1 if call is None else call.last)
             self.stretch_at.update(dict.fromkeys(inside, index))
@@ -157,6 +161,13 @@ class GatherWalk(Walk):
         made_by = {tensor: at for at in range(first, last) for tensor in self.trace.ops[at].outputs}
         number = first
         while number < last:
+            whole = self.whole.by_first.get(number)
+            if whole is not None:
+                if any(tensor in rows for tensor in whole.tensors.values()):
+                    given = self.whole.list_given(whole, last, rows, self.list_ends(index))
+                    rows.update(tensor for _, tensor in given)
+                number = whole.last
+                continue
             call = attended.get(number)
             if call is not None:
                 if any(tensor in rows for tensor in (*call.taken[:1], call.named.get("query"))):

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.parallel.experts.exchange import exchange_counts, exchange_rows
 from paceline.parallel.experts.lists import MAX_DIMS, ListForm
 from paceline.parallel.experts.loop import loop_error
+from paceline.parallel.experts.spread import SameRows
 
 # In messages, a type is its place here.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -51,6 +52,7 @@ def answer_calls(
     form: ListForm,
     calls: Mapping[int, Tensor],
     group: dist.ProcessGroup,
+    spread: SameRows,
     device: torch.device,
     use: Use,
 ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -59,21 +61,24 @@ def answer_calls(
     Args:
         form: the experts.
         calls: inputs by number of the expert.
-        group: the ranks of ep.
+        group: the ranks of ep with tokens of other microbatches.
+        spread: those of cp with the same tokens.
         device: of the inputs.
         use: returns what takes the place of a parameter that is trained.
 
     Raises:
         PacelineError: PL662 for inputs of several types or widths, or with more than `MAX_DIMS` dimensions.
     """
-    num_ranks, numbers = group.size(), sorted(calls)
+    num_runs, numbers = group.size() * spread.size, sorted(calls)
     headers = {number: _read_header(form, calls[number]) for number in numbers}
     if len({(header.dtype, header.shape[-1]) for header in headers.values()}) > 1:
         raise loop_error(form.name, "experts are called with tensors of several types or widths.")
     packed = [headers[n].pack() if n in headers else [0] * (2 + MAX_DIMS) for n in range(form.num_experts)]
     arrived = [
         [_Header.unpack(numbers) for numbers in each]
-        for each in exchange_counts(torch.tensor(packed, device=device), group).tolist()
+        for each in exchange_counts(
+            spread.pick(torch.tensor(packed, device=device), num_runs), group
+        ).tolist()
     ]
     known = [*headers.values(), *(header for each in arrived for header in each if header is not None)]
     like = known[0] if known else _Header(torch.float32, (1,))
@@ -82,14 +87,15 @@ def answer_calls(
     if torch.is_grad_enabled() and not rows.requires_grad:
         # The other ranks' backward needs this rank's, whatever is frozen here.
         rows = rows.detach().requires_grad_()
-    each_rank = form.num_experts // num_ranks
-    sent = [0] * num_ranks
+    each_run = form.num_experts // num_runs
+    lengths = [0] * num_runs
     for number, header in headers.items():
-        sent[number // each_rank] += header.num_rows
+        lengths[number // each_run] += header.num_rows
+    sent = lengths[spread.rank :: spread.size]
     received = [sum(header.num_rows for header in each if header is not None) for each in arrived]
-    found = exchange_rows(rows, sent, received, group)
+    found = exchange_rows(spread.take(rows, lengths), sent, received, group)
     answers = _compute(form, found, arrived, use)
-    back = exchange_rows(answers, received, sent, group)
+    back = spread.join(exchange_rows(answers, received, sent, group), lengths)
     parts = torch.split(back, [headers[number].num_rows for number in numbers])
     return back, {
         number: part.view(*headers[number].shape[:-1], part.shape[-1])

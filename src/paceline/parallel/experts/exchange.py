@@ -30,6 +30,8 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         int64 [ranks, experts of this rank], or [ranks, experts of this rank, n].
     """
+    if group.size() == 1:
+        return counts.unsqueeze(0)
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts.contiguous(), group=group)
     return received.view(group.size(), -1, *counts.shape[1:])
@@ -44,6 +46,8 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dis
         received: number of rows from each rank.
         group: the ranks of ep.
     """
+    if group.size() == 1:
+        return rows
     result: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return result
 

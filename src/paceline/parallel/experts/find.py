@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.errors import PacelineError
 from paceline.models.moe import Experts
+from paceline.parallel.blocks import find_blocks
 from paceline.parallel.experts.forms import (
     ExpertForm,
     OwnForm,
@@ -37,6 +38,20 @@ def open_loops(model: nn.Module) -> None:
     """Let trial forwards run the loops over experts, in place."""
     for form in _find_lists(model):
         open_trials(form)
+
+
+def list_mixtures(model: nn.Module) -> list[str]:
+    """Return the full names of the modules that hold a router and its experts.
+
+    That is the module around the experts, or the one that calls a list of them. If the module around them is
+    a block, it is the experts themselves.
+    """
+    blocks, found = {name for name, _ in find_blocks(model)}, []
+    for name, form in find_experts(model).items():
+        around = name.rpartition(".")[0]
+        calls_list = isinstance(form, ListForm) and not is_list(name, form.module)
+        found.append(name if calls_list or around in blocks else around)
+    return list(dict.fromkeys(found))
 
 
 def list_looped(model: nn.Module) -> list[str]:

@@ -32,7 +32,7 @@ class ExpertSum(ABC):
 
     Args:
         parameters: this rank's parts.
-        axis: ep.
+        axis: the ranks of ep with tokens of other microbatches.
         copies: the ranks that hold the same experts.
 
     Attributes:

@@ -13,6 +13,9 @@ Backward does the same in reverse. A rank without a microbatch left runs an idle
 `join_backward`): it has no tokens and runs nothing but the mixtures, so that the others can use its experts.
 With recompute, the backward of a block begins with the exchanges of its second forward, in idle rounds too.
 
+Under cp all ranks of a data rank have the same rows. Each takes those for some experts through these steps,
+and then they exchange the answers (`spread.py`).
+
 So outputs and gradients of each microbatch have the bits of one process, and a rank stores 1/ep of the
 experts, of their gradients and of their optimizer state.
 """
@@ -40,6 +43,7 @@ from paceline.parallel.experts.find import check_forms, find_experts
 from paceline.parallel.experts.forms import Answer, ExpertForm, GroupedForm, hide_functions
 from paceline.parallel.experts.gradients import ExpertSum, OrderedExpertSum, QuickExpertSum
 from paceline.parallel.experts.lists import AnswerCalls, ListForm, join_names
+from paceline.parallel.experts.spread import SameRows
 from paceline.parallel.experts.turns import Turns
 from paceline.parallel.parameter_hooks import check_hooks, has_hooks
 from paceline.parallel.split import Split, take_parts
@@ -94,7 +98,8 @@ class ExpertLayout:
         recomputed: Sequence[str] = (),
     ) -> None:
         self._recomputed = tuple(recomputed)
-        self._axis, self._mesh = mesh.ep, mesh
+        # Of the ranks of ep, those with tokens of other microbatches, and those of cp with the same tokens.
+        self._axis, self._sources, self._mesh = mesh.ep, mesh.ep_data, mesh
         check_forms(model)
         self._forms = find_experts(model)
         self.names = {name: join_names(name, form.keys[0]) for name, form in self._forms.items()}
@@ -113,8 +118,12 @@ class ExpertLayout:
         take_parts(model, self.splits, mesh.ep.rank)
         for form in self._forms.values():
             form.module.forward = MethodType(self._make_forward(form), form.module)
-        self._lent = [mesh.borrow_group(mesh.ep)]
+        self._lent = [mesh.borrow_group(mesh.ep_data)]
         self._group = self._lent[0]
+        self._spread = SameRows()
+        if mesh.ep_cp.size > 1:
+            self._lent.append(mesh.borrow_group(mesh.ep_cp))
+            self._spread = SameRows(mesh.ep_cp.size, mesh.ep_cp.rank, self._lent[-1])
         copies = None
         if is_exact and mesh.expert_replicas.size > 1:
             copies = mesh.borrow_group(mesh.expert_replicas)
@@ -165,9 +174,9 @@ class ExpertLayout:
         for stage, forms in sorted(self._stages.items()):
             trained = [p for form in forms for p in form.list_held() if p.requires_grad]
             self._sums[stage] = (
-                OrderedExpertSum(trained, self._axis, copies, exchange)
+                OrderedExpertSum(trained, self._sources, copies, exchange)
                 if self._is_exact
-                else QuickExpertSum(trained, self._axis, copies)
+                else QuickExpertSum(trained, self._sources, copies)
             )
             self._sum_of |= {id(form): self._sums[stage] for form in forms}
 
@@ -282,9 +291,11 @@ class ExpertLayout:
         own = {key: value for each in self._sums.values() for key, value in each.used.items()}
         flags = [own.get(id(weight), False) for weight in weights]
         used = torch.tensor(flags, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        groups = [self._group] if self._spread.group is None else [self._group, self._spread.group]
         if self._mesh.expert_replicas.size > 1:
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=self._mesh.expert_replicas.group)
+            groups.append(self._mesh.expert_replicas.group)
+        for group in groups:
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
         for weight, is_used in zip(weights, used.tolist(), strict=True):
             if not is_used:
                 weight.grad = None
@@ -299,8 +310,8 @@ class ExpertLayout:
 
     def _list_sources(self) -> range:
         """Return the data ranks that share this rank's copy of the experts."""
-        start = self._mesh.expert_replicas.rank * self._axis.size
-        return range(start, start + self._axis.size)
+        start = self._mesh.expert_replicas.rank * self._sources.size
+        return range(start, start + self._sources.size)
 
     def _check(self, degree: int) -> None:
         for name, form in self._forms.items():
@@ -318,7 +329,8 @@ class ExpertLayout:
     def _answer_calls(self, form: ListForm, calls: Mapping[int, Tensor]) -> tuple[Tensor, dict[int, Tensor]]:
         use = self._sum_of[id(form)].use
         number = self.number
-        return answer_calls(form, calls, self._group, self._device, lambda w, place: use(w, place, number))
+        take = lambda weight, place: use(weight, place, number)  # noqa: E731
+        return answer_calls(form, calls, self._group, self._spread, self._device, take)
 
     def _make_answer(self, form: GroupedForm) -> Answer:
         def answer(rows: Tensor, counts: Tensor) -> Tensor:
@@ -341,12 +353,14 @@ class ExpertLayout:
             if not rows.requires_grad:
                 # The other ranks' backward needs this rank's, whatever is frozen here.
                 rows = rows.detach().requires_grad_()
-        arrived = exchange_counts(counts, self._group)
-        sent = counts.view(self._axis.size, -1).sum(1).tolist()
-        received = arrived.sum(1).tolist()
-        found = exchange_rows(rows, sent, received, self._group)
+        lengths = counts.view(self._axis.size, -1).sum(1).tolist()
+        spread = self._spread
+        arrived = exchange_counts(spread.pick(counts, self._axis.size), self._group)
+        sent, received = lengths[spread.rank :: spread.size], arrived.sum(1).tolist()
+        found = exchange_rows(spread.take(rows, lengths), sent, received, self._group)
         multiply = self._multiply_apart if self._is_exact else _multiply_together
-        return exchange_rows(multiply(form, found, arrived), received, sent, self._group)
+        answers = exchange_rows(multiply(form, found, arrived), received, sent, self._group)
+        return spread.join(answers, lengths)
 
     def _multiply_apart(self, form: GroupedForm, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the answers, from one product per rank and expert."""

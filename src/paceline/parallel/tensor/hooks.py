@@ -77,12 +77,12 @@ def change_argument(
     return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
 
 
-def change_output(module: nn.Module, change: Change) -> RemovableHandle:
-    """Change the first tensor that a module returns."""
+def change_output(module: nn.Module, change: Change, number: int = 0) -> RemovableHandle:
+    """Change one of the tensors that a module returns: the first, or the one with a number from 0."""
 
     def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
         leaves, structure = tree_flatten(result)
-        place = next(n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        place = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][number]
         leaves[place] = change(leaves[place])
         return tree_unflatten(leaves, structure)
 

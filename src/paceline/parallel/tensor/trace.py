@@ -116,6 +116,7 @@ class Detour:
         takes: whether the activation that this call takes is changed instead of its result. Of a call of
             attention, `change` gets all arguments and returns those to use.
         path: of a tensor among the arguments of the module's call, in place of `keys`.
+        number: of the output among the tensors that the module returns.
     """
 
     module: str
@@ -124,6 +125,7 @@ class Detour:
     spot: CallSite | None = None
     takes: bool = False
     path: Path = ()
+    number: int = 0
 
 
 @dataclass
@@ -445,7 +447,7 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif detour.keys:
                 handles.append(change_input(module, detour.keys, change, prepend=True))
             else:
-                handles.append(change_output(module, change))
+                handles.append(change_output(module, change, detour.number))
         try:
             yield
         finally:

@@ -21,10 +21,10 @@ from paceline.recipe.rules.experts import (
     experts_are_there,
     experts_divide_data_ranks,
     experts_go_with,
-    mixtures_have_whole_sequences,
 )
 from paceline.recipe.rules.remarks import (
     exact_bits_depend_on_axes,
+    experts_are_repeated,
     ranks_are_idle,
     settings_wait_for_ranks,
     vocabulary_stays_whole,
@@ -62,12 +62,12 @@ RULES: tuple[Rule, ...] = (
     experts_are_there,
     experts_divide_data_ranks,
     experts_go_with,
-    mixtures_have_whole_sequences,
 )
 
 REMARKS: tuple[Rule, ...] = (
     vocabulary_stays_whole,
     ranks_are_idle,
     exact_bits_depend_on_axes,
+    experts_are_repeated,
     settings_wait_for_ranks,
 )

@@ -34,35 +34,39 @@ def experts_are_there(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterato
         )
 
 
-def mixtures_have_whole_sequences(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield cp for a model with mixtures: they sort the tokens of all positions."""
-    if layout.cp > 1 and model.has_router:
-        yield Finding(
-            "PL652",
-            "layout.cp",
-            f'layout.cp={layout.cp} with model.kind="moe".',
-            "A mixture sorts the tokens of all positions by expert, so it needs the whole sequence.",
-            f"Set cp=1 and give its {layout.cp} ranks to dp_replicate or dp_shard.",
-        )
-
-
 def experts_divide_data_ranks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield ep that does not divide the data ranks: neighbours among these share the experts."""
+    """Yield ep that does not divide the ranks of data and cp: neighbours among these share the experts."""
     num_ranks = _count_data(layout)
+    choices = divisors(gcd(model.num_experts or num_ranks, num_ranks))
+    inner = "".join(
+        f" x layout.{axis}={n}" for axis in ("dp_shard", "cp") if (n := getattr(layout, axis)) > 1
+    )
     if num_ranks % layout.ep:
-        choices = divisors(gcd(model.num_experts or num_ranks, num_ranks))
-        shards = f" x layout.dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else ""
         yield Finding(
             "PL654",
             "layout.ep",
-            f"layout.ep={layout.ep} does not divide layout.dp_replicate={layout.dp_replicate or 1}{shards}.",
+            f"layout.ep={layout.ep} does not divide layout.dp_replicate={layout.dp_replicate or 1}{inner}.",
             "ep adds no ranks: each group of ep neighbouring data ranks shares one copy of the experts.",
-            f"Set ep to {list_numbers(choices)}, or dp_replicate to a multiple of {layout.ep}.",
+            f"Set ep to {list_numbers([n for n in choices if _nests(n, layout.cp)])}, or dp_replicate to a "
+            f"multiple of {layout.ep}.",
+        )
+    elif not _nests(layout.ep, layout.cp):
+        yield Finding(
+            "PL654",
+            "layout.ep",
+            f"layout.ep={layout.ep} with layout.cp={layout.cp}.",
+            "The ranks of cp, which have the same tokens, share the experts before data ranks do: so ep is a "
+            "divisor or a multiple of cp.",
+            f"Set ep to {list_numbers([n for n in choices if _nests(n, layout.cp)])}.",
         )
 
 
+def _nests(ep: int, cp: int) -> bool:
+    return ep % cp == 0 or cp % ep == 0
+
+
 def _count_data(layout: Layout) -> int:
-    return (layout.dp_replicate or 1) * layout.dp_shard
+    return (layout.dp_replicate or 1) * layout.dp_shard * layout.cp
 
 
 def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:

@@ -55,6 +55,19 @@ def exact_bits_depend_on_axes(_: ModelFacts, run: RunFacts, layout: Layout) -> I
         )
 
 
+def experts_are_repeated(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterator[Finding]:
+    """Yield cp above ep: a mixture gets whole sequences, and ranks with the same experts repeat them."""
+    if model.num_experts and layout.cp > layout.ep:
+        yield Finding(
+            "PL665",
+            "layout.cp",
+            f"layout.cp={layout.cp} with layout.ep={layout.ep} for a model with mixtures.",
+            f"A mixture gets whole sequences, so {layout.cp // layout.ep} ranks of cp compute the same "
+            "experts.",
+            f"Set ep={layout.cp} if the experts are most of the work: each rank then computes some of them.",
+        )
+
+
 def settings_wait_for_ranks(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
     """Yield communication settings on one process: they have no effect, and are not refused, so that a recipe
     for a cluster runs on a laptop."""
