@@ -86,7 +86,7 @@ def _recipe_page() -> Iterator[str]:
             yield "| key | type | default | meaning |"
             yield "|---|---|---|---|"
             for name, key in model.model_fields.items():
-                if name != "kind":
+                if name != "kind" or kind is None:
                     yield _row(section, name, key)
             yield ""
 

@@ -250,6 +250,44 @@ def test_another_codec_or_number_of_slots_is_refused(ranks: Pool, tmp_path: Path
     assert ranks.run(train, args=(3, 4, str(tmp_path), 0, accepted))[0][2]
 
 
+def test_another_rank_is_refused_and_can_be_accepted(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(train, nproc=1, args=(1, 2, str(tmp_path), 0, {"kind": "powersgd"}))
+    options = {"kind": "powersgd", "compress": {"rank": 2}}
+    with pytest.raises(RankError, match=r"compress\.rank.*PL515"):
+        ranks.run(train, nproc=1, args=(3, 4, str(tmp_path), 0, options))
+    # The basis of the other rank is dropped, and residuals are kept.
+    options["accept"] = ["compress.rank"]
+    _, weights, kept = ranks.run(train, nproc=1, args=(3, 4, str(tmp_path), 0, options))[0]
+    assert kept
+    assert all(weight.isfinite().all() for weight in weights)
+
+
+def build_complex(world: Any) -> None:
+    model = nn.Linear(40, 8)
+    model.extra = nn.Parameter(torch.zeros(64, 64, dtype=torch.complex64))
+    Trainer(
+        model,
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
+        compress={"kind": "int8", "slots": 2},
+    )
+
+
+def build_sparse(world: Any) -> None:
+    Trainer(
+        nn.Sequential(nn.EmbeddingBag(64, 64, sparse=True)),
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
+        compress={"kind": "int8", "slots": 2},
+    )
+
+
+@pytest.mark.parametrize(("build_bad", "code"), [(build_complex, "PL961"), (build_sparse, "PL425")])
+def test_gradients_that_are_no_dense_floats_are_refused(ranks: Pool, build_bad: Any, code: str) -> None:
+    with pytest.raises(RankError, match=code):
+        ranks.run(build_bad, nproc=1)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

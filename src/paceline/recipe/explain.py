@@ -90,7 +90,8 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 def kind_of(model: type[BaseModel]) -> str | None:
     """Return the `kind` by which a recipe chooses this section, if it is one of several."""
     field = model.model_fields.get("kind")
-    return get_args(field.annotation)[0] if field is not None else None
+    kinds = get_args(field.annotation) if field is not None else ()
+    return kinds[0] if len(kinds) == 1 else None
 
 
 def format_value(value: Any) -> str:
