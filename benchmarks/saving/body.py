@@ -246,23 +246,40 @@ def _read_peak(pid: int | None) -> int | None:
 
 
 def main() -> None:
-    """Measures: body.py MILLIONS LAYOUT ROUNDS FOLDER OUT [ONLY]"""
-    millions, layout, rounds, folder, out = sys.argv[1:6]
-    only = sys.argv[6].split(";") if len(sys.argv) > 6 else None
+    """Measures: body.py MILLIONS LAYOUT ROUNDS FOLDER OUT MINUTES [ONLY]"""
+    millions, layout, rounds, folder, out, minutes = sys.argv[1:7]
+    only = sys.argv[7].split(";") if len(sys.argv) > 7 else None
+    begin_s, limit_s = time.monotonic(), 60 * float(minutes)
     world = paceline.start(device="cpu", threads_per_rank=1, seed=1)
     measurement = Measurement(world, float(millions), layout, Path(folder))
     names = [name for name in measurement.ways() if only is None or name in only]
-    rows = []
+    table: dict[str, Any] = {"millions": float(millions), "layout": layout, "ranks": world.world_size}
+    rows: list[dict[str, Any]] = []
+    table |= {"rows": rows, "limit_s": limit_s}
+
+    def is_over() -> bool:
+        return bool(limit_s) and world.broadcast_object(time.monotonic() - begin_s > limit_s)
+
+    def write() -> None:
+        if world.is_main:
+            Path(out).write_text(json.dumps(table, indent=1))
+
     for turn in range(int(rounds) + 1):
         for place, name in enumerate(names):
+            if turn and is_over():  # the first save of each way is always there
+                break
             found = measurement.measure(name, turn * len(names) + place)
             rows.append({"way": name, "round": turn, "load": os.getloadavg()[0], **found})
+        write()  # whatever comes after may be cut off
     counts: list[Any] = [None] * world.world_size
     dist.all_gather_object(counts, measurement.count())
-    every = _measure_every_step(measurement)
-    if world.is_main:
-        table = {"rows": rows, "counts": counts, "every_step": every, "ranks": world.world_size}
-        Path(out).write_text(json.dumps(table | {"millions": float(millions), "layout": layout}, indent=1))
+    table["counts"] = counts
+    write()
+    if not limit_s:
+        table["every_step"] = _measure_every_step(measurement)
+    elif not is_over():
+        table["every_step"] = _measure_every_step(measurement, num_blocks=2, num_steps=3)
+    write()
     measurement.close()
     world.close()
 

@@ -2,6 +2,7 @@
 
     python benchmarks/saving/run.py                                  # all of README.md: about two hours
     python benchmarks/saving/run.py --millions 20 --ranks 2 --rounds 4
+    python benchmarks/saving/run.py --millions 100 --ranks 2 4 --layouts dp_shard --minutes 12
     python benchmarks/saving/run.py --tables                         # the tables again, from results/
 
 Keeps raw numbers in results/*.json and writes all tables to results.txt.
@@ -25,7 +26,9 @@ RESULTS = HERE / "results"
 LAYOUTS = ("dp_shard", "dp_replicate")
 
 
-def measure(millions: float, ranks: int, axis: str, rounds: int, folder: str | None, only: str) -> Path:
+def measure(
+    millions: float, ranks: int, axis: str, rounds: int, folder: str | None, minutes: float, only: str
+) -> Path:
     """Runs one combination; the file with its numbers."""
     out = RESULTS / f"{millions:g}M-{ranks}-{axis}.json"
     RESULTS.mkdir(exist_ok=True)
@@ -39,6 +42,7 @@ def measure(millions: float, ranks: int, axis: str, rounds: int, folder: str | N
             str(ranks),
         ]
         command += [str(HERE / "body.py"), str(millions), f"{axis}={ranks}", str(rounds), temporary, str(out)]
+        command += [str(minutes)]
         command += [only] if only else []
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return out
@@ -63,15 +67,15 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
             f"{1e3 * first['stall_s']:.1f} | {durable_s:.2f} | {excess:.0f} | {len(later)} |"
         )
     loads = [row["load"] for row in found["rows"]]
-    every = found["every_step"]
     yield ""
     step_ms = 1e3 * statistics.median(row["step_s"] for row in found["rows"])
-    yield (
-        f"Load of the machine: {min(loads):.1f} to {max(loads):.1f}. Median step: {step_ms:.1f} ms. With an "
-        "asynchronous sharded save after every step: "
-        f"{1e3 * every['with_s']:.1f} ms, without: {1e3 * every['without_s']:.1f} ms, "
-        f"ratio {every['with_s'] / every['without_s']:.3f}."
-    )
+    yield f"Load of the machine: {min(loads):.1f} to {max(loads):.1f}. Median step: {step_ms:.1f} ms."
+    every = found.get("every_step", {})
+    if every:
+        yield (
+            f"With an asynchronous sharded save after every step: {1e3 * every['with_s']:.1f} ms, without: "
+            f"{1e3 * every['without_s']:.1f} ms, ratio {every['with_s'] / every['without_s']:.3f}."
+        )
     if "memory_s" in every:
         yield (
             f"With a save into memory after every step: {1e3 * every['memory_s']:.1f} ms, "
@@ -80,7 +84,7 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "| rank | share of 1/N | copied | written | memory of the copy | peak of the writer |"
     yield "|---:|---:|---:|---:|---:|---:|"
-    for count in found["counts"]:
+    for count in found.get("counts", ()):
         share = count["state_bytes"] / found["ranks"]
         sizes = [count["copied_bytes"], count["written_bytes"], count["memory_bytes"]]
         ratios = " | ".join(f"{size / 1e6:.1f} MB ({size / share:.3f})" for size in sizes)
@@ -105,6 +109,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), help="dp_shard, dp_replicate")
     parser.add_argument("--rounds", type=int, default=8, help="saves of each way, after the first one")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="per combination: no further save after these; 0: no limit"
+    )
     parser.add_argument("--folder", help="on the disk to write to; default the temporary folder's")
     parser.add_argument("--only", default="", help="ways with ; between, such as 'dcp.save;paceline sharded'")
     parser.add_argument("--tables", action="store_true", help="only write the tables again")
@@ -113,7 +120,7 @@ def main() -> None:
         for millions in args.millions:
             for ranks in args.ranks:
                 for axis in args.layouts:
-                    measure(millions, ranks, axis, args.rounds, args.folder, args.only)
+                    measure(millions, ranks, axis, args.rounds, args.folder, args.minutes, args.only)
     write_tables()
 
 
