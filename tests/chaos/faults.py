@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.alive import alive_name
-from paceline.checkpoint.names import LOCK, TMP
+from paceline.checkpoint.names import LOCK, TMP, TRASH, step_name
 from tests.chaos.processes import find_marked, kill, sort_by_role
 from tests.chaos.setting import MARK
 
@@ -32,6 +32,7 @@ KINDS = (
     "kill before an operation",
     "kill in a write",
     "kill before the rename",
+    "kill in retention",
     "fail a write",
     "fail the rename",
     "fill the disk",
@@ -87,7 +88,7 @@ class Hook:
         self.fault = fault
         self._strike = strike
         self._begins = alive_name(0)[:-1] if in_writer else LOCK
-        self._saves = self._operations = self._bytes = 0
+        self._saves = self._operations = self._bytes = self._removals = 0
         self._saving = ""
         self._fired = False
 
@@ -99,6 +100,9 @@ class Hook:
             self._fired |= Path(self.fault.fired).exists()
         if step := _STEP.search(str(path)):
             self._saving = step[1]
+        if self.fault.kind == "kill in retention" and self._saves >= self.fault.save:
+            # The first saves of a run remove nothing.
+            self._kill_in_retention(operation, path)
         if self._fired or self._saves != self.fault.save:
             return None
         self._operations += 1
@@ -131,6 +135,16 @@ class Hook:
             if len(files) > self.fault.place:
                 self._note()
                 files[self.fault.place - 1].unlink()
+
+    def _kill_in_retention(self, operation: str, path: Path) -> None:
+        """Kills before the n-th operation that removes a checkpoint: its renaming, then one per file."""
+        is_renamed = operation == "rename" and path.name.startswith(step_name(0)[:5])
+        if is_renamed:
+            self._removals = 0
+        if is_renamed or (operation == "remove" and TRASH in str(path)):
+            self._removals += 1
+            if self._removals == self.fault.place and not self._fired:
+                self._kill()
 
     def _kill(self) -> None:
         self._note()

@@ -134,7 +134,7 @@ def _make_fault(plan: Plan, case: Case, fired: Path) -> Fault:
         place = 1 + int(plan.place * operations)
     elif plan.fault == "kill in the copy":
         place = 1 + int(plan.place * COPIED_TENSORS / num_writers)
-    elif plan.fault == "remove a file":
+    elif plan.fault in ("remove a file", "kill in retention"):
         place = 1 + int(plan.place * SAVE_FILES)
     else:
         place = int(plan.place * SAVE_BYTES / num_writers)

@@ -45,7 +45,7 @@ def test_a_writer_is_told_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train_with_fault(fault.dump(), "recipe", "folder", True, 1234, ("seed",)) == "1234"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kill in the copy"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("kill in the copy", "kill in retention")])
 @pytest.mark.parametrize("place", [1, 3, 5])
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_fault_strikes_in_its_save(kind: str, place: int, number: int, tmp_path: Path) -> None:
@@ -65,6 +65,23 @@ def test_a_fault_strikes_in_its_save(kind: str, place: int, number: int, tmp_pat
         for step in (number, number + 1):  # it strikes once
             save(folder, step)
     assert whole(folder) == list(range(1, number + 2))
+
+
+@pytest.mark.parametrize("place", [1, 2, 5])
+def test_a_kill_in_retention_waits_for_a_checkpoint_to_be_removed(place: int, tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "out", keep=2)
+    fault = Fault("kill in retention", 1, place, "rank 0", str(tmp_path / "fired"))
+    with files.inject(Hook(fault, strike)):
+        for step in (1, 2):
+            save(folder, step)
+        with pytest.raises(Killed):
+            save(folder, 3)
+        # Before its renaming the oldest one is whole; after it, it no longer counts.
+        assert whole(folder) == ([1, 2, 3] if place == 1 else [2, 3])
+        assert bool(list(folder.path.glob(".trash-*"))) is (place > 1)
+        save(folder, 4)
+    assert whole(folder) == [3, 4]
+    assert not list(folder.path.glob(".trash-*"))
 
 
 @pytest.mark.parametrize("place", [0, 1, 7, 8, 500, 3000])
