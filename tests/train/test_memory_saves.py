@@ -26,6 +26,8 @@ from paceline.checkpoint.held_states import _list_keepers
 from paceline.checkpoint.memory_copies import CopyTarget
 from paceline.checkpoint.memory_keeper import MARKER, KeeperProcess
 from paceline.errors import PacelineError
+from paceline.train import memory_states
+from paceline.train.memory_states import MemoryStates
 from paceline.train.state import memory_saves
 from paceline.train.state.disks import Disks, SharedDisk
 from paceline.train.state.memory_restore import put_failed_aside
@@ -180,6 +182,8 @@ def test_each_node_needs_memory_for_its_own_states_and_for_copies(
     entries = [entry(0, 200, 200), entry(0, 200, 200), entry(1, 400, 200)]
     if short is None:
         memory_saves._check_free(entries, [2, 2, 0])
+        with pytest.raises(PacelineError, match=r"of which they may take 99%: 8 B are missing.*PL562"):
+            memory_saves._check_free(entries, [2, 2, 0], 0.99)
         return
     with pytest.raises(
         PacelineError, match=rf"on {short}, and {min(free)} B are free: 1 B are missing.*PL562"
@@ -311,6 +315,48 @@ def test_states_are_kept_as_often_as_their_cost_allows(ranks: Pool, tmp_path: Pa
     by_step = {row["step"]: row["memory_every"] for row in rows}
     assert by_step[1] is None
     assert [by_step.get(number + 1) for number in kept[2:-1]] == told[2:-1]
+
+
+def keep_by_default(world: Any, folder: str, free: int) -> tuple[list[int], list[str]]:
+    """Nine steps as a recipe's run takes them, with so much free memory; the first minute is over at once."""
+    trainer = build_trainer("dp_shard=2", asynchronous_saves=False)
+    trainer.resume(folder)
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("paceline").addHandler(told)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "x")
+        patch.setenv("TORCHELASTIC_MAX_RESTARTS", "1" if world.rank else "2")
+        patch.setattr(memory_states, "_FIRST_S", 0.0)
+        patch.setattr(memory_saves, "read_free_memory", lambda: free)
+        kept: list[int] = []
+
+        def keep(max_cost: float | None = None, max_memory: float = 1.0) -> bool:
+            found = trainer.save_to_memory(max_cost, max_memory)
+            kept.extend([trainer.step_number] * found)
+            return found
+
+        states = MemoryStates(world, "auto", keep)
+        for number in steps(trainer, 9):
+            states.after(number)
+        has_keeper = trainer._saver.saving.memory._keeper is not None
+        trainer.close()
+    logging.getLogger("paceline").removeHandler(told)
+    assert has_keeper == bool(kept)
+    return kept, [record.getMessage() for record in told.buffer]
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_too_little_memory_is_a_remark_unless_a_number_asks_for_states(
+    ranks: Pool, tmp_path: Path, is_short: bool
+) -> None:
+    first, second = ranks.run(keep_by_default, args=(str(tmp_path), 30_000 if is_short else 1 << 30))
+    if not is_short:
+        assert first == second == ([8], []), "four steps are timed before the first state"
+        return
+    assert second == ([], []), "rank 0 tells it"
+    kept, (told,) = first
+    assert kept == []
+    assert re.match(r"No states are kept in memory: .* may take 25%: .* are missing\. .* \[PL562\]$", told)
 
 
 def test_a_keeper_leaves_when_the_process_that_starts_ranks_has_ended(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from paceline.recipe.layout import MEASURED
 from paceline.seeds import derive_seed
 from paceline.train.belongings import EVALUATIONS, METRICS, check_belongings
 from paceline.train.evaluation import Evaluation
+from paceline.train.memory_states import MemoryStates
 from paceline.train.metrics import read_rows
 from paceline.train.run_folder import claim_run_folder
 from paceline.train.state.disks import find_disks, name_rank, raise_any
@@ -31,8 +32,6 @@ from paceline.train.trainer import Trainer
 from paceline.world import World, current_world
 
 _SAMPLE_TOKENS = 200
-# Share of the step time that states in memory may cost with memory_every = "auto".
-_MAX_MEMORY_COST = 0.01
 
 
 class Reporter(Protocol):
@@ -226,6 +225,8 @@ class _RecipeRun:
             self._valid_loader = build_loader(recipe, self._trainer, valid, train=False)
         self._first_step = self._trainer.resume(folder, accept=list_settings(accept))
         self._num_parameters = self._trainer.count_parameters()
+        every = recipe.checkpoint.memory_every
+        self._memory_states = MemoryStates(world, every, self._trainer.save_to_memory)
         self._valid: dict[str, float] | None = None
         self._steps: list[Step] = []
 
@@ -301,10 +302,8 @@ class _RecipeRun:
             self._evaluate()
         if is_end or _is_due(step.number, self._recipe.checkpoint.every):
             self._trainer.save(wait=is_end)
-        elif self._recipe.checkpoint.memory_every == "auto":
-            self._trainer.save_to_memory(_MAX_MEMORY_COST)
-        elif _is_due(step.number, self._recipe.checkpoint.memory_every):
-            self._trainer.save_to_memory()
+        else:
+            self._memory_states.after(step.number)
 
     def _finish_complete(self) -> None:
         """Read or compute the evaluation of a run that was complete before this start; train nothing."""

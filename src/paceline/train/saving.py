@@ -247,11 +247,12 @@ class Saving:
         state: RunState,
         identity: dict[str, Any],
         rows: dict[str, tuple[int, str]],
+        max_memory: float,
     ) -> None:
         """Keep a state in memory; see `MemorySaves.save`."""
         begin_s = time.perf_counter()
         try:
-            self.memory.save(folder, step, state, identity, rows)
+            self.memory.save(folder, step, state, identity, rows, max_memory)
         finally:
             self.memory.interval.add_stall(time.perf_counter() - begin_s)
             self._add_stall(begin_s)

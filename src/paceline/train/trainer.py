@@ -358,8 +358,7 @@ class Trainer(TrainedModels):
             self.num_samples = state["samples"]
             self._skipped.num_in_a_row = state["skipped_in_a_row"]
             for name, loader in self._loaders.items():
-                saved = self._saver.tracked.take_loader_state(name)
-                if saved is not None:
+                if (saved := self._saver.tracked.take_loader_state(name)) is not None:
                     loader.load_state_dict(saved)
         self._records.begin(Path(folder), self.step_number)
         self._last_step_end_s = time.perf_counter()
@@ -386,13 +385,14 @@ class Trainer(TrainedModels):
         self._records.flush()  # the file then has all steps that the checkpoint has
         return self._saver.save(self._describe_progress(), wait=wait)
 
-    def save_to_memory(self, max_cost: float | None = None) -> bool:
+    def save_to_memory(self, max_cost: float | None = None, max_memory: float = 1.0) -> bool:
         """Keep this step's state in memory, for ranks that the launcher starts again; collective.
 
         Processes here and on another node hold the last two; `resume` goes on from the newest whole state.
 
         Args:
             max_cost: return `False` unless states cost less than this share of the step time, as measured.
+            max_memory: share of each node's free memory that states may take.
 
         Raises:
             PacelineError: PL561 where no memory can be kept, PL562 if there is too little; as `save`.
@@ -400,7 +400,7 @@ class Trainer(TrainedModels):
         refuse_saving(in_step=self._phases.is_running, went_apart=self._went_apart)
         if is_due := self._saver.saving.memory.interval.is_due(self.step_number, max_cost):
             self._records.flush()
-            self._saver.save_to_memory(self._describe_progress())
+            self._saver.save_to_memory(self._describe_progress(), max_memory)
         return is_due
 
     def step(self, batch: Share | Any) -> Step:

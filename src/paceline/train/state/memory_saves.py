@@ -106,6 +106,7 @@ class MemorySaves:
         state: RunState,
         identity: dict[str, Any],
         rows: dict[str, tuple[int, str]],
+        max_memory: float = 1.0,
     ) -> None:
         """Copy this rank's share into memory while training goes on; collective.
 
@@ -115,11 +116,27 @@ class MemorySaves:
             state: this rank's part.
             identity: for the manifest.
             rows: of rank 0, rows of metrics that not all disks have.
+            max_memory: share of a node's free memory that states may take.
 
         Raises:
             PacelineError: PL561 where memory cannot be kept, PL562 if there is too little; PL507 and PL525 as
-                for a checkpoint.
+                for a checkpoint. No memory is held after it.
         """
+        try:
+            self._save(folder, step, state, identity, rows, max_memory)
+        except PacelineError:
+            self.close()
+            raise
+
+    def _save(
+        self,
+        folder: Path,
+        step: int,
+        state: RunState,
+        identity: dict[str, Any],
+        rows: dict[str, tuple[int, str]],
+        max_memory: float,
+    ) -> None:
         world = self._world
         plans: list[FilePlan] = []
         late: frozenset[int] = frozenset()
@@ -150,7 +167,7 @@ class MemorySaves:
         entries = gather(world, own)
         agree([(entry.error, entry.digest) for entry in entries])
         partners = choose_partners([entry.node for entry in entries], [entry.domain for entry in entries])
-        _check_free(entries, partners)
+        _check_free(entries, partners, max_memory)
         with caught() as raised:
             self._reserve(plans)
         if any(entry.wanted_bytes for entry in entries):  # some rank has reserved memory, which may fail
@@ -294,8 +311,16 @@ class MemorySaves:
         self._state_copy = StateCopy(self._slots[slot], plans, late, held, self._world.device, end)
 
 
-def _check_free(entries: Sequence[_MemoryEntry], partners: Sequence[int | None]) -> None:
-    """Raise PL562 if a node has less memory than its ranks and the copies of others take."""
+def _check_free(
+    entries: Sequence[_MemoryEntry], partners: Sequence[int | None], max_memory: float = 1.0
+) -> None:
+    """Raise PL562 if a node has less memory than its ranks and the copies of others take.
+
+    Args:
+        entries: by rank.
+        partners: by rank the one that gets its copies.
+        max_memory: share of the free memory that may be taken.
+    """
     wanted: dict[int, int] = {}
     for entry, partner in zip(entries, partners, strict=True):
         wanted[entry.node] = wanted.get(entry.node, 0) + entry.wanted_bytes
@@ -305,9 +330,9 @@ def _check_free(entries: Sequence[_MemoryEntry], partners: Sequence[int | None])
     for node, num_bytes in sorted(wanted.items()):
         of_node = [rank for rank, entry in enumerate(entries) if entry.node == node]
         free = max(entries[rank].free_bytes for rank in of_node)
-        if num_bytes > free:
+        if num_bytes > int(free * max_memory):
             keeper = entries[of_node[0]].keeper
-            raise _short_error(num_bytes, free, "" if keeper is None else keeper.host)
+            raise _short_error(num_bytes, free, max_memory, "" if keeper is None else keeper.host)
 
 
 def _why_not() -> str:
@@ -330,17 +355,19 @@ def _impossible_error(reason: str) -> PacelineError:
         rule="A process beside each rank holds the newest states of a run, until the launcher starts the "
         "ranks of that node again.",
         fix="Set checkpoint.memory_every = 0 and checkpoint.asynchronous = true, and save to the disk more "
-        "often. Or start the run with paceline run, paceline train --nproc or torchrun.",
+        "often. Or start the run with paceline run, paceline train --nnodes or torchrun.",
     )
 
 
-def _short_error(wanted: int, free: int, host: str) -> PacelineError:
+def _short_error(wanted: int, free: int, max_memory: float, host: str) -> PacelineError:
+    limit = "" if max_memory == 1 else f", of which they may take {max_memory:.0%}"
+    missing = wanted - int(free * max_memory)
     where = f" on {host}" if host else ""
     copies = " Copies of the states of another node are held too." if host else ""
     found = PacelineError(
         "PL562",
         saw=f"Keeping states in memory takes {format_bytes(wanted)}{where}, and {format_bytes(free)} are "
-        f"free: {format_bytes(wanted - free)} are missing.",
+        f"free{limit}: {format_bytes(missing)} are missing.",
         rule=f"Two states are held in turn, because the older one must stay until the newer one is "
         f"complete.{copies}",
         fix="Set checkpoint.memory_every = 0, or use nodes with more memory.",

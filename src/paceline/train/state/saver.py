@@ -139,14 +139,14 @@ class Saver:
             last.wait()
         return last
 
-    def save_to_memory(self, counters: dict[str, Any]) -> None:
+    def save_to_memory(self, counters: dict[str, Any], max_memory: float) -> None:
         """Keep this step's state in memory; collective. See `Trainer.save_to_memory`."""
         self._require_folder()
         assert self.folder is not None
         state = self._list_state(self._describe_all(counters))
         # Where nodes have disks of their own, those after the last save are on rank 0's alone.
         rows = self._rows.read_new() if self._rows is not None and self._world.is_main else {}
-        self.saving.save_to_memory(self.folder, counters["step"], state, self._describe(), rows)
+        self.saving.save_to_memory(self.folder, counters["step"], state, self._describe(), rows, max_memory)
 
     def _describe_all(self, counters: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         """Return a function for rank 0 that describes the state without the tensors; collective."""
