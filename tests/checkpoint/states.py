@@ -13,7 +13,7 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder, Loaded
 from paceline.checkpoint.content import full
-from paceline.checkpoint.load import OnSkip, read
+from paceline.checkpoint.load import OnSkip, find_newest, read
 from paceline.checkpoint.names import CHECKPOINTS, LOCK
 from paceline.checkpoint.tensors import read_infos, read_tensor
 
@@ -57,8 +57,7 @@ def make_state(step: int) -> dict[str, Any]:
 
 def load_newest(folder: CheckpointFolder, on_skip: OnSkip | None = None) -> Loaded | None:
     """The newest valid checkpoint, all of it in memory."""
-    found = folder.open_newest(on_skip)
-    return None if found is None else read(found.path)
+    return read(find_newest(folder.path, on_skip)) if folder.steps() else None
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Saves, keeps, finds and loads a run's checkpoints; `commit.py` has the order of a save's steps."""
+"""Saves and keeps a run's checkpoints; `commit.py` has the order of a save's steps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.commit import Commits, note_state
+from paceline.checkpoint.commit import Commits
 from paceline.checkpoint.content.protocol import Prepared, write_files
-from paceline.checkpoint.load import (
-    Loaded,
-    OnSkip,
-    find_newest,
-    open_usable,
-)
 from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
 
 
@@ -57,21 +51,3 @@ class CheckpointFolder(Commits):
         """
         with self.begin(step, num_bytes=content.num_bytes, identity=identity) as save:
             return save.commit(content.content, write_files(content.list_files(), save.folder))
-
-    def open_newest(self, on_skip: OnSkip | None = None) -> Loaded | None:
-        """Return the newest valid checkpoint with its tensors unread (`StoredTensor`); `None` without any.
-
-        Args:
-            on_skip: called for every newer one that is not valid, with its findings; without it a
-                warning is logged.
-
-        Raises:
-            PacelineError: PL509 where there are checkpoints and none is valid, PL504 where the newest
-                one is of a newer format. Nothing is deleted or changed.
-        """
-        return open_usable(self._find_newest(on_skip)) if self.steps() else None
-
-    def _find_newest(self, on_skip: OnSkip | None) -> Path:
-        newest = find_newest(self.path, on_skip)
-        self._seen_valid[newest] = note_state(newest)
-        return newest

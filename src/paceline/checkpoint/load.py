@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,16 @@ class Loaded:
 def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
     """Return the newest valid checkpoint in a `checkpoints` folder that has at least one, valid or not.
 
+    One process reads all of it; ranks share this out (`train/state/verified.py`).
+
+    Args:
+        folder: with the checkpoints.
+        on_skip: called for every newer one that is not valid, with its findings; without it a warning is
+            logged.
+
     Raises:
-        PacelineError: as `CheckpointFolder.open_newest`.
+        PacelineError: PL509 if none is valid, PL504 where the newest one is of a newer format. Nothing is
+            deleted or changed.
     """
     skipped: list[tuple[Path, list[Finding]]] = []
     for path in reversed(list_checkpoints(folder).values()):
@@ -61,8 +69,13 @@ def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
             on_skip(path, findings)
         else:
             logger.warning("skipping %s: %s", path, "; ".join(finding.saw for finding in findings))
+    raise no_valid_error(folder, skipped)
+
+
+def no_valid_error(folder: Path, skipped: Sequence[tuple[Path, list[Finding]]]) -> PacelineError:
+    """Return PL509 for checkpoints of which none is valid, with their findings."""
     shown = " ".join(f"{path.name}: {findings[0].saw}" for path, findings in skipped)
-    raise PacelineError(
+    return PacelineError(
         "PL509",
         saw=f"{folder} has {len(skipped)} checkpoint(s), and none is valid. {shown}",
         rule="A run resumes only from a valid checkpoint; these stay as they are.",
@@ -75,7 +88,7 @@ def find_checkpoint(path: str | Path, on_skip: OnSkip | None = None) -> Path:
 
     Args:
         path: a checkpoint's folder, a run's, or the `checkpoints` in that.
-        on_skip: as in `CheckpointFolder.open_newest`.
+        on_skip: as in `find_newest`.
 
     Raises:
         PacelineError: PL514 where there is none, PL509 where none is valid, PL504 for a newer format.

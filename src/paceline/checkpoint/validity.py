@@ -47,29 +47,8 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
     except BadManifestError as bad:
         rule = "Without its manifest, nothing in a checkpoint can be trusted."
         return [Finding("PL503", str(path / FILE_NAME), f"{FILE_NAME} {bad}.", rule, _FALL_BACK)]
-    findings: list[Finding] = []
-    for name, record in manifest.files.items():
-        file = path / name
-        found, code = None, ""
-        try:
-            status = file.lstat()
-            num_bytes = status.st_size
-            if not stat.S_ISREG(status.st_mode):
-                code, found = "PL500", f"{name} is not a plain file."
-            elif num_bytes != record.num_bytes:
-                code, found = "PL501", f"{name} has {num_bytes} bytes, the manifest has {record.num_bytes}."
-            elif read_all and hash_file(file).sha256 != record.sha256:
-                code, found = "PL502", f"{name} was altered: its hash is not the one in the manifest."
-        except FileNotFoundError:
-            if holders := manifest.holders.get(name):
-                findings.append(_elsewhere(file, holders))
-                continue
-            code, found = "PL500", f"{name} is missing."
-        except OSError as error:
-            code, found = "PL500", f"{name} cannot be read ({error.strerror})."
-        if found is not None:
-            rule = "A checkpoint is used only if all of its files are as they were written."
-            findings.append(Finding(code, str(file), found, rule, _FALL_BACK))
+    checked = (_check_file(path, manifest, name, read_all=read_all) for name in manifest.files)
+    findings = [finding for finding in checked if finding is not None]
     step = step_of(path)
     if step is not None and step != manifest.step:
         findings.append(_unfit(path, f"the folder's name says step {step}, its manifest {manifest.step}."))
@@ -79,6 +58,11 @@ def verify(path: Path, *, read_all: bool = True) -> list[Finding]:
         findings += check_fits(path, manifest)
     findings += _extra_files(path, {*manifest.files, FILE_NAME})
     return findings
+
+
+def check_hash(path: Path, manifest: Manifest, name: str) -> Finding | None:
+    """Return what is wrong with one file of a checkpoint, which is read: PL500, PL501, PL502 or PL551."""
+    return _check_file(path, manifest, name, read_all=True)
 
 
 def check_fits(path: Path, manifest: Manifest) -> list[Finding]:
@@ -107,6 +91,29 @@ def refuse_newer(findings: list[Finding]) -> None:
             # Not skipped like a broken one: continuing from an older step would discard work.
             saw = f"{finding.where}: {finding.saw}"
             raise PacelineError(finding.code, saw=saw, rule=finding.rule, fix=finding.fix)
+
+
+def _check_file(path: Path, manifest: Manifest, name: str, *, read_all: bool) -> Finding | None:
+    file, record = path / name, manifest.files[name]
+    try:
+        status = file.lstat()
+        num_bytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            code, found = "PL500", f"{name} is not a plain file."
+        elif num_bytes != record.num_bytes:
+            code, found = "PL501", f"{name} has {num_bytes} bytes, the manifest has {record.num_bytes}."
+        elif read_all and hash_file(file).sha256 != record.sha256:
+            code, found = "PL502", f"{name} was altered: its hash is not the one in the manifest."
+        else:
+            return None
+    except FileNotFoundError:
+        if holders := manifest.holders.get(name):
+            return _elsewhere(file, holders)
+        code, found = "PL500", f"{name} is missing."
+    except OSError as error:
+        code, found = "PL500", f"{name} cannot be read ({error.strerror})."
+    rule = "A checkpoint is used only if all of its files are as they were written."
+    return Finding(code, str(file), found, rule, _FALL_BACK)
 
 
 def _newer(path: Path, version: int) -> Finding:

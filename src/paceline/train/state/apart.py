@@ -41,6 +41,7 @@ from paceline.train.state.disks import Disks, name_rank, raise_any
 from paceline.train.state.exchange import exchange
 from paceline.train.state.same_model import check_one_run
 from paceline.train.state.transfer import gather
+from paceline.train.state.verified import share_out
 from paceline.train.state.write import RunState, WriteShare, agree_on_share, caught, gather_full
 from paceline.units import format_bytes
 from paceline.world import World
@@ -378,24 +379,31 @@ class _Checked:
 def _check_hashes(
     world: World, disks: Disks, folder: CheckpointFolder, candidate: Found, holders: Holders
 ) -> tuple[Holders, Holders]:
-    """Return the disks that have each file unchanged, and those that have something else of its name."""
-    own = _Checked(frozenset(), frozenset())
-    if disks.leads:
-        path = folder.steps().get(candidate.manifest.step)
-        good: set[str] = set()
-        broken: set[str] = set()
-        for name, record in candidate.manifest.files.items():
-            if path is None or not os.path.lexists(path / name):
-                continue
-            is_good = False
-            if disks.own in holders[name]:
-                with contextlib.suppress(OSError):
-                    is_good = hash_file(path / name) == record
-            (good if is_good else broken).add(name)
-        own = _Checked(frozenset(good), frozenset(broken))
-    gathered = gather(world, own)
-    by_disk = [gathered[leader] for leader in disks.leaders]
+    """Return the disks that have each file unchanged, and those that have something else of its name.
+
+    The ranks of a disk share out its files, so each is hashed once.
+    """
     names = candidate.manifest.files
+    path = folder.steps().get(candidate.manifest.step)
+    good: set[str] = set()
+    broken: set[str] = set()
+    ranks = disks.disks[disks.own].ranks
+    sizes = {name: record.num_bytes for name, record in names.items() if disks.own in holders[name]}
+    for name in share_out(sizes, len(ranks))[ranks.index(world.rank)]:
+        is_good = False
+        with contextlib.suppress(OSError):
+            is_good = path is not None and hash_file(path / name) == names[name]
+        (good if is_good else broken).add(name)
+    if disks.leads and path is not None:
+        broken |= {name for name in names.keys() - sizes.keys() if os.path.lexists(path / name)}
+    gathered = gather(world, _Checked(frozenset(good), frozenset(broken)))
+    by_disk = [
+        _Checked(
+            frozenset().union(*(gathered[rank].good for rank in disk.ranks)),
+            frozenset().union(*(gathered[rank].broken for rank in disk.ranks)),
+        )
+        for disk in disks.disks
+    ]
     return (
         {name: {disk for disk, each in enumerate(by_disk) if name in each.good} for name in names},
         {name: {disk for disk, each in enumerate(by_disk) if name in each.broken} for name in names},

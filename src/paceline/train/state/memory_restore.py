@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import CheckpointFolder, verify
+from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.hashed import FileRecord
 from paceline.checkpoint.held_states import (
     FROM_MEMORY,
@@ -36,13 +36,13 @@ from paceline.checkpoint.held_states import (
 )
 from paceline.checkpoint.names import FAILED, step_name
 from paceline.checkpoint.same_copies import find_difference
-from paceline.checkpoint.validity import is_usable, refuse_newer
 from paceline.errors import PacelineError
 from paceline.phrases import name_ranks
 from paceline.train.follow import SharedRows
 from paceline.train.state.apart import commit_apart, has_whole
 from paceline.train.state.disks import Disks
-from paceline.train.state.transfer import gather, run_on_main
+from paceline.train.state.transfer import gather
+from paceline.train.state.verified import SharedVerification
 from paceline.train.state.write import caught, commit_shares
 from paceline.world import World
 
@@ -92,7 +92,13 @@ class MemoryOfNodes:
                 self._states.setdefault(key, []).append(_Place(nodes[leader], leader, held))
 
     def restore(
-        self, disks: Disks, checkpoints: CheckpointFolder, *, copies: int, rows: SharedRows | None
+        self,
+        disks: Disks,
+        checkpoints: CheckpointFolder,
+        checks: SharedVerification,
+        *,
+        copies: int,
+        rows: SharedRows | None,
     ) -> int | None:
         """Write the newest whole state to the disk, if it is newer than what is there; return its step.
 
@@ -101,6 +107,7 @@ class MemoryOfNodes:
         Args:
             disks: of the run's folder.
             checkpoints: of the run, as this rank sees them.
+            checks: of these checkpoints, if all ranks see them.
             copies: disks per file.
             rows: metrics, if nodes have disks of their own.
 
@@ -112,7 +119,7 @@ class MemoryOfNodes:
         runs = set().union(*gather(self._world, set(checkpoints.list_runs().values())))
         for (step, _), places in sorted(self._states.items(), reverse=True):
             if disks.is_common:
-                is_there = run_on_main(self._world, partial(_has_valid, checkpoints, step))
+                is_there = checks.has_valid(step)
             else:
                 is_there = has_whole(self._world, disks, checkpoints, step)
             if is_there:
@@ -261,15 +268,3 @@ def _strip(held: HeldPlace) -> HeldPlace:
     """Return a place without what only the writing of its state needs."""
     run = {"run": held.share.identity.get("run")}
     return replace(held, share=replace(held.share, identity=run, digests=[], rows={}))
-
-
-def _has_valid(checkpoints: CheckpointFolder, step: int) -> bool:
-    """Return whether a checkpoint of a step or of a later one is valid."""
-    for other, path in reversed(checkpoints.steps().items()):
-        if other < step:
-            break
-        findings = verify(path)
-        refuse_newer(findings)
-        if is_usable(findings):
-            return True
-    return False

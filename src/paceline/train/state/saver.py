@@ -53,6 +53,7 @@ from paceline.train.state.residuals import gather_residuals, restore_residuals
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
 from paceline.train.state.tracked import Tracked
 from paceline.train.state.transfer import load_on_main, run_on_main
+from paceline.train.state.verified import SharedVerification
 from paceline.train.state.write import RunState
 from paceline.train.step import SaveTimes
 from paceline.train.update import Update
@@ -213,7 +214,8 @@ class Saver:
         self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
         newest: tuple[Path, Manifest] | None = None
         memory = MemoryOfNodes(self._world, folder)
-        memory.restore(disks, checkpoints, copies=self._copies, rows=self._rows)
+        checks = SharedVerification(self._world, checkpoints)
+        memory.restore(disks, checkpoints, checks, copies=self._copies, rows=self._rows)
         memory.end()
         put_failed_aside(self._world, disks, checkpoints)
         if not disks.is_common:
@@ -221,6 +223,9 @@ class Saver:
         self._history = History(self._world, disks, folder)
         found = 0 if newest is None else newest[1].step
         self._history.check(None if disks.is_common else found)
+        path = newest and newest[0]
+        if disks.is_common:
+            path = checks.find_newest(_warn_of_skip)
         self._accept = tuple(accept)
         hooks: Saved = {}
         residuals: SavedResiduals = {}
@@ -229,12 +234,9 @@ class Saver:
         def read() -> Any:
             self._open_folder = OpenFolder(folder)
             self._steps = set(checkpoints.steps())
-            if disks.is_common:
-                loaded = checkpoints.open_newest(on_skip=_warn_of_skip)
-            else:
-                loaded = None if newest is None else open_usable(newest[0])
-            if loaded is None:
+            if path is None:
                 return None
+            loaded = open_usable(path)
             if disks.is_common:
                 check_one_run(checkpoints.list_runs(), folder)
             self._run_id = loaded.identity.get("run", self._run_id)

@@ -1,0 +1,141 @@
+"""Verifies checkpoints in a folder that all ranks see: each file is hashed once, by one of the ranks.
+
+Protocol for one checkpoint, all ranks together:
+
+1. Rank 0 checks the manifest, and that all files are there with their sizes.
+2. Ranks report whether they see the same manifest. Those that do share out the files, by size.
+3. Each hashes its files. Rank 0 hashes those that another rank could not read.
+4. If all hashes are right, rank 0 compares the headers of the files.
+
+All ranks get the same findings, those of `checkpoint.verify`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.checkpoint import CheckpointFolder
+from paceline.checkpoint.load import OnSkip, no_valid_error
+from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
+from paceline.checkpoint.validity import check_fits, check_hash, is_usable, refuse_newer, verify
+from paceline.finding import Finding
+from paceline.train.state.disks import raise_any
+from paceline.train.state.transfer import gather, run_on_main
+from paceline.train.state.write import caught
+from paceline.world import World
+
+
+class SharedVerification:
+    """The checks of a start; all methods are collective.
+
+    Args:
+        world: the ranks.
+        checkpoints: of the run, in a folder that all ranks see.
+    """
+
+    def __init__(self, world: World, checkpoints: CheckpointFolder) -> None:
+        self._world = world
+        self._folder = checkpoints
+        # By digest of the manifest, so that none is hashed twice in one start.
+        self._known: dict[str, list[Finding]] = {}
+
+    def find_newest(self, on_skip: OnSkip) -> Path | None:
+        """Return the newest valid checkpoint, as this rank names it; `None` if there is no checkpoint at all.
+
+        Args:
+            on_skip: called on rank 0 for every newer one that is not valid, with its findings.
+
+        Raises:
+            PacelineError: PL509 if there are checkpoints and none is valid, PL504 for a newer format.
+        """
+        skipped: list[tuple[Path, list[Finding]]] = []
+        for _, name in self._list():
+            findings = self._verify(name)
+            if is_usable(findings):
+                return self._folder.path / name
+            path = self._folder.path / name
+            skipped.append((path, findings))
+            if self._world.is_main:
+                on_skip(path, findings)
+        if skipped:
+            raise_any([no_valid_error(self._folder.path, skipped)])
+        return None
+
+    def has_valid(self, step: int) -> bool:
+        """Return whether a checkpoint of a step or of a later one is valid.
+
+        Raises:
+            PacelineError: PL504 for a newer format.
+        """
+        return any(is_usable(self._verify(name)) for number, name in self._list() if number >= step)
+
+    def _list(self) -> list[tuple[int, str]]:
+        """Return the steps and names of the checkpoints that rank 0 sees, the newest first."""
+
+        def look() -> list[tuple[int, str]]:
+            return [(step, path.name) for step, path in reversed(self._folder.steps().items())]
+
+        return run_on_main(self._world, look)
+
+    def _verify(self, name: str) -> list[Finding]:
+        world, path = self._world, self._folder.path / name
+        findings, digest = run_on_main(world, lambda: (verify(path, read_all=False), _digest(path)))
+        if digest in self._known:
+            return self._known[digest]
+        if is_usable(findings):
+            findings = [*self._hash(path, digest), *findings]
+        with caught() as found:
+            refuse_newer(findings)
+        raise_any([found.error])
+        if digest:
+            self._known[digest] = findings
+        return findings
+
+    def _hash(self, path: Path, digest: str) -> list[Finding]:
+        """Return what is wrong with the bytes of a checkpoint's files."""
+        world = self._world
+        readers = [rank for rank, sees in enumerate(gather(world, _digest(path) == digest)) if sees]
+        own: list[Finding] = []
+        unread: list[str] = []
+        if world.rank in readers:
+            manifest = read_manifest(path)
+            sizes = {name: record.num_bytes for name, record in manifest.files.items()}
+            for name in share_out(sizes, len(readers))[readers.index(world.rank)]:
+                finding = check_hash(path, manifest, name)
+                if finding is not None and finding.code == "PL500" and not world.is_main:
+                    unread.append(name)
+                elif finding is not None:
+                    own.append(finding)
+        gathered = gather(world, (own, unread))
+
+        def complete() -> list[Finding]:
+            manifest = read_manifest(path)
+            found = [finding for findings, _ in gathered for finding in findings]
+            for name in (name for _, names in gathered for name in names):
+                if (finding := check_hash(path, manifest, name)) is not None:
+                    found.append(finding)
+            found.sort(key=lambda finding: finding.where)
+            return found or check_fits(path, manifest)
+
+        return run_on_main(world, complete)
+
+
+def share_out(sizes: Mapping[str, int], num: int) -> list[list[str]]:
+    """Divide files among so many ranks: the largest first, each to the rank with the fewest bytes so far."""
+    found: list[list[str]] = [[] for _ in range(num)]
+    taken = [(0, place) for place in range(num)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        num_bytes, place = heapq.heappop(taken)
+        found[place].append(name)
+        heapq.heappush(taken, (num_bytes + sizes[name], place))
+    return found
+
+
+def _digest(path: Path) -> str:
+    """Return the digest of a checkpoint's manifest, "" if it cannot be used."""
+    try:
+        return read_manifest(path).digest()
+    except (BadManifestError, NewerFormatError):
+        return ""
