@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import traceback
+
+# The words of gloo, NCCL and the store for a peer that has gone.
+_PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "remote process exited",
+    "connectfullmesh failed",
+    "application timeout caused pair closure",
+    "timed out waiting",
+    "wait timeout",
+    "failed to recv",
+    "nccl communicator was aborted",
+)
+_MANY_CAUSES = 10
+
 
 class PacelineError(Exception):
     """A mistake that the user can fix, reported in one message without a traceback.
@@ -61,3 +80,22 @@ class RecipeErrors(PacelineError):  # noqa: N818 (it is several)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (RecipeErrors, (self.where, self.problems))
+
+
+def comes_from_lost_peer(error: BaseException) -> bool:
+    """Return whether an exception, or its cause, reports that another rank has ended."""
+    met: BaseException | None = error
+    for _ in range(_MANY_CAUSES):
+        if met is None:
+            break
+        # This function survives a __str__ that raises, and includes the notes.
+        if has_lost_peer("".join(traceback.format_exception_only(met))):
+            return True
+        met = met.__cause__ or (None if met.__suppress_context__ else met.__context__)
+    return False
+
+
+def has_lost_peer(words: str) -> bool:
+    """Return whether an error reports that another rank has ended."""
+    words = words.lower()
+    return any(phrase in words for phrase in _PEER_GONE)

@@ -23,7 +23,7 @@ from paceline.checkpoint.commit import Commits
 from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
 from paceline.checkpoint.memory_keeper import INDEX, MARKER, start_time, unpack_index
-from paceline.checkpoint.names import FAILED
+from paceline.checkpoint.names import FAILED, step_name
 from paceline.checkpoint.same_copies import Digests
 from paceline.errors import PacelineError
 
@@ -167,7 +167,10 @@ def put_aside(checkpoints: Commits, step: int) -> None:
     """Rename a checkpoint so that no start goes on from it."""
     with suppress(OSError):
         path = checkpoints.steps()[step]
-        files.rename(path, path.with_name(f"{FAILED}{path.name}"))
+        aside = path.with_name(f"{FAILED}{step_name(step)}")
+        if aside.exists():
+            files.remove(aside)
+        files.rename(path, aside)
         (checkpoints.path / _LOADS).unlink(missing_ok=True)
 
 

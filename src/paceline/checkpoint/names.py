@@ -6,7 +6,7 @@ step-00000050                a committed checkpoint
 corrupt-step-00000050        found broken when the run came to that step again; kept for a look
 .tmp-..., .trash-...         being written, being removed; worth nothing once their process is gone
 .saving-...                  records of the writers that make the `.tmp-...` of the same ending (`joint.py`)
-failed-step-00000050         came from memory, and two starts ended after its load; kept for a look
+failed-step-00000050         two starts failed after its load; kept for a look (`train/state/failures.py`)
 .lock                        held by the process that is saving
 """
 

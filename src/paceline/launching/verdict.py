@@ -8,7 +8,7 @@ import signal
 import time
 from contextlib import suppress
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, has_lost_peer
 from paceline.exit_codes import STOPPED
 from paceline.launching.ending.endings import (
     ASKED_TO_STOP,
@@ -18,7 +18,6 @@ from paceline.launching.ending.endings import (
     describe_death,
     find_cause,
     find_consequences,
-    has_lost_peer,
     read_endings,
 )
 from paceline.launching.ending.memory import describe_kill, explain_kill

@@ -563,7 +563,7 @@ class Trainer(TrainedModels):
         self._requests.remove()
         for update in self._updates.values():
             update.close()
-        self._saver.saving.close()
+        self._saver.close(self.step_number)
         self._records.close()
 
     def add_data_wait(self, seconds: float) -> None:

@@ -22,32 +22,16 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Literal
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, comes_from_lost_peer
 from paceline.exit_codes import STOPPED
 from paceline.launching.ending.trace import find_error_line, find_own_frame, fold
 
-# The words of gloo, NCCL and the store for a peer that has gone.
-_PEER_GONE = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "remote process exited",
-    "connectfullmesh failed",
-    "application timeout caused pair closure",
-    "timed out waiting",
-    "wait timeout",
-    "failed to recv",
-    "nccl communicator was aborted",
-)
 # The line that C++ writes about an uncaught exception, and gloo's about data that is longer than expected.
 _THROWN = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 _BYTES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _IN_TORCH = re.compile(r"\[/\S+:\d+\] ")  # a line of its source
 _MANY_LETTERS = 200
 _LONG_LINE = 500
-_MANY_CAUSES = 10
 
 
 class RankFailed(Exception):  # noqa: N818 (named after the event)
@@ -160,7 +144,7 @@ def describe_ending(rank: int, error: BaseException) -> Ending:
     words = f"failed with {_name_error(error)}"
     if isinstance(error, KeyboardInterrupt):
         return Ending(rank, "exit", 128 + signal.SIGINT, now, words=words, trace=trace)
-    follower = _comes_from_lost_peer(error)
+    follower = comes_from_lost_peer(error)
     if isinstance(error, PacelineError):
         pickled = base64.b64encode(pickle.dumps(error)).decode()
         return Ending(rank, "error", error.exit_code, now, follower, words, trace, pickled)
@@ -178,25 +162,6 @@ def _name_error(error: BaseException) -> str:
     with suppress(Exception):  # a __str__ that raises
         text = str(error).strip().partition("\n")[0][:_LONG_LINE]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _comes_from_lost_peer(error: BaseException) -> bool:
-    """Return whether an exception, or its cause, reports that another rank has ended."""
-    met: BaseException | None = error
-    for _ in range(_MANY_CAUSES):
-        if met is None:
-            break
-        # This function survives a __str__ that raises, and includes the notes.
-        if has_lost_peer("".join(traceback.format_exception_only(met))):
-            return True
-        met = met.__cause__ or (None if met.__suppress_context__ else met.__context__)
-    return False
-
-
-def has_lost_peer(words: str) -> bool:
-    """Return whether an error reports that another rank has ended."""
-    words = words.lower()
-    return any(phrase in words for phrase in _PEER_GONE)
 
 
 def write_ending(folder: Path, ending: Ending) -> None:

@@ -45,6 +45,7 @@ from paceline.train.settings import (
 )
 from paceline.train.state.apart import count_copies, find_apart, write_apart
 from paceline.train.state.disks import Disks, find_disks
+from paceline.train.state.failures import Failures
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.memory_restore import MemoryOfNodes, put_failed_aside
 from paceline.train.state.parts import KnownPlans, Parts, model_tensors
@@ -128,6 +129,7 @@ class Saver:
         self._has_begun, self._steps = True, set[int]()
         self._history: History | None = None
         self._disks: Disks | None = None
+        self._failures: Failures | None = None
         # Where nodes have disks of their own, else `None`.
         self._rows: SharedRows | None = None
 
@@ -218,6 +220,8 @@ class Saver:
         memory.restore(disks, checkpoints, checks, copies=self._copies, rows=self._rows)
         memory.end()
         put_failed_aside(self._world, disks, checkpoints)
+        self._failures = Failures(self._world, disks, checkpoints)
+        self._failures.settle()
         if not disks.is_common:
             newest = find_apart(self._world, disks, checkpoints, copies=self._copies)
         self._history = History(self._world, disks, folder)
@@ -280,7 +284,18 @@ class Saver:
         restore_residuals(residuals, self._updates, self._world.device)
         write_generators(state["rng"], self._world.device)
         self.tracked.load(state, parts)
+        self._failures.begin(counters["step"])
         return counters
+
+    def close(self, step: int) -> None:
+        """Let writers finish, and note the error by which this rank ends.
+
+        Args:
+            step: number of the last complete step.
+        """
+        if self._failures is not None:
+            self._failures.note(step + 1, self._world.error)
+        self.saving.close()
 
     def check_loader(self, loader: Loader) -> None:
         """Compare a loader made after `load` with the saved one whose position it gets; collective."""
