@@ -56,7 +56,7 @@ def work(num_pairs: int, out: str) -> None:
 
     conditions = Conditions()
     recipe = load_recipe(RECIPE)
-    with paceline.start(seed=recipe.train.seed) as world, tempfile.TemporaryDirectory() as own:
+    with tempfile.TemporaryDirectory() as own, paceline.start(seed=recipe.train.seed) as world:
         folder = Path(world.broadcast_object(own))
         data = build_data(recipe)
         loops = {}
