@@ -36,7 +36,7 @@ _MAX_LOADS, _MAX_HISTORY = 2, 20
 
 
 @dataclass(frozen=True, order=True)
-class Failure:
+class FailedStart:
     """The failure of one start.
 
     Attributes:
@@ -49,7 +49,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _NotesOfDisk:
     """What one disk knows.
 
     Attributes:
@@ -58,8 +58,8 @@ class _Known:
         steps: of its checkpoints.
     """
 
-    history: list[Failure]
-    notes: list[Failure]
+    history: list[FailedStart]
+    notes: list[FailedStart]
     steps: set[int]
 
 
@@ -138,23 +138,23 @@ class Failures:
                 ", ".join(names),
             )
 
-    def _read(self) -> _Known:
+    def _read(self) -> _NotesOfDisk:
         folder = self._checkpoints.path
         notes = []
         for path in sorted(folder.glob(f"{_NOTE}*")):
             with suppress(OSError, ValueError, TypeError):
-                notes.append(Failure(*json.loads(path.read_bytes())))
+                notes.append(FailedStart(*json.loads(path.read_bytes())))
             with suppress(OSError):
                 path.unlink()
         history = []
         with suppress(OSError, ValueError, TypeError):
-            history = [Failure(*each) for each in json.loads((folder / _HISTORY).read_bytes())]
+            history = [FailedStart(*each) for each in json.loads((folder / _HISTORY).read_bytes())]
         steps: set[int] = set()
         with suppress(PacelineError):  # the search for the newest one reports it
             steps = set(self._checkpoints.steps())
-        return _Known(history, notes, steps)
+        return _NotesOfDisk(history, notes, steps)
 
-    def _write(self, history: list[Failure]) -> None:
+    def _write(self, history: list[FailedStart]) -> None:
         path = self._checkpoints.path / _HISTORY
         partial = path.with_name(f"{path.name}.partial")
         with suppress(OSError):
