@@ -227,6 +227,7 @@ class Saver:
         self._history = History(self._world, disks, folder)
         found = 0 if newest is None else newest[1].step
         self._history.check(None if disks.is_common else found)
+        self._steps = run_on_main(self._world, lambda: set(checkpoints.steps()))
         path = newest and newest[0]
         if disks.is_common:
             path = checks.find_newest(_warn_of_skip)
@@ -237,7 +238,6 @@ class Saver:
 
         def read() -> Any:
             self._open_folder = OpenFolder(folder)
-            self._steps = set(checkpoints.steps())
             if path is None:
                 return None
             loaded = open_usable(path)
