@@ -71,7 +71,7 @@ def add_recording(args: argparse.Namespace, watcher: Watcher | None) -> Watcher 
     from paceline.profiling.launcher import RecordingWatcher, prepare_folder
     from paceline.profiling.rank.recorder import RecordSettings
 
-    steps = args.profile_steps or (_FULL_STEPS if args.profile_full else _STEPS)
+    steps = choose_steps(args.profile_steps, is_full=args.profile_full)
     every = args.profile_every or 0
     if every and every < steps + _LEAST_BETWEEN:
         raise PacelineError(
@@ -86,6 +86,17 @@ def add_recording(args: argparse.Namespace, watcher: Watcher | None) -> Watcher 
         str(folder), args.profile_after or _AFTER, steps, is_full=args.profile_full, every=every
     )
     return RecordingWatcher(settings, watcher)
+
+
+def choose_steps(number: int | None, *, is_full: bool) -> int:
+    """Return how many steps to record, if a number was given or not.
+
+    Raises:
+        PacelineError: PL905 if the number is below 1.
+    """
+    if number is not None and number < 1:
+        raise _flag_error(f"--steps {number}")
+    return number or (_FULL_STEPS if is_full else _STEPS)
 
 
 def _name_flag(name: str, value: int | bool) -> str:
@@ -130,13 +141,13 @@ def print_recording(args: argparse.Namespace) -> None:
 def describe_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Return the report for people and for programs; why there is none counts as one."""
     try:
-        return report_recording(args)
+        return report_recording(args)[:2]
     except PacelineError as error:
         return f"paceline: {error}", {"error": as_table(error)}
 
 
-def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Return the report on what was recorded last, for people and for programs.
+def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any], bool]:
+    """Return the report on what was recorded last, for people and for programs, and whether it has findings.
 
     Raises:
         PacelineError: PL907 if there is no trace, PL908 if the page cannot be written, and as `analyse`.
@@ -151,9 +162,9 @@ def report_recording(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             rule=f"Recording starts after {args.profile_after or _AFTER} optimizer steps, and one passes.",
             fix="Lower --profile-after (--from), or let the script run longer.",
         )
-    text, table, _ = report_on(recordings[-1:], getattr(args, "html", None))
+    text, table, has_findings = report_on(recordings[-1:], getattr(args, "html", None))
     where = name_some([str(folder) for folder in reversed(recordings)])
-    return f"{text}\n\nrecorded: {where}", table
+    return f"{text}\n\nrecorded: {where}", table, has_findings
 
 
 def report_on(paths: Sequence[Path], html: Path | None) -> tuple[str, dict[str, Any], bool]:

@@ -1,5 +1,7 @@
 """StepMemory notes the resident memory at the end of each optimizer step: two system calls per step.
 
+Others may follow the steps: a recording that is asked for while the script runs.
+
 If the address space is limited (`ulimit -v`), it also holds some of it back, so that there is room for an
 account once the script has used up the rest. The reserve is never touched, so it takes no memory.
 """
@@ -10,6 +12,7 @@ import mmap
 import resource
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,11 +30,15 @@ class StepMemory:
 
     Attributes:
         base: what the process held before its script ran.
+        count: steps so far.
     """
 
     def __init__(self) -> None:
         self.base = ProcessMemory()
-        self._count = self._peak = self._first = self._last = 0
+        self.count = 0
+        self._peak = self._first = self._last = 0
+        # Replaced as a whole, because threads add to it.
+        self._followers: tuple[Callable[[int], None], ...] = ()
         self._optimizer: weakref.ref[Any] | None = None
         self._handle: Any = None
         self._torch: Any = None
@@ -70,6 +77,14 @@ class StepMemory:
             self._handle.remove()
             self._handle = None
 
+    def follow(self, follower: Callable[[int], None]) -> None:
+        """Call a function with the count after each step, in the thread of the step."""
+        self._followers = (*self._followers, follower)
+
+    def leave(self, follower: Callable[[int], None]) -> None:
+        """Call a function no more."""
+        self._followers = tuple(each for each in self._followers if each != follower)
+
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._torch.compiler.is_compiling():
             return
@@ -80,15 +95,17 @@ class StepMemory:
                 self._optimizer = weakref.ref(optimizer)
         elif known is not optimizer:
             return
-        self._count += 1
+        self.count += 1
         self._last = read_resident()
-        if self._count == 2:
+        if self.count == 2:
             self._first = self._last
         self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
+        for follower in self._followers:
+            follower(self.count)
 
     def summarize(self) -> Steps:
         """Return the steps so far."""
-        return Steps(self._count, self._peak, self._first or self._last, self._last)
+        return Steps(self.count, self._peak, self._first or self._last, self._last)
 
 
 STEPS = StepMemory()

@@ -27,11 +27,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from paceline.memory.steps import StepMemory
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.recording import Recording
 
 log = logging.getLogger(__name__)
 
+PASSING = 2
+"""The steps from the one before a recording to its first one: one passes, since ranks start at different
+times."""
 _KEY = "paceline/profile/clock"
 _WAIT_S = 10.0
 # The median of fewer steps before the recording says nothing about its cost.
@@ -65,6 +69,10 @@ class StepRecorder:
     Args:
         rank: global.
         settings: what to record.
+
+    Attributes:
+        is_done: whether it records no more.
+        failure: why it recorded nothing; empty if it did not fail.
     """
 
     def __init__(self, rank: int, settings: RecordSettings) -> None:
@@ -83,7 +91,10 @@ class StepRecorder:
         self._server: ClockServer | None = None
         self._signal: Any = None
         self._pid = os.getpid()
-        self._is_done = False
+        self._steps: StepMemory | None = None
+        self._is_cancelled = False
+        self.is_done = False
+        self.failure = ""
 
     def install(self, torch: Any) -> None:
         """Count the optimizer steps from now on; call it when torch has been imported."""
@@ -93,12 +104,27 @@ class StepRecorder:
         self._handle = register_optimizer_step_post_hook(self._on_step)
         atexit.register(self.finish)
 
+    def follow(self, torch: Any, steps: StepMemory) -> None:
+        """Count as `steps` does, which has counted from the first step on; in any thread.
+
+        A hook of its own would change torch's table of hooks, through which a step may be going just now.
+        """
+        self._torch, self._steps = torch, steps
+        steps.follow(self._on_count)
+        atexit.register(self.finish)
+
+    def cancel(self) -> None:
+        """Record no more, and write nothing; in any thread. What has begun ends with the step."""
+        self._is_cancelled = True
+
     def finish(self) -> None:
         """Write what has been recorded, if anything; later calls do nothing."""
-        if self._is_done or os.getpid() != self._pid:
+        if self.is_done or os.getpid() != self._pid:
             return
-        self._is_done = True
+        self.is_done = True
         atexit.unregister(self.finish)
+        if self._steps is not None:
+            self._steps.leave(self._on_count)
         with suppress(Exception):
             self._handle.remove()
         if self._recording is not None:
@@ -112,7 +138,7 @@ class StepRecorder:
     # ---- counting
 
     def _on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._is_done or threading.current_thread() is not threading.main_thread():
+        if self.is_done or threading.current_thread() is not threading.main_thread():
             return
         if self._optimizer is None or self._optimizer() is None:
             self._optimizer = weakref.ref(optimizer)
@@ -120,12 +146,25 @@ class StepRecorder:
             return  # a step of several optimizers ends with the first one
         if _is_nested():
             return
-        self._number += 1
+        self._end_step(self._number + 1)
+
+    def _on_count(self, count: int) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self.is_done and is_main and os.getpid() == self._pid:
+            self._end_step(count)
+
+    def _end_step(self, number: int) -> None:
+        self._number = number
         now, recording = time.time_ns(), self._recording
+        if self._is_cancelled:
+            self._cancel()
+            return
         if recording is None:
             self._before.append(now - self._last_ns)
             if self._number == self._first:
                 self._guard(self._start)
+            elif self._steps is not None and number > self._first:
+                self._guard(self._miss)
         elif recording.is_complete:
             self._complete()
         elif self._number == self._first + 1:
@@ -133,6 +172,15 @@ class StepRecorder:
         else:
             recording.add(self._number, self._last_ns, now)
         self._last_ns = time.time_ns()
+
+    def _cancel(self) -> None:
+        if self._recording is not None:
+            self._recording.abandon()
+            self._recording = None
+        self.finish()
+
+    def _miss(self) -> None:
+        raise RuntimeError(f"step {self._first} had ended already")
 
     def _on_forward(self) -> None:
         """End the recording: not in the last optimizer's step, whose span is open until it returns."""
@@ -152,7 +200,8 @@ class StepRecorder:
             work()
         except Exception as error:
             log.warning("rank %d records no trace: %s: %s", self._rank, type(error).__name__, error)
-            self._is_done = True
+            self.is_done = True
+            self.failure = f"{type(error).__name__}: {error}"
             recording, self._recording = self._recording, None
             if recording is not None:
                 recording.abandon()
@@ -213,20 +262,21 @@ class StepRecorder:
         from paceline.torch_seams.groups import find_store
 
         store, host = find_store(), _read_host()
+        key = f"{_KEY}/{self._settings.after}"  # of each recording of this job
         if self._address is not None:
             return measure_clock(self._address)
         if self._server is not None:
             return 0, 0
         if self._rank == 0:
             self._server = ClockServer()
-            store.set(_KEY, f"{host} {self._server.port}")
+            store.set(key, f"{host} {self._server.port}")
             return 0, 0
         until = time.monotonic() + _WAIT_S
-        while not store.check([_KEY]):  # `get` would wait for as long as a collective
+        while not store.check([key]):  # `get` would wait for as long as a collective
             if time.monotonic() > until:
                 return None
             time.sleep(0.005)
-        other, port = store.get(_KEY).decode().split()
+        other, port = store.get(key).decode().split()
         if other == host:
             return 0, 0
         # Rank 0 is on the node whose address all ranks have.

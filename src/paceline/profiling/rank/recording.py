@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,6 +32,7 @@ from paceline.torch_seams.profiling import (
     start_light,
     start_profiler,
 )
+from paceline.torch_seams.watching import BUFFER_SIZES
 
 OWN = "the script runs torch.profiler itself, and a process can run one at a time"
 
@@ -87,6 +89,7 @@ class Recording:
         """End the passing step."""
         if self._loop is not None:
             self._loop.keep_outermost()
+        self._num_steps = min(self._num_steps, count_steps_that_fit(len(read_collectives(self._began_ns))))
 
     def abandon(self) -> None:
         """Remove all hooks and end the profiler; nothing is written."""
@@ -156,6 +159,18 @@ class Recording:
                 WAITING: self._loop.waits,
             }
         return table
+
+
+def count_steps_that_fit(num_calls: int) -> int:
+    """Return of how many steps, at least one, the Flight Recorder keeps all collectives.
+
+    Args:
+        num_calls: of one step.
+    """
+    size = next((os.environ[name] for name in BUFFER_SIZES if name in os.environ), "")
+    if not num_calls or not size.isdigit():
+        return sys.maxsize
+    return max(1, int(size) // num_calls - 1)
 
 
 def _count_bytes(call: RecordedCall) -> int:

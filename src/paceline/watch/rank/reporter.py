@@ -27,6 +27,7 @@ from typing import IO
 
 from paceline.launching.ending.endings import Ending, describe_ending
 from paceline.launching.rank.import_hook import when_imported
+from paceline.launching.rank.requests import RequestReader
 from paceline.launching.watcher import name_account
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.watching import find_world
@@ -84,6 +85,7 @@ class WatchedProcess:
         self._gradients = Gradients()
         self._sampler = Sampler(time.monotonic())
         self._guard: MemoryGuard | None = None
+        self._requests: RequestReader | None = None
         self._has_begun = False
         self._is_leaving = False
         self._is_over = False
@@ -105,6 +107,7 @@ class WatchedProcess:
         """Start the thread, if the launcher listens."""
         self._register_stacks(stacks_path)
         self._guard = MemoryGuard(self._rank, name_account(Path(stacks_path).parent, self._rank))
+        self._requests = RequestReader(self._rank, Path(socket_path).parent)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(socket_path)
@@ -211,6 +214,9 @@ class WatchedProcess:
                 self._send(pack(self._make_beat()))
                 # Do not make up for the beats that a stopped process has missed.
                 next_s = max(next_s + _BEAT_S, now_s + _BEAT_S / 2)
+                if self._requests is not None:
+                    with self._work:
+                        self._requests.look()
             if now_s >= self._sampler.next_s:
                 self._sample()
             assert self._guard is not None

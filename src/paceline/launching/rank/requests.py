@@ -1,0 +1,58 @@
+"""Passes a request on that somebody leaves in a launcher's folder while the job runs.
+
+A request is a file that names the function to call. The thread that watches the rank looks for it once per
+second. The folder belongs to the job's user and to nobody else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+REQUEST = "request.json"
+ENTRY = "entry"
+"""The request's key for `module:function`; it is called with the rank, the folder and the whole request."""
+
+
+def write_whole(path: Path, table: dict[str, Any]) -> None:
+    """Write a file as JSON such that nobody reads a part of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(table), encoding="utf-8")
+    os.replace(part, path)
+
+
+def read_table(path: Path) -> dict[str, Any] | None:
+    """Return what `write_whole` has written; `None` if there is nothing."""
+    try:
+        table = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return table if isinstance(table, dict) else None
+
+
+class RequestReader:
+    """The look for requests, in a rank.
+
+    Args:
+        rank: global.
+        folder: the launcher's.
+    """
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self._rank = rank
+        self._folder = folder
+        self._path = folder / REQUEST
+
+    def look(self) -> None:
+        """Call what a request names, if there is one; call it every second."""
+        if not os.access(self._path, os.F_OK):
+            return
+        with suppress(Exception):  # the script goes on, whatever was asked for
+            table = read_table(self._path)
+            if table is not None:
+                module, _, function = str(table[ENTRY]).partition(":")
+                getattr(importlib.import_module(module), function)(self._rank, self._folder, table)
