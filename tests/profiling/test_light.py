@@ -15,6 +15,7 @@ from paceline.profiling.delays import CoreTime
 from paceline.profiling.intervals import NOTHING, as_spans
 from paceline.profiling.light import divide_loop
 from paceline.profiling.rank.marks import WAITING
+from paceline.profiling.rank.sampler import choose_pause
 from paceline.profiling.trace import (
     BACKWARD,
     COLLECTION,
@@ -147,6 +148,16 @@ def test_few_samples_name_no_line() -> None:
     traces = [replace(trace, samples=trace.samples[::160]) for trace in traces]
     (blame,) = analyse(traces).blames
     assert blame.place is None
+
+
+def test_a_rank_that_waits_for_a_core_is_sampled_less_often() -> None:
+    assert choose_pause(1e-6, 0) == 0.005
+    idle = choose_pause(60e-6, 0)
+    assert idle == pytest.approx(0.02)
+    pause = idle
+    for _ in range(50):
+        pause = choose_pause(60e-6, round(0.8 * pause * 1e9))
+    assert pause == pytest.approx(5 * idle, rel=1e-3)
 
 
 def test_two_profiles_are_compared() -> None:
