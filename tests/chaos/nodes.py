@@ -75,7 +75,7 @@ class Job:
             env={
                 "GLOO_SOCKET_IFNAME": interface,
                 "PYTHONWARNINGS": "ignore",
-                "XDG_STATE_HOME": str(self.folder / "state"),
+                "XDG_STATE_HOME": str(self.folder / "notes"),
             },
             around=lambda inner: self.nodes.powered(self.nodes.command(node, inner)),
         )

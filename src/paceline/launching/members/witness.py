@@ -241,9 +241,9 @@ def open_witness(text: str, job: str) -> Witness:
     if mark or not text.strip():
         raise PacelineError(
             "PL380",
-            saw=f"--witness {text}.",
-            rule="It is etcd://HOST:PORT (several hosts with commas), or the path of a folder that all nodes "
-            "share.",
+            saw=f"The witness {text!r}.",
+            rule="--witness, or --rdzv-endpoint of the backend etcd, is etcd://HOST:PORT (several hosts with "
+            "commas), or the path of a folder that all nodes share.",
             fix=_suggest(scheme, hosts),
         )
     return SharedFolder(Path(text), job)
