@@ -8,6 +8,7 @@ called. Inside the stage's own blocks nothing is watched.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -121,7 +122,11 @@ class _StageRun(Walker):
             self.segment = result.end
             return self._answer(result, list_tensors((args, kwargs)))
         if name in self._blocks and not is_open and self.segment >= self._first:
-            with self.hidden() if self._has_modes else without_functions():
+            calls_others = result.end > self.segment
+            with (
+                nullcontext() if calls_others else self.inside(),
+                self.hidden() if self._has_modes else without_functions(),
+            ):
                 output = call(*args, **kwargs)
             self._take_all(result, output)
             return output

@@ -67,6 +67,7 @@ class Walker(TorchFunctionMode):
         self._numbers: list[Counter[str]] = [Counter()]
         self._calls: list[Counter[str]] = [Counter()]
         self._is_hidden = False
+        self._is_inside = False
         self._begun = ""
         # The modules that are followed, with their own forwards in the instance, if they have any.
         self._followed: list[tuple[nn.Module, Any]] = []
@@ -84,6 +85,15 @@ class Walker(TorchFunctionMode):
     def enter_block(self, name: str) -> None:
         """Note that a block begins. None of its hooks has run."""
         self.segment += 1
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Follow no calls of modules inside the context, which is a block that is followed as a whole."""
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -124,7 +134,7 @@ class Walker(TorchFunctionMode):
             if name in self._blocks and not isinstance(read_compiled_call(module), CompiledBlock):
                 handles.append(module.register_forward_pre_hook(self._begin(name), prepend=True))
             self._followed.append((module, vars(module).get("forward")))
-            module.forward = self._wrap(name, module.forward)
+            vars(module)["forward"] = self._wrap(name, module.forward)  # __setattr__ takes much longer
         before, Walker.current = Walker.current, self
         try:
             with self:
@@ -140,17 +150,11 @@ class Walker(TorchFunctionMode):
     @contextmanager
     def calling(self, name: str) -> Iterator[str]:
         """Be in a call of a module inside the context, which gets the call's path."""
-        number = self._calls[-1][name]
-        self._calls[-1][name] += 1
-        self._stack.append(f"{name}~{number}")
-        self._numbers.append(Counter())
-        self._calls.append(Counter())
+        self._enter_call(name)
         try:
             yield self.path
         finally:
-            self._stack.pop()
-            self._numbers.pop()
-            self._calls.pop()
+            self._leave_call()
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
@@ -175,13 +179,30 @@ class Walker(TorchFunctionMode):
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return call(*args, **kwargs)
             if name in self._blocks and self._begun != name:
                 self.enter_block(name)  # called without its hooks
             self._begun = ""
-            with self.calling(name):
+            self._enter_call(name)
+            try:
                 return self.run_module(name, call, args, kwargs)
+            finally:
+                self._leave_call()
 
         return forward
+
+    def _enter_call(self, name: str) -> None:
+        number = self._calls[-1][name]
+        self._calls[-1][name] += 1
+        self._stack.append(f"{name}~{number}")
+        self._numbers.append(Counter())
+        self._calls.append(Counter())
+
+    def _leave_call(self) -> None:
+        self._stack.pop()
+        self._numbers.pop()
+        self._calls.pop()
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:
