@@ -2,6 +2,7 @@
 
     python -m tests.chaos.run --kills 100 --seed 0 [--reductions fast,exact] [--keep DIR] [--json]
     python -m tests.chaos.run --pipelines fp32,bf16
+    python -m tests.chaos.run --compress int8,powersgd --kills 20
 
 Each run is given the same command again and again until it is complete: fast reduction on 1, 2, 3 and 4
 ranks, exact reduction on another number of ranks each time, pipelines under another layout each time. What it
@@ -301,6 +302,9 @@ def main(words: list[str] | None = None) -> int:
         metavar="DTYPES",
         help="in place of the others, pipelines in these types",
     )
+    parser.add_argument(
+        "--compress", metavar="KINDS", help="in place of the others, exact reduction with these compressions"
+    )
     parser.add_argument("--keep", type=Path, help="do it in this new folder, and leave it there")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
@@ -309,6 +313,10 @@ def main(words: list[str] | None = None) -> int:
     cases = make_cases(args.reductions.split(","), args.modes.split(","))
     if args.pipelines:
         cases = make_pipeline_cases(args.pipelines.split(","), args.modes.split(","))
+    if args.compress:
+        kinds = args.compress.split(",")
+        exact = make_cases(["exact"], args.modes.split(","))
+        cases = [replace(case, compress=kinds[n % len(kinds)]) for n, case in enumerate(exact)]
     if not cases:
         parser.error(f"--reductions {args.reductions}: neither fast nor exact is among them")
     folder = args.keep or Path(tempfile.mkdtemp(prefix="paceline-chaos-"))

@@ -93,6 +93,7 @@ class Case:
         asynchronous: `checkpoint.asynchronous`.
         layouts: of the starts, in turn; by default the ranks are replicas.
         dtype: `train.dtype`.
+        compress: `compress.kind`; empty for none.
     """
 
     reduction: str
@@ -102,19 +103,23 @@ class Case:
     asynchronous: bool = False
     layouts: tuple[str, ...] = ()
     dtype: str = "fp32"
+    compress: str = ""
 
     @property
     def label(self) -> str:
         """What it is, for the report."""
         if self.layouts:
             return f"{self.dtype} under pipelines in turn"
-        return f"{self.reduction} on {self.nproc or 'changing numbers of'} ranks"
+        kind = f", {self.compress}" if self.compress else ""
+        return f"{self.reduction}{kind} on {self.nproc or 'changing numbers of'} ranks"
 
     @property
     def reference(self) -> str:
         """The uninterrupted run whose bits this one has: with exact reduction the same for any ranks."""
         if self.layouts:
             return f"pipelines-{self.dtype}"
+        if self.compress:
+            return f"exact-{self.compress}"
         return "exact" if self.reduction == "exact" else f"fast-{self.nproc}"
 
     def words(self, out: str, nproc: int, layout: str = "") -> list[str]:
@@ -123,6 +128,12 @@ class Case:
         settings += [f"checkpoint.mode={self.mode}"]
         settings += [f"checkpoint.asynchronous={str(self.asynchronous).lower()}"]
         settings += [f"train.dtype={self.dtype}", *(f"layout.{word}" for word in layout.split())]
+        if self.compress:
+            # As many slots as 1, 2, 3 and 4 ranks can share, and no fewer microbatches.
+            settings += [f"compress.kind={self.compress}", "compress.slots=12", "train.microbatch_size=2"]
+            settings += {"topk": ["compress.density=0.1"], "powersgd": ["compress.rank=4"]}.get(
+                self.compress, []
+            )
         words = ["train", "recipe.toml", "--out", out, "--nproc", str(nproc)]
         return words + [word for setting in settings for word in ("--set", setting)]
 
