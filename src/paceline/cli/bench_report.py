@@ -103,7 +103,8 @@ def describe_buckets(found: Buckets) -> str:
         if found.is_static
         else "static graph: steps differ in the parameters that they use; leave ddp.static_graph out"
     )
-    return "\n\n".join([conditions, format_rows(table), f"{verdict}\n{graph}"])
+    rows = "\n".join(map(str.rstrip, format_rows(table).splitlines()))
+    return "\n\n".join([conditions, rows, f"{verdict}\n{graph}"])
 
 
 def describe_pipeline(waits: PipelineWaits) -> str:
