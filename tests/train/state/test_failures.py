@@ -85,6 +85,8 @@ def test_what_puts_nothing_aside(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         (PacelineError("PL508", saw="", rule="", fix=""), False),
         (RuntimeError("[gloo/pair.cc:554] Connection closed by peer [127.0.0.1]:1"), False),
         (dist.DistBackendError("NCCL"), False),
+        (RuntimeError("DataLoader worker (pid(s) 18598) exited unexpectedly"), False),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), False),
         (OSError(28, "No space left on device"), False),
         (MemoryError(), False),
         (KeyboardInterrupt(), False),

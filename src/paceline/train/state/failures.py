@@ -3,8 +3,8 @@
 The step tells a state that is broken from a run that is killed now and then:
 
 1. A rank that ends by an error of its own notes the step, and the checkpoint that its start went on from. A
-   kill, a request to stop, an error that follows from the end of another rank, and an error of the disk or of
-   the settings are not noted: no state causes them.
+   kill, also of a loader worker, a request to stop, an error that follows from the end of another rank, and an
+   error of the disk or of the settings are not noted: no state causes them.
 2. At the next start, the disks report their notes. If this start and an earlier one failed at the same step
    after the same checkpoint, it is renamed, and the run goes on from the one before. The only one stays.
 3. If the run then fails at that step once more, the checkpoint was not the cause: it gets its name back, and
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # Errors with a page that a broken state may cause: copies differ, losses are not finite.
 _OF_STATES = ("PL418", "PL431")
+# torch's words for a loader worker that was killed: memory ran out, or somebody killed it.
+_WORKER_ENDED = "DataLoader worker (pid"
 _NOTE, _HISTORY = ".failed-at-", ".failures.json"
 _MAX_LOADS, _MAX_HISTORY = 2, 20
 
@@ -171,5 +173,7 @@ def may_come_from_state(error: BaseException) -> bool:
     if isinstance(error, PacelineError):
         return error.code in _OF_STATES
     if not isinstance(error, Exception) or isinstance(error, (OSError, MemoryError)):
+        return False
+    if str(error).startswith(_WORKER_ENDED):
         return False
     return not type(error).__module__.startswith("torch.distributed") and not comes_from_lost_peer(error)
