@@ -16,7 +16,7 @@ from paceline.recipe import parse_recipe
 from paceline.verifying.check import resolve_layout, verify_recipe
 from tests.dist.pool import Pool
 from tests.train.test_expert_lists import LOOPS, WIDTH, Ids, Model, build_trainer
-from tests.train.test_experts import SIZES, recipe_table, train_foreign
+from tests.train.test_experts import recipe_table, train_foreign
 from tests.verifying.runs import PoolRunner
 
 
@@ -53,17 +53,22 @@ def test_ranks_may_be_without_tokens(ranks: Pool, tmp_path: Path, text: str) -> 
     assert verified.ok, list(map(str, verified.findings))
 
 
+BY_HEADS = ("cp=2", "dp_replicate=2 cp=2 ep=4", "cp=2 tp=2 ep=2 cp_by=gather")
+BY_GATHER = ("cp=2 ep=2 cp_by=gather", "dp_shard=2 cp=2 ep=4 cp_by=gather")
+# OLMoE has a norm over all heads, and DeepSeek keys that all heads share.
+FOREIGN = {"Mixtral": BY_HEADS, "Qwen3Moe": BY_HEADS, "Olmoe": BY_GATHER, "DeepseekV3": BY_GATHER}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_mixtures_of_transformers_get_whole_sequences(ranks: Pool, kind: str) -> None:
     """Their norms and routers compute in fp32, so the numbers are those of fp64 up to that."""
     pytest.importorskip("transformers", reason="these models are those of transformers")
     [(alone, _)] = ranks.run(train_foreign, 1, (kind, "", torch.float64))
-    for layout in ("cp=2", "cp=2 ep=2", "dp_replicate=2 cp=2 ep=4", "cp=2 tp=2 ep=2 cp_by=gather"):
-        if "tp=2" in layout and kind == "GptOss":
-            layout = "cp=2 dp_shard=2 ep=2"  # its attention is not torch's function
-        num_ranks = resolve_layout(layout).num_ranks
-        for found, _ in ranks.run(train_foreign, num_ranks, (kind, layout, torch.float64)):
+    for layout in FOREIGN[kind]:
+        for found, _ in ranks.run(
+            train_foreign, resolve_layout(layout).num_ranks, (kind, layout, torch.float64)
+        ):
             for one, other in zip(alone, found, strict=True):
                 assert other == pytest.approx(one, rel=1e-6), layout
 

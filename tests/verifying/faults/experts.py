@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.models import moe
 from paceline.parallel import norm
-from paceline.parallel.experts import layout
+from paceline.parallel.context import apply
+from paceline.parallel.experts import layout, spread
+from paceline.parallel.experts.balance import Choices
 from paceline.parallel.experts.forms import ExpertForm
 from paceline.parallel.experts.gradients import QuickExpertSum
 from paceline.parallel.placement import Placement
@@ -95,6 +99,119 @@ def norm_of_own_experts() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def weights_of_another_token() -> Iterator[None]:
+    """A token's answers are weighted by what the token before it gave its experts."""
+    right = moe.ask_experts
+
+    def ask(*args: Any) -> Tensor:
+        return right(*args).roll(1, 0)
+
+    with mock.patch.object(moe, "ask_experts", ask):
+        yield
+
+
+@contextlib.contextmanager
+def router_by_rank() -> Iterator[None]:
+    """The router takes the next expert on each further rank."""
+    right = moe.Balance.forward
+
+    def forward(self: moe.Balance, chances: Tensor) -> Tensor:
+        return right(self, chances).roll(dist.get_rank(), -1)
+
+    with mock.patch.object(moe.Balance, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
+def bias_by_rank() -> Iterator[None]:
+    """Each rank moves the routers' bias by the choices of every other microbatch, from its own on."""
+    right = Choices.merge
+
+    def merge(self: Choices, rows: Tensor) -> None:
+        right(self, rows[dist.get_rank() :: dist.get_world_size()])
+
+    with mock.patch.object(Choices, "merge", merge):
+        yield
+
+
+@contextlib.contextmanager
+def answer_of_another_expert() -> Iterator[None]:
+    """In a loop, each expert's call gets the answer to another one of as many rows."""
+    right = layout.answer_calls
+
+    def answer(*args: Any) -> Any:
+        back, found = right(*args)
+        return back, dict(zip(found, [*list(found.values())[1:], *list(found.values())[:1]], strict=True))
+
+    with mock.patch.object(layout, "answer_calls", answer):
+        yield
+
+
+@contextlib.contextmanager
+def list_scaled_by_ep() -> Iterator[None]:
+    """The gradient of experts in a list counts once per rank of ep."""
+    with experts_gradient_scaled_by_ep():
+        yield
+
+
+@contextlib.contextmanager
+def list_not_summed_over_copies() -> Iterator[None]:
+    """Each copy of the experts in a list keeps the gradient of its own tokens."""
+    with experts_not_summed_over_copies():
+        yield
+
+
+@contextlib.contextmanager
+def mixture_of_own_rows() -> Iterator[None]:
+    """Each rank of cp routes its own rows alone, and makes its auxiliary loss of them."""
+    with (
+        mock.patch.object(apply, "join_whole", lambda tensor, **_: tensor),
+        mock.patch.object(apply, "cut_whole", lambda tensor, **_: tensor),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def mixture_cut_as_another_rank() -> Iterator[None]:
+    """Behind a mixture, each rank of cp takes the other rank's rows."""
+
+    def cut(tensor: Tensor, place: tuple[int, bool], rows: Any) -> Tensor:
+        return torch.flip(tensor.unflatten(1, (2, -1)), (1,)).flatten(1, 2)[:, rows.start :][:, : rows.own]
+
+    with mock.patch.object(apply, "cut_whole", cut):
+        yield
+
+
+@contextlib.contextmanager
+def answers_of_runs_in_another_order() -> Iterator[None]:
+    """The ranks of cp put the answers for their experts together in the order of the other rank."""
+    right = spread._join
+
+    def join(own: Tensor, lengths: tuple[int, ...], rows: spread.SameRows) -> Tensor:
+        found = list(torch.split(right(own, lengths, rows), list(lengths)))
+        return torch.cat(found[::-1])
+
+    with mock.patch.object(spread, "_join", join):
+        yield
+
+
+@contextlib.contextmanager
+def rows_gradient_of_own_experts() -> Iterator[None]:
+    """Of a mixture's tokens, each rank of cp has the gradients that its own experts give."""
+    right = spread._TakeSome.backward
+
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        whole, *others = right(ctx, gradient)
+        lengths, rows = ctx.given
+        runs = list(torch.split(whole, list(lengths)))
+        kept = [run * (number % rows.size == rows.rank) for number, run in enumerate(runs)]
+        return torch.cat(kept), *others
+
+    with mock.patch.object(spread._TakeSome, "backward", staticmethod(backward)):
+        yield
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     fault.__name__: fault
     for fault in (
@@ -105,5 +222,15 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         tokens_of_another_expert,
         norm_counts_copies_on_every_rank_of_ep,
         norm_of_own_experts,
+        weights_of_another_token,
+        router_by_rank,
+        bias_by_rank,
+        answer_of_another_expert,
+        list_scaled_by_ep,
+        list_not_summed_over_copies,
+        mixture_of_own_rows,
+        mixture_cut_as_another_rank,
+        answers_of_runs_in_another_order,
+        rows_gradient_of_own_experts,
     )
 }
