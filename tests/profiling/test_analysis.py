@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cli.profile_report import describe_profile
 from paceline.errors import PacelineError
 from paceline.profiling.analysis import RankStep, analyse
 from paceline.profiling.intervals import Coverage, as_spans, clip, intersect, measure, subtract, unite
+from paceline.profiling.judge import judge_profile
 from paceline.profiling.matching import bound_offset, match_collectives
 from paceline.profiling.trace import BACKWARD, DATA, FORWARD, HOST, PHASES, RankTrace, TracedCollective
 from tests.profiling.timelines import MS, generate, simulate
@@ -195,3 +197,19 @@ def test_traces_of_different_programs_are_refused() -> None:
     parts = tuple(replace(part, operation="broadcast") for part in other.collectives)
     with pytest.raises(PacelineError, match=r"different operations.*\[PL904\]"):
         analyse([first, replace(other, collectives=parts)])
+
+
+def test_thousands_of_ranks_are_reported() -> None:
+    """Each number of a rank or a step is found in one pass over all rows."""
+    profile = analyse(simulate(2, 4, late={1: (DATA, 30 * MS)}))
+    num_ranks = 4096
+    rows = tuple(
+        replace(row, rank=2 * pair + row.rank) for pair in range(num_ranks // 2) for row in profile.rows
+    )
+    large = replace(profile, ranks=tuple(range(num_ranks)), rows=rows, world_size=num_ranks)
+    assert large.exposed_rank == profile.exposed_rank
+    assert large.exposed_share == profile.exposed_share
+    assert large.median_step == profile.median_step
+    assert large.worst_step == profile.worst_step
+    text = describe_profile(large, judge_profile(large))
+    assert "(4080 more)" in text

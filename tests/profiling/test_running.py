@@ -23,7 +23,7 @@ from paceline.errors import PacelineError
 from paceline.launching.rank.requests import REQUEST, RequestReader, read_table, write_whole
 from paceline.memory.steps import STEPS
 from paceline.profiling.rank import asked
-from paceline.profiling.rank.recorder import RecordSettings
+from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
 from paceline.profiling.rank.recording import count_steps_that_fit
 from paceline.profiling.read import read_traces
 from paceline.profiling.running import RunningJob, find_job
@@ -277,3 +277,23 @@ def test_a_request_that_is_nonsense_does_nothing(tmp_path: Path) -> None:
         (tmp_path / REQUEST).write_text(text)
         reader.look()
     assert sorted(path.name for path in tmp_path.iterdir()) == [REQUEST]
+
+
+def test_a_full_disk_leaves_no_part_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes into a file of its own, and only logs that it could not."""
+
+    def export(profiler: Any, path: str) -> None:
+        Path(f"{path}.tmp").write_text("{")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    recorder = StepRecorder(0, RecordSettings(str(tmp_path), after=1, steps=1))
+    recorder.install(torch)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    recorder.finish()
+    assert "torch cannot write to" in recorder.failure
+    assert "left" in recorder.failure
+    assert list(tmp_path.iterdir()) == []

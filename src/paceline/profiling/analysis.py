@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from paceline.errors import PacelineError
 from paceline.phrases import name_ranks
@@ -109,7 +111,7 @@ class Profile:
 
     def step_ns(self, step: int) -> int:
         """Return the duration of a step: that of the rank that took longest."""
-        return max(row.total_ns for row in self.rows if row.step == step)
+        return self._step_ns[step]
 
     @property
     def median_step(self) -> int:
@@ -126,15 +128,15 @@ class Profile:
         """The mean duration of a step over ranks and steps."""
         return sum(row.total_ns for row in self.rows) / len(self.rows)
 
-    @property
+    @cached_property
     def exposed_rank(self) -> int:
         """The rank with the largest exposed share."""
-        return max(self.ranks, key=self._expose)
+        return max(self.ranks, key=lambda rank: self._exposed_shares[rank])
 
     @property
     def exposed_share(self) -> float:
         """The share of that rank's time in which a collective was under way and it did not compute."""
-        return self._expose(self.exposed_rank)
+        return self._exposed_shares[self.exposed_rank]
 
     @property
     def overlap(self) -> float | None:
@@ -154,9 +156,22 @@ class Profile:
         backward_ns = sum(row.phases.get(BACKWARD, 0) for row in self.rows)
         return self._add("backward_comm_ns") / backward_ns if backward_ns else None
 
-    def _expose(self, rank: int) -> float:
-        rows = [row for row in self.rows if row.rank == rank]
-        return sum(row.exposed_ns for row in rows) / sum(row.total_ns for row in rows)
+    # Looked up by ranks and steps, of which a job may have thousands: one pass over the rows for all of them.
+
+    @cached_property
+    def _exposed_shares(self) -> dict[int, float]:
+        exposed, total = Counter[int](), Counter[int]()
+        for row in self.rows:
+            exposed[row.rank] += row.exposed_ns
+            total[row.rank] += row.total_ns
+        return {rank: exposed[rank] / total[rank] for rank in self.ranks}
+
+    @cached_property
+    def _step_ns(self) -> dict[int, int]:
+        longest: dict[int, int] = {}
+        for row in self.rows:
+            longest[row.step] = max(longest.get(row.step, 0), row.total_ns)
+        return longest
 
     def _add(self, name: str) -> int:
         return sum(int(getattr(row, name)) for row in self.rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from paceline.torch_seams.profiling import (
     start_profiler,
 )
 from paceline.torch_seams.watching import BUFFER_SIZES
+from paceline.units import format_bytes
 
 OWN = "the script runs torch.profiler itself, and a process can run one at a time"
 
@@ -119,9 +121,12 @@ class Recording:
         part = folder / f".rank-{self._rank:04d}.part"
         try:
             self._profiler.export_chrome_trace(str(part))
+            if not part.exists():  # torch only logs that it cannot write
+                raise OSError(f"torch cannot write to {folder}: {_describe_room(folder)}")
             os.replace(part, folder / f"rank-{self._rank:04d}.json")
         finally:
-            part.unlink(missing_ok=True)
+            for left in folder.glob(f"{part.name}*"):  # torch writes into yet another file first
+                left.unlink(missing_ok=True)
 
     def _remove(self) -> None:
         self._sampler.end()
@@ -159,6 +164,12 @@ class Recording:
                 WAITING: self._loop.waits,
             }
         return table
+
+
+def _describe_room(folder: Path) -> str:
+    """Return how much room a folder's disk has, in words."""
+    free = shutil.disk_usage(folder).free
+    return f"its disk has {format_bytes(free)} left"
 
 
 def count_steps_that_fit(num_calls: int) -> int:
