@@ -107,6 +107,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     damages: Counter[str] = field(default_factory=Counter)
     starts: int = 0
+    hung: int = 0
     resumes: int = 0
     runs: Counter[str] = field(default_factory=Counter)
     most_lost: int = 0
@@ -125,6 +126,7 @@ class Tally:
         """Counts a start and judges how it ended."""
         self.starts += 1
         self.resumes += bool(start.resumed)
+        self.hung += start.status is None
         if start.killed is not None:
             self.kills[start.killed] += 1
         if start.fault is not None:

@@ -76,6 +76,38 @@ def _role(process: psutil.Process, launcher_pid: int, ranks: dict[int, int]) -> 
     return None  # a rank that has not begun
 
 
+class Activity:
+    """Tells for how long the processes of a start have wanted no core, so that slow ones are not taken for hung."""
+
+    def __init__(self, mark: str, every_s: float = 5.0) -> None:
+        self._mark = mark
+        self._every_s = every_s
+        self._wanted_s: dict[int, float] = {}
+        self._looked_s = self._active_s = time.monotonic()
+
+    def measure_idle_s(self) -> float:
+        """Seconds since they last computed, or waited for a core, for a tenth of the time between two looks."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= self._every_s:
+            wanted_s = {process.pid: _read_wanted_s(process.pid) for process in find_marked(self._mark)}
+            grown_s = sum(
+                max(0.0, seconds - self._wanted_s.get(pid, 0.0)) for pid, seconds in wanted_s.items()
+            )
+            if grown_s > 0.1 * (now_s - self._looked_s):
+                self._active_s = now_s
+            self._wanted_s, self._looked_s = wanted_s, now_s
+        return now_s - self._active_s
+
+
+def _read_wanted_s(pid: int) -> float:
+    """Seconds in which the main thread of a process had a core or waited for one (proc_pid_schedstat(5))."""
+    try:
+        computed_ns, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return 0.0
+    return (int(computed_ns) + int(waited_ns)) / 1e9
+
+
 def kill(pids: Iterable[int]) -> int:
     """SIGKILL to all of them; how many were there."""
     killed = 0

@@ -180,7 +180,8 @@ class Chaos:
         tracker, which removes those of killed processes, was killed: 32 bytes each, a few per rank."""
         new = _list_shared_memory().keys() - self._shared_memory.keys()
         left = {name: num_bytes for name, num_bytes in _list_shared_memory().items() if name in new}
-        without_tracker = self.tally.kills["resource tracker"] + self.tally.kills["everything"]
+        kills = self.tally.kills
+        without_tracker = kills["resource tracker"] + kills["everything"] + self.tally.hung
         self.tally.note_shared_memory(left, _SEMAPHORES_PER_KILL * without_tracker)
 
     def _tell(self, line: str) -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from tests.chaos.faults import Fault
 from tests.chaos.plan import Plan
-from tests.chaos.processes import find_marked, kill, sort_by_role
+from tests.chaos.processes import Activity, find_marked, kill, sort_by_role
 from tests.chaos.setting import FAULTY, PLAIN, Case, environment
 
 # Operations, bytes and files of one save of this run; a share of them says where in it a fault strikes.
 SAVE_OPERATIONS, SAVE_BYTES, SAVE_FILES = 60, 1_227_000, 6
 # Operations of the writer that commits, and tensors that threads of all ranks copy.
 WRITER_OPERATIONS, COPIED_TENSORS = 40, 80
-_LIMIT_S = 150.0
+# A start hangs if its processes want no core for so long; a busy machine makes it slow, but not idle.
+_IDLE_S, _LIMIT_S = 100.0, 900.0
 _RESUMING = re.compile(r"resuming after\s+step (\d+) of")  # a long line is wrapped
 _BEGINNING = re.compile(r"parameters on \d+ ranks?")
 
@@ -80,6 +81,7 @@ def run_start(
     log, metrics = folder / f"stderr-{mark}.txt", folder / "out/metrics.jsonl"
     changed = _changed(metrics)
     begin_s = time.monotonic()
+    activity = Activity(mark)
     strike_s = None
     if plan is not None and plan.when == "start":
         strike_s = begin_s + plan.delay * sum(expected_s) * 0.5
@@ -106,7 +108,7 @@ def run_start(
             if plan is not None and strike_s is not None and now_s >= strike_s and start.killed is None:
                 start.killed = strike(plan.victim, process.pid, mark, tmp)
                 strike_s = None if start.killed else now_s + 0.2  # that process was not there yet
-            if now_s - begin_s > _LIMIT_S:
+            if activity.measure_idle_s() > _IDLE_S or now_s - begin_s > _LIMIT_S:
                 start.notes.append("hung")
                 kill(p.pid for p in find_marked(mark))
                 break
