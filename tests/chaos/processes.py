@@ -77,7 +77,7 @@ def _role(process: psutil.Process, launcher_pid: int, ranks: dict[int, int]) -> 
 
 
 class Activity:
-    """Tells for how long the processes of a start have wanted no core, so that slow ones are not taken for hung."""
+    """Tells for how long the processes of a start have wanted no core, as only hung ones do."""
 
     def __init__(self, mark: str, every_s: float = 5.0) -> None:
         self._mark = mark
@@ -86,7 +86,7 @@ class Activity:
         self._looked_s = self._active_s = time.monotonic()
 
     def measure_idle_s(self) -> float:
-        """Seconds since they last computed, or waited for a core, for a tenth of the time between two looks."""
+        """Seconds since they last computed, or waited for a core, for a tenth of the time of a look."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= self._every_s:
             wanted_s = {process.pid: _read_wanted_s(process.pid) for process in find_marked(self._mark)}
