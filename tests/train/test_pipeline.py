@@ -376,6 +376,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "PL492",
         "schedule=1f1b",
     ),
+    "compiled, with recompute": (
+        {"layout": "pp=2 recompute=block", "compile": True},
+        "PL492",
+        "Leave compile or recompute out",
+    ),
     "a hook of DDP": ({"comm_hook": (None, print), "reduction": "fast"}, "PL142", "comm_hook"),
     "a schedule without pp": ({"layout": "dp_replicate=2 schedule=gpipe"}, "PL490", "schedule=gpipe"),
     "settings of DDP": ({"ddp": {"static_graph": True}}, "PL141", "static_graph"),

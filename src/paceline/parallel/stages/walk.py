@@ -39,8 +39,8 @@ class CompiledBlock:
         self.compiled_call = compiled_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if Walker.current is None:  # the second forward of a block that is computed again in backward
-            return self.compiled_call(*args, **kwargs)
+        if Walker.current is None:  # outside of a stage
+            return self.call(*args, **kwargs)
         return Walker.current.run_block(self, args, kwargs)
 
 

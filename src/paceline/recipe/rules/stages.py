@@ -115,6 +115,13 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "Leave compile out, or set schedule=1f1b.",
         ),
         (
+            run.compile and layout.recompute != "none",
+            "train.compile",
+            f"train.compile=true and layout.recompute={layout.recompute}",
+            "The second forward of a compiled block saves other tensors than the first one.",
+            "Leave compile or recompute out.",
+        ),
+        (
             run.compile and layout.tp > 1,
             "train.compile",
             f"train.compile=true and layout.tp={layout.tp}",
