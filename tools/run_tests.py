@@ -19,7 +19,10 @@ from pathlib import Path
 TESTS = Path("tests")
 # Of about the same length; what is in no list is in the last part.
 PARTS = (
-    ("launching", "cli", "verifying"),
+    (
+        *("launching", "cli", "verifying", "memory", "comm", "schedulers"),
+        *("profiling", "checkpoint", "models", "recipe", "bench"),
+    ),
     ("watch", "parallel", "data", "dist", "torch_seams"),
     (),
 )
