@@ -374,9 +374,15 @@ def test_a_traceback_is_in_the_log_and_the_record_and_not_on_the_terminal(runner
         f"  File \"{path}\", line 2, in f\n    raise ValueError('boo')\n"
         "ValueError: boo\n"
     )
-    assert (done.code, done.out, done.err, done.log) == (1, "a\n", "", trace)
+    assert (done.code, done.out, done.err, without_carets(done.log)) == (1, "a\n", "", trace)
     assert done.ending is not None
-    assert (done.ending["kind"], done.ending["code"], done.ending["trace"]) == ("error", 1, trace)
+    assert (done.ending["kind"], done.ending["code"]) == ("error", 1)
+    assert without_carets(done.ending["trace"]) == trace
+
+
+def without_carets(trace: str) -> str:
+    """Return a traceback without the marks beneath its lines; Python 3.13 makes more of them."""
+    return "".join(line for line in trace.splitlines(keepends=True) if line.strip("\n ~^"))
 
 
 def test_of_a_module_too_without_frames_of_runpy(runner: Runner) -> None:
