@@ -98,9 +98,10 @@ def test_frames_of_libraries_are_folded() -> None:
         def items(self) -> None:  # type: ignore[override]
             fail()
 
-    trace = format_error(lambda: json.dumps([[[[[[Odd(a=1)]]]]]], indent=1))
+    trace = format_error(lambda: json.dumps([[[Odd(a=1)]]], indent=1))
     folded = fold(trace)
-    assert trace.count("json") > 3
+    # Python 3.13 shows fewer frames of its encoder.
+    assert trace.count("json") > (6 if sys.version_info < (3, 13) else 3)
     assert folded.count("frames of libraries: json/__init__.py:") == 1
     assert "json/encoder.py" in folded
     assert len(folded.splitlines()) < len(trace.splitlines())

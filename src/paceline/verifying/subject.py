@@ -63,7 +63,7 @@ class Subject(Protocol):
 
     @property
     def compress(self) -> CompressSection:
-        """How gradients are compressed."""
+        """The compression of gradients."""
 
     def with_dtype(self, dtype: str) -> Subject:
         """Return the same subject, trained in another dtype."""

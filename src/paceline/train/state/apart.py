@@ -365,7 +365,7 @@ def _check_one_history(disks: Disks, on_disks: list[list[Found]]) -> None:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What hashing found on one disk.
+    """The findings of hashing on one disk.
 
     Attributes:
         good: files that are as they were written.

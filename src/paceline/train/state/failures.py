@@ -52,7 +52,7 @@ class FailedStart:
 
 @dataclass(frozen=True)
 class _NotesOfDisk:
-    """What one disk knows.
+    """The notes and checkpoints on one disk.
 
     Attributes:
         history: failures of earlier starts, the oldest first.
