@@ -11,8 +11,15 @@ import pytest
 import tomli_w
 
 from paceline.cli.main import main
-from paceline.cli.verify import Asked, as_plain, choose_layouts, list_ranks
-from paceline.cli.verify_report import as_table, describe_end, describe_layout, describe_markdown
+from paceline.cli.verify import choose_layouts, list_ranks
+from paceline.cli.verify_report import (
+    Asked,
+    as_plain,
+    as_table,
+    describe_end,
+    describe_layout,
+    describe_markdown,
+)
 from paceline.errors import PacelineError
 from paceline.finding import Finding
 from paceline.recipe import Layout, load_recipe

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paceline
-from paceline.cli.verify import Asked
-from paceline.cli.verify_report import describe_end
+from paceline.cli.verify_report import Asked, describe_end
 from paceline.verifying.check import resolve_layout, verify_subject
 from paceline.world import World
 from tests.dist.pool import Pool

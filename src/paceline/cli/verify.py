@@ -6,15 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from paceline.cli.verify_report import Asked
 from paceline.cli.watching import print_remark
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
-    from paceline.finding import Finding
-    from paceline.recipe import Layout, Recipe
+    from paceline.recipe import Recipe
     from paceline.verifying.check import LayoutResult
 
 # Everything that needs torch is imported where it is used, so that `paceline --help` answers at once.
@@ -25,21 +24,6 @@ global batches. Compares initial weights, loss, every gradient, the global norm,
 step and the optimizer's state; where something differs, says where it comes from. Exit code 1 where a layout
 differs.
 """
-
-
-@dataclass
-class Asked:
-    """The layouts to verify.
-
-    Attributes:
-        layouts: legal, with all degrees known.
-        num_candidates: number of legal and refused ones; 0 without `--all`.
-        refused: with the reasons.
-    """
-
-    layouts: list[Layout]
-    num_candidates: int = 0
-    refused: list[tuple[Layout, list[Finding]]] = field(default_factory=list)
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -196,12 +180,3 @@ def list_ranks(nproc: int) -> list[int]:
 
 def _flags_error(saw: str, rule: str) -> PacelineError:
     return PacelineError("PL720", saw=saw, rule=rule, fix="Write for example --all --nproc 4.")
-
-
-def as_plain(value: Any) -> Any:
-    """Return a nest with text in place of the values that JSON cannot hold (infinity)."""
-    if isinstance(value, dict):
-        return {key: as_plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(entry) for entry in value]
-    return str(value) if isinstance(value, float) and value in (float("inf"), float("-inf")) else value

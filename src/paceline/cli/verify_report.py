@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
-    from paceline.cli.verify import Asked
-    from paceline.recipe import Recipe
+    from paceline.finding import Finding
+    from paceline.recipe import Layout, Recipe
     from paceline.verifying.check import LayoutResult, Verified
 
 _WORDS = {"ok": "ok", "differs": "DIFFERS", "refused": "refused", "failed": "FAILED"}
 _FORWARD = {True: "every bit the same", False: "within rounding", None: ""}
 _WIDTH = 44
+
+
+@dataclass
+class Asked:
+    """The layouts to verify.
+
+    Attributes:
+        layouts: legal, with all degrees known.
+        num_candidates: number of legal and refused ones; 0 without `--all`.
+        refused: with the reasons.
+    """
+
+    layouts: list[Layout]
+    num_candidates: int = 0
+    refused: list[tuple[Layout, list[Finding]]] = field(default_factory=list)
 
 
 def describe_begin(path: str, recipe: Recipe, asked: Asked, steps: int) -> str:
@@ -99,8 +114,6 @@ def describe_tolerances(verified: Verified) -> str:
 
 def as_table(verified: Verified, asked: Asked) -> dict[str, Any]:
     """Return all results, JSON-able."""
-    from paceline.cli.verify import as_plain
-
     table: dict[str, Any] = as_plain(asdict(verified))
     table["ok"] = verified.ok
     if asked.num_candidates:
@@ -110,6 +123,15 @@ def as_table(verified: Verified, asked: Asked) -> dict[str, Any]:
             for layout, findings in asked.refused
         ]
     return table
+
+
+def as_plain(value: Any) -> Any:
+    """Return a nest with text in place of the values that JSON cannot hold (infinity)."""
+    if isinstance(value, dict):
+        return {key: as_plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and value in (float("inf"), float("-inf")) else value
 
 
 def _describe_kinds(verified: Verified) -> str:

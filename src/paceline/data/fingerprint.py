@@ -6,39 +6,38 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.fetching import SetFetcher
+from paceline.data.fetching import Fetcher, SetFetcher
 from paceline.data.workers import prepare_worker
 from paceline.generators import preserved_generators
-
-if TYPE_CHECKING:
-    from paceline.data.loader import Loader
 
 # Number of samples that are read, spread evenly over the data. More would detect smaller changes and take
 # longer.
 NUM_SAMPLES = 8
 
 
-def fingerprint_data(loader: Loader) -> str | None:
-    """Return a hash of the content of a loader's data set; equal in every process that reads the same data.
+def fingerprint_data(fetcher: Fetcher, num_workers: int) -> str | None:
+    """Return a hash of the content of a data set; equal in every process that reads the same data.
 
     A data set with a `content_hash` supplies it itself. From any other data set with an index, `NUM_SAMPLES`
-    samples are read with the random numbers of epoch 0. They are read in a worker process if the loader uses
-    workers, because files that a data set opens must not be shared with those.
+    samples are read with the random numbers of epoch 0, each twice, to find data that differ from read to
+    read (random numbers of their own).
 
-    The samples are read twice, to find data that differ from read to read (random numbers of their own).
+    Args:
+        fetcher: reads the data set's samples.
+        num_workers: of the loader. If it has any, the samples are read in a worker process, because files
+            that a data set opens must not be shared with workers.
 
     Returns:
         `None` for streams, for data that differ from read to read, and where a sample cannot be read:
         training reports that with all details.
     """
-    fetcher = loader._fetcher
     if not isinstance(fetcher, SetFetcher):
         return None
     own = getattr(fetcher.dataset, "content_hash", None)
@@ -46,7 +45,7 @@ def fingerprint_data(loader: Loader) -> str | None:
         return own
     digest = _Digest(fetcher)
     try:
-        if not loader.num_workers:
+        if not num_workers:
             with preserved_generators():
                 return digest[0]
         worker = DataLoader(

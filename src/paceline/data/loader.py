@@ -167,7 +167,7 @@ class Loader:
     @cached_property
     def content_hash(self) -> str | None:
         """A hash of the data's content, or None; reads some samples on first use."""
-        return fingerprint_data(self)
+        return fingerprint_data(self._fetcher, self.num_workers)
 
     @property
     def position(self) -> Position:

@@ -18,8 +18,9 @@ import pytest
 from paceline.cli.main import main
 from paceline.errors import PacelineError
 from paceline.launching.members.etcd import Etcd, list_servers
+from paceline.launching.members.open_witness import open_witness
 from paceline.launching.members.shared_folder import SharedFolder
-from paceline.launching.members.witness import Entry, Witness, WitnessError, WitnessThread, open_witness
+from paceline.launching.members.witness import Entry, Witness, WitnessError, WitnessThread
 from paceline.launching.members.world import Member, NodeWorld
 from tests.launching.launched import Launched, paceline_run, script
 

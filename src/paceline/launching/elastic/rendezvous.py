@@ -27,8 +27,9 @@ from paceline.errors import PacelineError
 from paceline.launching.elastic.members import MembersRendezvous
 from paceline.launching.elastic.network import WITNESSES, is_own_host
 from paceline.launching.members.endpoints import read_endpoints
+from paceline.launching.members.open_witness import name_witness, open_witness
 from paceline.launching.members.records import Terms
-from paceline.launching.members.witness import Witness, name_witness, open_witness
+from paceline.launching.members.witness import Witness
 from paceline.launching.members.world import Waits
 from paceline.torch_seams.elastic import use_own_clock
 

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 
 from paceline.errors import PacelineError
+from paceline.launching.members.open_witness import name_witness, open_witness
 from paceline.launching.members.records import Address, Message
 from paceline.launching.members.reports import explain_witness
 from paceline.launching.members.wire import pack, unpack
-from paceline.launching.members.witness import WitnessError, name_witness, open_witness
+from paceline.launching.members.witness import WitnessError
 
 _TIMEOUT_S = 3.0
 _CHUNK_BYTES = 65536

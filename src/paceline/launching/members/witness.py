@@ -1,8 +1,8 @@
 """A witness records each round outside of the nodes, so that of two parts of a job only one can go on.
 
 Entries are numbered from 1 without gaps, and the first to append a number has it. A leader appends the next
-world before it commits it. `etcd.py` and `shared_folder.py` are two witnesses. `WitnessThread` keeps their
-waits out of the thread that beats.
+world before it commits it. `etcd.py` and `shared_folder.py` are two witnesses, which `open_witness.py` opens.
+`WitnessThread` keeps their waits out of the thread that beats.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
-from paceline.errors import PacelineError
 from paceline.launching.members.world import Member, NodeWorld, world_from_json, world_to_json
 
 log = logging.getLogger(__name__)
@@ -213,37 +211,3 @@ def member_from_text(text: str | bytes) -> Member:
         return Member(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise WitnessError(f"what is stored there is not a launcher of Paceline ({error})") from None
-
-
-def name_witness(backend: str, endpoint: str) -> str:
-    """Return the witness that `--rdzv-backend` and `--rdzv-endpoint` name."""
-    return endpoint if backend == "folder" or "://" in endpoint else f"etcd://{endpoint}"
-
-
-def _suggest(scheme: str, hosts: str) -> str:
-    if hosts and scheme in ("http", "https"):
-        return f"For an etcd, write {'https+' if scheme == 'https' else ''}etcd://{hosts}."
-    return "Use for example --witness etcd://etcd0:2379, or --witness /shared/witness."
-
-
-def open_witness(text: str, job: str) -> Witness:
-    """Return the record of a job: `etcd://HOST[:PORT],...` (or `https+etcd://`), or the path of a folder.
-
-    Raises:
-        PacelineError: PL380 for neither; PL384 for certificates that cannot be read.
-    """
-    from paceline.launching.members.etcd import Etcd, list_servers
-    from paceline.launching.members.shared_folder import SharedFolder
-
-    scheme, mark, hosts = text.partition("://")
-    if mark and scheme in ("etcd", "https+etcd"):
-        return Etcd(list_servers(hosts, "http" if scheme == "etcd" else "https"), job)
-    if mark or not text.strip():
-        raise PacelineError(
-            "PL380",
-            saw=f"The witness {text!r}.",
-            rule="--witness, or --rdzv-endpoint of the backend etcd, is etcd://HOST:PORT (several hosts with "
-            "commas), or the path of a folder that all nodes share.",
-            fix=_suggest(scheme, hosts),
-        )
-    return SharedFolder(Path(text), job)
