@@ -96,7 +96,7 @@ class Conditions:
         self._started, self._load = time.strftime("%Y-%m-%d %H:%M"), os.getloadavg()[0]
 
     def read(self, *more: str) -> dict[str, Any]:
-        """Return the conditions, to keep beside the times; `more` is said of the machine."""
+        """Return the conditions, to keep beside the times; `more` is added to the line about the machine."""
         return {
             "started": self._started,
             "load_before": self._load,

@@ -103,8 +103,8 @@ def measure_buckets(
     Args:
         recipe: what to train. Its layout, length and checkpoints play no part: all ranks are replicas.
         num_ranks: how many, 2 or more.
-        sizes: in MiB; the recipe's own is always among them. Of those that hold all gradients, only the
-            smallest is tried.
+        sizes: in MiB; the recipe's own is always among them. Only the smallest size that holds all gradients
+            is tried.
         steps: in a block.
         repeats: blocks of each size.
 
