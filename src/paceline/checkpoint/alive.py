@@ -1,4 +1,4 @@
-"""Tells which saves under way have a living writer, from locks on files that a dead process cannot hold.
+"""Finds the pending saves whose writer is alive, from file locks, which a dead process cannot hold.
 
 A save that writers make together has a folder `.saving-step-...` beside its temporary one, and in it a file
 `alive-00003` per writer, which that writer holds locked while it works. The kernel releases the lock when the
@@ -74,7 +74,7 @@ def is_held(path: Path) -> bool | None:
 
 
 def find_live(folder: Path, own: Path | None = None) -> Iterator[LiveSave]:
-    """Yield the saves in a `checkpoints` folder of which a writer is alive.
+    """Yield the saves in a `checkpoints` folder that have a living writer.
 
     Args:
         folder: with the checkpoints.

@@ -143,7 +143,7 @@ class Commits:
         )
 
     def commit(self, step: int, tmp: Path, manifest: Manifest) -> Path:
-        """Give a temporary folder with all of its files its final name."""
+        """Rename a complete temporary folder to its final name."""
         self.seal(tmp, manifest)
         return self.publish(step, tmp, manifest)
 
@@ -272,7 +272,7 @@ class Commits:
         return valid
 
     def _discard(self, path: Path) -> None:
-        """Remove a checkpoint such that no half of it can ever be mistaken for one."""
+        """Remove a checkpoint without ever leaving a part of it that could be mistaken for one."""
         self._seen_valid.pop(path, None)
         trash = path.with_name(f"{TRASH}{path.name.removeprefix('.')}-{secrets.token_hex(4)}")
         try:
@@ -333,7 +333,7 @@ class Save:
         return self._held.__exit__(*error)
 
     def commit(self, content: str, records: Mapping[str, FileRecord]) -> Path:
-        """Give the checkpoint its name; all of its files are durable by now. Then remove old checkpoints.
+        """Rename the durable checkpoint to its final name, then remove old checkpoints.
 
         Args:
             content: name of the content that wrote the files.

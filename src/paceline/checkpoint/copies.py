@@ -1,8 +1,8 @@
 """Places the files of a checkpoint on several disks, for nodes that share none.
 
 Every file is written to the disk of its writer and copied to others, those that are least likely to fail with
-it first. All ranks find the same places and the same transfers without communication. When a run resumes,
-the disks report what they hold, and the newest step counts of which every file is on some disk.
+it first. All ranks find the same places and the same transfers without communication. When a run resumes, the
+disks report what they hold. The newest step counts whose files are each on some disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def place_copies(
 
     Args:
         files: of the checkpoint.
-        holders: of each file the disks that have it, at least one.
+        holders: by file, the disks that have it, at least one.
         domains: what fails together with each disk, empty if unknown.
         copies: disks per file, at most as many as there are.
     """
@@ -57,7 +57,7 @@ def place_copies(
         while len(chosen) < copies:
             taken = {domains[disk] for disk in chosen}
             others = [disk for disk in range(len(domains)) if disk not in chosen]
-            # Neighbours come first among equals, so that every disk sends and receives alike.
+            # Neighbours come first among equals, so that every disk sends and receives equally much.
             nearest = min(
                 others,
                 key=lambda disk: (domains[disk] in taken, num_bytes[disk], (disk - home) % len(domains)),
@@ -80,8 +80,8 @@ def plan_transfers(
 
     Args:
         files: of the checkpoint.
-        holders: of each file the disks that have it.
-        wanted: of each file the disks that are to have it; those that have it already count as served.
+        holders: by file, the disks that have it.
+        wanted: by file, the disks that are to have it; those that have it already count as served.
     """
     sent: Counter[int] = Counter()
     pending: list[FileTransfer] = []

@@ -73,7 +73,7 @@ def find_newest(folder: Path, on_skip: OnSkip | None = None) -> Path:
 
 
 def no_valid_error(folder: Path, skipped: Sequence[tuple[Path, list[Finding]]]) -> PacelineError:
-    """Return PL509 for checkpoints of which none is valid, with their findings."""
+    """Return PL509 for checkpoints that are all invalid, with their findings."""
     shown = " ".join(f"{path.name}: {findings[0].saw}" for path, findings in skipped)
     return PacelineError(
         "PL509",

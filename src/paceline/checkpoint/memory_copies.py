@@ -219,7 +219,7 @@ def _read(link: socket.socket) -> dict[str, Any]:
 
 
 def _read_answer(link: socket.socket) -> None:
-    """Read the receiver's answer; raise what it says is wrong."""
+    """Read the receiver's answer, and raise the problem that it reports."""
     if problem := _read(link)["problem"]:
         raise _RefusedError(str(problem))
 

@@ -124,7 +124,7 @@ class MemoryKeeper:
         self._receiver: CopyReceiver | None = None
 
     def serve(self) -> None:
-        """Work until nobody needs the memory any more."""
+        """Serve requests until no process needs the memory any more."""
         while (message := self._link.receive()) is not None:
             if message["do"] == "leave":
                 return
@@ -173,11 +173,11 @@ class KeeperProcess(CompanionProcess):
         super().__init__(MARKER, MARKER, slots, (str(home_pid), folder))
 
     def drop(self, slot: int) -> None:
-        """Let it forget what a slot held, before that is written over."""
+        """Make the keeper drop a slot's state, before the slot is overwritten."""
         self._send({"do": "drop", "slot": slot})
 
     def listen(self, address: str, secret: str) -> int:
-        """Let it receive copies of ranks on another node; return the port.
+        """Make the keeper receive copies of ranks on another node, and return its port.
 
         Raises:
             OSError: it cannot listen at this address.
@@ -190,7 +190,7 @@ class KeeperProcess(CompanionProcess):
         return int(found["port"])
 
     def keep(self, slot: int, share: dict[str, Any], target: CopyTarget | None) -> None:
-        """Let it check and publish what a slot holds, and send a copy to another node.
+        """Make the keeper check and publish a slot's state, and send a copy to another node.
 
         Args:
             slot: the memory.
@@ -216,7 +216,7 @@ class KeeperProcess(CompanionProcess):
         self._process.returncode = 0  # else Popen warns about it when it is collected
 
     def close(self) -> None:
-        """Let it go, with what it holds."""
+        """End the keeper, and free its memory."""
         self._send({"do": "leave"})
         self._link.close()
         try:
@@ -264,7 +264,7 @@ def unpack_index(data: bytes) -> Any:
 
 
 def start_time(pid: int) -> str:
-    """Return when a process started, as the kernel counts, which tells apart processes of one number.
+    """Return the kernel's start time of a process, which distinguishes processes that had the same id.
 
     It is "" for a process that has ended.
     """

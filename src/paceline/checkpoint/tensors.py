@@ -300,7 +300,7 @@ def read_into(
     Args:
         path: of the file.
         name: of the tensor, not of an alias.
-        source: which part of the whole the tensor is.
+        source: the part of the whole that the tensor is.
         wanted: the part to read.
         found: its values, filled in where the tensor has them.
         files: to keep it open in.

@@ -57,7 +57,7 @@ class WriterProcess(CompanionProcess):
         return None if table is None else (Outcome.parse(table), float(table["seconds"]))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let it finish and end; it finishes by itself if that takes longer."""
+        """Wait for the writer to finish. If that takes longer, it finishes on its own."""
         self._link.close()
         try:
             self._process.wait(timeout_s)

@@ -42,7 +42,7 @@ class Prepared(Protocol):
 
     @property
     def late(self) -> frozenset[int]:
-        """Ids of the tensors that only an optimizer's step changes; others must be copied at once."""
+        """Ids of the tensors that only an optimizer's step changes; others must be copied immediately."""
 
     def list_files(self) -> list[FilePlan]:
         """Return the files that this process writes."""

@@ -48,7 +48,7 @@ class PreparedShare:
     Attributes:
         rank: of the writer.
         tensors: by name with the group before it, `model/NAME`; each the values of a part.
-        parts: of those that are not whole.
+        parts: the parts, for tensors that are not whole.
         num_bytes: of all ranks' shares together.
         tied: names to the name that has their tensor; rank 0's.
         structures: of the trees; rank 0's.
