@@ -131,7 +131,7 @@ def _add_recording_flags(ours: argparse._ActionsContainer, first: str) -> None:
 
 
 def _accept_scripts(parser: argparse.ArgumentParser, commands: Sequence[str]) -> None:
-    """Have a parser take a script, with flags before it, where a command would stand."""
+    """Make a parser accept a script, with flags before it, in place of a command."""
     parse = parser.parse_known_args
 
     def parse_script(words: Any = None, namespace: Any = None) -> Any:

@@ -98,7 +98,7 @@ def _signed(ns: float) -> str:
 
 
 def _tabulate_ranks(profile: Profile) -> str:
-    """Return the mean step of each rank: its phases, and its communication, which lies within them."""
+    """Return the mean step of each rank: its phases, and the communication within them."""
     used = [name for name in _RAN if max(row.phases.get(name, 0) for row in profile.rows) > _LEAST_NS] + [
         HOST
     ]

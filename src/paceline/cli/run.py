@@ -40,7 +40,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add torchrun's flags, the script, and Paceline's own flags, of which the group is returned."""
+    """Add torchrun's flags, the script, and Paceline's own flags; return the group of the latter."""
     from paceline.launching.flags import add_torchrun_flags
 
     ours = parser.add_argument_group("paceline's own flags")
