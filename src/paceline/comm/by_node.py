@@ -81,7 +81,7 @@ class _Block:
 
 
 class NodeExchange:
-    """An exchange for CPU ranks on several nodes of which at least one has several ranks.
+    """An exchange for CPU ranks on several nodes, at least one of them with several ranks.
 
     Args:
         group: the ranks, with a backend for the CPU; no other code may use it.

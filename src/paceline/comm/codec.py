@@ -60,7 +60,7 @@ class Codec(ABC):
 
 
 class WholeCodec(Codec):
-    """Sends every number as it is, in fp32."""
+    """The codec that sends every number unchanged, in fp32."""
 
     kind = "fp32"
 
@@ -201,7 +201,7 @@ class Fp16Codec(_BlockCodec):
 
 
 class TopkCodec(Codec):
-    """Keeps the numbers of largest magnitude in each block, as bfloat16 with their places.
+    """The codec that keeps the numbers of largest magnitude in each block, as bfloat16 with their places.
 
     Args:
         density: share of the numbers of a block that are kept; at least one is.

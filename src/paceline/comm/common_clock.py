@@ -3,7 +3,7 @@
 These are the windows of Hunold and Carpen-Amarie 2016, "Reproducible MPI Benchmarking is Still Not as Easy as
 You Think". After a barrier, ranks would begin up to half a round trip apart.
 
-Protocol of one call: rank 0 broadcasts an instant that lies far enough ahead. Each rank sleeps until then and
+Protocol of one call: rank 0 broadcasts an instant that is far enough ahead. Each rank sleeps until then and
 makes the call. The largest duration counts. If any rank saw the instant too late, the call is repeated with
 an instant further ahead.
 """
@@ -25,7 +25,7 @@ _LEAD_S = 1e-3
 
 
 class CommonClock:
-    """Starts a call at the same instant on all ranks; all ranks must make it, and call it in the same order.
+    """A clock that starts calls at the same instant on all ranks; all ranks make it, and time the same calls.
 
     Processes of one boot share Python's monotonic clock. The clock of another machine is compared with rank
     0's by messages: its offset is known to half of the difference between the ways there and back.

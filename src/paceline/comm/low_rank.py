@@ -179,7 +179,7 @@ def _orthonormalise(columns: Tensor) -> Tensor:
 
 
 def _join(shards: Sequence[Sequence[RowRange]]) -> list[RowRange]:
-    """Return the whole parameters of which shards hold rows, in the order of their first rows."""
+    """Return the whole parameters whose rows the shards hold, in the order of their first rows."""
     stops = {piece.name: piece.stop for shard in shards for piece in shard}
     lengths = {piece.name: piece.length for shard in shards for piece in shard}
     return [RowRange(name, 0, stop, lengths[name]) for name, stop in stops.items()]

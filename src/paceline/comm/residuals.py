@@ -1,6 +1,6 @@
 """Keeps what compression has not sent: the residual of each slot, and that of the sum, by parameter.
 
-A residual is added to the next gradient before that is encoded, so that nothing is lost for good (error
+A residual is added to the next gradient before that is encoded, so that nothing is lost permanently (error
 feedback: Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847; for the sum as well: Tang et al. 2019,
 https://arxiv.org/abs/1905.05957).
 """

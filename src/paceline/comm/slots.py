@@ -217,7 +217,7 @@ class SlotSum:
             sizes = [choose_codec(self._codec, p.length).count_row_bytes(p.length) for p in pieces]
             whole = sum(piece.num_rows * size for piece, size in zip(pieces, sizes, strict=True))
             for replica in range(num_replicas):
-                # A row belongs to the part in which its first byte lies.
+                # A row belongs to the part that contains its first byte.
                 first, last = whole * replica // num_replicas, whole * (replica + 1) // num_replicas
                 found, at, num_bytes = [], 0, 0
                 for piece, size in zip(pieces, sizes, strict=True):

@@ -90,8 +90,8 @@ class ReductionPlan:
     Attributes:
         num_leaves: microbatches of the global batch.
         subtrees: per rank, the subtrees that it contributes.
-        additions: the additions once these are side by side, rank after rank: pairs of places, of which
-            the left one holds the sum afterwards. The last one, if any, yields the whole sum at place 0.
+        additions: the additions once these are side by side, rank after rank: pairs of places; the left one
+            holds the sum afterwards. The last one, if any, yields the whole sum at place 0.
     """
 
     num_leaves: int
