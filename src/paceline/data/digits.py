@@ -23,7 +23,7 @@ STD = 6.017
 
 @dataclass(frozen=True)
 class Digits:
-    """Some of the digits.
+    """A subset of the digits.
 
     Attributes:
         images: uint8 [num_images, 1, 8, 8], values 0 to 16.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Share:
-    """One rank's part of one global batch; what a `Loader` yields.
+    """One rank's part of one global batch, as a `Loader` yields it.
 
     Attributes:
         epoch: the pass over the data, from 0.

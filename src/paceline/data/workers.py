@@ -23,7 +23,7 @@ _POLL_S = 0.5
 
 
 def prepare_worker(worker_id: int) -> None:
-    """Let a worker outlive the signals that ask a run to stop.
+    """Make a worker ignore the signals that ask a run to stop.
 
     Terminals and schedulers send these to all processes, while the rank still has to finish its step and
     save. Workers end with their rank."""
