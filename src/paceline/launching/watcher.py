@@ -56,7 +56,7 @@ def load_watch(watch: str, rank: int, launch_folder: str, folder: str) -> Callab
 
 
 def ignore_error(error: BaseException) -> None:
-    """Do nothing with an error; the `NoteError` of an unwatched rank."""
+    """Ignore an error; the `NoteError` of an unwatched rank."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the ranks of a node run, so that a node with other code, another recipe or torch is refused."""
+"""Identifies what a node's ranks run, so that nodes with other code, another recipe or torch are refused."""
 
 from __future__ import annotations
 

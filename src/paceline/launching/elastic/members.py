@@ -43,7 +43,7 @@ _STORE_S = 20.0
 
 
 class MembersRendezvous(RendezvousHandler):
-    """One launcher's access to the rounds of its job.
+    """A launcher's access to the rounds of its job.
 
     Args:
         terms: of the job.
@@ -132,7 +132,7 @@ class MembersRendezvous(RendezvousHandler):
         return int(self.is_elastic and self.news is not None and not self._is_closed)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # Whoever becomes number 0 has the round's store.
+        # The node that becomes number 0 hosts the round's store.
         timeout = timedelta(seconds=_STORE_S)
         own = TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         offer: Message = {"store_port": own.port, "master_port": own.port}

@@ -1,13 +1,13 @@
-"""The rendezvous of a job's launchers: torch's, with three fixes.
+"""The rendezvous of a job's launchers: replaces or corrects torch's in three respects.
 
-- A single node has no other to meet: no protocol with its random delay, and no name of this machine that has
-  to resolve.
-- torch keeps the state of `c10d` in a store on one node, and the job is lost with it. Here the launchers
-  agree among themselves (`members.py`). Addresses decide whether a launcher is at the endpoint; torch goes
-  by this machine's name, which may not resolve.
-- torch compares the time of another node's heartbeat with this node's clock. Where clocks differ by more than
-  15 s, a node removes a live one and trains alone (`dynamic_rendezvous.py`, `_sanitize`). Here a node is lost
-  when its heartbeat has not changed for that long by this node's own monotonic clock.
+- A single node meets no others, so it skips the protocol, its random delay, and the lookup of its own host
+  name.
+- torch keeps the state of `c10d` in a store on one node; if that node is lost, so is the job. Here the
+  launchers agree among themselves (`members.py`). A launcher recognises its own endpoint by address, not by
+  host name as in torch, because the name may not resolve.
+- torch compares the timestamp of another node's heartbeat with this node's clock. If clocks differ by more
+  than 15 s, a node removes a live one and trains alone (`dynamic_rendezvous.py`, `_sanitize`). Here a node
+  counts as lost when its heartbeat has not changed for that long by this node's own monotonic clock.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _STATIC_PORT = 29500  # torch's default
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the launchers of a job meet, beside torchrun's flags.
+    """The settings of a job's rendezvous that torchrun's flags do not have.
 
     Attributes:
         waits: all waits.
         witness: `--witness`, for `c10d`.
-        code: what the ranks run (`code.py`).
+        code: identifies what the ranks run (`code.py`).
     """
 
     waits: Waits = field(default_factory=Waits)
@@ -66,8 +66,8 @@ def build_rendezvous(
     """Build the handler for a launch, and return the ranks' master address and port if the user set them.
 
     Args:
-        config: of the launch.
-        meeting: of its launchers, for `c10d`, `etcd` and `folder`.
+        config: settings of the launch.
+        meeting: settings of the rendezvous, for `c10d`, `etcd` and `folder`.
         on_loss: called as soon as another node is lost, for `c10d`.
         is_asked: whether this launcher was asked to stop.
     """
@@ -148,7 +148,7 @@ def _build_members(
 
 
 def _is_own(host: str) -> bool:
-    """Return whether a host is this machine; one of several endpoints may be gone, and its name with it."""
+    """Return whether a host is this machine; False for a name that no longer resolves."""
     try:
         return is_own_host(host)
     except PacelineError:

@@ -157,7 +157,7 @@ def as_status(code: int) -> int:
 
 
 def _name_error(error: BaseException) -> str:
-    """`ValueError: no`; the first line of its message."""
+    """Return an error's type and the first line of its message: `ValueError: no`."""
     text = ""
     with suppress(Exception):  # a __str__ that raises
         text = str(error).strip().partition("\n")[0][:_LONG_LINE]

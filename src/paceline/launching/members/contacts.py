@@ -68,7 +68,7 @@ class Contacts:
         return place
 
     def take(self, link: int, answer: Answer) -> None:
-        """Keep what a launcher says of itself, in a question or in an answer."""
+        """Keep a launcher's message about its own state, from a question or an answer."""
         place = self._asked[link][0] if link in self._asked else None
         if answer.member.key == self._me.key:
             if place is not None:

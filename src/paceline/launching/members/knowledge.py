@@ -1,4 +1,4 @@
-"""What one launcher knows of its job, and what follows from it; `membership.py` acts on it."""
+"""Holds one launcher's state and its conclusions about the job; `membership.py` acts on them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Knowledge:
 
     Args:
         me: this launcher.
-        terms: of the job.
+        terms: settings that all nodes of the job share.
         waits: all waits.
         links: the connections to others.
         agent: the part of this launcher that starts ranks.
         now: the monotonic clock.
-        endpoints: where a launcher without a job asks for it.
-        founds: whether this launcher begins the job if nobody knows of it.
+        endpoints: addresses at which a launcher without a job asks for it.
+        founds: whether this launcher starts the job if no other launcher knows of it.
         witness: the record of the rounds, or None.
-        noted: the last world that this machine knew of before this launcher started, or None.
+        noted: the last world in the note of an earlier launcher on this machine, or None.
     """
 
     def __init__(
@@ -80,7 +80,8 @@ class Knowledge:
         self._led_since_s = now
         self._leader: Member | None = None
         self._up: int | None = None
-        # When this launcher last was in contact with the world, so that nobody can have gone on without it.
+        # Time of this launcher's last contact with its world; until then, the others cannot have gone on
+        # without it.
         self._contact_s = self._not_before_s = self._seeks_until_s = _NEVER
         self._weak_since_s: float | None = None
         self._peers: dict[int, Peer] = {}
@@ -91,7 +92,7 @@ class Knowledge:
             self._dead |= {member.key for member in noted.members if place_of(member) == place_of(me)}
             self._seeks_until_s = now + waits.probe_s
 
-    # ---- what this launcher says of itself
+    # ---- messages about this launcher
 
     def _describe(self) -> Message:
         return {
@@ -135,7 +136,7 @@ class Knowledge:
         return order_of(self.world, self.me) < order_of(self.world, other)
 
     def _comes_after(self, other: Answer) -> bool:
-        """Return whether another leader goes before this one."""
+        """Return whether another leader has priority over this one."""
         mine = rank_leader(self.world, self.me, is_firm=self._has_quorum(self._present()))
         return rank_leader(other.world, other.member, is_firm=other.is_firm) > mine
 
@@ -143,11 +144,11 @@ class Knowledge:
         return {self.me.key, *(peer.member.key for peer in self._peers.values())}
 
     def _is_noted(self) -> bool:
-        """Return whether this launcher knows of the last world only from the note of one before it."""
+        """Return whether the note of an earlier launcher is this one's only source for the last world."""
         return self._noted is not None and self.world is self._noted
 
     def _begins(self) -> bool:
-        """Return whether this launcher begins the job, or begins it again behind a world of dead members."""
+        """Return whether this launcher starts the job, or restarts one whose members are all dead."""
         if self.world is None:
             return self._founds
         return self._founds and all(member.key in self._dead for member in self._known())
@@ -157,7 +158,7 @@ class Knowledge:
         return all(has_quorum(w, present, self._dead, has_endpoint=self._founds) for w in worlds)
 
     def _may_decide(self, present: Collection[str], now: float) -> bool:
-        """Return whether some launchers may form the next world, if the witness agrees."""
+        """Return whether the launchers `present` may form the next world, if the witness agrees."""
         return self._has_quorum(present) or self._testimony.may_take_over(self.world, present, now)
 
     def _followed_links(self) -> list[int]:

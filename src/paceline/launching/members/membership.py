@@ -3,7 +3,8 @@
 One launcher leads. The others hold a link to it, over which both sides beat. The leader forms the rounds:
 
 1. Every launcher whose agent waits for a round sends an offer. When all members of the last world that are
-   still there have offered, the leader proposes the next world: they, and newcomers up to the most nodes.
+   still there have offered, the leader proposes the next world: these members, and newcomers up to the
+   maximum number of nodes.
 2. Each proposed member accepts, and remembers the proposal. When all have accepted, the leader commits it.
 
 If the leader is lost, the others ask each other. The first of them in the order of the last world leads, if
@@ -13,10 +14,10 @@ two parts of a world can never both go on. Every launcher has the whole state, s
 
 A member is lost when its link ends, or when it has not beaten for `detect_s` by this machine's own clock.
 It is known to be dead if its machine refuses a connection to its port soon after its link ended, if another
-launcher listens there, or if it said that it leaves.
+launcher listens there, or if it has announced that it leaves.
 
-With a witness (`witness.py`), each world is recorded there before it is committed, and of two parts that go
-on from the same world, the first to record has it. A part with a quorum records at once. One without waits
+With a witness (`witness.py`), each world is recorded there before it is committed. If two parts go on from
+the same world, the first to record wins. A part with a quorum records immediately. A part without one waits
 first, and must have a member of the last world: the ranks of that world cannot train without it.
 
 This file does no input or output: `wire.py` carries its messages, and tests drive it with their own clock.
@@ -55,7 +56,7 @@ _CLOSED = "its connection was closed"
 
 
 class Membership(Knowledge):
-    """One launcher's part in its job: it acts on what it knows."""
+    """One launcher as a member of its job: reacts to messages, timers and the witness."""
 
     # ---- called for the agent
 
@@ -91,7 +92,7 @@ class Membership(Knowledge):
     # ---- events of the links
 
     def opened(self, link: int, now: float) -> None:
-        """Speak first on a link that this launcher has dialled."""
+        """Send the first message on a link that this launcher opened."""
         if self._contacts.is_asked(link):
             self._links.send(link, {"kind": "ask", **self._describe()})
         elif link == self._up:
@@ -116,7 +117,7 @@ class Membership(Knowledge):
             self.ended(link, False, now)
 
     def ended(self, link: int, refused: bool, now: float) -> None:
-        """Handle the end of a link; `refused` if the other machine has nobody at that port."""
+        """Handle the end of a link; `refused` if no launcher listens at that port."""
         place = self._contacts.finish(link)
         if place is not None:
             if refused:
@@ -202,7 +203,7 @@ class Membership(Knowledge):
             self._agent.over("other nodes have gone on without this one", lost=True)
 
     def _note_refusal(self, place: Address, now: float) -> None:
-        """Take note that nobody listens at a place: the member that did is dead.
+        """Take note that no launcher listens at an address any more, so its member is dead.
 
         This only holds for one that was there just before: after a partition, it may have finished the job.
         """
@@ -406,7 +407,7 @@ class Membership(Knowledge):
             self._end_round(f"{peer.member} {'left' if left else 'is lost'}: {why}", lost=not left)
 
     def _withdraw(self) -> None:
-        """Give up the proposal; only this launcher could commit it, so it never happened."""
+        """Withdraw the proposal. Only this launcher could commit it, so it has no effect."""
         if self._proposal is not None:
             self._pending.pop(self._proposal.ballot, None)
             self._proposal = None
@@ -468,7 +469,8 @@ class Membership(Knowledge):
             return
         is_first = self.world is None or self._is_noted()
         if is_first and len(chosen) < self.terms.most:
-            # A launcher that begins anew also gives those that know of the job the time to ask it.
+            # A launcher that starts a new job also waits, so that launchers that know of the job can ask it
+            # first.
             last_call_s = self._arrived_s + self.waits.first_call_s
             if now < max(last_call_s, self._began_s + 3 * self.waits.beat_s):
                 return
@@ -540,7 +542,7 @@ class Membership(Knowledge):
                 self._lose(peer, why, now, is_silent=True)
 
     def _give_up_late(self, now: float) -> None:
-        """Give up a round that has not come in time, and say why."""
+        """Stop waiting for a round that has not come in time, with the reason."""
         if self._offer is None:
             return
         present = self._present()

@@ -1,8 +1,9 @@
 """The last world of a job, noted on the disk of the node that begins it.
 
 Without a witness, the launcher at the first endpoint begins a job that nobody knows of. If it starts again
-while it reaches no other node, the note tells it that the job may go on elsewhere. A note is needed only if
-the fewest nodes are at most half of the most: otherwise only one part of the job can be large enough.
+and reaches no other node, it knows from the note that the job may go on elsewhere. A note is needed only if
+the minimum number of nodes is at most half of the maximum: otherwise only one part of the job can be large
+enough.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class WorldNote:
     """The note of one job on this machine.
 
     Args:
-        path: of its file.
+        path: its file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +67,7 @@ class WorldNote:
 def find_note(terms: Terms, endpoint: Address) -> WorldNote | None:
     """Return the note of a job that begins at an endpoint of this machine, or None if it needs none.
 
-    It lies below `$XDG_STATE_HOME`, by default `~/.local/state`.
+    It is in `$XDG_STATE_HOME`, by default `~/.local/state`.
     """
     if 2 * terms.least > terms.most:
         return None

@@ -1,4 +1,4 @@
-"""Records of other launchers: what they say of themselves, and what the leader knows of its followers."""
+"""Records of other launchers: their own messages, and a leader's entries for its followers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Agent(Protocol):
     """The part of this launcher that starts and ends ranks; called in the thread of the links."""
 
     def formed(self, world: NodeWorld) -> None:
-        """Take part in a world of which this node is a member."""
+        """Join a new world that contains this node."""
 
     def over(self, reason: str, *, lost: bool) -> None:
         """End the round; `lost` if a node was lost, so that the ranks cannot go on."""
@@ -28,18 +28,18 @@ class Agent(Protocol):
         """Take note of the end of the job."""
 
     def failed(self, error: PacelineError) -> None:
-        """Give up waiting for a round."""
+        """Stop waiting for a round, with this error."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What all nodes of a job have in common.
+    """The settings that all nodes of a job share.
 
     Attributes:
         job: the job's name, `--rdzv-id`.
         least, most: `--nnodes`.
-        code: what the ranks run, as words: versions, and names of files with what is in them.
-        nproc: ranks of this node; a difference is only reported.
+        code: identifies what the ranks run: versions, and file names with a digest of each file.
+        nproc: ranks per node; nodes may differ, which is only reported.
     """
 
     job: str
@@ -51,11 +51,11 @@ class Terms:
 
 @dataclass
 class Peer:
-    """A follower, as its leader knows it.
+    """A leader's entry for one of its followers.
 
     Attributes:
-        heard_s: when its last message came.
-        offer: its ports, while its agent waits for a round.
+        heard_s: time of its last message.
+        offer: its ports, set while its agent waits for a round.
         is_done: whether its ranks have succeeded.
         beats: the number of its last beat.
     """
@@ -94,7 +94,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Answer:
-    """What another launcher last said of itself."""
+    """The latest message of another launcher about its own state."""
 
     member: Member
     role: Role
@@ -109,7 +109,7 @@ class Answer:
 
 
 def read_answer(message: Message, now: float) -> Answer:
-    """Return what a launcher says of itself in a message.
+    """Parse a launcher's message about its own state.
 
     Raises:
         ValueError, KeyError, TypeError: the message is something else.
@@ -130,6 +130,6 @@ def read_answer(message: Message, now: float) -> Answer:
 
 
 def read_pending(values: Iterable[Any]) -> dict[Ballot, NodeWorld]:
-    """Return proposals that a launcher has accepted, without knowing whether they were committed."""
+    """Return the proposals that a launcher has accepted and whose commit it has not seen."""
     found = {(int(number), str(key)): world_from_json(value) for number, key, value in values}
     return {ballot: world for ballot, world in found.items() if world is not None}

@@ -81,7 +81,7 @@ class Lateness:
         is_alone: whether it knows of no launcher that leads, and of no world.
         is_stranger: whether it follows no leader, and is not in the last world.
         has_quorum: whether those that it reaches may decide.
-        refusals: what other launchers said when they refused it.
+        refusals: the reasons of other launchers that refused it.
         endpoints: where it asks.
         witness: why the witness does not answer; empty if it does, or if there is none.
     """
@@ -127,7 +127,7 @@ def explain_witness(why: str, waited: str = "") -> PacelineError:
 
 
 def explain_absence(waits: Waits, terms: Terms, endpoints: Collection[Address]) -> PacelineError:
-    """Return the error of a launcher that has found nobody."""
+    """Return the error of a launcher that has found no other one."""
     places = ", ".join(f"{address}:{port}" for address, port in endpoints)
     return PacelineError(
         "PL373",

@@ -11,7 +11,7 @@ _NEVER = float("-inf")
 
 
 class Testimony:
-    """What the witness has said; without a witness, everything is as if it had nothing to say.
+    """The answers of the witness; without a witness, they are empty.
 
     Attributes:
         has_read: whether the record was read, or there is no witness.
@@ -31,7 +31,7 @@ class Testimony:
 
     @property
     def trouble(self) -> str:
-        """Why the witness does not answer; empty if it does, or if there is none."""
+        """The reason why the witness does not answer; empty if it does, or if there is none."""
         return "" if self._line is None else self._line.trouble
 
     def ask(self, now: float, *, is_idle: bool, is_firm: bool) -> None:

@@ -40,7 +40,7 @@ class Receiver(Protocol):
         """Handle a message."""
 
     def ended(self, link: int, refused: bool, now: float) -> None:
-        """Handle the end of a link; `refused` if the other machine has nobody at that port."""
+        """Handle the end of a link; `refused` if no launcher listens at that port."""
 
     def tick(self, now: float) -> None:
         """Handle the passing of time."""
@@ -123,7 +123,7 @@ class Wire:
         threading.Thread(target=self._run, name="paceline-members", daemon=True).start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the thread call a function; any thread may ask for it."""
+        """Schedule a call of a function in the link thread; any thread may do so."""
         self._posted.append(call)
         with suppress(OSError):  # full: it wakes anyway
             os.write(self._wake, b"x")

@@ -1,4 +1,4 @@
-"""A witness records each round outside of the nodes, so that of two parts of a job only one can go on.
+"""A witness records each round outside of the nodes, so that only one of two disconnected parts can go on.
 
 Entries are numbered from 1 without gaps, and the first to append a number has it. A leader appends the next
 world before it commits it. `etcd.py` and `shared_folder.py` are two witnesses, which `open_witness.py` opens.
@@ -26,17 +26,17 @@ _END_S = 3.0
 
 
 class WitnessError(Exception):
-    """A witness that cannot be reached, or does not answer as one."""
+    """Raised if a witness cannot be reached, or gives an invalid answer."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a witness has recorded.
+    """One record of a witness.
 
     Attributes:
         number: counts from 1.
-        world: of a round.
-        is_final: whether the job has ended with this world.
+        world: the members of that round.
+        is_final: whether the job ended with this world.
     """
 
     number: int
@@ -52,13 +52,13 @@ class Witness(Protocol):
         """The place, as the user named it."""
 
     def read(self) -> Entry | None:
-        """Return the last entry."""
+        """Return the last entry, `None` if there is none."""
 
     def append(self, entry: Entry) -> bool:
-        """Append an entry; return False if its number is not the next one any more."""
+        """Append an entry; return False if its number has been taken."""
 
     def register(self, member: Member) -> None:
-        """Let other launchers of the job find this one."""
+        """Make this launcher findable by the others of the job."""
 
     def unregister(self, member: Member) -> None:
         """Undo `register`."""
@@ -68,34 +68,34 @@ class Witness(Protocol):
 
 
 class WitnessListener(Protocol):
-    """The part of a launcher that a witness answers to; called in the thread that beats."""
+    """The part of a launcher that receives a witness's answers; called in the thread that sends beats."""
 
     def heard_witness(self, last: Entry | None, launchers: list[Member], now: float) -> None:
         """Take note of the last entry."""
 
     def recorded(self, last: Entry, now: float) -> None:
-        """Take note of the last entry after `append`: the own one if it was the first."""
+        """Take note of the last entry after `append`: this launcher's own, if it was the first."""
 
 
 class WitnessLine(Protocol):
-    """The requests of a launcher; they return at once."""
+    """The requests to a witness, as a launcher calls them; they do not block."""
 
     @property
     def trouble(self) -> str:
-        """Why the witness does not answer; empty if it does."""
+        """The reason why the witness does not answer; empty if it does."""
 
     def read(self) -> None:
-        """Ask for the last entry; `heard_witness` follows."""
+        """Ask for the last entry; `heard_witness` is called with it."""
 
     def append(self, entry: Entry) -> None:
-        """Append an entry; `recorded` follows, as soon as the witness has answered."""
+        """Append an entry; `recorded` is called when the witness has answered."""
 
 
 class WitnessThread:
-    """Carries a launcher's requests to its witness, one after the other.
+    """The thread that sends a launcher's requests to its witness, one at a time.
 
     Args:
-        witness: the record.
+        witness: receives the requests.
         me: this launcher.
         post: calls a function in the thread that beats.
     """
@@ -120,7 +120,7 @@ class WitnessThread:
         self._requests.put(lambda: self._append(entry))
 
     def end(self) -> None:
-        """Finish what was asked for, for some seconds at most, and end the thread."""
+        """Finish pending requests, waiting at most `_END_S` seconds, and end the thread."""
         self._is_ending.set()
         self._requests.put(None)
         self._thread.join(_END_S)
@@ -181,7 +181,7 @@ def entry_to_text(entry: Entry) -> str:
 
 
 def entry_from_text(text: str | bytes) -> Entry:
-    """Return the entry that `entry_to_text` has converted.
+    """Parse the text of `entry_to_text`.
 
     Raises:
         WitnessError: it is something else.
@@ -202,7 +202,7 @@ def member_to_text(member: Member) -> str:
 
 
 def member_from_text(text: str | bytes) -> Member:
-    """Return the launcher that `member_to_text` has converted.
+    """Parse the text of `member_to_text`.
 
     Raises:
         WitnessError: it is something else.

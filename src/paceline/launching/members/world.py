@@ -55,12 +55,12 @@ class NodeWorld:
 
 @dataclass(frozen=True)
 class Waits:
-    """All waits of the members of a job; they follow from one number.
+    """All waits of the members of a job; the short ones are multiples of `detect_s`.
 
     Attributes:
-        detect_s: a member is lost if its beat has not grown for this long.
-        join_s: how long a job waits for members that are missing.
-        last_call_s: how long the first world waits for more members once it has the fewest.
+        detect_s: a member is lost if its beat number has not grown for this long.
+        join_s: longest wait for missing members.
+        last_call_s: wait of the first world for more members, once it has the fewest that it needs.
     """
 
     detect_s: float = 3.0
@@ -96,11 +96,11 @@ def has_quorum(
     """Return whether some members may decide what follows a world.
 
     Args:
-        world: the last one.
+        world: the last world.
         present: keys of the members that decide.
         dead: keys of members that are known to have ended.
-        has_endpoint: whether the launcher at the endpoint, of which there is only one, decides. It may also
-            where no member of that world is left.
+        has_endpoint: whether the launcher at the single endpoint decides. It may also decide if no member of
+            that world is alive.
     """
     living = [member.key for member in world.members if member.key not in dead]
     here = [key for key in living if key in present]

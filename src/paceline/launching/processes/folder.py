@@ -1,8 +1,8 @@
 """The folder for the records of launcher and ranks, and its removal after a SIGKILL.
 
-A launcher removes its folder at its end, or else the keeper does. Where both were killed, the next launch
-removes it: both hold the named pipe `alive` in it open for reading, and where a pipe can't be opened for
-writing because nothing reads, both are gone.
+A launcher removes its folder at its end, or else the keeper does. If both were killed, the next launch
+removes it. Both hold the named pipe `alive` in it open for reading; if the pipe cannot be opened for writing
+because nothing reads it, both are gone.
 """
 
 from __future__ import annotations

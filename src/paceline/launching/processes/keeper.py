@@ -213,7 +213,7 @@ def serve_calls(connection: Connection, call: RankCall | None = None) -> None:
 
     Args:
         connection: to the launcher.
-        call: what ranks run where it can't be sent, because it can't be pickled.
+        call: what ranks run, if it cannot be sent because it cannot be pickled.
     """
     start = Keeper(connection).serve()
     entry = call or start.entry

@@ -1,17 +1,16 @@
 """The process that copies the ranks' output to the terminal, and to each rank's log.
 
 A rank writes into a pipe, or into a pseudo-terminal where the launcher writes to a terminal, so that progress
-bars work. Whole lines reach the terminal, so that ranks don't write into each other's; a line that isn't
-ended within a moment is passed on as it is. The log gets no control sequences, and of a line that is drawn
-over and over (a progress bar) the last state only. It is a process of its own (`pump.py FD`), with the
-standard library only: it outlives a rank that crashes and so keeps its last words, and a terminal that is
-stopped stops only those who write to it.
+bars work. Whole lines reach the terminal, so that ranks do not interleave within a line; an unfinished line
+is passed on after a moment. The log gets no control sequences, and only the last state of a line that is
+redrawn (a progress bar). It is a process of its own (`pump.py FD`), with the standard library only: it
+outlives a crashed rank, so that rank's last output is kept, and a stopped terminal stops only the processes
+that write to it.
 
 Protocol, on one socket (`SOCK_SEQPACKET`): a message `{"log": path, "to": 1, 2 or 0, "persists": bool}` with
-one file descriptor to read from; `drain` is answered with `dry` once everything that was written has been
-passed on, and with `dry ERRNO TO` if a full disk has kept some of it off stdout or stderr. When the socket
-ends, both launcher and keeper have gone: after some seconds the pump kills the processes that still write to
-its pipes, and exits.
+one file descriptor to read from. The answer to `drain` is `dry` once all output has been passed on, or `dry
+ERRNO TO` if a full disk has kept some of it off stdout or stderr. When the socket ends, both launcher and
+keeper have gone: after some seconds the pump kills the processes that still write to its pipes, and exits.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _start_over(start: Start, variables: list[str]) -> None:
 
 
 def ignore_failure(rank: int, status: int) -> None:
-    """Do nothing about a rank's failure; used if there is no watcher."""
+    """Ignore a rank's failure, because there is no watcher."""
 
 
 class RankProcess:

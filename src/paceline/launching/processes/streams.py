@@ -87,7 +87,7 @@ def open_streams(
         persists: see `Pump.copy`.
 
     Raises:
-        OSError: a file can't be opened.
+        OSError: a file cannot be opened.
     """
     opened: list[int] = []
     try:

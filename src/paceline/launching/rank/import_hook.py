@@ -36,7 +36,7 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _ImportNotifier:
-    """A finder that finds nothing by itself: asks the others, and listens to the loader that they name."""
+    """A finder that delegates to the other finders, and listens to the loader that they return."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name

@@ -19,7 +19,7 @@ ENTRY = "entry"
 
 
 def write_whole(path: Path, table: dict[str, Any]) -> None:
-    """Write a file as JSON such that nobody reads a part of it."""
+    """Write a file as JSON atomically, so that no reader sees a part of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(table), encoding="utf-8")
     os.replace(part, path)

@@ -2,8 +2,8 @@
 
 The script must see what it would see as `python -u script.py ARGS`: `sys.argv`, `sys.path`, `__main__` with
 `__file__` and a spec, unbuffered standard streams; and leave as it would: by its exit code, with its atexit
-handlers run. (`python -m MODULE` is the standard library's own `runpy`.) A process on its way to become the
-script raises `Become`, so that whatever stood on the stack before is left, up to `cli/main.py`.
+handlers run. (`python -m MODULE` is the standard library's own `runpy`.) A process that is about to become
+the script raises `Become`, which unwinds the stack up to `cli/main.py`.
 """
 
 from __future__ import annotations

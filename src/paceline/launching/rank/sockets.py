@@ -1,4 +1,4 @@
-"""Puts the sockets of a rank's multiprocessing where they are removed with the job."""
+"""Places the sockets of a rank's multiprocessing in a folder that is removed with the job."""
 
 from __future__ import annotations
 
