@@ -1,1 +1,1 @@
-"""What fills a rank's memory: the limits, the composition by kind and module, and what would have fitted."""
+"""Explains what fills a rank's memory: limits, composition by kind and module, and what would have fitted."""

@@ -1,4 +1,4 @@
-"""Defines what an account of a rank's memory says; it travels as JSON from a rank to its launcher."""
+"""Defines the account of a rank's memory, which is sent as JSON from a rank to its launcher."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the model was.
+    """The position in the model.
 
     Attributes:
         place: the user's line, `train.py:31 in train`.
@@ -153,7 +153,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ModelState:
-    """What follows from the model and its optimizer.
+    """The bytes that follow from the model and its optimizer.
 
     Attributes:
         trained: bytes of parameters that get gradients.
@@ -178,7 +178,7 @@ class ModelState:
 
 @dataclass(frozen=True)
 class Account:
-    """What filled a rank's memory at one moment.
+    """The contents of a rank's memory at one moment.
 
     Attributes:
         rank: global.

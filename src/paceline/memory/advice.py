@@ -20,7 +20,7 @@ _LEAST = 0.02
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What the user could set.
+    """The settings that a user could change.
 
     Attributes:
         microbatch_size: samples per forward; 0 if not known.
@@ -39,7 +39,7 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class Remedy:
-    """One setting.
+    """One setting that would reduce the memory.
 
     Attributes:
         name: of the setting: `microbatch`, `recompute`, `dp_shard`, `tp`, `offload`, `bf16`, `release`,
@@ -57,7 +57,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Need:
-    """What a whole step would need, in bytes of this rank.
+    """The memory that a whole step would need, in bytes of this rank.
 
     Attributes:
         activations: at the end of the forward.
@@ -149,7 +149,7 @@ def _release(account: Account, cause: Cause) -> list[tuple[str, str, int]]:
 
 
 def _shrink(account: Account, settings: MemorySettings, need: Need, room: int) -> list[tuple[str, str, int]]:
-    """Less to compute at once, or to keep of it."""
+    """Return settings by which a step computes or keeps less at once."""
     found = []
     size = settings.microbatch_size or _guess_samples(account)
     per_batch = need.activations + account.get("batch")

@@ -30,7 +30,7 @@ def is_of_device(error: BaseException) -> bool:
 
 
 def find_request(error: BaseException) -> int:
-    """Return the bytes of the allocation that failed, 0 if the message does not say."""
+    """Return the bytes of the failed allocation, 0 if the message does not contain them."""
     text = str(error)
     if met := _BYTES.search(text):
         return int(met[1])

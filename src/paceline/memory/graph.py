@@ -63,7 +63,7 @@ class Graph:
 
 
 class GraphWalk:
-    """One walk over the graph, in parts: a later part leaves out the nodes of earlier ones.
+    """One walk over the graph, in parts: a later part skips the nodes of earlier ones.
 
     Args:
         torch: the module.
@@ -77,7 +77,7 @@ class GraphWalk:
         self._seen: set[Any] = set()
 
     def add(self, roots: Iterable[Any]) -> Graph:
-        """GraphWalk from these nodes, and return what is new."""
+        """Walk from these nodes, and return what is new."""
         graph = Graph()
         todo = [root for root in dict.fromkeys(roots) if root not in self._seen]
         self._seen.update(todo)

@@ -33,7 +33,7 @@ class Variable:
     Attributes:
         name: with the attribute that holds the value, such as `self.history`.
         place: `train.py:31 in evaluate`.
-        is_container: whether the value lies in a list or the like.
+        is_container: whether the value is in a list or another container.
         is_own: whether the function is the user's.
         module: the name of the module in whose forward the function runs; `None` outside of all.
     """
@@ -92,8 +92,8 @@ def find_held(
 
     Args:
         frames: innermost first, each with the module in whose forward it runs. A tensor belongs to the first
-            variable that leads to it: of the user's functions before those of libraries, and of those outside
-            of modules before those inside.
+            variable that leads to it. Variables of the user's functions come before those of libraries, and
+            those outside of modules before those inside.
         is_tensor: whether a value is a tensor.
         is_opaque: whether not to look into an object.
     """

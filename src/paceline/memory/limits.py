@@ -183,13 +183,13 @@ _MALLOC_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks for
 
 
 class _MallocInfo(ctypes.Structure):
-    """What `mallinfo2(3)` returns."""
+    """The result of `mallinfo2(3)`."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLOC_FIELDS.split())
 
 
 def read_freed() -> int:
-    """Return the bytes that this process has freed and that the C library keeps; 0 if it does not say."""
+    """Return the bytes that this process has freed and the C library keeps; 0 if unknown."""
     with suppress(OSError, AttributeError):  # before glibc 2.33, or another C library
         inquire = ctypes.CDLL(None).mallinfo2
         inquire.restype = _MallocInfo

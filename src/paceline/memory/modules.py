@@ -1,8 +1,8 @@
 """Names modules and parameters of the live models, and finds the module of an operation by its neighbours.
 
 Nothing is recorded while a model runs. An operation that uses a parameter belongs to that parameter's
-module. Autograd numbers operations in their order, so one without parameters lies between two of these, and
-belongs to the innermost module that has both.
+module. Autograd numbers operations in their order. An operation without parameters is between two that have
+some, and belongs to the innermost module that contains both.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def find_models(modules: Iterable[Any]) -> Models:
     roots.sort(key=lambda root: (_is_traced(root), -_count_parameters(root)))
     found = Models(roots)
     for number, root in enumerate(roots):
-        # Several models are told apart by their classes.
+        # Several models are distinguished by their classes.
         _enter(found, root, type(root).__name__ if number else "")
         found.first = found.first or len(found.parameters)
     return found
@@ -133,7 +133,7 @@ class Anchor:
 
 
 class Neighbours:
-    """Finds the modules of operations.
+    """A finder of the modules to which operations belong.
 
     Args:
         anchors: operations with parameters, in any order.

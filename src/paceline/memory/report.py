@@ -1,4 +1,4 @@
-"""Takes an account when memory has run out, or is about to. Nothing here raises: the first error counts."""
+"""Records an account when memory has run out, or is about to. Nothing here raises: the first error counts."""
 
 from __future__ import annotations
 

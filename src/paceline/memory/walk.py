@@ -1,4 +1,4 @@
-"""Takes an account of a process's memory from what lives in it: nothing needs to have been recorded.
+"""Builds an account of a process's memory from its live objects, without earlier recording.
 
 The garbage collector knows every tensor, module and optimizer. Autograd's graph leads from the tensors to
 what is saved for backward. Each storage counts once, for the first kind to which it belongs: state, graphs,
@@ -44,7 +44,7 @@ _FEW_FORWARDS = 3
 
 @dataclass
 class _Objects:
-    """What the garbage collector knows of torch's objects."""
+    """torch's objects, as the garbage collector lists them."""
 
     tensors: list[Any] = field(default_factory=list)
     modules: list[Any] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _Objects:
 
 
 class MemoryWalk:
-    """One account in the making.
+    """The state of an account that is being built.
 
     Args:
         torch: the module.
@@ -359,7 +359,7 @@ def _name_most(operations: Counter[str] | None) -> str:
 
 
 def _is_input(variable: Variable) -> bool:
-    """Return whether a container is the step's batch: the name that the loop gave it says so."""
+    """Return whether a container is the step's batch, by the name that the loop gave it."""
     return variable.name.rpartition(".")[2] in _INPUTS
 
 
