@@ -131,7 +131,7 @@ class Mesh:
         )
 
     def _find_group(self, name: str, ranks: list[int]) -> Axis:
-        """Return an axis of these ranks, of which this is one; make a group if there is none."""
+        """Return an axis of these ranks, which include this one; make a group if there is none."""
         known = {tuple(dist.get_process_group_ranks(axis.group)): axis.group for axis in self.axes.values()}
         if tuple(ranks) not in known and tuple(ranks) not in self._made:
             group = dist.new_group(ranks, use_local_synchronization=True)
