@@ -107,7 +107,7 @@ class MoeBlock(GptBlock):
 
 
 class Mixture(nn.Module):
-    """Experts of which a router chooses a few for each token, and an optional expert for all tokens."""
+    """Experts, a router that chooses a few of them for each token, and an optional expert for all tokens."""
 
     def __init__(self, section: MoeModel) -> None:
         super().__init__()
