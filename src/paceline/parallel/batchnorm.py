@@ -1,4 +1,4 @@
-"""Makes BatchNorm's running statistics independent of which rank computed which microbatch.
+"""Makes BatchNorm's running statistics independent of the distribution of microbatches over ranks.
 
 The counts of routers' choices travel the same way (`experts/balance.py`).
 

@@ -121,7 +121,7 @@ class ExactReduction:
         return any(gradients[place] is not None for _, gradients in self._sum.subtrees)
 
     def fill_missing(self) -> None:
-        """Give all parameters a gradient that adds nothing, before a last microbatch that may leave some out.
+        """Add a zero gradient to all parameters, before a last microbatch that may leave some out.
 
         DDP requires one for every parameter that an earlier microbatch has used.
         """

@@ -31,7 +31,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def move_hooks(before: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Give the parameters of a model the hooks of those that they have replaced.
+    """Move hooks from replaced parameters to the parameters of a model that replaced them.
 
     The dictionaries themselves move, so a handle that a user holds still removes its hook.
 

@@ -1,4 +1,4 @@
-"""Knows where the parts of a laid-out model are, and makes them whole.
+"""Records where the parts of a laid-out model are, and makes whole tensors of them.
 
 A parameter may be divided twice: over tp or ep by a `Split` (each rank then holds a plain tensor, its part),
 and that part over dp_shard by rows (torch's DTensor). Tensors that belong to a parameter (gradient, optimizer

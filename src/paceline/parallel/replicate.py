@@ -283,7 +283,7 @@ class Replica:
         return time.perf_counter() - self._last_launch_s
 
     def _complete(self, before: list[int]) -> None:
-        """Give a gradient to the parameters that backward has left out, because DDP waits for it."""
+        """Add zero gradients for the parameters that backward has left out, because DDP waits for them."""
         missing = [p for p, old in zip(self.trained, before, strict=True) if _read_version(p) == old]
         self.left_out = [p for p in missing if p.grad is None]
         if missing:

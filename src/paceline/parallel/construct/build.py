@@ -224,7 +224,7 @@ def _finish(model: nn.Module, recorder: FactoryRecorder, seed: int) -> Construct
 
 
 def _seed(record: Record, windows: Mapping[str, StorageWindow], seed: int) -> None:
-    """Give every random operation that matters a seed, by the first name that depends on it."""
+    """Seed every random operation that matters by the first name that depends on it."""
     seen: set[int] = set()
     lost: list[str] = []
     for name, window in windows.items():

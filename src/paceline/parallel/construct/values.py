@@ -19,14 +19,14 @@ Cut = Callable[[str, Tensor], Tensor]
 def place_values(
     construction: Construction, device: torch.device | str = "cpu", cut: Cut | None = None
 ) -> nn.Module:
-    """Give every parameter and buffer on the meta device its value, in place.
+    """Fill every parameter and buffer on the meta device with its value, in place.
 
     `Module.to_empty` would untie tied parameters. Here the tensors stay the same objects, so ties, lists of
     weights (`nn.LSTM`), attributes and hooks of parameters stay as the factory left them. If one parameter is
     all of another's memory, the two share it again. Other overlaps (a buffer that is a row of a parameter)
     get memory of their own, as with `Module.to`.
 
-    Not collective. Memory: one whole tensor besides the kept parts of those before.
+    Not collective. Memory: one whole tensor, besides the kept parts of earlier ones.
 
     Args:
         construction: its model may have been laid out since, as long as names are unchanged.

@@ -142,7 +142,7 @@ def _change_sizes(changes: list[SizeChange], rows: Rows) -> CallChange:
 def _cut_further(
     present: Sequence[Cut | Callable[[], Cut]], cut: Cut | Callable[[], Cut]
 ) -> list[Cut | Callable[[], Cut]]:
-    """Return the cuts of a dropped tensor of which tp has cut a dimension already."""
+    """Return the cuts of a tensor under dropout that tp has cut along one dimension already."""
     for place, other in enumerate(present):
         if isinstance(other, Cut) and isinstance(cut, Cut) and other.dim == cut.dim:
             # Heads are cut by tp first. The ranks of cp that share a rank of tp have neighbouring runs.

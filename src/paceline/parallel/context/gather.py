@@ -78,7 +78,7 @@ def attend_by_rows(rows: Rows, *, gathers: bool, is_causal: bool, by: str = "gat
 
 
 def _attend_in_turns(call: AttentionCall, rows: Rows, *, is_causal: bool) -> Tensor:
-    """Let the keys and values of a call go round, with the types and the dropout that it has otherwise."""
+    """Compute a call's attention in turns, with the same types and dropout as without a ring."""
     query, key, value = call[:3]
     rows.check(key, POSITIONS, rows.own)
     mask, device = cut_mask(call.attn_mask, rows), query.device.type

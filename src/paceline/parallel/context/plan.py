@@ -130,10 +130,10 @@ class ContextPlan:
         by: how ranks attend: `"heads"`, `"gather"` or `"ring"`.
         stretches: runs of blocks.
         crossings: places where rows and heads are exchanged.
-        entering: tensors besides the streams that blocks get, of which they use rows, or all.
+        entering: tensors besides the streams that blocks get and use in rows, or whole.
         attending: calls of attention by rows. By heads there are crossings, by gather and ring these two.
         whole: modules that get whole sequences.
-        sizes: by module, the calls that are given changed sizes, and of which stretch.
+        sizes: by module, the calls that get changed sizes, and the stretch that these belong to.
         sites: by module, the places in the source where its forward makes changed calls, each with the number
             of calls that the trial made there.
         stretch_of: by module with changed calls, the number of its stretch.

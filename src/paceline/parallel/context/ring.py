@@ -57,7 +57,7 @@ class RingCall:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What a rank computes with the keys of one rank.
+    """The result that a rank computes with the keys of one rank.
 
     Attributes:
         mask: added to the scores; `None` for none.

@@ -67,12 +67,12 @@ class Walk:
         by: how ranks attend, as in the plan.
         plan: grows.
         rows: by number of a tensor, the stretch whose rows it has.
-        heads: by number of a tensor of which each rank has some heads, how they are cut.
+        heads: by number of a tensor whose heads are divided over ranks, how they are cut.
         made_as_rows: by number of a tensor that is exchanged or joined, the stretch whose rows it has before.
         taken: tensors that are made whole, before a rank takes its heads.
         stretch_at: by number of an operation, the stretch that it is in.
         whole: the calls of modules that need the whole sequence.
-        made_whole: tensors of which these make all positions, before a rank takes its rows.
+        made_whole: tensors that are made whole over all positions before a rank takes its rows.
         block_names: full names of the blocks.
     """
 

@@ -155,7 +155,7 @@ class GatherWalk(Walk):
     def _find_met(
         self, index: int, first: int, last: int, start: set[int], attended: dict[int, Written]
     ) -> set[int]:
-        """Return the arguments of blocks of which rows are needed, if `start` are the rows."""
+        """Return the blocks' arguments whose rows are needed, if `start` are the rows."""
         rows, found, wanted = set(start), set[int](), self.sequence(index)
         arguments = {tensor for call in self._stretches[index] for tensor in call.tensors.values()}
         made_by = {tensor: at for at in range(first, last) for tensor in self.trace.ops[at].outputs}

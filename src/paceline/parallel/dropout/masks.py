@@ -1,7 +1,8 @@
 """Computes masks as a pure function of (seed, sample, name of the draw, position): no generator, no state.
 
 Each element's 32 random bits are a hash of its identity. A rank thus computes only the part that it holds, in
-any order, on any device. Integer arithmetic wraps alike everywhere, so CPU and CUDA agree to the bit.
+any order, on any device. Integer arithmetic wraps in the same way everywhere, so CPU and CUDA agree to the
+bit.
 
     key(sample)  = blake2b(seed, name, sample)               64 bits, on the host
     row          = splitmix64(key + row number * odd)        per run of the last dimension

@@ -1,7 +1,8 @@
 """Counts the choices of routers over a global batch, and moves their bias once per step.
 
 The counts of each microbatch are whole numbers. They are part of the step's agreement, in which their sums
-are exact. So every rank moves the bias of every mixture alike, whatever microbatches and stages it has run.
+are exact. So every rank moves the bias of every mixture by the same amount, whatever microbatches and stages
+it has run.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ def find_experts(model: nn.Module) -> dict[str, ExpertForm]:
 
 
 def open_experts(model: nn.Module) -> None:
-    """Let transformers' experts multiply by one product per expert, in place, whatever the user has set."""
+    """Set transformers' experts to one product per expert, in place, whatever the user has set."""
     for form in find_experts(model).values():
         if isinstance(form, TransformersForm):
             open_forward(form)
 
 
 def open_loops(model: nn.Module) -> None:
-    """Let trial forwards run the loops over experts, in place."""
+    """Make trial forwards run the loops over experts, in place."""
     for form in _find_lists(model):
         open_trials(form)
 

@@ -51,7 +51,7 @@ class ExpertForm(ABC):
         return [attrgetter(key)(self.module) for key in self.keys]
 
     def list_held(self) -> list[nn.Parameter]:
-        """Return those of them of which this rank holds something."""
+        """Return the weights that are at least partly on this rank."""
         return self.list_weights()
 
     @property
@@ -182,7 +182,7 @@ def hide_functions(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def is_decorated(module: nn.Module) -> bool:
-    """Return whether transformers' decorator made a module's class, whose forward nobody has replaced."""
+    """Return whether transformers' decorator made a module's class, and its forward is not replaced."""
     if "_is_expert_parallel" not in vars(module) or not hasattr(type(module).forward, "__wrapped__"):
         return False
     weight = getattr(module, "down_proj", None)
@@ -199,7 +199,7 @@ def has_norm(module: nn.Module) -> bool:
 
 
 def open_forward(form: TransformersForm) -> None:
-    """Let transformers' experts multiply by one product per expert, in place, whatever the user has set."""
+    """Set transformers' experts to one product per expert, in place, whatever the user has set."""
     # The form is made before: while stages of pp run, children carry forwards that follow each call.
     form.module.forward = MethodType(_forward_alone, form)
 

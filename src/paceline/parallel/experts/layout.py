@@ -3,9 +3,9 @@
 Protocol of one round, in which each rank of ep runs one microbatch or none. Per mixture, in the order of the
 forward:
 
-1. Each rank sorts its rows by expert, as in one process, and tells every other how many it sends.
-2. The rows travel to the ranks that hold their experts.
-3. With the exact reduction each rank multiplies the rows of one microbatch after the other, as one process
+1. Each rank sorts its rows by expert, as in one process, and sends every other rank the number of rows that
+follow. 2. The rows travel to the ranks that hold their experts. 3. With the exact reduction each rank
+multiplies the rows of one microbatch after the other, as one process
    does. Otherwise the rows of all ranks that go to one expert are one product.
 4. The answers travel back. Each rank weights and adds the answers to its own tokens.
 

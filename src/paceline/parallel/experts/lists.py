@@ -23,7 +23,7 @@ from paceline.torch_seams.modules import DropoutBase, copy_tree
 from paceline.torch_seams.tensors import is_fake
 from paceline.torch_seams.trees import tree_leaves
 
-# From inputs by number of the expert, of those that are called, to their answers.
+# From inputs, by the numbers of the called experts, to their answers.
 AnswerCalls = Callable[[Mapping[int, Tensor]], Mapping[int, Tensor]]
 # An input has at most as many dimensions.
 MAX_DIMS = 4
@@ -176,7 +176,7 @@ def join_names(*names: str) -> str:
 
 
 def open_trials(form: ListForm) -> None:
-    """Let trial forwards run the loop of a mixture, in place."""
+    """Make trial forwards run the loop of a mixture, in place."""
     forward = form.module.forward
 
     def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:

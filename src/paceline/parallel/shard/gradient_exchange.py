@@ -1,4 +1,4 @@
-"""Gathers sharded parameters, and sums gradients of which each rank keeps its chunk.
+"""Gathers sharded parameters, and sums gradients so that each rank keeps its chunk.
 
 torch's `fully_shard` takes objects for both collectives. It passes a reduce-scatter one flat vector per group
 of parameters, `[num_shards, chunk]`, whose row s is the chunk of rank s of dp_shard. Every group has a

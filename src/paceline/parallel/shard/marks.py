@@ -219,7 +219,7 @@ class _Tie(torch.autograd.Function):
     def forward(ctx: Any, num_tensors: int, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.num_tokens = len(tensors) - num_tensors
-        # Not the tensors themselves, of which autograd would make views, and not copies.
+        # Not the tensors themselves, because autograd would make views of them, and not copies.
         return tuple(tensor.detach() for tensor in tensors[:num_tensors])
 
     @staticmethod

@@ -120,8 +120,8 @@ def _hide_mark(model: nn.Module, blocks: list[nn.Module]) -> None:
     """Remove torch's mark of sharded modules from those that call the blocks.
 
     Hugging Face's models that drop layers check for it, and then run the dropped layers as well, so that all
-    ranks gather alike. That gives other numbers than one process has. Here ranks gather the blocks that they
-    leave out.
+    ranks gather the same parameters. That gives other numbers than one process has. Here ranks gather the
+    blocks that they leave out.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():

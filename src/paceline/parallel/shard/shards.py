@@ -19,8 +19,8 @@ Protocol of one optimizer step of k rounds, on every rank of dp:
 3. `check_reduced`. Then parameters and gradients are DTensors on the mesh of dp_shard, and the optimizer
    updates this rank's shards.
 
-With dp_replicate > 1 every replica is sharded alike, and the replicas' chunks of the gradient are summed once
-per step. Gradients are *summed*, not averaged. `gradient_exchange.py` describes the collectives.
+With dp_replicate > 1 every replica is sharded in the same way, and the replicas' chunks of the gradient are
+summed once per step. Gradients are *summed*, not averaged. `gradient_exchange.py` describes the collectives.
 
 Built on `torch.distributed.fsdp.fully_shard` (Zhao et al. 2023, "PyTorch FSDP",
 https://arxiv.org/abs/2304.11277). The levels are those of Rajbhandari et al. 2020, "ZeRO"
@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 # Part of torch's message for an operation between a shard and a plain tensor.
 _MIXED = "mixed torch.Tensor and DTensor"
-# Of the message of `torch.autograd.grad` for the shards, in place of which forward uses whole parameters.
+# A part of the message of `torch.autograd.grad` for the shards, which forward replaces by whole parameters.
 _UNUSED = "appears to not have been used in the graph"
 
 

@@ -157,7 +157,7 @@ class Skipped:
 
     def _completion(self, number: int) -> Any:
         def complete(records: Sequence[Any], is_summed: bool) -> None:
-            """Give the parameters that backward has not reached a gradient that adds nothing."""
+            """Add zero gradients for the parameters that backward has not reached."""
             trained = [(record, gathered(record)) for record in records if record.sharded_param.requires_grad]
             reached = [record for record, whole in trained if whole is not None and whole.grad is not None]
             if self._rounds.index is not None:

@@ -1,4 +1,4 @@
-"""Cuts a model where the user says: by the names of modules, or by the numbers of blocks per stage."""
+"""Cuts a model where the user chooses: by the names of modules, or by the numbers of blocks per stage."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def compile_blocks(model: nn.Module, names: Collection[str], held: Collection[str]) -> None:
-    """Let blocks run compiled in the stages that they belong to.
+    """Compile blocks for the stages that they belong to.
 
     Args:
         model: cut into stages.

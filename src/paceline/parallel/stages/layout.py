@@ -1,4 +1,4 @@
-"""`Stages`: a model cut into stages over `pp`, of which this rank holds some.
+"""`Stages`: a model cut into stages over `pp`, with the stages of this rank.
 
 The cut follows from one trial forward on an example batch. Parameters of other stages stay in the model under
 their names, on the meta device. A weight that several stages use is on each of them.

@@ -35,7 +35,7 @@ class StageCut:
 
     @cached_property
     def crossings(self) -> list[list[LearnedTensor]]:
-        """By stage, what it receives: made before it, and used in it or behind it."""
+        """By stage, the values that it receives: made before it, and used in it or after it."""
         found: list[list[LearnedTensor]] = [[]]
         for start in self.starts[1:-1]:
             found.append(

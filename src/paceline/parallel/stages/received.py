@@ -1,4 +1,4 @@
-"""Hands received tensors to a stage, and keeps their gradients for the stage that sent them."""
+"""Passes received tensors to a stage, and keeps their gradients for the stage that sent them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReceivedGradient:
 
 
 class _Door(torch.autograd.Function):
-    """Passes a received tensor on to the model, and keeps its gradient.
+    """An identity that passes a received tensor to the model, and keeps its gradient.
 
     The gradient of a leaf could get other strides than in one process, where there is no leaf; kernels may
     add in another order then.

@@ -100,7 +100,7 @@ class ForwardRecord:
         functions: what every call of a function returned.
         modules: what every call of a module returned, by path.
         learned: the tensors that depend on parameters, by name, in the order in which they were made.
-        opened: calls of modules out of which more than their result is used; these are followed inside.
+        opened: calls of modules that provide more than their result; these are followed inside.
         parameters: by the id of a parameter, the segments that use it.
         readers: by the id of a parameter, the full names of the modules that compute with it.
         costs: floating-point operations by segment.
@@ -122,7 +122,7 @@ class ForwardRecord:
 def record_forward(
     model: nn.Module, blocks: Collection[str], run: Callable[[], Any], device: torch.device
 ) -> ForwardRecord:
-    """ForwardRecord a forward.
+    """Record a forward.
 
     Args:
         model: its parameters may be on the meta device.

@@ -1,4 +1,4 @@
-"""Runs one stage of a model: the user's whole forward, of which only the stage's own part is computed.
+"""Runs one stage of a model: the user's whole forward, but computes only the stage's own part.
 
 Calls that belong to earlier stages are answered: a module is not run, and its result is what was received, or
 a tensor of the right shape that nothing reads. The forward is left when the first block of the next stage is

@@ -4,9 +4,8 @@ Every rank knows all messages of a step, their order, shapes and types. So a rec
 order, and no message describes another. Each has a tag of its own, so where the library knows tags (gloo), a
 message that was left out is waited for and the next one is not taken for it.
 
-Tensors travel as bytes, in the order in which they lie in memory, so that the receiver has the same strides:
-kernels may add in their order. The strides of outputs are recorded; those of gradients follow as one byte per
-dimension.
+Tensors travel as bytes, in their order in memory, so that the receiver has the same strides: kernels may add
+in their order. The strides of outputs are recorded; those of gradients follow as one byte per dimension.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Walker(TorchFunctionMode):
 
     @contextmanager
     def calling(self, name: str) -> Iterator[str]:
-        """Be in a call of a module inside the context, which gets the call's path."""
+        """Enter a call of a module for the context's duration, and yield the call's path."""
         self._enter_call(name)
         try:
             yield self.path
@@ -158,7 +158,7 @@ class Walker(TorchFunctionMode):
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
-        """Give all modules their own forwards inside the context, as a compiler must see them."""
+        """Restore all modules' own forwards inside the context, because a compiler must see these."""
         wrapped = [vars(module)["forward"] for module, _ in self._followed]
         for module, own in self._followed:
             _set_forward(module, own)

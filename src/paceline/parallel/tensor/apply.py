@@ -91,7 +91,7 @@ def apply_plan(model: nn.Module, plan: SplitPlan, axis: Axis, masks: Masks | Non
 
 
 def divide_stretches(model: nn.Module, plan: SplitPlan, axis: Axis) -> None:
-    """Cut the activations between the blocks along the sequence, if the plan says so; see `apply_plan`.
+    """Cut the activations between the blocks along the sequence, if the plan does; see `apply_plan`.
 
     After recompute: the second forward of a block must begin with the same input as the first one, before it
     is cut.

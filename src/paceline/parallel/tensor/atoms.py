@@ -2,10 +2,11 @@
 
 Every dimension of every tensor in a trace is a product of atoms, the outermost first: a packed projection of
 queries, keys and values yields features of 3 x heads x width. An operation determines which dimensions must
-be cut alike, and so makes atoms equal (`unify`): a view of features as heads splits an atom into two, an
-addition equates those of its operands, a product of matrices those that it sums over. A few hundred classes
-remain. Cutting one of them over the ranks means that every tensor that has it is cut there, and all others
-are whole. An operation that needs all of an atom at once (a norm, a softmax) pins it: it cannot be cut.
+be cut in the same way, and so makes atoms equal (`unify`): a view of features as heads splits an atom into
+two, an addition equates those of its operands, a product of matrices those that it sums over. A few hundred
+classes remain. Cutting one of them over the ranks means that every tensor that has it is cut there, and all
+others are whole. An operation that needs all of an atom at once (a norm, a softmax) pins it: it cannot be
+cut.
 
 The idea is that of named or logical axes (Xu et al. 2021, GSPMD; Mesh-TensorFlow, Shazeer et al. 2018),
 except that the names are found instead of given.

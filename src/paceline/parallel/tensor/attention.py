@@ -119,7 +119,8 @@ def _merge_masks(
 ) -> Tensor | None:
     """Return both masks as one addend of the scores [samples, heads, targets, sources], or `None`.
 
-    The masks have the number of sources, of which a rank may have some only. `num_added` more come behind.
+    The masks depend on the number of sources; a rank may have only some of them. `num_added` more come
+    behind.
     """
     total: Tensor | None = None
     if attn_mask is not None:

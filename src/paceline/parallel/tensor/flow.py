@@ -48,8 +48,8 @@ class Exit:
     Attributes:
         module: full name.
         kind: `"linear"`: a layer that runs torch's own forward, whose bias must be added after the sum;
-            `"lookup"`: a layer with a table of which each rank has some rows; `"output"`: the module's output
-            is the sum; `"call"` and `"lookup call"`: a call in the module's own forward returns the sum.
+            `"lookup"`: a layer whose table is divided by rows over ranks; `"output"`: the module's output is
+            the sum; `"call"` and `"lookup call"`: a call in the module's own forward returns the sum.
         spot: that call.
     """
 
@@ -94,7 +94,7 @@ class Flow:
         modules: by full name.
         cut: numbers of the cut tensors.
         sums: numbers of the operations that produce an addend.
-        lookups: numbers of those that look up a table that is cut by rows.
+        lookups: numbers of the operations that look up a table that is cut by rows.
 
     Attributes:
         entries, exits: in order of execution, each once.

@@ -5,7 +5,7 @@ those that cut most bytes of matrices. Every tensor is then one of three:
 
 - cut: it has a chosen atom, and each rank holds its part;
 - whole: it has none, and every rank computes the same;
-- a sum: a product over a chosen atom, of which each rank holds an addend. It is summed where it arises (an
+- a sum: a product over a chosen atom; each rank holds an addend of it. It is summed where it arises (an
   exit).
 
 Where a whole activation meets cut tensors (an entry), each rank gets only a part of its gradient, so backward

@@ -83,7 +83,7 @@ def _align(dims: Dims, tensor: int, output: int, op: TracedOp, skip: Sequence[in
 
 
 def _create(dims: Dims, number: int, op: TracedOp) -> None:
-    """Give a tensor made from numbers new dimensions."""
+    """Create new dimensions for a tensor made from numbers."""
     for output in op.outputs:
         dims[output]
 

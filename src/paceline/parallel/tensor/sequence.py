@@ -93,7 +93,7 @@ def plan_sequence(
 
 
 def _find_stretches(calls: list[ModuleCall]) -> Iterator[list[ModuleCall]]:
-    """Yield runs of blocks, each of which takes the output of the one before."""
+    """Yield runs of consecutive blocks: each block takes the output of the previous one."""
     run: list[ModuleCall] = []
     for call in calls:
         if run and run[-1].outputs and run[-1].outputs[0] in call.inputs.values():

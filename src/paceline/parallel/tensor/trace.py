@@ -166,7 +166,7 @@ class Trace:
         shapes: by number of a tensor.
         dtypes: by number of a tensor.
         names: by number, the full name of a parameter or buffer (the first, if it has several).
-        parameters: the numbers of those that are parameters.
+        parameters: the numbers of the tensors that are parameters.
         outputs: numbers of the tensors that the model returned, by index among the leaves.
         written: calls of functions that were given sizes or that may produce a sum, in order.
         drawn: by key of a dropout (`parallel/dropout/replacements.py`), the tensor that was dropped.

@@ -49,11 +49,11 @@ def look_up(table: Tensor, ids: Tensor, padding: int | None, axis: Axis) -> Tens
 
 
 class CutTensor:
-    """A tensor of which each rank of tp has a part; it becomes whole if an operation needs all of it.
+    """A tensor divided over the ranks of tp; it becomes whole if an operation needs all of it.
 
     Functions of torch accept it as a tensor. Those that leave the cut dimension alone (`flatten`, `view`,
     slices, casts) and cross-entropy work on the parts. All others work on the whole tensor, which costs one
-    all-gather of it. All ranks must use it alike.
+    all-gather of it. All ranks must use it in the same way.
 
     Attributes:
         part: this rank's part.
