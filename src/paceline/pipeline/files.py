@@ -14,7 +14,7 @@ _MOST_BYTES = 10_000_000
 
 
 def read_list(path: Path) -> Schedule:
-    """Return the schedule in a file; `check_schedule` says whether it works.
+    """Return the schedule in a file; `check_schedule` checks whether it works.
 
     A file has a line of actions per rank, or is what `paceline plan schedule NAME --json` prints.
 

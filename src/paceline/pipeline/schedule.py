@@ -122,7 +122,7 @@ class Schedule:
 
 
 def read_schedule(text: str, name: str) -> Schedule:
-    """Read a schedule from its text form; `check.py` says whether it works.
+    """Read a schedule from its text form; `check.py` checks whether it works.
 
     Args:
         text: a line per rank.
