@@ -1,7 +1,7 @@
 """Predicts the seconds and bytes of collectives by algorithm, from a table of links; without torch.
 
 An algorithm is a list of phases that follow each other. All messages of a phase have one size. The seconds
-of a phase are those of its slowest class of pairs. For n rounds of messages of b bytes, of which k share a
+of a phase are those of its slowest class of pairs. For n rounds of messages of b bytes, with k messages on a
 rank's or a node's connection:
 
     stream:    n stream(k b) + min(exchange(0), k b beta)

@@ -116,7 +116,7 @@ def plan_memory(
         return Memory(shards, gathered * sizes.gathered, gradients, set_aside, optimizer, offloaded)
 
     done = memory(gradients=shards)
-    # DDP's buckets, of which gradients are views, stay from step to step.
+    # Gradients are views of DDP's buckets, which stay from step to step.
     at_rest = memory(gradients=_count_buckets(parameters, layout) * sizes.parameter)
     if num_shards == 1:
         between = after_forward = memory(gradients=max(held, at_rest.gradients), set_aside=aside)
