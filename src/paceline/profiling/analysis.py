@@ -92,7 +92,7 @@ class Profile:
         num_uncertain: waits that are shorter than the error of the clocks.
         clock_error_ns: the largest error of a rank's clock.
         slowdown: how much longer steps took while recorded, the largest over ranks; `None` if unknown.
-        remarks: facts that limit what can be said.
+        remarks: facts that limit the conclusions.
         is_light: whether no operators were recorded; see `RankTrace.is_light`.
     """
 
@@ -156,7 +156,7 @@ class Profile:
         backward_ns = sum(row.phases.get(BACKWARD, 0) for row in self.rows)
         return self._add("backward_comm_ns") / backward_ns if backward_ns else None
 
-    # Looked up by ranks and steps, of which a job may have thousands: one pass over the rows for all of them.
+    # Indexed by rank and step in one pass over the rows, because a job may have thousands of both.
 
     @cached_property
     def _exposed_shares(self) -> dict[int, float]:

@@ -133,7 +133,7 @@ def _list_annotations(file: TraceFile, spans: Spans, tops: NDArray[np.intp]) -> 
 
 
 def _find_nesting(file: TraceFile, order: NDArray[np.intp]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return which events of the host lie in no other one of their thread, and which contain no other one."""
+    """Return the host's events that are in no other event of their thread, and those that contain none."""
     is_top, is_leaf = np.zeros(len(order), dtype=bool), np.zeros(len(order), dtype=bool)
     # Marks and steps contain the others; gloo's spans belong to no thread's calls.
     nests = ~np.isin(file.kinds, (EventKind.COLLECTIVE, EventKind.KERNEL, EventKind.STEP, EventKind.MARKED))
@@ -188,7 +188,7 @@ def _find_phases(
     Args:
         file: all events.
         spans: theirs.
-        tops: events of the host that lie in no other one, by thread and time.
+        tops: events of the host that are in no other one, by thread and time.
         collectives: of the rank.
     """
     found: dict[str, list[Spans]] = defaultdict(list)
@@ -418,7 +418,7 @@ def _number_in_steps(
 def _list_transfers(
     file: TraceFile, rank: int, indices: Sequence[int], steps: Sequence[TracedStep]
 ) -> list[TracedCollective]:
-    """Return sends and receives; those whose peer is unknown are matched with nobody's."""
+    """Return sends and receives; those with an unknown peer are not matched."""
     known = _find_peers(file, rank, indices)
     found, counts = [], Counter[tuple[str, str, int]]()
     for place, i in enumerate(indices):
@@ -455,7 +455,7 @@ def _find_peers(
 
 
 def _find_step(steps: Sequence[TracedStep], instant_ns: int) -> int:
-    """Return the number of the step in which an instant lies, or of the one before it."""
+    """Return the number of the step that contains an instant, or of the step before it."""
     place = bisect_right(steps, instant_ns, key=lambda step: step.begin_ns)
     return steps[place - 1].number if place else 0
 

@@ -1,4 +1,4 @@
-"""Compares two profiles: what takes longer, by how much, and whether the steps vary too much to tell."""
+"""Compares two profiles: what takes longer, by how much, and whether the steps vary too much to decide."""
 
 from __future__ import annotations
 

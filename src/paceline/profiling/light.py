@@ -1,4 +1,4 @@
-"""Builds the phases and the computation of a rank of which no operator was recorded.
+"""Builds the phases and the computation of a rank for which no operators were recorded.
 
 The recorder notes forwards, backwards, garbage collection and waiting by hooks; loaders and optimizers are
 annotations of torch. Two gaps belong to a phase: from a forward to the backward that follows, which is the

@@ -1,7 +1,7 @@
-"""Has a job recorded that already runs: finds its launcher's folder, and leaves a request there.
+"""Records a job that already runs: finds its launcher's folder, and leaves a request there.
 
-The ranks of this node answer in files. First all report how many steps they have taken; then a step is chosen
-that lies ahead of all of them, and each records from there.
+The ranks of this node answer in files. First all report how many steps they have taken; then a step ahead of
+all of them is chosen, and each records from there.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class RunningJob:
         self._name = ""
 
     def record(self, first: int | None) -> None:
-        """Have all ranks of this node record, and wait until they have; or until the job has ended.
+        """Make all ranks of this node record, and wait until they are done or the job has ended.
 
         Args:
             first: the step to begin with; `None` for the next one that all ranks can begin with.
@@ -146,7 +146,7 @@ class RunningJob:
             raise _answer_error(f"process {there['asker']} has the job recorded already")
 
     def _cancel(self) -> None:
-        """Let the other ranks hear of another request, upon which they forget this one."""
+        """Leave another request for the other ranks, which makes them forget this one."""
         self._name = uuid.uuid4().hex
         self._ask(0)
         until = time.monotonic() + _ANSWER_S
@@ -165,7 +165,7 @@ class RunningJob:
         return [table for table in found if table is not None and table["request"] == self._name]
 
     def _choose(self, ahead_s: float) -> int | None:
-        """Return a step that lies ahead of all ranks by some seconds; `None` if the job has ended."""
+        """Return a step that is some seconds ahead of all ranks; `None` if the job has ended."""
         before: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + _ANSWER_S
         has_said = False
@@ -188,7 +188,7 @@ class RunningJob:
                 )
             took = {rank: table["time_s"] - before[rank]["time_s"] for rank, table in answers.items()}
             if min(took.values()) <= 0:
-                continue  # a second answer tells how long steps take
+                continue  # a second answer shows how long steps take
             if not any(table["count"] for table in answers.values()):
                 if not has_said:
                     self._report("no optimizer step has ended yet: waiting for the first one")

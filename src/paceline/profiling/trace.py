@@ -104,7 +104,7 @@ class RankTrace:
         host: identifies the machine and its start, so the clock; empty if unknown.
         clock_error_ns: how far the times may be off those of the first rank.
         slowdown: how much longer a step took while it was recorded, such as 1.2; `None` if unknown.
-        remarks: facts that limit what can be said.
+        remarks: facts that limit the conclusions.
         samples: rows of an instant and the number of the place at which the training loop was then.
         places: lines of the user's, with the module that was running.
         is_light: whether operators were not recorded: `compute` is then the loop's time in forward, backward
@@ -130,7 +130,7 @@ class RankTrace:
 
 
 def divide_time(trace: RankTrace, elsewhere: Spans) -> dict[str, Coverage]:
-    """Return the phases of a rank such that none overlaps another.
+    """Return the phases of a rank, divided so that none overlaps another.
 
     Args:
         trace: the rank's.

@@ -1,7 +1,7 @@
 """Records steps of a rank that already runs, because `paceline profile --pid` asked for it.
 
-The ranks hear of the request at different times. So each first reports how many optimizer steps it has taken,
-who asks chooses a step that lies ahead of all ranks, and each rank records from there.
+The ranks see the request at different times. So each first reports how many optimizer steps it has taken. The
+requester then chooses a step ahead of all ranks, and each rank records from there.
 """
 
 from __future__ import annotations

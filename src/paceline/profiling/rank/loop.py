@@ -161,7 +161,7 @@ class LoopTimes:
         return timed
 
     def _hook_root(self, roots: Any) -> Any:
-        """Have the instant noted at which the backward has computed everything; return the hook.
+        """Note the instant at which the backward has computed everything, by a hook; return the hook.
 
         autograd's engine calls functions at the end in the order in which they were added. DDP adds its wait
         with the last gradient, and FSDP with the first module: the first tensor's hook comes before both.
