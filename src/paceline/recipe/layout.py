@@ -116,7 +116,7 @@ class Layout(Degrees):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Every axis of the mesh with its degree, outermost first; none may be open."""
+        """The degree of every axis of the mesh, outermost first; none may be open."""
         degrees = {axis.name: getattr(self, axis.name) for axis in AXES if axis.multiplies}
         assert None not in degrees.values()
         return degrees
@@ -157,7 +157,7 @@ class Layout(Degrees):
 
     @property
     def num_stages(self) -> int | None:
-        """The number of stages of the model; `None` if a file with a list of actions says it."""
+        """The number of stages of the model; `None` if a file with a list of actions determines it."""
         if self.schedule not in SCHEDULES:
             return None
         return self.pp * (2 if self.schedule in AS_V else self.chunks)
