@@ -133,7 +133,7 @@ def _build_jobset(job: KubernetesJob) -> dict[str, Any]:
 
 
 def _build_trainjob(job: KubernetesJob, meta: dict[str, Any], jobset: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runtime says how pods are made, and the TrainJob what they run."""
+    """Build a runtime, which defines how pods are made, and a TrainJob, which defines what they run."""
     template = jobset["replicatedJobs"][0]["template"]
     # The controller finds the pods of the trainer by this label, and their container by its name.
     template["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
@@ -158,7 +158,7 @@ def _build_trainjob(job: KubernetesJob, meta: dict[str, Any], jobset: dict[str, 
 
 
 def _build_job(job: KubernetesJob, first: str, subdomain: str | None = None) -> dict[str, Any]:
-    """The specification of the pods; `first` is the name of the pod where they meet."""
+    """Build the specification of the pods; `first` is the name of the pod where they meet."""
     is_alone = job.kind == "job"
     stopped = "Ignore" if is_alone else "FailJob"
     rules: list[dict[str, Any]] = [

@@ -189,7 +189,7 @@ trap : TERM  # by scancel, which signals the ranks too
 
 
 def _render_step(job: SlurmJob, leave_s: int) -> str:
-    """The lines that start the step and wait for it."""
+    """Render the lines that start the step and wait for it."""
     nnodes = f"{job.nodes.least}:$SLURM_JOB_NUM_NODES" if job.nodes.is_range else str(job.nodes.most)
     num_restarts = RESTARTS if job.array else job.nodes.restarts
     restarts = f" --max-restarts {num_restarts}" if num_restarts else ""
