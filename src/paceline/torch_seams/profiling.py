@@ -1,4 +1,4 @@
-"""Starts torch's profiler such that stopping it is quick, and reads the Flight Recorder's entries.
+"""Starts torch's profiler so that it stops quickly, and reads the Flight Recorder's entries.
 
 Nothing of torch is imported before it is used: a script may start before it imports torch.
 """

@@ -31,7 +31,7 @@ def is_repeating() -> bool:
 
 
 def allow_repetition(make_contexts: Callable[[], Contexts]) -> Callable[[], Contexts]:
-    """Return a factory of contexts of which the second may be entered several times.
+    """Return a factory of pairs of contexts whose second may be entered several times.
 
     A forward is repeated in every backward through it: for a gradient penalty in two. A context that can be
     entered only once, as torch's own around a repeated forward of a module, is made anew each time.

@@ -125,7 +125,7 @@ def read_local(tensor: Any) -> Any:
 
 
 def is_built(module: Any) -> bool:
-    """Return whether a module's constructor has begun: before, it can't be asked for anything."""
+    """Return whether a module's constructor has begun; before that, its attributes cannot be read."""
     return bool({"_parameters", "_modules"} <= vars(module).keys())
 
 
