@@ -1,7 +1,7 @@
 """Checks that copies of weights and optimizer state have the same bits on all ranks that hold them.
 
 Ranks along an axis that does not divide the model, such as dp_replicate, hold copies of all their tensors.
-Ranks of tp and ep hold copies of those parameters that these do not divide. Copies have the same bits by
+Ranks of tp and ep hold copies of the parameters that these axes do not divide. Copies have the same bits by
 construction: each rank applies the same arithmetic to the same reduced gradients. They differ if a rank runs
 other code, or if memory or a processor fails.
 
@@ -42,8 +42,8 @@ from paceline.torch_seams.tensors import read_version
 from paceline.train.agreement import NUM_COPIES, Numbers
 from paceline.train.same_settings import is_comparing
 
-# Digests of one step, in the order of the message: of parameters that neither tp nor ep divides, of those
-# that tp divides, of those that ep divides, and of all optimizer state.
+# Digests of one step, in the order of the message: of parameters that neither tp nor ep divides, parameters
+# that tp divides, parameters that ep divides, and all optimizer state.
 _WHOLE, _CUT, _EXPERTS, _STATE = range(NUM_COPIES)
 _STATE_TURNS = 4
 _MAX_ON_DEVICE = 32
@@ -203,7 +203,7 @@ class Copies:
             raise error
 
     def hold(self) -> HeldCopies:
-        """Return the tensors that other ranks hold copies of, for digests of the state as it is now.
+        """Return the tensors that other ranks hold copies of, for digests of the present state.
 
         What a forward changes is read at once. The rest is to be read before an optimizer's step.
         """

@@ -44,7 +44,7 @@ class SharedRows:
         self._shared = dict.fromkeys(_NAMES, 0)
 
     def resume(self, step: int) -> None:
-        """Give all disks the fullest history up to a step, and drop later rows; collective.
+        """Copy the fullest history up to a step to all disks, and drop later rows; collective.
 
         Raises:
             PacelineError: PL523 where a disk cannot be written to.
@@ -64,7 +64,7 @@ class SharedRows:
             self._shared[name] = record.num_bytes
 
     def carry(self) -> None:
-        """Bring rank 0's new rows to all disks; collective, before a checkpoint counts.
+        """Copy rank 0's new rows to all disks; collective, before a checkpoint counts.
 
         Raises:
             PacelineError: PL523 where a disk cannot be written to.

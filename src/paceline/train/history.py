@@ -30,7 +30,7 @@ NOTE = ".saved"
 
 @dataclass(frozen=True)
 class _Known:
-    """What a rank knows of the run; of a disk, its first rank knows.
+    """A rank's knowledge of the run; each disk is known to its first rank.
 
     Attributes:
         name: of the disk.
@@ -52,7 +52,7 @@ class _Known:
         return max(self.step, self.noted, self.launched)
 
     def describe(self) -> str:
-        """Return who knows of which step, as a clause."""
+        """Return which nodes know of which step, as a clause."""
         if self.step == self.newest:
             return f"{self.name} has a checkpoint of step {self.step}"
         if self.noted == self.newest:
@@ -61,7 +61,7 @@ class _Known:
 
 
 class History:
-    """What the nodes of a run know of its checkpoints.
+    """The record of a run's checkpoints on its nodes.
 
     Args:
         world: the ranks.

@@ -1,4 +1,4 @@
-"""Tells which torch optimizer kernels round an element alike wherever its tensor is cut.
+"""Determines which torch optimizer kernels round an element in the same way wherever its tensor is cut.
 
 The fused Adam and AdamW for CPU process whole vector registers. They round the elements that remain at the
 end of a tensor differently (seen in torch 2.13, fp32 and fp64). A shard ends elsewhere than the whole tensor,

@@ -12,7 +12,7 @@ from paceline.train.compressing import check_num_slots
 
 
 class StepTaker(Protocol):
-    """What a trainer's loaders need of it.
+    """The methods of a trainer that its loaders call.
 
     Attributes:
         num_slots: of the compression; `None` without.

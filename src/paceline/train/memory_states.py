@@ -1,4 +1,4 @@
-"""Keeps states of a recipe's run in memory, as `checkpoint.memory_every` says.
+"""Keeps states of a recipe's run in memory, as often as `checkpoint.memory_every` sets.
 
 A number is a demand: whatever makes it impossible ends the run (PL561, PL562). `"auto"`, the default, must
 harm no run, so it keeps states only if all of this holds:
@@ -29,7 +29,7 @@ MAX_COST, MAX_MEMORY = 0.01, 0.25
 # Age of a run at its first state with "auto", and the first step after which its age is looked at.
 _FIRST_S = 60.0
 _FIRST_LOOK = 4
-# What makes states impossible, on all ranks alike.
+# The reason why states are impossible, the same on all ranks.
 _IMPOSSIBLE = ("PL561", "PL562")
 
 
@@ -105,6 +105,6 @@ class MemoryStates:
 
 
 def may_restart(environ: Mapping[str, str]) -> bool:
-    """Return whether the launcher that started this rank may start it again, as torchelastic's agent says."""
+    """Return whether the launcher that started this rank may start it again, by the agent's environment."""
     number = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     return "TORCHELASTIC_RUN_ID" in environ and number.isdigit() and int(number) > 0

@@ -2,8 +2,8 @@
 
 The probe runs a microbatch whole and cut in two, without a graph. It then restores buffers, statistics and
 generators. If the trainer chose the size of microbatches, a loss that depends on the cut is refused, because
-the user has not chosen that objective. If forward changes buffers, the probe separates those that change
-alike for any samples from those that depend on the samples.
+the user has not chosen that objective. If forward changes buffers, the probe separates changes that do not
+depend on the samples from those that do.
 """
 
 from __future__ import annotations

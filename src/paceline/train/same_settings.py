@@ -1,7 +1,7 @@
 """Compares settings over the ranks: arguments, model, optimizer, hooks and data must be the same on each.
 
 Settings are short texts by name. They are compared in full when a trainer is built and at its first step.
-Every step's agreement carries a digest of those that may change. Only if digests differ are the texts
+Every step's agreement carries a digest of the settings that may change. Only if digests differ are the texts
 gathered again, to name the difference.
 
 Functions are compared by their bytecode. Values that a function reads from outside (a closure, a global) are
@@ -36,7 +36,7 @@ _is_comparing = True
 
 @contextmanager
 def ranks_may_differ() -> Iterator[None]:
-    """Let ranks differ inside the context, for `verify`, which finds the first difference and its cause.
+    """Allow ranks to differ inside the context, for `verify`, which finds the first difference and its cause.
 
     Either every rank enters it, or none.
     """

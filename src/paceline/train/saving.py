@@ -264,7 +264,7 @@ class Saving:
         return found
 
     def close(self) -> None:
-        """Let the writer finish; call nothing else after this but `start`."""
+        """Wait for the writer to finish; only `start` may be called afterwards."""
         handle = self._pending
         if handle is not None and self._is_writing:
             self._receive(_CLOSING_S)

@@ -179,7 +179,7 @@ def refuse_changes(
         changes: the result of `list_changes`.
         accept: names of settings, or of a part of them (`optimizer` for all of `optimizer.lr` and so on).
         folder: of the run.
-        is_recipe: whether a recipe is trained, of which the user accepts keys.
+        is_recipe: whether a recipe is trained; a user then accepts changes by recipe key.
 
     Returns:
         The names of the changes that were accepted.

@@ -33,7 +33,7 @@ _STORE_S = 30.0
 
 @contextlib.contextmanager
 def announcing_end(place: RankPlace) -> Iterator[None]:
-    """Tell the spares how the main rank has left the block; on the main rank only."""
+    """Report to the spares how the main rank has left the block; on the main rank only."""
     code = 1
     try:
         yield

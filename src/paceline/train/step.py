@@ -64,7 +64,7 @@ class Step:
 
     @property
     def bubble(self) -> list[float] | None:
-        """Share of the step's actions that each rank of pp waited; `None` without pp and on CUDA.
+        """Share of the step's actions in which each rank of pp waited; `None` without pp and on CUDA.
 
         By rank of pp, the mean over the other axes. Without the update and other work between two steps.
         """
@@ -72,7 +72,7 @@ class Step:
 
     @property
     def fullest_expert(self) -> float | None:
-        """Share of the choices that the fullest expert got in the global batch, a mean over the mixtures.
+        """The fullest expert's share of the choices in the global batch, a mean over the mixtures.
 
         It is `None` without mixtures of `paceline.models.moe`, and in skipped steps.
         """

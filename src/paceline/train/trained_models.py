@@ -109,9 +109,9 @@ class TrainedModels:
     def on_gradients(self, hook: GradientHook, model: str = "model") -> None:
         """Call `hook({name: gradient})` in every step after reduction, before clipping.
 
-        The gradients are those of the mean loss over the global batch. The hook may change them in place,
-        alike on every rank. If the layout divides the model, they are this rank's parts; `whole` returns a
-        whole gradient.
+        The gradients are those of the mean loss over the global batch. The hook may change them in place, in
+        the same way on every rank. If the layout divides the model, they are this rank's parts; `whole`
+        returns a whole gradient.
         """
         if model not in self._updates:
             raise PacelineError(

@@ -518,7 +518,7 @@ class Trainer(TrainedModels):
 
     @contextmanager
     def without_communication(self) -> Iterator[None]:
-        """Let steps inside compute this rank's share without communication, to measure its cost.
+        """Make steps inside the context compute this rank's share without communication, to measure its cost.
 
         The ranks' weights diverge, so the trainer can then only be used for measuring: `save` raises PL433.
         `SyncBatchNorm`, whose exchange is a part of the forward, still communicates.

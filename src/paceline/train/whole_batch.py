@@ -4,8 +4,8 @@ Protocol, for one field, on every rank of dp: an all-gather of objects (numbers 
 shapes, dtypes), then per tensor an all-gather of bytes, padded to the longest rank's. The results are joined
 in the order of microbatches, which does not depend on the rank that computed them.
 
-A batch's fields are gathered at their first use. The loss runs on every rank alike, so all ranks use the
-same fields in the same order. A field that the loss never uses (images) is never sent.
+A batch's fields are gathered at their first use. The loss runs in the same way on every rank, so all ranks
+use the same fields in the same order. A field that the loss never uses (images) is never sent.
 """
 
 from __future__ import annotations

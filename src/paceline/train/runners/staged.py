@@ -201,7 +201,7 @@ class StagedRunner(StagedForwards):
             reduction.add_nothing()
 
     def _run_schedule(self, work: Work, *, count_flops: bool) -> float:
-        """Do this rank's actions in order; return the seconds that it waited for other stages."""
+        """Run this rank's actions in order, and return the seconds that it waited for other stages."""
         share = work.share
         batches = [self._precision.place_batch(batch) for _, batch in share.microbatches]
         self._cuts = [
@@ -259,7 +259,7 @@ class StagedRunner(StagedForwards):
     def _run_action(
         self, state: _Progress, action: Action, needs: dict[Message, list[Tensor]]
     ) -> dict[Message, list[Tensor]]:
-        """Do one action; return what it gives to others."""
+        """Run one action, and return its results for other stages."""
         place = action.stage, action.microbatch
         if action.kind is ActionKind.FORWARD:
             if place in state.divided:

@@ -129,7 +129,7 @@ class StagedForwards(Runner):
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Have whole parameters in the model inside the context, though gathered only when they are used."""
+        """Make the parameters whole inside the context, gathering each when it is used."""
         if self._shards is None:
             yield
             return

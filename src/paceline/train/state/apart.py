@@ -1,4 +1,4 @@
-"""Saves and finds checkpoints where nodes have disks of their own: every file lies on several of them.
+"""Saves and finds checkpoints if nodes have disks of their own: every file is on several of them.
 
 Protocol of a save, all ranks together; the first rank of each disk leads it:
 
@@ -52,7 +52,7 @@ Holders = dict[str, set[int]]
 
 
 def count_copies(wanted: int | str, disks: Disks) -> int:
-    """Return on how many disks each file is to lie.
+    """Return the number of disks that each file is written to.
 
     Args:
         wanted: a number, or `"auto"`: two, or one if there is one disk.
@@ -90,7 +90,7 @@ def write_apart(
     copies: int,
     carry: Callable[[], None],
 ) -> Path:
-    """Write a checkpoint whose files lie on several disks each; collective.
+    """Write a checkpoint and store each file on several disks; collective.
 
     Args:
         world: the ranks.
@@ -144,7 +144,7 @@ def commit_apart(
     copies: int,
     carry: Callable[[], None],
 ) -> Path:
-    """Commit a checkpoint of which every rank writes some files to the disk that it sees; collective.
+    """Commit a checkpoint whose files all ranks write, each to the disk that it sees; collective.
 
     Args, errors and result are those of `write_apart` and `commit_shares`.
     """
@@ -212,7 +212,7 @@ def has_whole(world: World, disks: Disks, folder: CheckpointFolder, step: int) -
 def find_apart(
     world: World, disks: Disks, folder: CheckpointFolder, *, copies: int
 ) -> tuple[Path, Manifest] | None:
-    """Find the newest step of which every file is on some disk, and bring the files where they are needed.
+    """Find the newest step whose files are each on some disk, and copy the files where they are needed.
 
     Collective. Ranks that read by themselves get all files; of a checkpoint of whole tensors rank 0's disk
     does. Each file is on `copies` disks afterwards, and broken ones are replaced.
@@ -504,7 +504,7 @@ def _check_space(folder: CheckpointFolder, step: int, num_bytes: int) -> None:
 
 
 def _link(old: Path, new: Path) -> None:
-    """Give a file a second name, or copy it if the disk has no links."""
+    """Link a file to a second name, or copy it if the disk has no links."""
     try:
         os.link(old, new)
     except OSError:

@@ -66,7 +66,7 @@ class Background:
         return ""
 
     def reserve_soon(self, num_bytes: int) -> None:
-        """Get memory for the files of a save ready in a thread, so that the first save need not wait."""
+        """Prepare memory for the files of a save in a thread, so that the first save does not wait."""
         self._finish_reserving()
         memory = self._memory
         if memory is None:
@@ -80,7 +80,7 @@ class Background:
         self._reserving.start()
 
     def get_ready(self, plans: Sequence[FilePlan]) -> str:
-        """Get writer and memory ready for files; return why that is impossible, or ""."""
+        """Prepare writer and memory for files; return why that is impossible, or ""."""
         reason = self.start()
         if reason:
             return reason

@@ -1,4 +1,4 @@
-"""Finds out which ranks see the same folder, so that a run knows how many disks its files lie on.
+"""Finds which ranks see the same folder, so that a run knows how many disks hold its files.
 
 Protocol, all ranks together, at each start:
 
@@ -49,7 +49,7 @@ class SharedDisk:
 
 @dataclass(frozen=True)
 class Disks:
-    """The disks on which a run's folder lies, one for each set of nodes that share it.
+    """The disks that hold a run's folder, one for each set of nodes that share it.
 
     Attributes:
         disks: by rising first rank, so rank 0's is the first.
@@ -90,7 +90,7 @@ def find_disks(world: World, folder: Path, make: Callable[[], None]) -> Disks:
             rank of each disk at least.
 
     Returns:
-        The disks, alike on every rank except for `rank`.
+        The disks, the same on every rank except for `rank`.
 
     Raises:
         PacelineError: on every rank what `make` raised on one of them; PL532 for a folder in which no file

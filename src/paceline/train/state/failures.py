@@ -1,6 +1,6 @@
 """Puts a checkpoint aside if two starts that went on from it failed at the same step.
 
-The step tells a state that is broken from a run that is killed now and then:
+The step distinguishes a broken state from a run that is killed now and then:
 
 1. A rank that ends by an error of its own notes the step, and the checkpoint that its start went on from. A
    kill, also of a loader worker, a request to stop, an error that follows from the end of another rank, and
@@ -122,7 +122,7 @@ class Failures:
                 path.write_text(json.dumps([step, self._source]) + "\n", encoding="utf-8")
 
     def _put_back(self, step: int, sources: set[int]) -> None:
-        """Give checkpoints their names back: the run fails at a step whichever it goes on from."""
+        """Rename checkpoints back, because the run fails at a step whichever it goes on from."""
         back = []
         for source in sorted(sources):
             path = self._checkpoints.path / step_name(source)

@@ -2,7 +2,7 @@
 
 The cost of a state is the time by which it makes steps longer: those from its copy until the keepers hold it,
 compared with the median of the steps in which nothing is copied. It is at least the time for which training
-waited. All ranks choose alike, because they exchange their costs with each state.
+waited. All ranks choose the same, because they exchange their costs with each state.
 """
 
 from __future__ import annotations

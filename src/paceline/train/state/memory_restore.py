@@ -1,11 +1,11 @@
-"""Goes on from the newest state that the memory of all nodes holds, if it is newer than what the disks have.
+"""Resumes from the newest state in the memory of all nodes, if it is newer than the disks' checkpoints.
 
 Protocol, all ranks together, at each start:
 
 1. On each node, the first rank lists what the keepers of earlier ranks hold (`checkpoint/held_states.py`):
-   the shares of its own ranks, and copies of those of another node. All nodes report their lists.
-2. The newest state of which every writer's share is somewhere is written to the disk as a checkpoint, unless
-   the disks have a whole one of that step or a later one. The ranks of a node share out what it holds.
+   the shares of its own ranks, and copies of another node's shares. All nodes report their lists.
+2. The newest state for which every writer's share exists is written to the disk as a checkpoint, unless the
+   disks have a whole one of that step or a later one. The ranks of a node share out what it holds.
 3. A share that is not as it was is named, and another node's copy is used, or an older state.
 4. The keepers of earlier starts end.
 """

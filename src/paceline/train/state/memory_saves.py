@@ -211,7 +211,7 @@ class MemorySaves:
         self.interval.end_step(is_busy=self._state_copy is not None or self._num_behind > 0)
 
     def close(self) -> None:
-        """Let the keeper go, and the memory with it; after an error, it holds them for the next start."""
+        """End the keeper and free its memory; after an error, it keeps the states for the next start."""
         if self._state_copy is not None:
             self._state_copy.join()
             self._state_copy = None

@@ -73,7 +73,7 @@ class Saver:
         loaders: by name; a loader made later is added to the same mapping.
         keep: checkpoints to keep.
         saving: makes the saves.
-        copies: on how many disks each file lies where nodes have disks of their own, or `"auto"`.
+        copies: number of disks that hold each file if nodes have disks of their own, or `"auto"`.
         layout: resolved.
         reduction: for the checkpoint's identity.
         recipe_toml: the recipe to put beside the state.
@@ -288,7 +288,7 @@ class Saver:
         return counters
 
     def close(self, step: int) -> None:
-        """Let writers finish, and note the error by which this rank ends.
+        """Wait for writers to finish, and note the error that ends this rank.
 
         Args:
             step: number of the last complete step.
@@ -373,7 +373,7 @@ class Saver:
         # A loader that has not moved, such as one for evaluation, has no position to save.
         loaders = {name: loader for name, loader in self._loaders.items() if loader.position != Position()}
         return {
-            "loss": counters["loss"],  # `paceline checkpoint show` tells it
+            "loss": counters["loss"],  # `paceline checkpoint show` prints it
             "counters": counters,
             "updates": {name: update.state_dict() for name, update in self._updates.items()},
             "loaders": self.tracked.read_loaders(loaders),

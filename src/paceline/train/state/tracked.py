@@ -81,7 +81,7 @@ class Tracked:
         self.loaded_loaders.clear()
 
     def _give(self, name: str) -> None:
-        """Load an object's state, of which it gets this rank's parts where it has parts now."""
+        """Load an object's state, and only this rank's parts of tensors that are divided now."""
         if name not in self.loaded:
             return
         value, state = self._objects[name], self.loaded.pop(name)

@@ -70,9 +70,8 @@ def load_on_main(
     """Run `load` on rank 0 and return its tree of tensors on every rank.
 
     Collective. Tensors travel as they are on the CPU, small ones together, and a rank keeps what `cut` leaves
-    of each, so no rank holds all of those that are unread; and only rank 0 needs to see the files. With
-    `find_part` every rank reads its parts of the unread tensors of a sharded checkpoint by itself, if all see
-    the files.
+    of each, so no rank holds all unread tensors; and only rank 0 needs to see the files. With `find_part`
+    every rank reads its parts of the unread tensors of a sharded checkpoint by itself, if all see the files.
 
     Args:
         world: the ranks.
@@ -199,7 +198,7 @@ class _Mail:
         is_main = self._world.is_main
         tensors = [self._own.take() if is_main else torch.empty(h.shape, dtype=h.dtype) for h in holes]
         self._arrived.extend(tensors)
-        # As bytes: gloo doesn't know every dtype, and bits are what matters here.
+        # As bytes: gloo does not support every dtype, and only the bits matter here.
         rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         if not rows or self._world.world_size == 1:
             return

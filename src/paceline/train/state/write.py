@@ -127,7 +127,7 @@ def gather_full(world: World, state: RunState) -> full.PreparedFull | None:
 def write_sharded(
     world: World, folder: CheckpointFolder, step: int, state: RunState, identity: dict[str, Any]
 ) -> Path:
-    """Write a sharded checkpoint, of which every rank writes its share; collective."""
+    """Write a sharded checkpoint, with one share by each rank; collective."""
     prepared = agree_on_share(world, state)
     return commit_shares(
         world,
@@ -149,7 +149,7 @@ def commit_shares(
     num_bytes: int,
     write: WriteShare,
 ) -> Path:
-    """Commit a checkpoint of which every rank writes some files into one folder; collective.
+    """Commit a checkpoint whose files all ranks write into one folder; collective.
 
     Args:
         world: the ranks.
