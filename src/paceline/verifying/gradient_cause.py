@@ -43,7 +43,7 @@ def explain(case: Case) -> Explained | None:
 
 
 def _explain_anothers(case: Case) -> Explained | None:
-    """Explain gradients of which a rank has the part of another rank."""
+    """Explain a rank that has another rank's part of a gradient."""
     differing = case.of_kind("gradient")
     moved = [d for d in differing if d.note.startswith(ANOTHERS_PART)]
     if len(moved) < 0.8 * len(differing):

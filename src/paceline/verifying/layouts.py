@@ -206,7 +206,7 @@ def compare_layout(opened: Opened, subject: Subject, reference: Reference, layou
         trainer = opened.build_trainer(
             layout, reduction=subject.reduction, clip_norm=reference.facts.clip_norm
         )
-    except PacelineError as error:  # all ranks raise this alike; in a step, one rank alone may fail
+    except PacelineError as error:  # all ranks raise the same error; in a step, one rank alone may fail
         return Compared(refused=error)
     try:
         comparer = Comparer(reference, trainer, bits=promises_bits(subject, layout))

@@ -105,7 +105,7 @@ def is_whole(trainer: Trainer, name: str) -> bool:
 
 
 def list_partial(trainer: Trainer) -> dict[str, list[str]]:
-    """Return by axis the parameters of whose gradients ranks have addends, until these are summed."""
+    """Return by axis the parameters whose gradients are addends on each rank until they are summed."""
     placement = _find_placement(trainer)
     found: dict[str, list[str]] = {}
     for name, axes in (placement.partial if placement is not None else {}).items():

@@ -43,8 +43,8 @@ class Positions:
     """The positions of a sequence at which tensors differ.
 
     Attributes:
-        first, last: of those that differ, in the whole sequence.
-        number: of those that differ, on one rank.
+        first, last: the first and last differing positions in the whole sequence.
+        number: count of differing positions on one rank.
         length: of the whole sequence.
     """
 

@@ -1,4 +1,4 @@
-"""Takes the steps that are compared, and passes every number and tensor on the way to an observer."""
+"""Runs the compared steps, and passes every number and tensor on the way to an observer."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class ModuleFacts:
         dropout: the largest of its settings with "drop" in the name, or `p` of a dropout module.
         has_parameters: whether it has parameters of its own.
         settings: see `list_module_settings`.
-        hooks: names of those that users put on it.
+        hooks: names of the hooks that users put on it.
     """
 
     kind: str
