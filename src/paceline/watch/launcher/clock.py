@@ -3,7 +3,7 @@
 Two clocks run. The first restarts at every sign of work: a collective issued or completed, a main thread at
 another line, a core or a disk in use. The second restarts only at collectives. A job in which nothing happens
 is considered stuck sooner than one in which a rank computes. The latter may be in a long validation, a
-compilation or an infinite loop, which look alike from outside.
+compilation or an infinite loop, which cannot be distinguished from outside.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Suspicion:
 
     @property
     def state(self) -> NodeSuspicion:
-        """What the other nodes need."""
+        """The state that the other nodes need."""
         seen = None if self._seen is None else strip(self._seen)
         return NodeSuspicion(self._comparison.read_prints(), self._asks_at_s, seen)
 

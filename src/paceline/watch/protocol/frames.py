@@ -28,5 +28,5 @@ def build_frame(path: str, line: int, function: str) -> Frame:
 
 
 def is_watching(path: str) -> bool:
-    """Return whether a file is of this package, whose frames are of no interest."""
+    """Return whether a file belongs to this package, whose frames are not reported."""
     return path.startswith(_WATCH)

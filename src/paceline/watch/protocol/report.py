@@ -218,7 +218,7 @@ class Report:
 
     @property
     def is_closing(self) -> bool:
-        """Whether a rank sent it by itself at its script's end, where no thread is left to show."""
+        """Whether a rank sent it unasked at its script's end, when no thread is left to show."""
         return self.phase == "leaving" and self.last is None and not self.stacks
 
 
@@ -265,7 +265,7 @@ class Seen:
     Attributes:
         world_size: ranks that there should be.
         processes: by rank, of all ranks.
-        reports: by rank, of those that answered.
+        reports: by rank, the answers that came.
         quiet_s: for how long no rank has moved.
     """
 

@@ -78,7 +78,7 @@ class FlightEntry:
 
     @property
     def backend(self) -> str:
-        """Such as `gloo`."""
+        """The name of the backend, such as `gloo`."""
         return str(self.raw["profiling_name"]).rpartition(":")[0]
 
     @property

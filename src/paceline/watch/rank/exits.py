@@ -28,7 +28,7 @@ ReportEnd = Callable[[Ending, tuple[Frame, ...]], None]
 
 _LIBRARY = "libstdc++.so.6"
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate(void (*)())
-# Kept for good: C++ has their addresses, and a thread may be in one while it is replaced.
+# Never freed: C++ has their addresses, and a thread may be in one while it is replaced.
 _callbacks: list[Any] = []
 
 

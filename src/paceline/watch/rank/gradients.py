@@ -161,7 +161,7 @@ class Gradients:
             self.passes += 1
 
     def check_after(self, task: int, sentinel: _Sentinel) -> None:
-        """Have the model checked at the end of this backward pass."""
+        """Schedule a check of the model at the end of this backward pass."""
         if task != self._checked_task:
             self._checked_task, self._fired = task, sentinel
             call_after_backward(self._torch, self._check)
@@ -244,7 +244,7 @@ class _Sentinel:
         self._handle = optimizer.param_groups[-1]["params"][number].register_hook(self)
 
     def belong_to(self, optimizer: Any, number: int) -> None:
-        """Let the hook belong to the parameter with this number in the optimizer's newest group."""
+        """Assign the hook to the parameter with this number in the optimizer's newest group."""
         # No reference to the parameter itself: one with a weak reference cannot be swapped
         # (`torch.utils.swap_tensors`).
         self._optimizer = weakref.ref(optimizer)
@@ -302,7 +302,7 @@ def _is_here(gradient: Any) -> bool:
 
 
 def _make_sums(torch: Any) -> Any:
-    """Return pinned memory into which a device writes sums by itself."""
+    """Return pinned memory into which a device writes sums directly."""
     return torch.zeros(_LATE, dtype=torch.float32, pin_memory=True)
 
 

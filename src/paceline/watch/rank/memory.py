@@ -1,4 +1,4 @@
-"""MemoryGuard looks at this rank's memory, and leaves an account before the kernel ends the process.
+"""Polls this rank's memory, and leaves an account before the kernel ends the process: `MemoryGuard`.
 
 The kernel's out-of-memory killer gives no warning: what filled the memory must be known before. The guard
 reads the anonymous memory of the cgroup and the machine, every few milliseconds once it is nearly full. At
@@ -84,7 +84,7 @@ class MemoryGuard:
         if account.progress.phase == "forward":
             self._forward = account
         elif account.progress.phase == "backward" and self._forward is not None:
-            # The saved tensors can't be read now: backward began with those at the forward's end.
+            # The saved tensors cannot be read now: backward began with those at the forward's end.
             account = replace(self._forward, used=account.used, time_s=account.time_s)
         write_account(self._path, account)
 

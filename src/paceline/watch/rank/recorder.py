@@ -169,7 +169,7 @@ class CollectiveRecorder:
         return count_named(), made_at
 
     def _keep_groups(self) -> None:
-        """Keep the current groups, one of which is about to be destroyed; the script's thread calls it."""
+        """Keep the current groups before one of them is destroyed; the script's thread calls it."""
         self._destroyed = self._destroyed.join(read_groups())
 
     def _find_number(self, transfer: Transfer, entries: list[FlightEntry]) -> int:
@@ -269,8 +269,7 @@ def _latest_of_names(entries: list[FlightEntry]) -> list[FlightEntry]:
 
 
 def _sample(entries: list[FlightEntry]) -> list[FlightEntry]:
-    """Return as many entries as a beat takes, evenly by group, chosen such that other ranks choose the
-    same."""
+    """Return as many entries as a beat takes, evenly by group, chosen in the same way on all ranks."""
     num_groups = len({entry.key for entry in entries})
     most = max(_LEAST_CALLS_PER_BEAT, _MAX_CALLS_PER_BEAT // max(1, num_groups))
     by_group: dict[Key, list[FlightEntry]] = {}

@@ -58,7 +58,7 @@ _OWN_FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "S
 
 
 def begin(rank: int, socket_path: str, stacks_path: str) -> WatchedProcess:
-    """Let the launcher watch this process; call it once, before the script's first line.
+    """Start watching this process for the launcher; call it once, before the script's first line.
 
     Args:
         rank: global.
@@ -72,7 +72,7 @@ def begin(rank: int, socket_path: str, stacks_path: str) -> WatchedProcess:
 
 
 class WatchedProcess:
-    """This process, as far as a launcher watches it.
+    """This process, as its launcher watches it.
 
     Args:
         rank: global.
@@ -129,7 +129,7 @@ class WatchedProcess:
         _thread.start_new_thread(self._run, ())
 
     def end(self) -> None:
-        """Let the thread send a last beat and end, and restore torch's methods."""
+        """Make the thread send a last beat and end, and restore torch's methods."""
         if self._is_over or self._socket is None:
             return
         self.operations.remove()
@@ -384,8 +384,7 @@ class WatchedProcess:
 
 
 def _has_groups() -> bool:
-    """Return whether a process group exists: without one, asking the Flight Recorder would fix its size for
-    good."""
+    """Return whether a process group exists; otherwise, asking the Flight Recorder would fix its size."""
     return bool(getattr(find_world(), "pg_map", None))
 
 

@@ -1,4 +1,4 @@
-"""Samples a rank's main thread a few times a second: where it is, and whether it waits.
+"""Samples a rank's main thread a few times a second: its place in the code, and whether it waits.
 
 The launcher names a slow rank by these samples. Most causes of slowness exist from the start, so samples are
 more frequent at first than later. The watching thread takes them at random instants, because regular ones

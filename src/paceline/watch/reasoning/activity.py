@@ -149,7 +149,7 @@ def is_joining(frames: Sequence[Frame]) -> bool:
 
 
 def find_distributed(frames: Sequence[Frame]) -> str | None:
-    """Return the function of torch.distributed that the user called and that waits by itself; else `None`."""
+    """Return the function of torch.distributed that the user called and that itself waits; else `None`."""
     found = None
     if not frames or not _WAITS_ITSELF.search(frames[0].file):
         return None

@@ -37,7 +37,7 @@ class Side:
 
     @property
     def name(self) -> str:
-        """Their name in messages: `ranks 0 and 1`."""
+        """Name of the ranks in messages: `ranks 0 and 1`."""
         return name_ranks(self.ranks)
 
 

@@ -46,7 +46,7 @@ def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | Non
     """Return what is known of a job in which at least one rank has failed.
 
     Args:
-        seen: the job, with the last reports of those that could send one.
+        seen: the job, with the last reports of the ranks that could send one.
         here: the ranks of this node.
         read_source: as in `hang.explain_hang`.
     """
@@ -111,7 +111,7 @@ def _reopen(report: Report, source: Source) -> tuple[Call, ...]:
 
 
 def _has_failed(rank: int, scene: Seen) -> bool:
-    """Return whether a rank failed by itself; one that ended for an unknown reason did."""
+    """Return whether a rank failed on its own; one that ended for an unknown reason counts as such."""
     report, process = scene.reports.get(rank), scene.processes.get(rank)
     if report is not None and report.last is not None:
         return not report.last.follower and report.last.code != 0

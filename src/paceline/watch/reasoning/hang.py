@@ -266,7 +266,7 @@ def _describe_others(roots: set[int], direct: Sequence[State], states: Mapping[i
 
 
 def _explain_cycle(cycle: list[State], states: Mapping[int, State], seen: Seen, source: Source) -> Verdict:
-    """Return the verdict on ranks each of which waits for the next one, in a cycle."""
+    """Return the verdict on ranks that wait for each other in a cycle, each for the next one."""
     kinds = {state.kind for state in cycle}
     if "building" in kinds:
         builders = _pick_waiters([s for s in states.values() if s.kind == "building"])

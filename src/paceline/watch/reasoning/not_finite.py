@@ -1,4 +1,4 @@
-"""Explains the first gradient that is not finite: whose, in which backward pass, and where in the model."""
+"""Explains the first gradient that is not finite: its rank, its backward pass and its place in the model."""
 
 from __future__ import annotations
 

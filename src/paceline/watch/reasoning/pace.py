@@ -46,7 +46,7 @@ class BeatInterval:
         waited_s: the part of it spent waiting.
         samples: their number.
         groups: in whose collectives the rank took part meanwhile, or waits.
-        collectives: number of those that it issued in the busiest of these.
+        collectives: number of collectives that it issued in the busiest of these groups.
     """
 
     number: int

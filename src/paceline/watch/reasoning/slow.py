@@ -1,9 +1,9 @@
 """Describes a slow rank: which ranks wait for it, and where it spends the time that the others do not.
 
 A forward pass that all ranks share makes no rank wait. So the ranks' places are compared as a tree of the
-user's functions, from the script inwards. Each function has a share: how much more of the time the slow rank
-spends there than the others. The innermost function that still holds most of the total excess is named, with
-its line.
+user's functions, from the script inwards. Each function has a share: the fraction of time that the slow rank
+spends there beyond that of the others. The innermost function that still holds most of the total excess is
+named, with its line.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def find_spot(own: Sequence[PlaceTime], others: Sequence[Sequence[PlaceTime]], s
 
     Args:
         own: the rank's places.
-        others: the places of each of the others in the same time.
+        others: the places of each other rank in the same time.
         source: supplies the text of lines.
     """
     mine, theirs = _Work((own,)), _Work(others)
