@@ -1,8 +1,8 @@
 """A witness records each round outside of the nodes, so that only one of two disconnected parts can go on.
 
-Entries are numbered from 1 without gaps, and the first to append a number has it. A leader appends the next
-world before it commits it. `etcd.py` and `shared_folder.py` are two witnesses, which `open_witness.py` opens.
-`WitnessThread` keeps their waits out of the thread that beats.
+Entries are numbered from 1 without gaps; the first launcher to append a number wins it. A leader appends the
+next world before it commits it. `etcd.py` and `shared_folder.py` implement witnesses, and `open_witness.py`
+opens them. `WitnessThread` calls them, so that the thread that sends beats never waits for them.
 """
 
 from __future__ import annotations
