@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +20,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Below Linux's ephemeral ports (32768 and up), so that no outgoing connection uses the port by chance.
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
+_GRACE = "PACELINE_GRACE_S"
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,18 @@ def is_launched(environ: Mapping[str, str]) -> bool:
     if _in_slurm_step(env):
         return _slurm_tasks(env) > 1
     return "OMPI_COMM_WORLD_RANK" in env and env.get("OMPI_COMM_WORLD_SIZE") != "1"
+
+
+def note_grace(environ: MutableMapping[str, str], grace_s: float) -> None:
+    """Set the variable by which ranks know how long they have to save and leave after a signal."""
+    environ[_GRACE] = f"{grace_s:g}"
+
+
+def read_grace_s(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds that ranks have to save and leave after a signal; `None` if unknown."""
+    with suppress(KeyError, ValueError):
+        return float(environ[_GRACE])
+    return None
 
 
 def usable_cores() -> int:

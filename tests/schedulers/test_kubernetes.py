@@ -147,7 +147,7 @@ def test_the_command_of_a_pod(kind: str, first: str, tmp_path: Path) -> None:
     assert f"--rdzv-endpoint {first}:29500 --rdzv-id train" in given
     assert ("--max-restarts" in given) == (kind == "job"), "a JobSet makes all pods again"
     assert lines[-3:] == ["my train.py", "--lr", "3 4"]
-    assert "--shutdown-timeout 105" in given
+    assert "--grace-s 105" in given
     assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 120
 
 

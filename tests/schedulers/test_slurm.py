@@ -65,7 +65,7 @@ def test_a_script_on_a_fixed_number_of_nodes(folder: Path, capsys: pytest.Captur
             "requeue",
         )
     ]
-    assert '--nnodes "2" --nproc-per-node 8 --shutdown-timeout 105' in text
+    assert '--nnodes "2" --nproc-per-node 8 --grace-s "$grace" --shutdown-timeout 105' in text
     assert "  train.py --lr '3e 4' &" in text
     assert "no-kill" not in text, "SLURM itself requeues a job of which a node is lost"
 
@@ -212,6 +212,7 @@ def run_script(
     requeues: bool = True,
     nodes: str = "2",
     array: int = 0,
+    grace: int = 0,
 ) -> tuple[int, str]:
     """Return the script's exit code and output, where srun ends with `code`."""
     (folder / "job.sh").write_text(
@@ -222,8 +223,9 @@ def run_script(
             "train.py",
         )
     )
+    report = 'echo "$*" > srun.words; '
     wait = "trap 'exit $(cat code)' TERM; echo $$ > srun.pid; while true; do sleep 0.1; done"
-    add_program(folder, "srun", wait if signum else "exit $(cat code)")
+    add_program(folder, "srun", report + (wait if signum else "exit $(cat code)"))
     add_program(folder, "scancel", 'echo "scancel $*"; [ ! -e srun.pid ] || kill -TERM $(cat srun.pid)')
     add_program(folder, "sinfo", f"echo '{lost}'")
     requeue = "echo requeue $2" if requeues else "echo disabled >&2; exit 1"
@@ -231,7 +233,8 @@ def run_script(
         folder,
         "scontrol",
         f"case $1$2 in showhostnames) echo node0; echo node1;; shownode) echo ' NodeAddr=10.0.0.1 ';;\n"
-        f"showjob) echo 'JobId=77 {state}';; requeue*) {requeue};; esac",
+        f"showjob) echo 'JobId=77 {state}';; requeue*) {requeue};;\n"
+        f"showpartition) echo '   GraceTime={grace} Hidden=NO';; esac",
     )
     (folder / "code").write_text(str(code))
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[0-1]"}
@@ -292,6 +295,14 @@ def test_what_ended_a_job(
     assert told in out
     assert ("requeue 77" in out) == is_requeued, out
     assert ("scancel --signal=TERM 77" in out) == ("signum" in facts)
+
+
+@pytest.mark.parametrize(("grace", "told"), [(0, 105), (60, 60), (300, 105)])
+def test_ranks_know_the_partitions_grace_time(
+    folder: Path, grace: int, told: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_script(folder, capsys, code=0, grace=grace)
+    assert f"--grace-s {told} --shutdown-timeout 105" in (folder / "srun.words").read_text()
 
 
 @pytest.mark.parametrize(

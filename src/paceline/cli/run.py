@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.cli.grace import add_grace_flag, announce_grace
 from paceline.cli.job_status import print_status
 from paceline.cli.profiling import (
     add_profile_flags,
@@ -70,6 +71,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="PLACE",
         help="where rounds are recorded, so that of two parts only one goes on: etcd://HOST:PORT or a folder",
     )
+    add_grace_flag(ours)
     status: Any = ours.add_argument(
         "--status",
         action=_NeedsNoScript,
@@ -169,6 +171,7 @@ def _run(args: argparse.Namespace) -> None:
             rule="A witness records the rounds of c10d; etcd and folder are their own witnesses.",
             fix="Add --rdzv-backend c10d, or leave --witness out.",
         )
+    announce_grace(args)
     place = read_environment(os.environ)
     if place.launcher == "torchrun" or (place.launcher != "single" and args.nproc_per_node is None):
         refuse_recording(args)

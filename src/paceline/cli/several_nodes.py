@@ -96,7 +96,7 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", args.rdzv_endpoint, "--rdzv-id", name]
         words += [] if args.witness is None else ["--witness", args.witness]
     words += ["--max-restarts", str(_MAX_RESTARTS if args.max_restarts is None else args.max_restarts)]
-    for flag in ("profile", "profile_after", "profile_steps"):
+    for flag in ("grace_s", "profile", "profile_after", "profile_steps"):
         value = getattr(args, flag)
         words += [] if value is None else [_spell(flag), str(value)]
     words += [_spell(flag) for flag in ("keep_alive", "no_watch", "json") if getattr(args, flag)]

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.grace import add_grace_flag, announce_grace
 from paceline.cli.profiling import (
     add_profile_flags,
     add_recording,
@@ -24,6 +25,8 @@ from paceline.cli.watching import add_watching_flags, build_watcher, print_remar
 if TYPE_CHECKING:
     from paceline.recipe import Layout, Recipe, Settled
 
+# Ranks of this machine may take so long to save and leave.
+_STOP_S = 60.0
 _DESCRIPTION = """
 Trains a recipe. If the run's folder holds an unfinished run of this recipe, goes on from its newest
 checkpoint; Ctrl-C or SIGTERM saves first. Started by torchrun or srun, it joins their ranks.
@@ -65,6 +68,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end, and nothing else"
     )
+    add_grace_flag(parser)
     add_watching_flags(parser)
     add_profile_flags(parser)
     add_node_flags(parser)
@@ -85,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     remarks: list[str] = []
     recipe = load_recipe(args.recipe, args.set, remark=remarks.append)
     folder = Path(args.out) if args.out else Path("runs") / Path(args.recipe).stem
+    announce_grace(args)
     if is_launched(os.environ):
         _refuse_launcher_flags(args)
         refuse_recording(args)
@@ -116,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
             args=(dump_recipe(recipe), str(folder), not args.json, os.getpid(), tuple(args.accept)),
             device=recipe.train.device,
             log_dir=folder / "logs",
+            stop_timeout_s=_STOP_S if args.grace_s is None else args.grace_s,
             hang_after_s=None,
             watcher=watcher,
         )

@@ -38,7 +38,7 @@ from paceline.launching.stop import stop_by_signals
 from paceline.launching.verdict import judge
 from paceline.launching.warm.import_environment import READ_AT_IMPORT
 from paceline.launching.watcher import HANG_AFTER_S, Watcher
-from paceline.place import is_launched
+from paceline.place import is_launched, note_grace, read_grace_s
 
 # Memory of a fresh process after it has imported torch, before any model (220 MB measured with gloo).
 RANK_BYTES = 250_000_000
@@ -97,7 +97,14 @@ def launch(
     copier = None if logs is None else Pump()
     try:
         with launch_folder() as folder:
-            job = FunctionJob(folder=folder, pump=copier, watcher=watcher, call=call, logs=logs)
+            job = FunctionJob(
+                folder=folder,
+                pump=copier,
+                watcher=watcher,
+                call=call,
+                logs=logs,
+                grace_s=min(stop_timeout_s, read_grace_s(os.environ) or stop_timeout_s),
+            )
             return _run(job, ranks, nproc, stop_timeout_s)
     finally:
         if copier is not None:
@@ -256,11 +263,13 @@ class FunctionJob(Job):
 
     Attributes:
         call: the function for every rank.
+        grace_s: seconds that ranks have after a stop signal.
     """
 
     is_program = False
 
     call: RankCall
+    grace_s: float
 
     def explain_early_end(self, process: RankProcess) -> str:
         """Return why a rank exited before it reached the function, if known, else an empty string."""
@@ -285,7 +294,9 @@ class FunctionJob(Job):
         # A forked keeper already has the function, which cannot be pickled.
         entry = RankCall(b"") if self.call.is_forked else self.call
         watch = self.watcher.entry if self.watcher is not None else ""
-        start = Start(local_rank_id, rank, {**os.environ, **env}, (), entry, log, folder, folder, watch)
+        environ = {**os.environ, **env}
+        note_grace(environ, self.grace_s)
+        start = Start(local_rank_id, rank, environ, (), entry, log, folder, folder, watch)
         return start, open_streams(self.pump, "", "", log, shows=rank == 0, persists=True)
 
 

@@ -31,12 +31,12 @@ from paceline.launching.processes.folder import launch_folder
 from paceline.launching.processes.ranks import RankHandler, Ranks, fork_keeper
 from paceline.launching.processes.streams import Pump
 from paceline.launching.rank.script import Become, Script, check_script
-from paceline.launching.stop import raise_on_signals, stop_by_signals
+from paceline.launching.stop import raise_on_signals, read_patience_s, stop_by_signals
 from paceline.launching.verdict import judge, log_restart, may_be_consequence, refuse_lost_output
 from paceline.launching.warm.sources import choose_modules, find_settings, find_shadowed, may_load_ahead
 from paceline.launching.warm.warm import Warmth, why_not_fork
 from paceline.launching.watcher import Watcher, ignore_error
-from paceline.place import RankPlace, read_environment, usable_cores
+from paceline.place import RankPlace, note_grace, read_environment, read_grace_s, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -79,6 +79,7 @@ def run_script(
         choose_rendezvous(flags, place, os.environ)
         flags.nproc_per_node = _count_ranks(flags.nproc_per_node)
         _set_threads(int(flags.nproc_per_node), threads)
+        _set_grace(flags)
         pump = Pump()
         try:
             ranks, is_warm = _warm_up(flags, script, pump, cold)
@@ -224,6 +225,14 @@ def _set_threads(num_ranks: int, threads: int | None) -> None:
             "%d rank%s, %d thread%s each (OMP_NUM_THREADS)",
             *(num_ranks, "" if num_ranks == 1 else "s", each, "" if each == 1 else "s"),
         )
+
+
+def _set_grace(flags: argparse.Namespace) -> None:
+    """Let ranks know how long they have after a signal: until the scheduler or the launcher kills them."""
+    patience_s = read_patience_s(flags.shutdown_timeout)
+    if flags.shutdown_timeout is None and read_grace_s(os.environ) is not None:
+        flags.shutdown_timeout = round(patience_s)  # torch's agent would kill them after 30 s
+    note_grace(os.environ, min(patience_s, read_grace_s(os.environ) or patience_s))
 
 
 def _why_cold(flags: argparse.Namespace, script: Script | None, cold: bool) -> str:

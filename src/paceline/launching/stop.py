@@ -15,6 +15,7 @@ from paceline.exit_codes import STOPPED
 from paceline.launching.processes.ranks import Attempts, Ranks
 from paceline.launching.processes.streams import Pump
 from paceline.launching.watcher import Watcher
+from paceline.place import read_grace_s
 
 # Jobs of schedulers choose one of these to announce their end; torchrun dies of it, and its ranks unsaved.
 _BY_SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -92,12 +93,12 @@ def stop_by_signals(
 
     Args:
         names: of the signals, separated by commas.
-        patience_s: seconds that ranks may take to leave; None: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 30.
+        patience_s: seconds that ranks may take to leave; None: see `read_patience_s`.
         rounds: the agent reads there whether it was asked to stop.
         ranks: the ranks that get the signals.
         hangup: the signal that ranks get when the terminal closes.
     """
-    patience = _read_shutdown_s() if patience_s is None else float(patience_s)
+    patience = read_patience_s(patience_s)
     stop = Stop(rounds, ranks, patience, hangup)
     if threading.current_thread() is not threading.main_thread():
         yield stop  # Python delivers signals to the main thread only
@@ -134,10 +135,18 @@ def _handled(numbers: Iterable[int], handle: Callable[[int, FrameType | None], N
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def _read_shutdown_s() -> float:
-    with suppress(ValueError):
-        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S))
-    return _SHUTDOWN_S
+def read_patience_s(wish: float | None) -> float:
+    """Return the seconds that ranks may take to leave.
+
+    Args:
+        wish: seconds; None: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else the grace (`place.read_grace_s`), else 30.
+    """
+    if wish is not None:
+        return float(wish)
+    with suppress(KeyError, ValueError):
+        return float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    grace_s = read_grace_s(os.environ)
+    return _SHUTDOWN_S if grace_s is None else grace_s
 
 
 class Stop:

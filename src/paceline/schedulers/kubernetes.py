@@ -216,7 +216,7 @@ trap 'exit {STOPPED}' TERM
 # The first pod's name is known once that pod has an address.
 until getent hosts {first}; do echo "waiting for {first}"; sleep 2; done
 exec paceline run \\
-  --nnodes {nodes} --nproc-per-node {job.nproc_per_node}{restarts} --shutdown-timeout {leave_s} \\
+  --nnodes {nodes} --nproc-per-node {job.nproc_per_node}{restarts} --grace-s {leave_s} \\
   --rdzv-backend c10d --rdzv-endpoint {first}:{_PORT} --rdzv-id {job.name} \\
   {quote(job.target.words)}
 """

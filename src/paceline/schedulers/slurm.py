@@ -200,10 +200,16 @@ def _render_step(job: SlurmJob, leave_s: int) -> str:
         meet = '--rdzv-backend folder --rdzv-endpoint "$meet" --rdzv-id "$SLURM_ARRAY_JOB_ID" \\\n  '
         meet += '--local-addr "$address"'
     cpus = "" if job.cpus_per_node is None else f" --cpus-per-task {job.cpus_per_node}"
+    limits = f'--grace-s "$grace" --shutdown-timeout {leave_s}'
     return f"""
+# Ranks have {leave_s} s before the time limit. At a preemption they may have less: the partition's GraceTime.
+grace={leave_s}
+preempted=$(scontrol show partition "$SLURM_JOB_PARTITION" | sed -n 's/.*GraceTime=\\([0-9]*\\).*/\\1/p')
+if [ "${{preempted:-0}}" -gt 0 ] && [ "$preempted" -lt "$grace" ]; then grace=$preempted; fi
+
 # One launcher per node, which starts the node's ranks.
 srun --ntasks-per-node=1 --kill-on-bad-exit=0{no_kill}{cpus} paceline run \\
-  --nnodes "{nnodes}" --nproc-per-node {job.nproc_per_node}{restarts} --shutdown-timeout {leave_s} \\
+  --nnodes "{nnodes}" --nproc-per-node {job.nproc_per_node}{restarts} {limits} \\
   {meet} \\
   {quote(job.target.words)} &
 step=$!

@@ -78,6 +78,20 @@ def count_copies(wanted: int | str, disks: Disks) -> int:
     raise AssertionError
 
 
+def warn_of_single_copies(copies: int, disks: Disks) -> None:
+    """Warn if a lost node takes files of the checkpoints with it that are nowhere else."""
+    if copies > 1 or disks.is_common:
+        return
+    names = [disk.name for disk in disks.disks]
+    log.warning(
+        "checkpoint.copies = 1, and the run's folder lies on %d disks (%s): each file of a checkpoint is on "
+        "one of them. A lost node is lost work: without its files the run does not continue (PL555). Use "
+        "checkpoint.copies = 2, or a folder that all nodes share. [PL558]",
+        len(names),
+        name_some(names),
+    )
+
+
 def write_apart(
     world: World,
     folder: CheckpointFolder,

@@ -43,9 +43,15 @@ from paceline.train.settings import (
     warn_fresh_objects,
     warn_unknown_settings,
 )
-from paceline.train.state.apart import count_copies, find_apart, write_apart
+from paceline.train.state.apart import (
+    count_copies,
+    find_apart,
+    warn_of_single_copies,
+    write_apart,
+)
 from paceline.train.state.disks import Disks, find_disks
 from paceline.train.state.failures import Failures
+from paceline.train.state.grace import Grace
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.memory_restore import MemoryOfNodes, put_failed_aside
 from paceline.train.state.parts import KnownPlans, Parts, model_tensors
@@ -130,6 +136,7 @@ class Saver:
         self._history: History | None = None
         self._disks: Disks | None = None
         self._failures: Failures | None = None
+        self._grace = Grace(is_main=world.is_main)
         # Where nodes have disks of their own, else `None`.
         self._rows: SharedRows | None = None
 
@@ -190,7 +197,9 @@ class Saver:
         """
         if self.folder is not None:
             self.saving.end_step(partial(self._list_state, dict))
-        return self.saving.take_times()
+        times = self.saving.take_times()
+        self._grace.check(times.save_s)
+        return times
 
     def _list_state(self, describe: Callable[[], dict[str, Any]]) -> RunState:
         parts = self._parts()
@@ -212,6 +221,8 @@ class Saver:
         self._run_id, self._generation, self._has_begun = secrets.token_hex(8), 1, False
         self._disks = disks = find_disks(self._world, folder, lambda: _make_folder(folder))
         self._copies = count_copies(self._copies_wanted, disks)
+        if self._world.is_main:
+            warn_of_single_copies(self._copies, disks)
         checkpoints = CheckpointFolder(folder, keep=self._keep)
         self._rows = None if disks.is_common else SharedRows(self._world, disks, folder)
         newest: tuple[Path, Manifest] | None = None
@@ -227,6 +238,7 @@ class Saver:
         self._history = History(self._world, disks, folder)
         found = 0 if newest is None else newest[1].step
         self._history.check(None if disks.is_common else found)
+        self._grace.read(folder)
         self._steps = run_on_main(self._world, lambda: set(checkpoints.steps()))
         path = newest and newest[0]
         if disks.is_common:
