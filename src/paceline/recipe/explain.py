@@ -225,8 +225,18 @@ def _explain_unknown(key: str, location: Location) -> PacelineError:
         "PL100",
         saw=f"unknown key {key}.",
         rule=f"{place} has {', '.join(_keys_beside(location))}.",
-        fix=f'Did you mean "{near[0]}"?' if near else "Remove it.",
+        fix=f'Did you mean "{near[0]}"?' if near else _advise_kind(location) or "Remove it.",
     )
+
+
+def _advise_kind(location: Location) -> str:
+    """Return the next move for a key that the same table has with another `kind`."""
+    if len(location) < 2:
+        return ""
+    models = models_in(Recipe.model_fields[str(location[0])].annotation)
+    kinds = [f'kind="{kind_of(model)}"' for model in models if location[-1] in model.model_fields]
+    table = f"[{location[0]}]"
+    return f"Remove it, or choose {' or '.join(kinds)} in {table}, which has it." if kinds else ""
 
 
 def _near(location: Location) -> list[str]:
