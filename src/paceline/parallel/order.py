@@ -21,6 +21,7 @@ from paceline.parallel.compress import CompressedReduction, Compression, Compres
 from paceline.parallel.construct.build import Construction
 from paceline.parallel.construct.values import place_values
 from paceline.parallel.context.apply import apply_context
+from paceline.parallel.context.caches import refuse_caches
 from paceline.parallel.context.exchange import Rows
 from paceline.parallel.context.find import find_context_plan
 from paceline.parallel.context.plan import ContextPlan
@@ -29,6 +30,7 @@ from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
 from paceline.parallel.experts.find import list_looped, list_mixtures, open_experts, open_loops
 from paceline.parallel.experts.layout import ExpertLayout
+from paceline.parallel.experts.routers import check_routers
 from paceline.parallel.placement import Placement
 from paceline.parallel.recompute import apply_recompute, disable_caches
 from paceline.parallel.replicate import CommHook, Replica, ReplicaSettings
@@ -131,8 +133,9 @@ def parallelize(
     Raises:
         PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
             models that cannot be sharded, PL455 to PL459 for factories that cannot be built on meta, PL460 to
-            PL465 for models that tp and recompute cannot handle, PL630, PL634 and PL640 for sequences that cp
-            cannot divide, PL655 and PL657 to PL659 for experts that ep cannot share out.
+            PL465 for models that tp and recompute cannot handle, PL630, PL631, PL634 and PL640 for sequences
+            that cp cannot divide, PL641 for a cache, PL655, PL657 to PL659 and PL666 for experts that ep
+            cannot share out.
     """
     _check_trains(model)
     layout = settings.layout
@@ -246,6 +249,7 @@ def _list_partial(plan: SplitPlan | None, context: ContextPlan | None) -> dict[s
 def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> ContextPlan:
     open_attention(model)
     disable_caches(model, "cp", "it would hold the keys of some heads or positions")
+    refuse_caches(model)
     if settings.example is None:
         raise PacelineError(
             "PL463",
@@ -271,6 +275,8 @@ def _open_experts(model: nn.Module, settings: Settings) -> None:
     if settings.exact or layout.ep > 1:
         # In a world of one too: these are the products that ranks of ep compute for each other.
         open_experts(model)
+    if layout.ep > 1:
+        check_routers(model, list_mixtures(model))  # before tp changes numbers of modules
     if layout.tp > 1 or layout.cp > 1 or layout.pp > 1:
         open_loops(model)
 

@@ -142,7 +142,6 @@ class SharesWeight(Model):
         (ReturnsHidden, 2, "returns a tensor from inside of its blocks"),
         (SharesWeight, 2, "blocks.0.norm.weight is used on parts of the sequence and"),
         (Model, 3, "heads 4"),
-        (Model, 16, "cannot be divided over 16 ranks"),
     ],
 )
 def test_what_leaves_the_blocks_is_refused(kind: type[Model], num_ranks: int, word: str) -> None:

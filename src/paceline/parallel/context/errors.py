@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from paceline.errors import PacelineError
+from paceline.own_code import describe_place
+from paceline.parallel.tensor.trace import TracedOp
 
 _FIX = "Set cp=1 and give its ranks to dp_shard, dp_replicate or tp."
 
@@ -16,4 +18,45 @@ def cannot_divide_error(reason: str, fix: str = _FIX) -> PacelineError:
         "pass on one tensor [batch, length, width] and, outside of attention, treat every position "
         "independently.",
         fix=fix,
+    )
+
+
+def refused_op_error(op: TracedOp, reason: str) -> PacelineError:
+    """Return the error for an operation that cannot run on a part of the sequence, with its line.
+
+    Args:
+        op: it.
+        reason: continues a sentence that begins with the operation.
+    """
+    where, line = f"in {op.module or 'the model'}", name_line(op)
+    if op.library != "aten":
+        return kernel_error(f"{op.library}::{op.name} {where}{line} is a kernel of another library")
+    return cannot_divide_error(f"{op.name} {where} {reason}{line}")
+
+
+def name_line(op: TracedOp) -> str:
+    """Return the line that calls an operation, in brackets, as the end of a sentence."""
+    return "" if op.line is None else f" ({describe_place(*op.line)})"
+
+
+def kernel_error(saw: str) -> PacelineError:
+    """Return the error for an attention kernel of which Paceline does not know what it combines."""
+    return PacelineError(
+        "PL640",
+        saw=f"layout.cp: {saw}.",
+        rule="To find out where cp can divide sequences, one forward is traced on tensors without memory. "
+        "That follows operations of torch. By ring, an attention must also give the logarithm of the sum of "
+        "its exponentials.",
+        fix="Have the model call F.scaled_dot_product_attention, which takes any mask and runs torch's own "
+        'flash kernel where it can (for models of transformers: attn_implementation="sdpa").',
+    )
+
+
+def too_short_error(length: int, num_ranks: int) -> PacelineError:
+    """Return the error for a sequence with fewer positions than ranks of cp."""
+    return PacelineError(
+        "PL631",
+        saw=f"a sequence of {length} positions on cp={num_ranks}.",
+        rule="Every rank of cp has at least one position of each sequence.",
+        fix=f"Set cp to at most {max(1, length)}, or train on longer sequences.",
     )

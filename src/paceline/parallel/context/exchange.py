@@ -30,6 +30,7 @@ from torch.overrides import has_torch_function_unary
 
 from paceline.errors import PacelineError
 from paceline.mesh import Axis
+from paceline.parallel.context.errors import too_short_error
 from paceline.parallel.split import Split
 from paceline.parallel.tensor.collectives import refuse_graph, show
 from paceline.torch_seams.tensors import is_fake
@@ -75,12 +76,7 @@ class Rows:
             PacelineError: PL631 for fewer positions than ranks.
         """
         if length < self.axis.size:
-            raise PacelineError(
-                "PL631",
-                saw=f"a sequence of {length} positions on cp={self.axis.size}.",
-                rule="Every rank of cp has at least one position of each sequence.",
-                fix=f"Set cp to at most {max(1, length)}, or train on longer sequences.",
-            )
+            raise too_short_error(length, self.axis.size)
         self.counts = count_rows(length, self.axis.size)
 
     def check(self, tensor: Tensor, dim: int, expected: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from paceline.errors import PacelineError
+from paceline.parallel.context.errors import kernel_error
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.context.rehearsal import Rehearsal
 from paceline.parallel.context.walk import Walk
@@ -60,7 +62,13 @@ def find_context_plan(
             by = "gather"
     if masks is not None:
         masks.shows_attention = by != "heads"
-    trace = trace_forward(model, example, masks=masks)
+    try:
+        trace = trace_forward(model, example, masks=masks)
+    except PacelineError as error:
+        kernel = _find_kernel(error)
+        if kernel is None:
+            raise
+        raise kernel_error(f"{error.saw.partition(': ')[0]}, which calls {kernel}") from error
     kind = Walk if by == "heads" else GatherWalk
     walk = kind(model, num_ranks, trace, read_dims(trace), tp, by, mixtures)
     walk.walk()
@@ -73,11 +81,10 @@ def _check_kernels(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if isinstance(kernel, str) and any(word in kernel for word in _KERNELS):
-            raise PacelineError(
-                "PL640",
-                saw=f'layout.cp: {name or type(model).__name__} has attn_implementation="{kernel}".',
-                rule="To find out where cp can divide sequences, one forward is traced on tensors without "
-                "memory, which this kernel does not accept.",
-                fix='Build the model with attn_implementation="sdpa", which torch runs by its own flash '
-                'kernel where it can; "eager" works by heads.',
-            )
+            raise kernel_error(f'{name or type(model).__name__} has attn_implementation="{kernel}"')
+
+
+def _find_kernel(error: PacelineError) -> str | None:
+    """Return the kernel that ended a trial forward, if torch only compiles it (flex attention)."""
+    found = re.search(r"HigherOrderOperator (\w+)", str(error.__cause__))
+    return found[1] if found and isinstance(error.__cause__, NotImplementedError) else None

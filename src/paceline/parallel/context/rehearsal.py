@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.parallel.context.errors import cannot_divide_error
+from paceline.parallel.context.errors import cannot_divide_error, name_line
 from paceline.parallel.context.exchange import count_rows
 from paceline.parallel.context.gather import POSITIONS, AttentionCall
 from paceline.parallel.context.lengths import change_given
@@ -174,7 +174,7 @@ class Rehearsal:
             if one is not None and other is None:
                 raise cannot_divide_error(
                     f"{mine.name} in {where} does not run on a part of the sequence: it may combine it with "
-                    "a tensor of the whole length"
+                    f"a tensor of the whole length{name_line(mine)}"
                 )
             if one is None or other is None or _kind(mine) != _kind(other[1]):
                 raise cannot_divide_error(f"the code of {where} takes another path on a part of the sequence")
@@ -187,7 +187,8 @@ class Rehearsal:
                     shown, given = ("x".join(map(str, shape)) for shape in (wanted, got))
                     raise cannot_divide_error(
                         f"{mine.name} in {where} makes a tensor {given} on a part of the sequence, where "
-                        f"{shown} is needed: the code takes a length or a number of heads from elsewhere"
+                        f"{shown} is needed: the code takes a length or a number of heads from "
+                        f"elsewhere{name_line(mine)}"
                     )
 
 

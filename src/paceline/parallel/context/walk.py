@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.context.errors import cannot_divide_error
+from paceline.parallel.context.errors import cannot_divide_error, refused_op_error, too_short_error
 from paceline.parallel.context.plan import ContextPlan, Crossing, Stretch
 from paceline.parallel.context.whole import WholeCalls, plan_whole
 from paceline.parallel.split import Split
@@ -289,11 +289,12 @@ class Walk:
             first, last = calls[0].first, calls[-1].last
             shape = self.trace.shapes[stream]
             dim = self.dims_of[index] = self._find_sequence(first, last, stream)
-            if len(shape) != 3 or shape[dim] < self.num_ranks:
+            if len(shape) == 3 and shape[dim] < self.num_ranks:
+                raise too_short_error(shape[dim], self.num_ranks)
+            if len(shape) != 3:
                 shown = "x".join(map(str, shape))
                 raise cannot_divide_error(
-                    f"{calls[0].module} takes {shown}, whose dimension {dim} cannot be divided over "
-                    f"{self.num_ranks} ranks"
+                    f"{calls[0].module} takes a tensor {shown}, and not [batch, length, width]"
                 )
             self._walk_stretch(index, first, last, stream)
             if self.rows.get(calls[-1].outputs[0]) != index:
@@ -419,7 +420,7 @@ class Walk:
         if heads:
             for output in op.outputs:
                 if output not in self._chosen:
-                    raise cannot_divide_error(f"{where} needs all heads at once")
+                    raise refused_op_error(op, "needs all heads at once")
                 self.heads[output] = self.split(output)
             return
         wanted = self.sequence(index)
@@ -427,7 +428,7 @@ class Walk:
             if not keeps_apart(
                 self.trace, op, tensor, *self.find_rows(tensor, wanted), math.prod(a.size for a in wanted)
             ):
-                raise cannot_divide_error(f"{where} may combine several positions of the sequence")
+                raise refused_op_error(op, "may combine several positions of the sequence")
         for output in op.outputs:
             self.rows[output] = index
 

@@ -66,9 +66,9 @@ def _find_lists(model: nn.Module) -> list[ListForm]:
 def count_experts(model: nn.Module) -> int | None:
     """Return the greatest number of experts that every mixture of a model is a multiple of.
 
-    It is 0 for a model without mixtures, and `None` if some are in a form that `check_forms` refuses.
+    It is 0 for a model without mixtures, and `None` if `check_forms` refuses some.
     """
-    if _list_unknown(model):
+    if _list_unknown(model) or _find_shared(model):
         return None
     return gcd(*(form.num_experts for form in find_experts(model).values()))
 
@@ -90,18 +90,23 @@ def check_forms(model: nn.Module) -> None:
             fix="Make the modules equal, hold their weights in a paceline.models.moe.Experts, rename the "
             "list if its modules are no experts, or leave ep out.",
         )
+    shared = _find_shared(model)
+    if shared:
+        raise PacelineError(
+            "PL659",
+            saw=f"one parameter of experts under several names: {name_some(shared, 4)}.",
+            rule="Under ep each expert of each mixture has weights of its own.",
+            fix="Give each mixture its own experts, or leave ep out.",
+        )
+
+
+def _find_shared(model: nn.Module) -> list[str]:
+    """Return the names of the first parameter of experts that has several; empty if none has."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for form in find_experts(model).values():
-        for weight in form.list_weights():
-            if len(names[id(weight)]) > 1:
-                raise PacelineError(
-                    "PL659",
-                    saw=f"one parameter of experts under several names: {name_some(names[id(weight)], 4)}.",
-                    rule="Under ep each mixture has weights of its own.",
-                    fix="Give each mixture its own experts, or leave ep out.",
-                )
+    weights = (weight for form in find_experts(model).values() for weight in form.list_weights())
+    return next((names[id(weight)] for weight in weights if len(names[id(weight)]) > 1), [])
 
 
 def _find_form(name: str, module: nn.Module) -> ExpertForm | None:

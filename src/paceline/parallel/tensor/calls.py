@@ -104,6 +104,17 @@ def find_site(func: Any) -> Site | None:
     return None
 
 
+def find_line() -> tuple[str, int, str] | None:
+    """Return the file, line and function of the innermost frame that is neither Paceline's nor torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((_TORCH, _OWN, "<")):
+            return code.co_filename, frame.f_lineno, code.co_name
+        frame = frame.f_back
+    return None
+
+
 @functools.lru_cache(maxsize=4096)
 def _locate(code: CodeType, instruction: int) -> int:
     """Return a number for the expression in the source that an instruction belongs to."""

@@ -30,6 +30,7 @@ from paceline.parallel.tensor.calls import (
     CallSite,
     Site,
     change_operand,
+    find_line,
     find_site,
     run_inside,
 )
@@ -63,6 +64,8 @@ class TracedOp:
         outputs: numbers of the tensors that it returned, in order.
         module: full name of the innermost module that is being called.
         is_hooked: whether it ran in a hook of that module, not in its forward.
+        library: that defines it, `aten` for torch's own.
+        line: file, line and function of the code that called it.
     """
 
     name: str
@@ -71,6 +74,8 @@ class TracedOp:
     outputs: list[int]
     module: str
     is_hooked: bool = False
+    library: str = "aten"
+    line: tuple[str, int, str] | None = field(default=None, compare=False)
 
     @cached_property
     def inputs(self) -> list[int]:
@@ -252,6 +257,8 @@ def trace_forward(
                     drawn,
                     functions.attended,
                 )
+            if isinstance(error, PacelineError):
+                raise
             raise _forward_error(model, recorder, error) from error
     outputs = next(call for call in recorder.calls if call.module == "").outputs
     return Trace(
@@ -387,7 +394,9 @@ class _ForwardRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if outputs:  # not a query, such as for the device
             module = self._open[-1].module if self._open else ""
             is_hooked = not self._forwards or self._forwards[-1][0] != module
-            self.ops.append(TracedOp(name, refs, ref_keywords, outputs, module, is_hooked))
+            library = getattr(func, "namespace", "aten")
+            line = find_line()
+            self.ops.append(TracedOp(name, refs, ref_keywords, outputs, module, is_hooked, library, line))
         return result
 
     @contextmanager
