@@ -25,8 +25,7 @@ def draw(step: int, slot: int) -> list[Tensor]:
 
 def build(residuals: Residuals, group: dist.ProcessGroup | None = None) -> LowRankSum:
     exchange = None if group is None else MessageExchange(group)
-    num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    return LowRankSum(LOW_RANK, NUM_SLOTS, residuals, exchange, num_ranks=num_ranks, rank=rank)
+    return LowRankSum(LOW_RANK, NUM_SLOTS, residuals, exchange, group)
 
 
 def take_steps(

@@ -1,8 +1,8 @@
 """Trains a model of one million parameters with each kind of compression; a rank of test_compress_nodes.py.
 
-python tests/train/compressed_steps.py KINDS LAYOUTS      prints one JSON line per kind and layout on rank 0
+python tests/train/compressed_steps.py KINDS LAYOUTS [SLOTS [LINKS]]   prints a JSON line per run on rank 0
 
-KINDS and LAYOUTS are joined by commas; a layout is an axis that gets all ranks.
+KINDS and LAYOUTS are joined by commas; a layout is an axis that gets all ranks. SLOTS is 4 by default.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NUM_STEPS = 4
 TIMEOUT_S = 120.0
 
 
-def train(kind: str, layout: str) -> str:
+def train(kind: str, layout: str, slots: int, links: str) -> str:
     """Return the hash of the weights after some steps, of which the third has an infinite sample."""
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"kind": kind, "slots": 4}
+    settings: dict[str, Any] = {"kind": kind, "slots": slots, "links": links}
     settings |= {"topk": {"density": 0.1}, "powersgd": {"rank": 4}}.get(kind, {})
     trainer = paceline.Trainer(
         nn.Sequential(nn.Linear(512, 1000), nn.GELU(), nn.Linear(1000, 500), nn.GELU(), nn.Linear(500, 33)),
@@ -48,16 +48,17 @@ def train(kind: str, layout: str) -> str:
     return digest.hexdigest()
 
 
-def main(kinds: list[str], layouts: list[str]) -> None:
+def main(kinds: list[str], layouts: list[str], slots: str = "4", links: str = "all") -> None:
     with paceline.start(device="cpu", threads_per_rank=1, timeout_s=TIMEOUT_S) as world:
         for kind in kinds:
             for layout in layouts:
                 start_s = time.perf_counter()
-                found = train(kind, f"{layout}={world.world_size}" if world.world_size > 1 else "")
+                degrees = f"{layout}={world.world_size}" if world.world_size > 1 else ""
+                found = train(kind, degrees, int(slots), links)
                 if world.is_main:
                     seconds = time.perf_counter() - start_s
                     print(json.dumps([kind, layout, found, round(seconds, 1)]), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1].split(","), sys.argv[2].split(","))
+    main(sys.argv[1].split(","), sys.argv[2].split(","), *sys.argv[3:])

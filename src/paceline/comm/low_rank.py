@@ -11,6 +11,9 @@ Protocol for some parameters, with M_s for the gradient of slot s plus its resid
    as the new residual. The Q_s of all slots are summed.
 3. The sum of the gradients is P Q', and Q is the next basis.
 
+If several ranks share a slot, the first of them gets the slot's gradients from the others, added exactly
+(`comm/slot_ranks.py`), and does the rest alone.
+
 Both sums are exact ones, in the order of the tree over slots (`comm/exchange.py`). Steps 1 and 2 take one
 exchange each, however many parameters there are. Parameters that would not become half as large travel in the
 first exchange as they are.
@@ -27,11 +30,13 @@ import zlib
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.exchange import Exchange
 from paceline.comm.residuals import BASIS, Residuals, RowRange
-from paceline.comm.tree import TreeSum, plan_reduction
+from paceline.comm.slot_ranks import add_columns, count_sharing, list_own_slots
+from paceline.comm.tree import ReductionPlan, TreeSum, plan_reduction
 
 
 class LowRankSum:
@@ -39,15 +44,14 @@ class LowRankSum:
 
     Args:
         low_rank: r, the columns of the thin matrices.
-        num_slots: over all ranks; a multiple of these.
+        num_slots: over all ranks; a multiple of these, or a divisor.
         residuals: of this rank, and the bases.
         exchange: sums over ranks; `None` in a world of one.
-        num_ranks: that share the slots.
-        rank: of these.
+        group: the ranks; `None` in a world of one.
         num_shards: ranks that share a parameter's rows; ranks of one replica are neighbours.
 
     Attributes:
-        own: the numbers of this rank's slots.
+        own: the numbers of this rank's slots; none if another rank has the slot that it shares.
     """
 
     def __init__(
@@ -56,25 +60,28 @@ class LowRankSum:
         num_slots: int,
         residuals: Residuals,
         exchange: Exchange | None,
-        *,
-        num_ranks: int,
-        rank: int,
+        group: dist.ProcessGroup | None,
         num_shards: int = 1,
     ) -> None:
-        assert num_slots % num_ranks == 0, (num_slots, num_ranks)
+        num_ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        self._group = group
+        self._sharing = count_sharing(num_slots, num_ranks)
+        self._sent_within_bytes = 0
         self._low_rank = low_rank
         self._num_slots = num_slots
         self._residuals = residuals
         self._exchange = exchange
         self._shard = rank % num_shards
-        per_rank = num_slots // num_ranks
-        self.own = range(rank * per_rank, (rank + 1) * per_rank)
-        self._plan = plan_reduction((per_rank,) * num_ranks)
+        leads = rank % self._sharing == 0
+        self.own = list_own_slots(num_slots, num_ranks, rank) if leads else range(0)
+        counts = [max(1, num_slots // num_ranks) if at % self._sharing == 0 else 0 for at in range(num_ranks)]
+        self._plan = plan_reduction(tuple(counts))
 
     @property
     def sent_bytes(self) -> int:
         """The number of bytes that this rank has sent to others so far."""
-        return 0 if self._exchange is None else self._exchange.sent_bytes
+        between_bytes = 0 if self._exchange is None else self._exchange.sent_bytes
+        return self._sent_within_bytes + between_bytes
 
     def sum(
         self,
@@ -82,10 +89,14 @@ class LowRankSum:
         slots: Sequence[Sequence[Sequence[Tensor | None]]],
         totals: Sequence[Tensor],
         factor: float,
+        plan: ReductionPlan | None = None,
     ) -> None:
         """Sum the slots of all ranks; collective. The arguments are those of `SlotSum.sum`."""
         device = totals[0].device if totals else torch.device("cpu")
+        if plan is not None:
+            slots = self._add_within_slot(shards, slots, plan, device)
         wholes = _join(shards)
+        self._residuals.replace({piece.name for piece in wholes})
         matrices = [each for each in wholes if is_low_rank(each.num_rows, each.length, self._low_rank)]
         others = [each for each in wholes if each not in matrices]
         bases = [_orthonormalise(self._take_basis(each, device)) for each in matrices]
@@ -117,6 +128,30 @@ class LowRankSum:
         for piece, target in zip(shards[self._shard], totals, strict=True):
             rows = whole[piece.name].view(-1, piece.length)[piece.start : piece.stop]
             torch.mul(rows, 1.0 / factor, out=target)
+
+    def _add_within_slot(
+        self,
+        shards: Sequence[Sequence[RowRange]],
+        subtrees: Sequence[Sequence[Sequence[Tensor | None]]],
+        plan: ReductionPlan,
+        device: torch.device,
+    ) -> list[list[list[Tensor | None]]]:
+        """Return the gradients of the slot on its first rank, and nothing on the others; collective."""
+        places = {
+            piece: (shard, number)
+            for shard, pieces in enumerate(shards)
+            for number, piece in enumerate(pieces)
+        }
+
+        def find_rows(subtree: int, piece: RowRange) -> Tensor | None:
+            shard, number = places[piece]
+            return subtrees[subtree][shard][number]
+
+        assert self._group is not None
+        columns = [list(places)] + [list[RowRange]()] * (self._sharing - 1)
+        added, num_bytes = add_columns(self._group, self._sharing, plan, columns, find_rows, device)
+        self._sent_within_bytes += num_bytes
+        return [[[added.get(piece) for piece in pieces] for pieces in shards] for _ in self.own]
 
     def _sum_right(
         self,
@@ -198,7 +233,8 @@ def _collect(
             if gradient is None:
                 part = torch.zeros(piece.num_rows, piece.length, device=device)
             else:
-                part = gradient * factor
+                # 0.0 turns -0.0 into 0.0: whether a missing gradient is either depends on the ranks.
+                part = (gradient * factor).add_(0.0)
             rows.setdefault(piece.name, []).append(part)
     return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()}
 

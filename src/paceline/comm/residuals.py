@@ -7,7 +7,7 @@ https://arxiv.org/abs/1905.05957).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,12 @@ class Residuals:
         self._pending: dict[tuple[int, RowRange], Tensor] = {}
         # As loaded from a checkpoint, by slot and name: whole parameters.
         self._loaded: dict[tuple[int, str], Tensor] = {}
+        # Parameters whose residuals this step replaces, on this rank or another one.
+        self._replaced: set[str] = set()
+
+    def replace(self, names: Collection[str]) -> None:
+        """Note that this step replaces all residuals of some parameters, also where this rank has no rows."""
+        self._replaced |= set(names)
 
     def take(self, slot: int, piece: RowRange) -> Tensor | None:
         """Return the residual of some rows [num_rows, length]; `None` if there is none yet."""
@@ -75,11 +81,8 @@ class Residuals:
         """End a step: keep its residuals, or those of the step before if this one is skipped."""
         if keep:
             self._kept |= self._pending
-            for slot, piece in self._pending:
-                self._loaded.pop((slot, piece.name), None)
-                # Of the sum, other ranks have new residuals now, also where this rank has no rows.
-                self._loaded.pop((SUM, piece.name), None)
-        self._pending = {}
+            self._loaded = {key: each for key, each in self._loaded.items() if key[1] not in self._replaced}
+        self._pending, self._replaced = {}, set()
 
     def list_kept(self) -> Iterator[tuple[int, RowRange, Tensor]]:
         """Yield (slot or `SUM`, rows, residual) for everything that this rank keeps."""
@@ -92,3 +95,4 @@ class Residuals:
     def load(self, whole: Mapping[tuple[int, str], Tensor]) -> None:
         """Replace everything by whole residuals, by slot and name; used in part where a rank needs less."""
         self._kept, self._pending, self._loaded = {}, {}, dict(whole)
+        self._replaced = set()

@@ -1,7 +1,8 @@
 """Compressed reduction: the gradients of slots are summed in fewer bytes.
 
 It is an exact reduction in which slots, not microbatches, are what is added over ranks: see `comm/slots.py`
-for the protocol. Microbatches of a slot are added on its rank, in the order of a tree of their own.
+for the protocol. Microbatches of a slot are added on its rank, in the order of a tree of their own. If
+several ranks share a slot, each adds its own as far as that order allows.
 
 Residuals have the units of the gradient of the sum of losses: before encoding, gradients are multiplied by
 the unit and divided by the loss scale, both powers of two, which change from step to step.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from paceline.comm.codec import build_codec
 from paceline.comm.exchange import Exchange
 from paceline.comm.low_rank import LowRankSum, is_low_rank
 from paceline.comm.residuals import Residuals, RowRange
+from paceline.comm.slot_ranks import count_sharing, list_own_slots
 from paceline.comm.slots import SlotSum
-from paceline.comm.tree import TreeSum
+from paceline.comm.tree import ReductionPlan, TreeSum, plan_reduction
 from paceline.data.share import count_owned, owned_microbatches
 from paceline.errors import PacelineError
 from paceline.parallel.exact import (
@@ -33,6 +35,9 @@ from paceline.parallel.exact import (
     complete_future,
     view_gradients,
 )
+
+Value = TypeVar("Value")
+Missing = TypeVar("Missing")
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,28 @@ class SumOfSlots(Protocol):
         slots: Sequence[Sequence[Sequence[Tensor | None]]],
         totals: Sequence[Tensor],
         factor: float,
+        plan: ReductionPlan | None = None,
     ) -> None:
         """Sum the slots of all ranks, as `SlotSum.sum` does; collective."""
+
+
+@dataclass(frozen=True)
+class OwnSlots:
+    """The slots of which a rank computes microbatches, in one global batch.
+
+    Attributes:
+        leaves: the microbatches of each, also those of other ranks.
+        plan: the microbatches of the only one by the ranks that share it; `None` if ranks have whole slots.
+    """
+
+    leaves: tuple[range, ...] = ()
+    plan: ReductionPlan | None = None
+
+    def list_values(self, trees: Sequence[TreeSum[Value]], missing: Missing) -> list[Value | Missing]:
+        """Return what `SlotSum.sum` takes: a value per slot, or per own subtree of a shared slot."""
+        if self.plan is not None:
+            return [value for tree in trees for _, value in tree.subtrees]
+        return [tree.subtrees[0][1] if tree.subtrees else missing for tree in trees]
 
 
 class Compression:
@@ -132,9 +157,8 @@ class Compression:
             settings.slots,
             self.residuals,
             exchange,
-            num_ranks=1 if group is None else group.size(),
-            rank=0 if group is None else group.rank(),
-            num_shards=num_shards,
+            group,
+            num_shards,
         )
 
     def begin(self, step: int, factor: float) -> None:
@@ -152,8 +176,8 @@ class Compression:
         self.residuals.settle(keep=keep)
         self.is_on = False
 
-    def cut(self, num_owned: tuple[int, ...], rank: int) -> list[range]:
-        """Return the microbatches of each slot of a rank.
+    def cut(self, num_owned: tuple[int, ...], rank: int) -> OwnSlots:
+        """Return the slots of a rank.
 
         Args:
             num_owned: per rank, the number of microbatches that it computes.
@@ -170,16 +194,17 @@ class Compression:
                 saw=f"{sum(num_owned)} microbatches, of which the ranks have {list(num_owned)}, and "
                 f"compress.slots={num_slots}.",
                 rule="Slots are equal blocks of consecutive microbatches, and each rank has the microbatches "
-                f"of its slots: here {list(expected)}.",
+                f"of its slots, or its part of one: here {list(expected)}.",
                 fix="Use trainer.loader(), or give every rank the same number of microbatches per slot.",
             )
             error.on_every_rank = True
             raise error
-        per_rank = num_slots // num_ranks
-        return [
-            owned_microbatches(sum(num_owned), num_slots, slot)
-            for slot in range(rank * per_rank, (rank + 1) * per_rank)
-        ]
+        slots = list_own_slots(num_slots, num_ranks, rank)
+        leaves = tuple(owned_microbatches(sum(num_owned), num_slots, slot) for slot in slots)
+        sharing = count_sharing(num_slots, num_ranks)
+        first = rank // sharing * sharing
+        plan = plan_reduction(num_owned[first : first + sharing]) if sharing > 1 else None
+        return OwnSlots(leaves, plan)
 
 
 def _check_rank(rank: int, model: nn.Module) -> None:
@@ -208,7 +233,7 @@ class _Bucket:
     Attributes:
         parameters: in the bucket.
         views: their gradients: those of the last microbatch, and later the sum.
-        trees: per own slot, the earlier microbatches.
+        trees: per own slot, the earlier microbatches on this rank.
     """
 
     parameters: list[Tensor]
@@ -241,22 +266,22 @@ class CompressedReduction(ExactReduction):
         self.compression = compression
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._slot_sum = compression.build_sum(group, self.exchange)
-        self._leaves: list[range] = []
+        self._own = OwnSlots()
         self._trees: list[TreeSum[Gradients]] = []
         self._held: list[_Bucket] = []
 
     def begin(self, num_owned: tuple[int, ...]) -> None:
         super().begin(num_owned)
         self._held = []
-        self._leaves = self.compression.cut(num_owned, self._rank)
-        self._trees = [TreeSum(len(leaves), add_gradients) for leaves in self._leaves]
+        self._own = self.compression.cut(num_owned, self._rank)
+        self._trees = [TreeSum(len(leaves), add_gradients) for leaves in self._own.leaves]
 
     def set_aside(self, index: int) -> None:
         if not self.compression.is_on:
             super().set_aside(index)
             return
         gradients = self._take_gradients()
-        for leaves, tree in zip(self._leaves, self._trees, strict=True):
+        for leaves, tree in zip(self._own.leaves, self._trees, strict=True):
             if index in leaves:
                 at = index - leaves.start
                 tree.push((at, at + 1), gradients)
@@ -272,11 +297,12 @@ class CompressedReduction(ExactReduction):
         super().end(reduced=reduced)
         if reduced or not self.compression.is_on:
             return
-        slots = [tree.subtrees[0][1] if tree.subtrees else None for tree in trees]
-        if all(gradients is None for gradients in slots):
+        missing: Gradients = [None] * len(self._parameters)
+        slots = self._own.list_values(trees, missing)
+        if not any(tree.subtrees for tree in trees):
             return
         for place, parameter in enumerate(self._parameters):
-            found = [None if gradients is None else gradients[place] for gradients in slots]
+            found = [gradients[place] for gradients in slots]
             total = torch.zeros_like(parameter)
             if self._group is None:
                 self._sum_parameters([parameter], [[gradient] for gradient in found], [total])
@@ -297,7 +323,7 @@ class CompressedReduction(ExactReduction):
         places = [self._places[id(parameter)] for parameter in parameters]
         aside: list[Tensor] = []
         trees: list[TreeSum[Gradients]] = []
-        for leaves, tree in zip(self._leaves, self._trees, strict=True):
+        for leaves, tree in zip(self._own.leaves, self._trees, strict=True):
             held = [(subtree, [values[place] for place in places]) for subtree, values in tree.subtrees]
             aside += [gradient for _, values in held for gradient in values if gradient is not None]
             trees.append(TreeSum(len(leaves), add_gradients, held))
@@ -307,18 +333,16 @@ class CompressedReduction(ExactReduction):
             if not bucket.is_last():
                 return complete_future(total)
             buckets, self._held = self._held, []
-        last, leaves_of = self._last_leaf, self._leaves
+        last, own = self._last_leaf, self._own
 
         def work() -> None:
             with torch.no_grad():
-                slots = [
-                    [each for one in buckets for each in _finish_slot(one, number, leaves, last)]
-                    for number, leaves in enumerate(leaves_of)
-                ]
+                by_bucket = [_finish_slots(one, own, last) for one in buckets]
                 self._sum_parameters(
                     [each for one in buckets for each in one.parameters],
-                    slots,
+                    [[each for values in row for each in values] for row in zip(*by_bucket, strict=True)],
                     [view for one in buckets for view in one.views],
+                    own.plan,
                 )
 
         if self._line is not None:
@@ -333,13 +357,15 @@ class CompressedReduction(ExactReduction):
         parameters: Sequence[Tensor],
         slots: Sequence[Sequence[Tensor | None]],
         totals: Sequence[Tensor],
+        plan: ReductionPlan | None = None,
     ) -> None:
         """Sum the gradients of some parameters over the slots of all ranks; collective.
 
         Args:
             parameters: the same on every rank.
-            slots: per own slot, their gradients; may be `totals`.
+            slots: per own slot, or own subtree of a shared slot, their gradients; may be `totals`.
             totals: of the shapes of the parameters; receive the sums.
+            plan: of the shared slot.
         """
         kept = [place for place, parameter in enumerate(parameters) if parameter.numel()]
         pieces = [RowRange.all_of(self._names[id(parameters[n])], parameters[n].shape) for n in kept]
@@ -354,15 +380,17 @@ class CompressedReduction(ExactReduction):
             ]
 
         sums = [torch.empty(piece.num_rows, piece.length, device=totals[0].device) for piece in pieces]
-        self._slot_sum.sum([pieces], [[flatten(values)] for values in slots], sums, self.compression.factor)
+        given = [[flatten(values)] for values in slots]
+        self._slot_sum.sum([pieces], given, sums, self.compression.factor, plan)
         for place, total in zip(kept, sums, strict=True):
             totals[place].copy_(total.view(totals[place].shape))
 
 
-def _finish_slot(bucket: _Bucket, number: int, leaves: range, last: int | None) -> Gradients:
-    """Return the gradients of one slot of this rank, with the last microbatch if that is one of its own."""
-    tree = bucket.trees[number]
-    if last is not None and last in leaves:
-        at = last - leaves.start
-        tree.push((at, at + 1), list(bucket.views))
-    return tree.subtrees[0][1] if tree.subtrees else [None] * len(bucket.views)
+def _finish_slots(bucket: _Bucket, own: OwnSlots, last: int | None) -> list[Gradients]:
+    """Return the gradients of this rank's slots or subtrees, with the last microbatch."""
+    for leaves, tree in zip(own.leaves, bucket.trees, strict=True):
+        if last is not None and last in leaves:
+            at = last - leaves.start
+            tree.push((at, at + 1), list(bucket.views))
+    missing: Gradients = [None] * len(bucket.views)
+    return own.list_values(bucket.trees, missing)

@@ -35,11 +35,12 @@ from paceline.train.building import (
     check_reduction,
     check_several,
 )
-from paceline.train.compressing import choose_compression
+from paceline.train.compressing import choose_compression, find_nodes_once, warn_of_links
 from paceline.train.precision import Precision
 from paceline.train.same_settings import describe_code
 from paceline.train.settings import describe_function, name_settings
 from paceline.train.update import Update
+from paceline.world import current_world
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,20 @@ class Arguments:
             check_several(layout)
 
     def choose_compression(self, layout: Layout) -> CompressSettings | None:
-        """Return the settings of the compression, if there is one; raise PL958 to PL960."""
-        section = self.compress
-        if not isinstance(section, CompressSection):
-            section = validate_section("compress", CompressSection, section or {})
-        has_hook = self.comm_hook is not None
-        return choose_compression(section, layout, reduction=self.reduction, has_comm_hook=has_hook)
+        """Return the settings of the compression, if there is one; raise PL958 to PL960, PL966."""
+        return choose_compression(
+            self._compress_section,
+            layout,
+            current_world(),
+            reduction=self.reduction,
+            has_comm_hook=self.comm_hook is not None,
+        )
+
+    @property
+    def _compress_section(self) -> CompressSection:
+        if isinstance(self.compress, CompressSection):
+            return self.compress
+        return validate_section("compress", CompressSection, self.compress or {})
 
     def lay_out(
         self,
@@ -155,13 +164,16 @@ class Arguments:
         example: Callable[[nn.Module], Any] | None,
         timed: TimedBatch | None = None,
     ) -> Settings:
-        """Return the settings for laying out the models.
+        """Return the settings for laying out the models; all ranks must call it, with the same settings.
 
         Args:
             layout: resolved.
             example: calls the model on a batch of a few samples, or `None`.
             timed: the batch on which blocks are timed, if the layout wants that.
         """
+        find_nodes_once(current_world(), self._compress_section)
+        compress = self.choose_compression(layout)
+        warn_of_links(self._compress_section, compress, current_world())
         ddp, shard = self.ddp, self.shard
         if not isinstance(ddp, DdpSection):
             ddp = validate_section("ddp", DdpSection, ddp or {})
@@ -175,7 +187,7 @@ class Arguments:
             shard=ShardSettings(**shard.model_dump()),
             exact=self.reduction == "exact",
             comm_hook=self.comm_hook,
-            compress=self.choose_compression(layout),
+            compress=compress,
             sync_batchnorm=self.sync_batchnorm,
             compile=self.compile,
             example=example,
@@ -221,6 +233,7 @@ class Arguments:
         chosen = {} if compress is None else asdict(compress)
         return [
             *(RunSetting(f"compress.{key}", value, is_kept=True) for key, value in chosen.items()),
+            RunSetting("compress.links", self._compress_section.links),
             RunSetting("layout", layout),
             RunSetting("dtype", self.dtype, is_kept=True),
             RunSetting("reduction", self.reduction),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm.residuals import RowRange
 from paceline.comm.tree import TreeSum
-from paceline.parallel.compress import Compression, SumOfSlots
+from paceline.parallel.compress import Compression, OwnSlots, SumOfSlots
 from paceline.parallel.shard.gradient_exchange import ExactChunks, GradientChunks, StepProgress
 from paceline.parallel.shard.setup import Unit
 from paceline.torch_seams.fsdp import list_records
@@ -59,15 +59,15 @@ class CompressedChunks(GradientChunks):
         self._exact = exact
         self._num_shards = num_shards
         self._rank = rank
-        self._leaves: list[range] = []
+        self._own = OwnSlots()
         self._trees: list[TreeSum[Tensor]] = []
         self._places: Places | None = None
 
     def begin(self) -> None:
         super().begin()
         self._exact.begin()
-        self._leaves = self._compression.cut(self._rounds.num_owned, self._rank)
-        self._trees = [TreeSum(len(leaves), _add) for leaves in self._leaves]
+        self._own = self._compression.cut(self._rounds.num_owned, self._rank)
+        self._trees = [TreeSum(len(leaves), _add) for leaves in self._own.leaves]
 
     def __call__(
         self,
@@ -82,7 +82,7 @@ class CompressedChunks(GradientChunks):
         if not self._compression.is_on:
             self._exact(output_tensor, input_tensor, group, op, async_op)
             return
-        for leaves, tree in zip(self._leaves, self._trees, strict=True):
+        for leaves, tree in zip(self._own.leaves, self._trees, strict=True):
             if rounds.index is not None and rounds.index in leaves:
                 at = rounds.index - leaves.start
                 # fully_shard drops the vector after the call, and nothing else is written into it.
@@ -90,7 +90,7 @@ class CompressedChunks(GradientChunks):
         if not rounds.is_last:
             output_tensor.fill_(-0.0)
             return
-        vectors = [tree.subtrees[0][1] if tree.subtrees else None for tree in self._trees]
+        vectors = self._own.list_values(self._trees, None)
         self._trees = []
         shard = self._rank % self._num_shards
         if rounds.silent:
@@ -108,6 +108,7 @@ class CompressedChunks(GradientChunks):
             [self._cut(vector) for vector in vectors],
             [_view(output_tensor, rows, at) for rows, at in self._places[shard]],
             self._compression.factor,
+            self._own.plan,
         )
         rounds.waited_s += time.perf_counter() - started_s
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.residuals import BASIS, SUM
+from paceline.comm.slot_ranks import list_own_slots
 from paceline.parallel.compress import Compression
 from paceline.train.update import Update
 
@@ -75,16 +76,16 @@ def restore_residuals(saved: Saved, updates: Mapping[str, Update], device: torch
             whole = {key: each for key, each in whole.items() if key != _NAMES[BASIS]}
         own = whole
         if dist.is_initialized() and dist.get_world_size() > 1:
-            per_rank = compression.settings.slots // dist.get_world_size()
+            num_slots, num_ranks = compression.settings.slots, dist.get_world_size()
             scattered: list[Any] | None = None
             if dist.get_rank() == 0:
                 scattered = [
                     {
                         key: each
                         for key, each in whole.items()
-                        if key in _NUMBERS or int(key) // per_rank == rank
+                        if key in _NUMBERS or int(key) in list_own_slots(num_slots, num_ranks, rank)
                     }
-                    for rank in range(dist.get_world_size())
+                    for rank in range(num_ranks)
                 ]
             received: list[Any] = [None]
             dist.scatter_object_list(received, scattered, src=0)
