@@ -416,7 +416,7 @@ class Trainer(TrainedModels):
             PacelineError: PL417 to PL419 if ranks differ in settings or weights, or have the same samples;
                 PL431 after too many skipped steps in a row, PL432 if memory runs out.
         """
-        self.leave_if_asked()
+        self.leave_if_asked()  # at the begin: its checkpoint has what the loop did after the last step
         self._saver.check_complete()
         if isinstance(batch, Share):
             share = batch
@@ -434,7 +434,7 @@ class Trainer(TrainedModels):
             tuple(read_hyperparameters(u.optimizer) for u in updates),
         )
         self.step_number += 1
-        lr = next(iter(self._updates.values())).lr
+        lr = next(iter(self._updates.values())).lr  # before the update moves the schedule
         phases = self._phases
 
         def update(name: str, loss: Callable[[Any, Any], Any]) -> Updated:
@@ -442,7 +442,7 @@ class Trainer(TrainedModels):
             return phases.run(name, objective)
 
         with (
-            preserved_generators(self.world.device),
+            preserved_generators(self.world.device),  # microbatches seed them; the user's draws go on
             self._memory.explained(share),
             explain_single_sample(share),
             phases.running(share, self.step_number, self._requests, self._settings),
@@ -454,7 +454,7 @@ class Trainer(TrainedModels):
         done = phases.end()
         self._stop_signum = self._stop_signum or phases.stop_signum
         if share.source is not None:
-            share.source.mark_consumed(share)
+            share.source.mark_consumed(share)  # only now, so that a checkpoint skips no unused samples
         self.num_samples += share.num_samples
         now_s = time.perf_counter()
         step = Step(

@@ -251,9 +251,11 @@ class Membership(Knowledge):
         answers = self._contacts.fresh(now)
         leaders = [answer for answer in answers if answer.role == "leading"]
         if self.world is not None:
+            # One without a world starts the job anew, so a launcher that knows a world does not follow it.
             leaders = [answer for answer in leaders if answer.world is not None]
         if leaders:
             best = max(leaders, key=lambda a: (0 if a.world is None else a.world.round, a.is_firm))
+            # A leader without a quorum is followed only by launchers after it in the last world's order.
             if best.is_firm or not self._comes_before(best.member):
                 self._leader, self._up_heard_s = best.member, now
                 self._up = self._links.dial(*place_of(best.member))
@@ -263,6 +265,7 @@ class Membership(Knowledge):
                 self._lead(now)
             return
         seekers = [answer for answer in answers if answer.role == "seeking"]
+        # A proposal that one of them has accepted may have been committed, so its world needs a quorum too.
         for answer in seekers:
             self._pending |= {b: w for b, w in answer.pending.items() if w.round > self.world.round}
         reached = {self.me.key, *(answer.member.key for answer in seekers)}
@@ -300,6 +303,7 @@ class Membership(Knowledge):
             if world is None:
                 raise ValueError("no world")
             self._ballot = max(self._ballot, int(message["ballot"]))
+            # A leader has one proposal at a time: it has withdrawn the one before, and commits it no more.
             self._pending = {b: w for b, w in self._pending.items() if b[1] != leader.key}
             self._pending[int(message["ballot"]), leader.key] = world
             self._links.send(up, {"kind": "accept", "ballot": message["ballot"]})
@@ -326,6 +330,8 @@ class Membership(Knowledge):
             return
         self._lost[leader.key] = Lost(leader, why, now, is_silent)
         if is_silent:
+            # The others may go on without this node. A port that refuses later proves nothing then, see
+            # `_note_refusal`; for the wait, see `_lose`.
             self._contact_s = _NEVER
             self._not_before_s = now + 2 * self.waits.beat_s
         was_running, self._is_over = self._runs(self.me.key), True
@@ -424,6 +430,7 @@ class Membership(Knowledge):
             self._links.close(link)
         self._withdraw()
         self._peers = {}
+        # The ranks must not go on: another part of the world may already train without them.
         was_running, self._is_over = self._runs(self.me.key), True
         if was_running:
             self._agent.over(reason, lost=True)
@@ -436,6 +443,7 @@ class Membership(Knowledge):
                 self._commit_proposal(self._proposal)
             return
         if not self._may_decide(self._present(), now):
+            # Others may form a world without this part. Followers get two beats to connect (again).
             if self._weak_since_s is None:
                 self._weak_since_s = now
             elif now - self._weak_since_s > 2 * self.waits.beat_s:

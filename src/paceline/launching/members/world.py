@@ -99,8 +99,8 @@ def has_quorum(
         world: the last world.
         present: keys of the members that decide.
         dead: keys of members that are known to have ended.
-        has_endpoint: whether the launcher at the single endpoint decides. It may also decide if no member of
-            that world is alive.
+        has_endpoint: whether the launcher at the single endpoint is among them. If no member of that world
+            is alive, this alone counts.
     """
     living = [member.key for member in world.members if member.key not in dead]
     here = [key for key in living if key in present]

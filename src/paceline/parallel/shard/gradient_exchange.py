@@ -197,6 +197,8 @@ class SumChunks(GradientChunks):
         rounds.waited_s += time.perf_counter() - started_s
 
     def _sum_replicas(self, chunk: Tensor) -> None:
+        # fully_shard adds what each call returns to the gradient. Replicas are summed once per step, so the
+        # sums of earlier rounds wait here, and their calls return -0.0, which adds nothing.
         if self._partial is not None:
             chunk.add_(self._partial)
             _keep_for_stream(self._partial)

@@ -178,8 +178,9 @@ class Shards:
         Args:
             num_owned: per rank of dp, the number of microbatches that it computes; numbered consecutively.
         """
-        if self._is_in_round:
+        if self._is_in_round:  # a round of the last step has raised
             self._abandon_round()
+        # With zero 1 and 2 the gathered parameters are those from before the optimizer's step.
         self.reshard()
         for unit in self.units:
             check_hooks(unit.parameters)
@@ -204,14 +205,14 @@ class Shards:
         self._skipped.begin_round()
         self._marks.begin_round()
         module = self.units[-1].module
-        if self._sums_once:
+        if self._sums_once:  # earlier rounds accumulate, and the last one sums over ranks
             module.set_requires_gradient_sync(sync)
-        if self._keeps_parameters:
+        if self._keeps_parameters:  # gathered once per step, and freed by its last backward
             module.set_reshard_after_backward(sync)
         self._is_in_round = True
         with self._whole.round():
             yield
-        self._is_in_round = False
+        self._is_in_round = False  # not in a `finally`: after an error, the next step drops torch's state
 
     @contextmanager
     def silenced(self) -> Iterator[None]:

@@ -135,14 +135,17 @@ class Flow:
             return self._memo[(tensor, number)]
         op = self._trace.ops[number]
         if self.mixes(number):
-            # The bias of a sum is added after the sum.
+            # A rank computes with its part only, so the input gets an addend of its gradient. Not the bias of
+            # a sum: it is added after the sum, on every rank.
             entering = not (number in self.sums and len(op.inputs) == 3 and tensor == op.inputs[0])
         elif op.name in _SHAPES and len(op.outputs) and not op.name.endswith("_"):
+            # A view only passes its gradient on. If all uses of its results enter, so does the view, and one
+            # hook in front of it serves them all.
             results = [output for output in op.outputs if output != tensor]
             uses = [(result, use) for result in results for use in self._uses[result]]
             entering = bool(uses) and all(self.enters(result, use) for result, use in uses)
             entering = entering and not any(result in self._trace.outputs for result in results)
-        else:
+        else:  # every rank computes the same with it, and gets the whole gradient
             entering = False
         self._memo[(tensor, number)] = entering
         return entering
@@ -266,6 +269,8 @@ class Flow:
         if is_linear(module) and not op.is_hooked:
             return Exit(op.module, "linear")
         call = [call for call in self._trace.calls if call.first <= number < call.last][-1]
+        # With a bias (a third input), the output is already addend plus bias, and summing it would count the
+        # bias once per rank.
         if len(op.inputs) == 2 and len(call.outputs) == 1 and self._gives(number, call):
             return Exit(op.module, "output")
         written = self._find_written(number)

@@ -141,7 +141,7 @@ def find_plan(
         raise PacelineError(
             "PL463",
             saw=f"tp={num_ranks} without an example batch.",
-            rule="To find out how tp can split a model, one forward is traced.",
+            rule="To find how tp can split a model, one forward is traced.",
             fix="Pass example=batch: tensors as the training loop provides them, with a few samples.",
         )
     trace = trace_forward(model, example, masks=masks)
@@ -226,6 +226,7 @@ class _Planner:
         for number, cost in self.matrices().items():
             for _, _, atom in self.atoms[number]:
                 worth[atom] += cost
+        # One by one: whether a hook can reach an atom's entries and exits depends on those chosen before.
         for atom in sorted(worth, key=lambda atom: -worth[atom]):
             if self.can_cut(atom):
                 self._try(atom)
@@ -262,6 +263,7 @@ class _Planner:
             if number not in self.trace.names and number not in self._produced:
                 atom.pin("a tensor of the batch has this dimension")
                 return False
+        # A tensor is cut along one dimension only.
         return not any(self.holders[atom] & self.holders[other] for other in self.chosen)
 
     def _try(self, atom: Atom) -> None:
@@ -293,6 +295,8 @@ class _Planner:
 
     def give_up(self, op: int, reason: str) -> None:
         """Leave whole the tensors that an operation cannot process in parts."""
+        # The difference may show some operations after the cut that causes it, so the nearest cut tensors
+        # before it are given up.
         around = range(op, max(-1, op - 40), -1)
         for at in around:
             tensors = {*self.trace.ops[at].inputs, *self.trace.ops[at].outputs}
@@ -387,6 +391,7 @@ class _Planner:
             if (call.module, call.spot.site) in changed:
                 sites = plan.sites.setdefault(call.module, {})
                 sites[call.spot.site] = max(sites.get(call.spot.site, 0), call.spot.number + 1)
+        # The trace knows a tied tensor by its first name; its split belongs to every name.
         first = {name: number for number, name in self.trace.names.items()}
         canonical: dict[int, str] = {}
         for name, tensor in _named_tensors(self.model):

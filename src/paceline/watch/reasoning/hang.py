@@ -65,6 +65,8 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
     states = find_states(seen, source)
     if all(state.kind in ("ended", "killed") for state in states.values()):
         return None
+    # First the causes that can make any rank wait: groups that not all ranks have made, and calls that do
+    # not match. Without them, the waits are followed to the rank that causes them.
     groups = {rank: report.groups for rank, report in seen.reports.items()}
     made_apart = explain_groups(states, seen)
     if made_apart is not None:
@@ -83,6 +85,7 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
     waiting = [state for state in states.values() if state.waits]
     if not waiting:
         return _explain_still(states, seen)
+    # A chain of waits ends at a rank that waits for no other, at a call that all have made, or in a cycle.
     roots = find_roots(states)
     if roots:
         return _explain_roots(roots, states, seen, source)
@@ -200,8 +203,8 @@ def _name_absence(waiter: State, root: State, seen: Seen) -> str:
         return f"never {'took' if call.operation.startswith('send') else 'sent'} {call.purpose}"
     if is_pairwise(call):
         if call.operation.startswith("send"):
-            return f"never received what rank {waiter.rank} sends ({name_wait(waiter, seen.world_size)})"
-        return f"never sent what rank {waiter.rank} wants ({name_wait(waiter, seen.world_size)})"
+            return f"never received the message of rank {waiter.rank} ({name_wait(waiter, seen.world_size)})"
+        return f"never sent what rank {waiter.rank} waits for ({name_wait(waiter, seen.world_size)})"
     report = seen.reports.get(root.rank)
     if report is not None and any(c.group == call.group and c.number >= call.number for c in report.calls):
         return f"does not finish {name_wait(waiter, seen.world_size)}"

@@ -68,7 +68,7 @@ _ALIKE = {"all_reduce", "reduce_scatter"}
 REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter"}
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 ROOT_RULE = "A broadcast, reduce, gather or scatter needs one root, the same on all ranks of its group."
-ROOT_FIX = "Print the root on each rank before the call, or have one rank choose it and broadcast the choice."
+ROOT_FIX = "Print the root on each rank before the call, or choose it on one rank and broadcast it."
 # NCCL handles these as one dtype.
 _SAME_DTYPES = {"bool": "uint8"}
 
@@ -98,9 +98,10 @@ def find_mismatch(
             code = _compare(known, calls, SIZES_NEVER_DIFFER if is_running else _EQUAL_SIZES)
             if code is not None:
                 found.append((min(call.began_s for call in known.values()), code, known))
-                break
+                break  # later calls of this group are shifted against each other, and would differ too
     if not found:
         return None
+    # The earliest one: what happens in other groups afterwards may follow from it.
     _, code, by_rank = min(found, key=lambda item: item[0])
     name = next(iter(by_rank.values())).group
     group = groups.get(name)
