@@ -377,7 +377,7 @@ def _check(place: RankPlace) -> None:
     if wrong is not None:
         raise PacelineError(
             "PL302",
-            saw=f"The environment says {wrong} (launcher: {place.launcher}).",
+            saw=f"The environment states {wrong} (launcher: {place.launcher}).",
             rule="Ranks are numbered from 0 to the number of ranks - 1.",
             fix="Let torchrun, srun or mpirun set these variables, or unset them for a plain process.",
         )

@@ -185,7 +185,7 @@ def test_a_share_that_is_missing_is_not_committed(tmp_path: Path) -> None:
         (make_shares()[:2], "lack numbers of model/weight"),
         (
             [*make_shares(), PreparedShare(3, {"model/bias": BIAS}, {}, 9)],
-            "have the same numbers of model/bias",
+            "have the same elements of model/bias",
         ),
     ):
         with pytest.raises(PacelineError, match=words) as caught:
@@ -304,7 +304,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: rewrite(
             path, {"model/weight": place([7, 5], [[3, 6]], [[0, 5]])}, {"model/weight": REST}
         ),
-        "the same numbers of model/weight",
+        "the same elements of model/weight",
     ),
     "a huge whole": (
         lambda path: rewrite(

@@ -66,7 +66,7 @@ def test_one_rank_alone_does_not_know_what_it_waits_for(
     (path,) = write(tmp_path, job()[:1])
     assert main(["profile", "read", str(path)]) == 1
     text = capsys.readouterr().out
-    assert "how much of it is waiting for other ranks cannot be told" in text
+    assert "how much of it is waiting for other ranks is not known" in text
     assert "No trace of rank 1" in text
 
 

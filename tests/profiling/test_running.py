@@ -252,7 +252,7 @@ def test_ranks_that_cannot_record_are_one_message(
 
 def test_one_recording_at_a_time(tmp_path: Path) -> None:
     write_whole(tmp_path / REQUEST, {"asker": os.getpid()})
-    with pytest.raises(PacelineError, match=rf"process {os.getpid()} has the job recorded already"):
+    with pytest.raises(PacelineError, match=rf"process {os.getpid()} is recording the job already"):
         RunningJob(tmp_path, SETTINGS, print).record(None)
 
 

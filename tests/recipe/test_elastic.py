@@ -73,7 +73,7 @@ def test_what_cannot_be_is_refused(changes: tuple[str, ...], world_size: int, co
 def test_idle_ranks_are_a_remark() -> None:
     """A global batch of four microbatches has nothing for a fifth rank."""
     (idle,) = settle_recipe(parse_recipe(GPT, ["layout.dp_shard=auto"]), 5).remarks
-    assert (idle.code, "4 microbatches for 5 ranks" in idle.saw) == ("PL131", True)
+    assert (idle.code, "4 microbatches for 5 data ranks" in idle.saw) == ("PL131", True)
 
 
 def test_settings_wait_for_a_layout_that_uses_them() -> None:

@@ -123,7 +123,7 @@ IMPOSSIBLE = {
         MOE, "dp_replicate=4 ep=3", 4, "PL654", "dp_replicate=4", "adds no ranks", "multiple of 3"
     ),
     "part of an expert": Case(
-        MOE, "dp_replicate=4 ep=4", 4, "PL655", "6 experts", "equally many", "Set ep to 1 or 2."
+        MOE, "dp_replicate=4 ep=4", 4, "PL655", "6 experts", "the same number of experts", "Set ep to 1 or 2."
     ),
     "mixtures and parts of sequences": Case(
         MOE, "tp=2 sequence=true", 2, "PL652", "layout.sequence=true", "whole sequence", "Leave sequence out"
@@ -301,7 +301,7 @@ FOREIGN = {
         RunFacts(sync_batchnorm=True, reduction="fast"),
         "tp=2",
         "PL149",
-        "one rank of data",
+        "one data rank.",
     ),
     "heads of another name": (
         ModelFacts(inner=(("encoder.fc1", 30),)),
@@ -384,9 +384,9 @@ REMARKS = {
         "dp_replicate=8",
         (),
         "PL131",
-        "4 microbatches for 8 ranks",
+        "4 microbatches for 8 data ranks",
     ),
-    "idle shards": (GPT, "dp_shard=8", (), "PL131", "4 microbatches for 8 ranks"),
+    "idle shards": (GPT, "dp_shard=8", (), "PL131", "4 microbatches for 8 data ranks"),
     "repeated experts": (MOE, "cp=2", ("train.reduction=fast",), "PL665", "layout.ep=1"),
     "bits of one tp": (GPT, "tp=2", (), "PL151", "tp=2"),
     "settings for many": (

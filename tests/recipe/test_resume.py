@@ -121,7 +121,9 @@ def test_the_seed_is_never_accepted() -> None:
 
 
 def test_an_unknown_key_to_accept_is_an_error_with_near_ones() -> None:
-    with pytest.raises(PacelineError, match=r"--accept optimizr\.lr, which is no key.*optimizer\.lr.*PL517"):
+    with pytest.raises(
+        PacelineError, match=r"--accept optimizr\.lr, which is not a key.*optimizer\.lr.*PL517"
+    ):
         check_accepted(["optimizr.lr"], recipe())
 
 

@@ -260,12 +260,12 @@ class Odd(Everything):
 
 
 BAD: dict[type[nn.Module], tuple[str, str]] = {
-    NoLoop: ("PL662", "expert 1 is called with what another expert has answered"),
+    NoLoop: ("PL662", "expert 1 is called with another expert's output"),
     Again: ("PL662", "expert 0 is called twice"),
-    Decides: ("PL662", "depends on the numbers of an expert's answer"),
+    Decides: ("PL662", "depends on the values of an expert's output"),
     WithWeight: ("PL662", "expert 0 is called with more than one tensor"),
     Overwrites: ("PL662", "changed in place"),
-    Summed: ("PL662", "answers (2, 8, 16) with (2, 16)"),
+    Summed: ("PL662", "returns (2, 16) for an input (2, 8, 16)"),
     Unequal: ("PL658", "experts (ModuleList of 4 Expert, whose parameters have different shapes)"),
     Drops: ("PL658", "with dropout"),
     Buffered: ("PL658", "with buffers"),

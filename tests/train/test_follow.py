@@ -44,6 +44,6 @@ def test_a_leftover_that_cannot_be_removed_ends_all_ranks(ranks: Pool, tmp_path:
     main, other = ranks.run(resume_with_a_leftover, 2, (str(tmp_path), "folder"))
     for code, text, _ in (main, other):
         assert code == "PL523"
-        assert f"{METRICS} could not be brought to node1" in text
+        assert f"{METRICS} could not be copied to node1" in text
     assert main[1] == other[1]
     assert other[2] == "", "half of the rows are never taken for all"

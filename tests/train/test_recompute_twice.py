@@ -154,7 +154,7 @@ def test_a_kept_result_that_is_changed_is_refused(ranks: Pool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_does_something_else_the_second_time_is_refused(ranks: Pool, kind: str) -> None:
     (message,) = ranks.run(refuse, 1, (count, kind))
-    assert message.startswith("a block that backward recomputes did not do the same again: ")
+    assert message.startswith("a block ran differently when backward recomputed it: ")
     assert message.endswith("[PL439]")
 
 

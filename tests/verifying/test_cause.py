@@ -216,7 +216,7 @@ def test_weights_from_before_the_update() -> None:
     watched = replace(WATCHED, order=WATCHED.order | {"block.up|0|weight weight|0": 2})
     with_weight = replace(output, event=Event.parse("block.up|0|weight weight|0"), order=2, stale=1)
     case = Case(LAYOUT, "fp64", FACTS, differ("loss", step=2), watched, observe({0: [with_weight]}))
-    assert "block.up.weight that the forward of block.up finds" in diagnose(case).saw
+    assert "block.up.weight that the forward of block.up uses" in diagnose(case).saw
     assert "as it was after step 1" in diagnose(case).saw
     rounded = observe({0: [replace(with_weight, rounded_to="bf16")]})
     assert diagnose(replace(case, observed=rounded)).code == "PL712"
@@ -239,11 +239,11 @@ def test_backward_starts_at_the_end() -> None:
         ([2.0] * 4, "PL703", "summed over dp_replicate=2"),
         ([0.25] * 4, "PL703", "averaged over all ranks=4"),
         ([1.3] * 4, "PL703", "1.3 times"),
-        ([1.0, 1.0, 0.0, 0.0], "PL705", "nothing of the microbatches of ranks 2 to 3"),
-        ([0.0, 0.0, 1.0, 1.0], "PL705", "nothing of the microbatches of ranks 0 to 1"),
+        ([1.0, 1.0, 0.0, 0.0], "PL705", "no contribution of the microbatches of ranks 2 to 3"),
+        ([0.0, 0.0, 1.0, 1.0], "PL705", "no contribution of the microbatches of ranks 0 to 1"),
         ([1.0, 0.0, 1.0, 1.0], "PL704", "nothing of microbatch 1"),
-        ([0.3, 0.3, 0.7, 0.7], "PL706", "a factor of its own: 0.3, 0.7"),
-        ([2.0, 1.0, 2.0, 1.0], "PL704", "only the last microbatch of each rank went in as it should"),
+        ([0.3, 0.3, 0.7, 0.7], "PL706", "a different factor: 0.3, 0.7"),
+        ([2.0, 1.0, 2.0, 1.0], "PL704", "only the last microbatch of each rank has the right factor"),
         ([1.0, 1.5, 0.5, 1.2], "PL703", "1, 1.5, 0.5, 1.2"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_rank_that_keeps_its_own_is_distinguished_from_one_that_is_missing() -
 def test_factors_that_are_nearly_one_report_the_cause_too() -> None:
     for moved, code, words in (
         ([1e-9] * 4, "PL703", "1+1e-09 times"),
-        ([0.0, 0.0, 1e-9, 1e-9], "PL706", "factor of its own: 1+0, 1+1e-09"),
+        ([0.0, 0.0, 1e-9, 1e-9], "PL706", "different factor: 1+0, 1+1e-09"),
     ):
         found = explain(differ("gradient", "block.up.weight"), observe(moved=moved))
         assert found[0] == code
@@ -310,7 +310,7 @@ def test_the_loss_function_is_distinguished_from_the_sum_of_losses() -> None:
     assert "Every microbatch's loss agrees" in right
     wrong = observe()
     wrong[1].losses[1] = (4.0, 4.0)
-    assert "the loss function gives for microbatch 1" in explain(differ("loss"), wrong)[2]
+    assert "result of the loss function for microbatch 1" in explain(differ("loss"), wrong)[2]
 
 
 def test_a_start_that_differs_needs_no_second_look() -> None:

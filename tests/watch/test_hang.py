@@ -95,7 +95,7 @@ def test_a_rank_that_computes() -> None:
         (0, False, "it has ended (exit code 0)"),
         (3, False, "it has ended (exit code 3)"),
         (-9, False, "it was killed by SIGKILL"),
-        (-9, True, "it was killed by the kernel, which had run out of memory"),
+        (-9, True, "it was killed by the kernel because memory ran out"),
     ],
 )
 def test_a_rank_that_has_ended(exit_code: int, is_out_of_memory: bool, words: str) -> None:
@@ -264,7 +264,7 @@ def test_a_receive_without_a_send() -> None:
     job.ends(2)
     verdict = explain(job)
     assert verdict.code == "PL808"
-    assert verdict.headline.startswith("rank 1 never sent what rank 0 wants (recv number 4 from rank 1)")
+    assert verdict.headline.startswith("rank 1 never sent what rank 0 waits for (recv number 4 from rank 1)")
 
 
 def test_a_receive_behind_a_collective_that_waits_for_the_receiver() -> None:
@@ -644,4 +644,4 @@ def test_of_messages_under_way_the_one_that_was_never_sent_counts() -> None:
     job.waits(2, call(7, "recv", peer=0, age_s=62))
     job.is_in(1, user(88, "fetch", "time.sleep(wait)"))
     verdict = explain(job)
-    assert verdict.headline.startswith("rank 1 never sent what rank 0 wants (recv number 4 from rank 1)")
+    assert verdict.headline.startswith("rank 1 never sent what rank 0 waits for (recv number 4 from rank 1)")

@@ -79,7 +79,7 @@ def test_steps_that_are_skipped_again_and_again():
     assert "rank 1 has had gradients that are not finite, again and again since backward pass 41" in (
         verdict.headline
     )
-    assert "does not learn" in verdict.rule
+    assert "has stopped learning" in verdict.rule
 
 
 def test_steps_that_an_exception_has_ended():

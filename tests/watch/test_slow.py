@@ -85,7 +85,7 @@ def test_a_rank_that_is_slower_in_everything_is_reported_so() -> None:
     spot = find_spot(own, others, source())
     assert spot.is_everywhere
     message = build_message([Slow(1, 0.0, (0,), 0.5, (0,), 20.0)], spot, others[0])
-    assert "slower in all its work" in message.fix
+    assert "slower everywhere" in message.fix
 
 
 def test_nothing_of_the_users_is_no_trouble() -> None:

@@ -99,7 +99,7 @@ FAULTS: dict[str, Fault] = {
         REPLICATED,
         ("PL718",),
         "the loss",
-        ("loss function gives", "all 2 ranks"),
+        ("result of the loss function", "all 2 ranks"),
         wrap={"loss": divide_loss},
     ),
     "padding weighed": Fault(
@@ -108,7 +108,7 @@ FAULTS: dict[str, Fault] = {
         REPLICATED,
         ("PL718",),
         "the loss",
-        ("loss function gives",),
+        ("result of the loss function",),
         wrap={"loss": weigh_all},
     ),
     "smoothed labels": Fault(
@@ -117,7 +117,7 @@ FAULTS: dict[str, Fault] = {
         SHARDED,
         ("PL718",),
         "the loss",
-        ("loss function gives",),
+        ("result of the loss function",),
         wrap={"loss": smooth},
     ),
     # random numbers

@@ -37,7 +37,7 @@ class Spread:
         """Return the spread of one value or more."""
         ordered = sorted(values)
         n = len(ordered)
-        assert n > 0, "a spread needs a measurement"
+        assert n > 0, "a spread needs at least one measurement"
         k, covers = 1, _cover(n, 1)
         outside = 1 + n  # ways in which fewer than k + 1 of n values are below the median
         while 2 * (k + 1) <= n + 1 and (more := _cover(n, outside)) >= confidence:

@@ -129,7 +129,7 @@ class Commits:
                 f"{self.generation}.",
                 rule="An older start commits no checkpoint after a newer one has begun, so that the run has "
                 "one history.",
-                fix="End this start, or the newer one. Nodes that were cut off end by themselves when the "
+                fix="End this start, or the newer one. Nodes that were cut off end on their own when the "
                 "network is back.",
             )
 

@@ -149,7 +149,7 @@ def parse_manifest(text: bytes) -> Manifest:
             holders=holders,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadManifestError(f"is not a manifest ({type(error).__name__}: {error})") from None
+        raise BadManifestError(f"is not a valid manifest ({type(error).__name__}: {error})") from None
 
 
 def _parse_record(name: str, record: Any) -> FileRecord:

@@ -130,7 +130,7 @@ def _unfinished_error(order: Order) -> PacelineError:
         saw=f"Rank {order.writer} ended before its share of step {order.step} was copied.",
         rule="A checkpoint is committed once the shares of all ranks are copied; earlier checkpoints are "
         "unchanged.",
-        fix="Look for the reason why the rank ended. The run continues from the checkpoint before.",
+        fix="Find out why the rank ended. The run continues from the checkpoint before.",
     )
 
 
@@ -141,7 +141,8 @@ def _broken_error(error: Exception, order: Order) -> PacelineError:
         f"({type(error).__name__}: {error}).",
         rule="A writer converts every error of the disk; this is another one. Earlier checkpoints are "
         "unchanged.",
-        fix="Report it with this message. With checkpoint.asynchronous = false ranks write by themselves.",
+        fix="Report it with this message. With checkpoint.asynchronous = false, ranks write their shares "
+        "themselves.",
     )
 
 

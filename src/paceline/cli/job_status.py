@@ -40,5 +40,5 @@ def _describe(job: str, report: dict[str, Any]) -> str:
     for row in rows:
         lines.append("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
     if report["role"] != "leading":
-        lines.append("no launcher leads the job now: its nodes look for each other")
+        lines.append("no launcher leads the job now: its nodes are searching for each other")
     return "\n".join(lines)

@@ -42,13 +42,17 @@ def _add_slurm(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=int,
         default=0,
         metavar="N",
-        help="a job array of N tasks with one node each, in place of one job; more than MAX are spares",
+        help="a job array of N tasks with one node each, in place of one job; tasks beyond MAX are spares",
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="all output (default %%x-%%j.out, of an array %%x-%%A_%%a.out)"
+        "--output", metavar="FILE", help="all output (default %%x-%%j.out, for an array %%x-%%A_%%a.out)"
     )
     parser.add_argument(
-        "--max-requeues", type=int, default=100, metavar="N", help="how often the job requeues itself (100)"
+        "--max-requeues",
+        type=int,
+        default=100,
+        metavar="N",
+        help="number of times that the job requeues itself (100)",
     )
     parser.add_argument(
         "--setup", action="append", default=[], metavar="LINE", help="shell to run first, such as module load"

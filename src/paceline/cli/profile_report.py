@@ -186,7 +186,7 @@ def _describe_limits(profile: Profile) -> list[str]:
         error = format_seconds(profile.clock_error_ns / 1e9)
         lines.append(
             f"{profile.num_uncertain} waits are shorter than the error of the clocks (up to {error}): "
-            "who waited cannot be told, and nobody is blamed for them."
+            "which rank waited is not known, and no rank is blamed for them."
         )
     if profile.num_unmatched:
         lines.append(

@@ -77,7 +77,7 @@ def add_recording(args: argparse.Namespace, watcher: Watcher | None) -> Watcher 
         raise PacelineError(
             "PL905",
             saw=f"a recording of {steps} steps every {every} steps.",
-            rule=f"A recording takes {_LEAST_BETWEEN} steps more than it records, to begin and to end.",
+            rule=f"A recording takes {_LEAST_BETWEEN} steps more than it records, to start and to finish.",
             fix=f"Record at most every {steps + _LEAST_BETWEEN} steps, or fewer steps each time.",
         )
     import_msgspec()
@@ -119,7 +119,7 @@ def refuse_recording(args: argparse.Namespace) -> None:
         raise PacelineError(
             "PL905",
             saw=f"--profile {args.profile} under torchrun, srun or mpirun.",
-            rule="Paceline's launcher hands the recording to the ranks that it starts.",
+            rule="Paceline's launcher passes the recording to the ranks that it starts.",
             fix="Start the job with `paceline run --nproc-per-node N` or `paceline train --nproc N`.",
         )
 

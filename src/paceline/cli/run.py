@@ -58,7 +58,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--detect-s",
         type=float,
         metavar="S",
-        help="seconds without a beat after which a node is lost (default 3); other waits follow from it",
+        help="seconds without a beat after which a node is lost (default 3); other waits are derived from it",
     )
     ours.add_argument(
         "--join-timeout",
@@ -69,7 +69,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     ours.add_argument(
         "--witness",
         metavar="PLACE",
-        help="where rounds are recorded, so that of two parts only one goes on: etcd://HOST:PORT or a folder",
+        help="where rounds are recorded, so that only one of two disconnected parts goes on: "
+        "etcd://HOST:PORT or a folder",
     )
     add_grace_flag(ours)
     status: Any = ours.add_argument(

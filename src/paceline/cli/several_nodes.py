@@ -31,13 +31,14 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument(
         "--witness",
         metavar="PLACE",
-        help="where rounds are recorded, so that of two parts only one goes on: etcd://HOST:PORT or a folder",
+        help="where rounds are recorded, so that only one of two disconnected parts goes on: "
+        "etcd://HOST:PORT or a folder",
     )
     nodes.add_argument(
         "--max-restarts",
         type=int,
         metavar="N",
-        help=f"how often failed ranks are started again (default {_MAX_RESTARTS})",
+        help=f"number of times that failed ranks are started again (default {_MAX_RESTARTS})",
     )
 
 

@@ -43,7 +43,7 @@ def build_watcher(args: argparse.Namespace) -> Watcher | None:
         raise PacelineError(
             "PL349",
             saw=f"--hang-after {args.hang_after:g}.",
-            rule="It is the number of seconds for which ranks may stand still.",
+            rule="It is the number of seconds for which ranks may make no progress.",
             fix=f"Leave it out for {HANG_AFTER_S:g}, or turn the watch off with --no-watch.",
         )
     if args.no_watch:

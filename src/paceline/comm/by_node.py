@@ -317,7 +317,7 @@ def choose_between_nodes(group: dist.ProcessGroup) -> Exchange | None:
         )
         if list(nodes) != sorted(nodes):
             log.warning(
-                "the ranks of a node do not follow each other (their nodes are %s), so up to %d vectors "
+                "the ranks of a node are not consecutive (their nodes are %s), so up to %d vectors "
                 "leave a node instead of one. Start consecutive ranks on each node. [PL957]",
                 ", ".join(map(str, nodes[:16])),
                 max(num_ranks),

@@ -126,7 +126,7 @@ def measure_links(world: World) -> MeasuredLinks:
             "PL954",
             saw=f"rank {world.rank} got no answer while it measured links ({first_line(error)}).",
             rule=f"Every rank answers each message within the timeout ({world.timeout_s:g} s).",
-            fix="Look at the ranks' own messages: one of them has failed, or its network drops messages.",
+            fix="Read the ranks' own messages: one of them has failed, or its network drops messages.",
         ) from error
     links = Links(same, between, call_s, copy_s, add_s)
     return MeasuredLinks(hosts, nodes, dist.get_backend(), pairs, links, took_s)

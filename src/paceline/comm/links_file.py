@@ -129,7 +129,7 @@ def read_links(path: Path) -> MeasuredLinks:
 
 def _parse(table: Any) -> MeasuredLinks:
     if not isinstance(table, dict) or table.get("paceline_links") != _FORMAT:
-        raise ValueError(f"it does not have paceline_links = {_FORMAT}")
+        raise ValueError(f"it lacks paceline_links = {_FORMAT}")
     hosts = tuple(str(host) for host in table["hosts"])
     nodes = tuple(int(node) for node in table["nodes"])
     if len(nodes) < 2 or set(nodes) != set(range(len(hosts))):

@@ -120,7 +120,7 @@ def _choose_watcher(hang_after_s: float | None) -> Watcher | None:
         raise PacelineError(
             "PL349",
             saw=f"hang_after_s={hang_after_s!r}.",
-            rule="It is the number of seconds for which ranks may stand still.",
+            rule="It is the number of seconds for which ranks may make no progress.",
             fix=f"Leave it out for {HANG_AFTER_S:g}, or turn the watch off with hang_after_s=None.",
         )
     return watching_module.build_default(hang_after_s)

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 _LOG_TAIL_BYTES = 65536
 # torch's words for a worker of a loader that was killed in place of its rank.
 _WORKER_KILLED = "killed by signal: Killed"
-_LOST_HERE = "It lost the connection to a peer, and no rank is known to have failed by itself."
+_LOST_HERE = "It lost the connection to a peer, and no rank is known to have failed on its own."
 _LOST_ELSEWHERE = (
-    "It lost the connection to a peer: the cause is a rank that ended on another node, see the output there."
+    "It lost the connection to a peer: the cause is a rank that ended on another node; see the output there."
 )
 
 
@@ -131,8 +131,8 @@ def refuse_lost_output(job: ScriptJob) -> None:
     raise PacelineError(
         "PL603",
         saw=f"standard {'output' if to == 1 else 'error'} cannot be written: {error.strerror}. All ranks "
-        "ended well, but some of what they printed is missing there.",
-        rule="What ranks print goes there, and to their logs.",
+        "succeeded, but some of their output is missing there.",
+        rule="The ranks' output goes there, and to their logs.",
         fix=f"Read the logs in {job.logs}; send the output to a file on a disk with space.",
     )
 

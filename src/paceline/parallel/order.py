@@ -254,7 +254,7 @@ def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Mas
         raise PacelineError(
             "PL463",
             saw=f"cp={mesh.cp.size} without an example batch.",
-            rule="To find out where cp can divide sequences, one forward is traced.",
+            rule="To find where cp can divide sequences, one forward is traced.",
             fix="Pass example=batch: tensors as the training loop provides them, with a few samples.",
         )
     plan = find_context_plan(

@@ -168,9 +168,9 @@ def explaining_recompute() -> Iterator[None]:
             raise
         raise PacelineError(
             "PL439",
-            saw=f"a block that backward recomputes did not do the same again: {first_line(error)}",
+            saw=f"a block ran differently when backward recomputed it: {first_line(error)}",
             rule="The second forward of a block must compute the same as the first.",
-            fix="Look in the block's forward for state that it changes (a cache of keys and values, a "
+            fix="Check the block's forward for state that it changes (a cache of keys and values, a "
             "counter, a list) or draws of another generator. For a model of transformers pass "
             "use_cache=False in forward=. Or leave recompute out.",
         ) from error

@@ -65,8 +65,8 @@ def _check_ends(schedule: Schedule) -> Iterator[PacelineError]:
         waits = [f"rank {rank} at {action}" for rank, action in stuck.items()]
         yield PacelineError(
             "PL473",
-            saw=f"the ranks wait for each other for ever: {name_some(waits, 8)}.",
-            rule="A forward needs that of the stage before, a backward its own forward and the backward of "
-            "the stage after, and the gradients of weights those of the inputs.",
-            fix="Move what they wait for further to the front of its rank's line.",
+            saw=f"the ranks wait for each other forever: {name_some(waits, 8)}.",
+            rule="A forward needs the forward of the stage before. A backward needs its own forward and the "
+            "backward of the stage after; gradients of weights need those of the inputs.",
+            fix="Move the actions that they wait for closer to the front of their ranks' lines.",
         )

@@ -70,7 +70,10 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         as_spans((issued, number) for issued, _, number, _, _ in recorded.calls)
         as_spans([(recorded.clock_ahead_ns, recorded.clock_error_ns)])
     if recorded is None and steps and steps[0].number == 1:
-        remarks = [*remarks, "Steps are numbered within the traces: the files do not say which of the run."]
+        remarks = [
+            *remarks,
+            "Steps are numbered within the traces: the files do not contain the run's step numbers.",
+        ]
     ahead = 0 if recorded is None else recorded.clock_ahead_ns
     compute = unite(spans[computes])
     if loop is None:
@@ -330,7 +333,7 @@ def _list_spans(
     known, remarks = _join_calls(file, others), []
     if known is None:
         if file.recorded is not None:
-            remarks.append("Some collectives are not in torch's Flight Recorder: they are taken in order.")
+            remarks.append("Some collectives are not in torch's Flight Recorder: they are matched in order.")
         known = _number_in_steps(file, others, steps)
         if len(set(file.groups)) > 1:
             remarks.append("gloo's spans have no group: with several groups, ranks are not compared.")

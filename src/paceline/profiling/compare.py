@@ -101,11 +101,13 @@ def _compare(name: str, values: Sequence[Sequence[float]]) -> ComparedTime:
 def _list_remarks(before: Profile, after: Profile) -> list[str]:
     found = []
     if before.world_size != after.world_size:
-        found.append(f"The first is of {before.world_size} ranks, the second of {after.world_size}.")
+        found.append(
+            f"The first recording is of {before.world_size} ranks, the second of {after.world_size}."
+        )
     if before.is_light != after.is_light:
         found.append(
-            "One has every operator and the other has not: compute and exposed are measured differently, and "
-            "recording operators takes time."
+            "One has every operator and the other does not: compute and exposed are measured differently, "
+            "and recording operators takes time."
         )
     fewest = min(len(before.steps), len(after.steps))
     if fewest < 5:

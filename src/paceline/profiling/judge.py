@@ -119,7 +119,7 @@ def describe_place_of(blame: Blame) -> str:
 
 def _describe_waiting(profile: Profile) -> str:
     if not profile.num_matched:
-        return "how much of it is waiting for other ranks cannot be told"
+        return "how much of it is waiting for other ranks is not known"
     return f"{profile.waiting_share:.0%} is waiting for other ranks"
 
 

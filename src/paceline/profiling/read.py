@@ -153,5 +153,5 @@ def _remark(traces: list[RankTrace]) -> list[RankTrace]:
         remarks.append(f"The traces have different numbers of steps ({counts}): common ones are compared.")
     hosts = {trace.host for trace in traces}
     if len(traces) > 1 and (len(hosts) > 1 or "" in hosts) and not any(t.clock_error_ns for t in traces):
-        remarks.append("The machines' clocks are taken as equal: the files do not say how far they differ.")
+        remarks.append("The machines' clocks are taken as equal: the files do not contain their offsets.")
     return [replace(traces[0], remarks=(*traces[0].remarks, *remarks)), *traces[1:]]

@@ -143,7 +143,7 @@ class RunningJob:
     def _refuse_second(self) -> None:
         there = read_table(self._folder / REQUEST)
         if there is not None and (_PROC / str(there.get("asker"))).exists():
-            raise _answer_error(f"process {there['asker']} has the job recorded already")
+            raise _answer_error(f"process {there['asker']} is recording the job already")
 
     def _cancel(self) -> None:
         """Leave another request for the other ranks, which makes them forget this one."""
@@ -221,7 +221,7 @@ class RunningJob:
 
 
 def _answer_error(
-    saw: str, fix: str = "Try again, or leave --from out; the job's own messages may say more."
+    saw: str, fix: str = "Try again, or leave --from out; the job's own messages may give the reason."
 ) -> PacelineError:
     return PacelineError(
         "PL916",

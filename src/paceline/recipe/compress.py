@@ -46,7 +46,7 @@ class CompressSection(Section):
             raise broken_rule(
                 "PL962",
                 f'compress.{idle[0]}={getattr(self, idle[0])} with compress.kind="none".',
-                "Without compression this key would do nothing.",
+                "Without compression, this key would have no effect.",
                 'Set compress.kind="int8", or leave the key out.',
             )
         for kind, name, value, what in (

@@ -71,7 +71,8 @@ def _choose(layouts: list[Layout], world_size: int) -> tuple[Layout, int]:
     raise PacelineError(
         "PL129",
         saw=f"{world_size} rank{'s' * (world_size != 1)} for {names}.",
-        rule=f"A run uses the first of its layouts that the ranks can hold; the smallest needs {least}.",
+        rule="A run uses the first of its layouts for which it has enough ranks; the smallest needs "
+        f"{least}.",
         fix=f"Start at least {least} ranks (the MIN of --nnodes MIN:MAX, times the ranks of a node), or add "
         "a smaller layout to elastic.layouts.",
     )

@@ -337,7 +337,8 @@ def check_order(layouts: Sequence[Layout]) -> None:
                     "PL128",
                     saw=f'elastic.layouts has "{layout}" ({layout.fewest_ranks} ranks) after "{earlier}" '
                     f"({earlier.fewest_ranks}).",
-                    rule="The first layout that the ranks can hold is used, so a later one must need fewer.",
+                    rule="The first layout for which there are enough ranks is used, so a later one must "
+                    "need fewer.",
                     fix="List layouts from the most ranks to the fewest; [layout] comes first.",
                 )
 

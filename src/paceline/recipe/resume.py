@@ -22,9 +22,9 @@ RESUMABLE: dict[str, str] = {
     "train.eval_every": "looking does not change the run",
     "train.eval_samples": "looking does not change the run",
     "train.max_skipped_in_a_row": "a limit, not a part of the arithmetic",
-    "train.reduction": "changes last bits only, and resuming says so",
-    "train.threads_per_rank": "changes last bits only, and resuming says so",
-    "train.device": "changes last bits only, and resuming says so",
+    "train.reduction": "changes last bits only, and resuming reports it",
+    "train.threads_per_rank": "changes last bits only, and resuming reports it",
+    "train.device": "changes last bits only, and resuming reports it",
     "train.compile": "changes last bits only",
     "train.timeout_s": "a limit, not a part of the arithmetic",
     "layout": "the same numbers on any layout",
@@ -86,7 +86,7 @@ def check_accepted(accept: Sequence[str], *recipes: Recipe) -> None:
             close = difflib.get_close_matches(key, sorted(known), n=3)
             raise PacelineError(
                 "PL517",
-                saw=f"--accept {key}, which is no key of the recipe.",
+                saw=f"--accept {key}, which is not a key of the recipe.",
                 rule="--accept names keys that may differ from those of the run, such as optimizer.lr, or "
                 "sections, such as data.",
                 fix=f"Did you mean {' or '.join(close)}?" if close else "See docs/recipe.md for all keys.",

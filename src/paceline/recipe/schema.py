@@ -139,7 +139,7 @@ class MoeModel(DecoderFields):
             raise broken_rule(
                 "PL650",
                 f"model.experts_per_token={self.experts_per_token} with model.experts={self.experts}.",
-                "A token goes to different experts.",
+                "A token goes to several different experts.",
                 f"Set experts_per_token to {self.experts} or less, or add experts.",
             )
         if self.dense_layers >= self.layers:
@@ -161,7 +161,7 @@ class MoeModel(DecoderFields):
                 "PL664",
                 'model.balance="global" with model.balance_loss=0.',
                 "It is an auxiliary loss, and this weight switches it off.",
-                "Leave balance_loss out, which is 0.01 then.",
+                "Leave balance_loss out; its default is 0.01.",
             )
         return self
 
@@ -391,7 +391,7 @@ class ScheduleFields(Section):
                 f"optimizer.lr_scaling={self.lr_scaling!r} with "
                 f"optimizer.base_batch_size={self.base_batch_size}.",
                 "Linear scaling multiplies lr by global_batch_size / base_batch_size, so it needs that "
-                "number, and only it does.",
+                "number; nothing else uses it.",
                 "Set both or neither.",
             )
         return self

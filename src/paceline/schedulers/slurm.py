@@ -99,7 +99,8 @@ def _check_array(job: SlurmJob) -> None:
         raise PacelineError(
             "PL382",
             saw=f"--array {job.array} with --nodes {job.nodes}.",
-            rule="Each task of the array is one node, and tasks beyond the most nodes wait as spares.",
+            rule="Each task of the array is one node, and tasks beyond the maximum number of nodes wait as "
+            "spares.",
             fix=f"Use at least --array {job.nodes.most}, or --array {job.nodes.most + 1} for one spare.",
         )
 

@@ -49,7 +49,7 @@ def submit(program: str, args: list[str], path: Path) -> str:
         raise PacelineError(
             "PL367",
             saw=f"{program} is not on this machine's PATH; {path} is written.",
-            rule=f"--submit hands the file to {program}.",
+            rule=f"--submit passes the file to {program}.",
             fix=_INSTALL[program],
         )
     try:

@@ -97,7 +97,7 @@ def check_target(target: Target) -> None:
             "PL340",
             saw=f"{target.path} is not a file.",
             rule="A job runs a recipe (.toml) or a Python script.",
-            fix="Check the path. Options of `paceline launch` stand before it, its own arguments after it.",
+            fix="Check the path. Put options of `paceline launch` before it, and its own arguments after it.",
         )
     faults = _find_faults(read_file(file, _MOST_BYTES).decode("utf-8", errors="replace"))
     if faults is not None:

@@ -60,7 +60,8 @@ def check_grace(grace_s: int, limit_s: int | None) -> int:
             "PL366",
             saw=f"--grace-s {grace_s}{limit}.",
             rule=f"Ranks are asked to save that many seconds before the job ends: {_LEAST_LEAD_S} to "
-            f"{_MOST_LEAD_S}, and {_EARLY_S} s less than the time limit, as SLURM may ask so early.",
+            f"{_MOST_LEAD_S}, and {_EARLY_S} s less than the time limit, because SLURM may signal that "
+            "early.",
             fix="Use at least twice the time of a save, and a longer --time.",
         )
     return grace_s - _SCRIPT_S

@@ -177,7 +177,7 @@ class SharedRows:
         each, problem = next(iter(failed.items()))
         return PacelineError(
             "PL523",
-            saw=f"{each.name} could not be brought to {self._disks.disks[each.target].name}: {problem}.",
+            saw=f"{each.name} could not be copied to {self._disks.disks[each.target].name}: {problem}.",
             rule="Every step of a run writes a row of metrics, and all nodes keep these rows.",
             fix="Free space or correct the disk there; the same command then continues from the last "
             "checkpoint.",

@@ -128,12 +128,14 @@ class History:
 
     def _lost_error(self, known: list[_Known]) -> PacelineError:
         knowing = list(dict.fromkeys(each.describe() for each in known if each.newest))
-        shown = join([*knowing[:3], f"{len(knowing) - 3} more know of it"] if len(knowing) > 3 else knowing)
+        shown = join(
+            [*knowing[:3], f"{len(knowing) - 3} more have a record of it"] if len(knowing) > 3 else knowing
+        )
         return PacelineError(
             "PL550",
             saw=f"There is no checkpoint in {self._folder} on "
             f"{name_some([disk.name for disk in self._disks.disks])}, but the run has saved before: {shown}.",
-            rule="A run that has saved never starts again from step 1 by itself.",
+            rule="A run that has saved never starts again from step 1 on its own.",
             fix=f"Bring back the disk or the node with its checkpoints. To start over, remove "
             f"{self._folder} on every node, and start the job anew.",
         )

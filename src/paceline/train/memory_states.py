@@ -97,7 +97,7 @@ class MemoryStates:
             self._is_on = False
             if self._world.is_main:
                 log.warning(
-                    "No states are kept in memory: %s A restart goes on from the newest checkpoint. "
+                    "No states are kept in memory: %s A restart resumes from the newest checkpoint. "
                     "checkpoint.memory_every = 0 turns this message off. [%s]",
                     error.saw,
                     error.code,

@@ -141,8 +141,8 @@ def _too_many_error(step: Step, reason: str, most: int) -> PacelineError:
         saw=f"{most} steps in a row were skipped, the last one (step {step.number}) because {reason}.",
         rule="A step whose loss or gradient is not finite on any rank leaves the weights alone on "
         f"all; {most} in a row is the limit (max_skipped_in_a_row).",
-        fix="Lower the learning rate, add warm-up, look at the data of that microbatch; "
-        "the last checkpoint is from before."
+        fix="Lower the learning rate, add warm-up, check the data of that microbatch; the last checkpoint "
+        "is from before."
         + (
             " If the loss is a mean over targets, a microbatch without targets has 0/0: return "
             "(sum of losses, number of targets) instead."

@@ -394,7 +394,7 @@ class Saving:
                 log.warning("%s The next save ends the run. [%s]", error.saw, error.code)
                 return
             log.warning(
-                "%s Training goes on, and the next save tries again. Failed saves in a row: %d; "
+                "%s Training continues, and the next save tries again. Failed saves in a row: %d; "
                 "checkpoint.max_failed = %d ends the run. [%s]",
                 error.saw,
                 num_failed,
@@ -444,7 +444,7 @@ def _closed_error(handle: SaveHandle) -> PacelineError:
         "PL548",
         saw=f"The trainer was closed before the save of step {handle.step} ended, and {handle.path} is not "
         "there yet.",
-        rule="The writers finish a save alone, and nobody reports its outcome then.",
+        rule="The writers finish a save on their own, and no process reports its outcome then.",
         fix="Call wait() on the handle before the trainer is closed, or save(wait=True).",
     )
 

@@ -222,7 +222,7 @@ def warn_fresh_objects(names: list[str]) -> None:
         ", ".join(names),
         "the checkpoint has no state for it.",
         "It starts in the middle of the run with the state that it was built with.",
-        "Nothing to do if it is new; otherwise track it under the name that it was saved with.",
+        "Do nothing if it is new; otherwise track it under the name that it was saved with.",
     )
     log.warning("%s", finding)
 

@@ -143,7 +143,7 @@ def _explain_loss(case: Case) -> Explained | None:
     apart = _list_losses_apart(case)
     factor = f", {first.factor:.6g} times the reference's," if first.factor else ""
     if apart:
-        saw = f"What the loss function gives for microbatch {name_some(list(map(str, apart)))} differs"
+        saw = f"The result of the loss function for microbatch {name_some(list(map(str, apart)))} differs"
         rule = "The loss of a microbatch does not depend on the layout."
         fix = "Check the loss: a mean over a rank's part, or a missing sum over a split vocabulary."
     else:

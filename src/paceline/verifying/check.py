@@ -380,11 +380,11 @@ class _Session:
             Finding(
                 "PL725",
                 str(layout),
-                f"It is apart by rounding in {kinds}: the first difference is in a part that computes in "
+                f"It differs by rounding in {kinds}: the first difference is in a part that computes in "
                 f"that type, although training is in {self._subject.dtype}. Such parts are "
                 f"{name_some(names, 4)}.",
                 "A model is compared at the precision that it computes in.",
-                "Nothing needs to be done. To compare more strictly, have the model compute in the type of "
+                "Nothing needs to be done. To compare more strictly, make the model compute in the type of "
                 "its weights.",
             )
         )

@@ -30,7 +30,7 @@ def settle_slots(subject: Subject, layouts: Sequence[Layout]) -> tuple[Subject, 
         "the comparison",
         f'Everything was trained and compared in {subject.dtype}, with compress.kind="{section.kind}" in '
         f"{num_slots} slots{chosen}.",
-        "Codecs encode fp32 gradients, and a compressed run is that of its number of slots.",
+        "Codecs encode fp32 gradients, and the result of a compressed run depends on its number of slots.",
         "Nothing needs to be done. To compare in fp64, verify without compression.",
     )
     return subject.with_slots(num_slots), [remark]

@@ -66,7 +66,7 @@ def _explain_weight(case: Case, first: EventDifference, which: str, size: str) -
     """Explain a module's forward that found another weight than the last update left."""
     name = first.event.weight
     finder = first.event.module or "the model"
-    saw = f"The weight {name} that the forward of {finder} finds differs {which}, {size}"
+    saw = f"The weight {name} that the forward of {finder} uses differs {which}, {size}"
     if first.rounded_to:
         return Explained(
             "PL712",
@@ -122,8 +122,8 @@ def _explain_received(
         "PL701",
         module,
         f"{saw} Another stage has this module: the rank has received the tensor.{other}",
-        "A stage computes with what the stages before it have made for the same microbatch.",
-        "Check what stages send each other: the order of messages, and buffers that are used again.",
+        "A stage computes on the outputs of earlier stages for the same microbatch.",
+        "Check the messages between stages: their order, and buffers that are reused.",
     )
 
 
@@ -171,7 +171,7 @@ def _explain_padding(
     return Explained(
         "PL713",
         module,
-        f"{saw} Only positions differ that the batch marks as padding.",
+        f"{saw} Only positions that the batch marks as padding differ.",
         "The content of padding must not reach the loss, and should not differ either.",
         "Look for a statistic, a mask or a split that counts padding.",
     )
@@ -190,7 +190,7 @@ def _explain_type(
         module,
         f"{saw} {why}, and one process does not.",
         f"dtype {case.dtype} computes and communicates in that type throughout.",
-        f"Look for a cast to {kind}, or an autocast, that the layout brings.",
+        f"Look for a cast to {kind}, or an autocast, that the layout adds.",
     )
 
 

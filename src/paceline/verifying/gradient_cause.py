@@ -178,7 +178,7 @@ def _explain_moved(case: Case) -> Explained | None:
     return Explained(
         "PL706",
         _PLACE,
-        f"Outputs agree, but in the gradient {which} each rank's part has a factor of its own: {shown}.",
+        f"Outputs agree, but in the gradient {which} each rank's part has a different factor: {shown}.",
         "Gradients must be clipped, scaled and normalised after they are summed, by numbers that ranks "
         "share.",
         "Look for code that scales a rank's gradient before or in the reduction.",
@@ -273,7 +273,8 @@ def _explain_missing(case: Case, rank: int, factors: list[float], which: str) ->
             return Explained(
                 "PL705",
                 _PLACE,
-                f"Outputs agree, but the gradient {which} has nothing of the microbatches of {ranks}.",
+                f"Outputs agree, but the gradient {which} has no contribution of the microbatches of "
+                f"{ranks}.",
                 "Every rank's gradient must be part of the sum.",
                 f"Check what {ranks} passes to the reduction: a gradient set to zero, or another bucket.",
             )
@@ -326,7 +327,7 @@ def _explain_weights(case: Case, rank: int, factors: list[float], which: str) ->
     return Explained(
         "PL706",
         _PLACE,
-        f"Outputs agree, but in the gradient {which} each rank's part has a factor of its own: {shown}.",
+        f"Outputs agree, but in the gradient {which} each rank's part has a different factor: {shown}.",
         "Gradients must be clipped, scaled and normalised after they are summed, by numbers that ranks "
         "share.",
         "Look for clipping (or a division by a norm, a count, a loss scale) before the reduction.",
@@ -361,8 +362,8 @@ def _explain_last(case: Case, rank: int, factors: list[float], which: str) -> Ex
     return Explained(
         "PL704",
         _PLACE,
-        f"Outputs agree, but in the gradient {which} only {part} went in as it should (the others with a "
-        f"factor of {value:.4g}): with accumulation something else happens.",
+        f"Outputs agree, but in the gradient {which} only {part} has the right factor (the others have "
+        f"{value:.4g}): accumulation works differently.",
         _SUM_RULE,
         "Check what is kept between the microbatches of a step: a gradient that is reduced more than once, "
         "or overwritten.",
@@ -406,7 +407,7 @@ def _explain_backward(case: Case) -> Explained:
         module,
         f"All outputs agree; in backward {saw}, microbatch {first.microbatch}, "
         f"{show_size(first.size, first.tolerance)}.{factor} All gradients behind it agree.",
-        "Backward through a module gives the same under every layout.",
+        "Backward through a module gives the same gradients under every layout.",
         "Check the backward of what follows this place: "
         + ("a missing or duplicate sum over tp, " if case.layout.tp > 1 else "")
         + ("rows or heads that an exchange over cp loses or repeats, " if case.layout.cp > 1 else "")
@@ -425,7 +426,7 @@ def _list_apart(case: Case, parent: str) -> str:
     apart = [name for name in own if name in differing]
     if not parent or not apart or len(apart) == len(own):
         return ""
-    return f" Of the parameters in {parent}, only {name_some(apart)} has another gradient."
+    return f" Of the parameters in {parent}, only {name_some(apart)} has a different gradient."
 
 
 def _explain_parameters(case: Case) -> Explained:
@@ -439,10 +440,10 @@ def _explain_parameters(case: Case) -> Explained:
         return Explained(
             "PL711",
             first.name,
-            f"Only tied parameters have another gradient ({name_some(names)}) {which}, "
+            f"Only the gradients of tied parameters differ ({name_some(names)}) {which}, "
             f"{show_size(first.size, first.tolerance)}.",
-            "A parameter that is used in several places gets the sum of what they give.",
-            "Look for a place that keeps a copy of the tensor, or whose part is reduced apart.",
+            "A parameter that is used in several places gets the sum of their gradients.",
+            "Look for a place that keeps a copy of the tensor, or whose part is reduced separately.",
         )
     factor = first.factor
     scaled = f" It is {factor:.4g} times the reference's." if factor and not near(factor, 1.0) else ""
@@ -475,7 +476,7 @@ def _advise_on_parameters(case: Case) -> str:
         )
     if case.layout.pp > 1:
         return (
-            "A weight that several stages use gets the sum of what they give, once per microbatch; look for "
-            "a use that is missing there, or counted twice."
+            "A weight that several stages use gets the sum of their gradients, once per microbatch; look "
+            "for a use that is missing there, or counted twice."
         )
     return "Look for a hook on the parameter, or for code that changes its gradient after backward."

@@ -192,7 +192,7 @@ def test_more_copies_than_disks_are_refused(ranks: Pool, tmp_path: Path) -> None
     for places, where in ((["a", "b"], "2 disks"), (["a", "a"], "one folder")):
         full = [str(tmp_path / place) for place in places]
         for text in ranks.run(work, 2, (full, "full", 1, 3)):
-            assert f"checkpoint.copies = 3, and the run's folder lies on {where}" in text
+            assert f"checkpoint.copies = 3, and the run's folder is on {where}" in text
             assert text.endswith("[PL552] True")
         assert not (tmp_path / "a" / "run" / "checkpoints").exists()
 

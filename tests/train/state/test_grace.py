@@ -66,7 +66,7 @@ def test_one_copy_of_each_file_is_lost_with_its_node(
     assert len(caplog.records) == is_warned
     if is_warned:
         text = caplog.records[0].getMessage()
-        assert "checkpoint.copies = 1, and the run's folder lies on 2 disks (node0, node1)" in text
+        assert "checkpoint.copies = 1, and the run's folder is on 2 disks (node0, node1)" in text
         assert "A lost node is lost work" in text
         assert text.endswith("[PL558]")
 

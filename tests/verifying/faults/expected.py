@@ -36,7 +36,7 @@ EXPECTED: dict[str, Expected] = {
         "gpt", "dp_replicate=4", "PL703", "step 1", ["4 times", "summed over dp_replicate=4 again"]
     ),
     "clipped_before_reduction": Expected(
-        "gpt", "dp_replicate=2", "PL706", "step 1", ["factor of its own", "clipping"]
+        "gpt", "dp_replicate=2", "PL706", "step 1", ["a different factor", "clipping"]
     ),
     "microbatch_dropped": Expected(
         "gpt", "dp_replicate=2", "PL704", "step 1", ["Microbatch 2 of 4", "rank 1"]
@@ -86,7 +86,9 @@ EXPECTED: dict[str, Expected] = {
     "whole_parts_counted_on_every_rank": Expected(
         "gpt", "tp=2", "PL708", "the global norm", ["copies counted on every rank"]
     ),
-    "tied_weights_untied": Expected("tied", "tp=2", "PL711", "head.weight", ["Only tied parameters"]),
+    "tied_weights_untied": Expected(
+        "tied", "tp=2", "PL711", "head.weight", ["Only the gradients of tied parameters"]
+    ),
     "heads_share_masks": Expected(
         "gpt",
         "tp=2",
@@ -108,7 +110,7 @@ EXPECTED: dict[str, Expected] = {
     ),
     "rows_off_by_one": Expected("tied", "tp=2", "PL701", "table", ["in the output of table"]),
     "ignored_targets_counted": Expected(
-        "tied", "tp=2", "PL718", "the loss", ["What the loss function gives"]
+        "tied", "tp=2", "PL718", "the loss", ["The result of the loss function"]
     ),
     "maximum_of_a_part": Expected("tied", "tp=2", "PL718", "the loss", ["a split vocabulary"]),
     "vocabulary_gradient_of_own_part": Expected(
@@ -182,7 +184,7 @@ EXPECTED: dict[str, Expected] = {
         "gpt", "cp=2", "PL702", "layers.0", ["on rank 1 only", "as with two masks"]
     ),
     "labels_shifted_across_the_cut": Expected(
-        "gpt", "cp=2", "PL718", "the loss", ["What the loss function gives"]
+        "gpt", "cp=2", "PL718", "the loss", ["The result of the loss function"]
     ),
     "gradient_of_keys_lost": Expected(
         "gpt", "cp=2", "PL707", "layers.1.self_attn", ["only layers.1.self_attn.k_proj.weight", "over cp"]

@@ -201,7 +201,7 @@ class ShardedStored:
                 problems.append((first.file, f"has parts of {name} that no layout makes ({error})"))
                 continue
             if most > 1:
-                problems.append((first.file, f"and other files have the same numbers of {name}"))
+                problems.append((first.file, f"and other files have the same elements of {name}"))
             if least < 1:
                 problems.append((first.file, f"and the other files lack numbers of {name}"))
         return problems

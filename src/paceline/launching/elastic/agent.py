@@ -162,7 +162,7 @@ class _Agent(SteppedAgent):
                 "PL317",
                 saw=f"The rendezvous ({handler.get_backend()}) formed a world of {num_nodes}; --nnodes "
                 f"needs at least {self._min_nodes} nodes.",
-                rule="On fewer nodes, training has other results, or the layout does not fit.",
+                rule="On fewer nodes, training would have other results, or the layout would not fit.",
                 fix="Check that all nodes run the same command and that their clocks agree, and start again.",
             )
         if handler.get_backend() == "static" and self._rounds.number >= 0:

@@ -233,7 +233,8 @@ class MembersRendezvous(RendezvousHandler):
                 saw=f"Port {self._taken[1]} of this node is taken, and what listens there does not answer as "
                 f"a launcher of the job {self._terms.job!r}.",
                 rule="The launcher on the node of --rdzv-endpoint listens at its port.",
-                fix="Choose a free port, the same on all nodes (ss -ltnp shows who has it).",
+                fix="Choose a free port, the same on all nodes (ss -ltnp lists the processes that hold "
+                "ports).",
             )
 
     def _read_formed(self) -> NodeWorld | None:

@@ -85,7 +85,7 @@ class PumpLost(Exception):  # noqa: N818 (named after the event)
 
     def __str__(self) -> str:
         return (
-            "the process that carries the ranks' output was killed from outside; the ranks were ended, "
+            "the process that copies the ranks' output was killed from outside; the ranks were ended, "
             "because their output would have been lost. [PL332]"
         )
 

@@ -113,7 +113,7 @@ class Etcd:
                 error.close()
                 why = f"HTTP {error.code}"
                 if error.code == 404:
-                    why = "it has no v3 interface: an etcd older than 3.4, or no etcd"
+                    why = "it has no v3 interface: it is an etcd older than 3.4, or no etcd"
                 troubles.append(f"{server}: {why}")
             except (OSError, ValueError) as error:
                 troubles.append(f"{server}: {getattr(error, 'reason', error) or type(error).__name__}")

@@ -53,7 +53,7 @@ class WorldNote:
             if not self._has_warned:
                 log.warning(
                     "%s cannot be written (%s): if this node starts again while it is cut off from the "
-                    "others, it does not know of them",
+                    "others, it has no record of them",
                     *(self.path, error.strerror or error),
                 )
             self._has_warned = True

@@ -16,7 +16,7 @@ def name_witness(backend: str, endpoint: str) -> str:
 
 
 def open_witness(text: str, job: str) -> Witness:
-    """Return the record of a job: `etcd://HOST[:PORT],...` (or `https+etcd://`), or the path of a folder.
+    """Open a job's witness: `etcd://HOST[:PORT],...` (or `https+etcd://`), or the path of a folder.
 
     Raises:
         PacelineError: PL380 for neither; PL384 for certificates that cannot be read.

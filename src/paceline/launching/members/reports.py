@@ -156,17 +156,17 @@ def explain_wait(
         return PacelineError(
             "PL374",
             saw=f"This node reached too few nodes of the last round for {waited}. Missing: {missing}.",
-            rule="Those that go on must be more than half of the last round, or half with its number 0 "
-            f"({world.members[0]}), so that two parts never both train. Launchers that are known to have "
-            "ended do not count.",
-            fix="Restore the network between the nodes. If the missing ones have ended for good, start the "
+            rule="The nodes that go on must be more than half of the last round, or half of it with its "
+            f"number 0 ({world.members[0]}), so that two parts never both train. Launchers that are known to "
+            "have ended do not count.",
+            fix="Restore the network between the nodes. If the missing nodes will not come back, start the "
             "job with another --rdzv-id.",
         )
     return PacelineError(
         "PL375",
         saw=f"{len(present)} of at least {terms.least} nodes were there after {waited}."
         + (f" Missing: {missing}." if missing else ""),
-        rule="A job never trains on fewer nodes than --nnodes asks for.",
+        rule="A job never trains on fewer nodes than the minimum of --nnodes.",
         fix="Start the same command on the missing nodes, or lower MIN of --nnodes MIN:MAX.",
     )
 

@@ -162,7 +162,7 @@ class WitnessThread:
         except WitnessError as error:
             if not self.trouble:
                 log.warning(
-                    "the witness %s does not answer: %s; training goes on, and no new round begins",
+                    "the witness %s does not answer: %s; training continues, and no new round begins",
                     *(self._witness.name, error),
                 )
             self.trouble = str(error)
@@ -193,7 +193,7 @@ def entry_from_text(text: str | bytes) -> Entry:
             raise ValueError("no world")
         return Entry(int(value["number"]), world, bool(value["is_final"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise WitnessError(f"what is stored there is not an entry of Paceline ({error})") from None
+        raise WitnessError(f"the stored value is not an entry of Paceline ({error})") from None
 
 
 def member_to_text(member: Member) -> str:
@@ -210,4 +210,4 @@ def member_from_text(text: str | bytes) -> Member:
     try:
         return Member(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise WitnessError(f"what is stored there is not a launcher of Paceline ({error})") from None
+        raise WitnessError(f"the stored value is not a launcher of Paceline ({error})") from None

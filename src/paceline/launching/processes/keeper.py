@@ -8,8 +8,8 @@ and becomes the script (`script.py`), or executes a program: one that starts col
 ends: ranks get SIGTERM, ten seconds, then SIGKILL. (If the keeper is killed, the kernel kills its ranks:
 PR_SET_PDEATHSIG.)
 
-The keeper adopts what ranks leave behind (PR_SET_CHILD_SUBREAPER), so that even a process which has left its
-group and its parent is found; where the keeper is killed, `paceline run` itself does so.
+The keeper adopts processes that ranks leave behind (PR_SET_CHILD_SUBREAPER), so that even a process that has
+left its group and its parent is found; where the keeper is killed, `paceline run` itself does so.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ class Construction:
         except UninitialisedError as error:
             if what == "parameter":
                 raise uninitialised_error([name]) from None
-            log.warning("Nobody writes all of the buffer %s: the rest of it starts as zeros.", name)
+            log.warning(
+                "The factory does not write all of the buffer %s: the rest of it starts as zeros.", name
+            )
             tensor = error.zeroed
         except LostError:
             raise lost_error([name]) from None
@@ -190,7 +192,7 @@ def lost_error(names: list[str]) -> PacelineError:
         "PL458",
         saw=f"The values of {name_some(names)} were not made by the factory while it ran.",
         rule="A factory makes all of its model's tensors, and not on the meta device, which keeps no values: "
-        "only then can each be made again by itself.",
+        "only then can each be made again separately.",
         fix=f"Build it inside of the factory, and without torch.device('meta'). {BUILT}",
     )
 

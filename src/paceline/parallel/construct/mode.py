@@ -29,7 +29,7 @@ from paceline.torch_seams.trees import tree_flatten, tree_iter, tree_map, tree_m
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
-BUILT = "Pass the built model in place of its factory: its weights are then the truth."
+BUILT = "Pass the built model in place of its factory: rank 0's weights are then used."
 
 # They write every element of their output, and do not read its old content.
 _OVERWRITING = {
@@ -125,7 +125,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except (UninitialisedError, LostError, ChangedError):
             self.refuse(
                 "PL458",
-                saw=f"{where()} reads a value ({reader}) that depends on memory that nobody wrote, or on a "
+                saw=f"{where()} reads a value ({reader}) that depends on uninitialised memory, or on a "
                 "tensor that was made outside of the factory.",
                 rule="Only values that the factory itself makes are known while it runs on the meta device.",
                 fix=BUILT,
@@ -137,7 +137,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "PL455",
             saw=f"{where()} reads a value that depends on random numbers ({reader}).",
             rule="A factory runs on the meta device, where random numbers have no values yet: each "
-            "parameter is drawn later, by itself, from the seed and its name.",
+            "parameter is drawn later, separately, from the seed and its name.",
             fix=f"Build the tensor without reading its values. {BUILT}",
         )
 

@@ -88,7 +88,7 @@ def check_forms(model: nn.Module) -> None:
             'paceline.models.moe.Experts, and lists whose name has "expert" in it: of equal modules without '
             "buffers and dropout, which the forward of the module around them calls.",
             fix="Make the modules equal, hold their weights in a paceline.models.moe.Experts, rename the "
-            "list if its modules are no experts, or leave ep out.",
+            "list if its modules are not experts, or leave ep out.",
         )
     shared = _find_shared(model)
     if shared:

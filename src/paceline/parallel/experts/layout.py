@@ -388,7 +388,7 @@ def experts_not_divided_error(degree: int, what: str, num_experts: int) -> Pacel
     return PacelineError(
         "PL655",
         saw=f"layout.ep={degree} does not divide {what}.",
-        rule="Each rank of ep holds equally many experts of each mixture.",
+        rule="Each rank of ep holds the same number of experts of each mixture.",
         fix=f"Set ep to one of {', '.join(map(str, fitting))}.",
     )
 

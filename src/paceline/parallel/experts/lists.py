@@ -148,7 +148,7 @@ class ListForm(ExpertForm):
         answer = functional_call(self._twins[number], cast(Any, named), (rows,))
         if not isinstance(answer, Tensor) or answer.shape[:-1] != rows.shape[:-1]:
             shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-            raise loop_error(self.name, f"expert {number} answers {tuple(rows.shape)} with {shape}.")
+            raise loop_error(self.name, f"expert {number} returns {shape} for an input {tuple(rows.shape)}.")
         return answer
 
     def list_weights_of(self, number: int) -> list[nn.Parameter]:

@@ -97,7 +97,7 @@ class ExpertLoop(TorchFunctionMode):
             if number in self.calls:
                 raise self._refuse(f"expert {number} is called twice in one forward.")
             if self._waits(given):
-                raise self._refuse(f"expert {number} is called with what another expert has answered.")
+                raise self._refuse(f"expert {number} is called with another expert's output.")
             self.calls[number] = given
             self._versions.append((given, read_version(given)))
             answer = self._make_stand_in(self._fake, given)
@@ -122,7 +122,9 @@ class ExpertLoop(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], used: list[Tensor]
     ) -> Any:
         if "out" in kwargs:
-            raise self._refuse(f"{_name(func)} writes an answer to its argument out.")
+            raise self._refuse(
+                f"{_name(func)} writes a result that depends on an expert's output to its argument out."
+            )
         if _writes(func):
             # Nothing is written yet. The result is the tensor itself.
             if not is_fake(args[0]):
@@ -152,7 +154,7 @@ class ExpertLoop(TorchFunctionMode):
         except Exception as error:
             # torch's errors for results that depend on numbers have many types.
             if type(error).__module__.startswith("torch."):
-                raise self._refuse(f"{_name(func)} depends on the numbers of an expert's answer.") from error
+                raise self._refuse(f"{_name(func)} depends on the values of an expert's output.") from error
             raise
 
     def check(self) -> None:
@@ -162,7 +164,9 @@ class ExpertLoop(TorchFunctionMode):
             PacelineError: PL662 if a tensor was changed in place that one reads.
         """
         if any(read_version(tensor) != version for tensor, version in self._versions):
-            raise self._refuse("a tensor is changed in place after an expert or its answer was to use it.")
+            raise self._refuse(
+                "a tensor is changed in place before an expert, or a function of its output, has used it."
+            )
 
     def finish(self, answers: Mapping[int, Tensor], output: Any) -> Any:
         """Run what was postponed, and return the output with real tensors.
@@ -182,7 +186,7 @@ class ExpertLoop(TorchFunctionMode):
                     real |= {id(fake): leaf for fake, leaf in zip(each.results, found, strict=True)}
             found = tree_map_only(Tensor, lambda tensor: real.get(id(tensor), tensor), output)
         if any(isinstance(leaf, Tensor) and is_fake(leaf) for leaf in tree_leaves(found)):
-            raise self._refuse("an answer goes through a function that cannot be followed.")
+            raise self._refuse("an expert's output goes through a function that cannot be followed.")
         return found
 
     def _refuse(self, saw: str) -> PacelineError:
@@ -232,8 +236,8 @@ def loop_error(name: str, saw: str) -> PacelineError:
         "PL662",
         saw=f"in {name or 'the model'}, {saw}",
         rule='Under ep, the modules of a list whose name has "expert" in it are the experts of a mixture. '
-        "Its forward calls each of them at most once, with one tensor that depends on no expert's answer.",
-        fix="Write the mixture as such a loop, rename the list if its modules are no experts, or leave ep "
+        "Its forward calls each of them at most once, with one tensor that depends on no expert's output.",
+        fix="Write the mixture as such a loop, rename the list if its modules are not experts, or leave ep "
         "out.",
     )
 

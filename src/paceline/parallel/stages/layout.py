@@ -86,8 +86,8 @@ class Stages:
             raise PacelineError(
                 "PL486",
                 saw=f"layout.pp={mesh.pp.size} without example=.",
-                rule="A model is cut into stages by one forward of a batch of a few samples.",
-                fix="Pass example= to Trainer, a batch of the form that step gets.",
+                rule="The cut of a model into stages follows from one forward on a batch of a few samples.",
+                fix="Pass example= to Trainer: a batch in the form that step gets.",
             )
         layout = mesh.layout
         self.homes = mesh.homes
@@ -281,8 +281,8 @@ class Stages:
             raise PacelineError(
                 "PL487",
                 saw=f"{draws[0].where}: {draws[0].saw}",
-                rule="A rank of pp leaves out other stages with their draws, so it would draw other numbers "
-                "than one process.",
+                rule="A rank of pp skips the draws of other stages, so it would draw other numbers than one "
+                "process.",
                 fix="Draw with nn.Dropout, F.dropout or dropout in F.scaled_dot_product_attention.",
             )
         return found[0]
@@ -303,8 +303,8 @@ class Stages:
                 raise PacelineError(
                     "PL485",
                     saw=f"stage {min(others)} uses {name}, which is on stage {self.users[name][0]}.",
-                    rule="The trial forward says which stage uses which weight.",
-                    fix="Make the model use its weights alike in every forward, in training and evaluation.",
+                    rule="The trial forward determines which stage uses which weight.",
+                    fix="Make the model use the same weights in every forward, in training and evaluation.",
                 )
 
     def _replace(self, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -54,7 +54,7 @@ class StageCut:
             if self.find_stage(self.record.learned[made].segment) != self.find_stage(segment):
                 raise PacelineError(
                     "PL483",
-                    saw=f"{module or 'the model'} changes a tensor in place that an earlier stage made.",
+                    saw=f"{module or 'the model'} changes in place a tensor that an earlier stage made.",
                     rule="Under pp, a stage gets a copy of what earlier stages made, and may have to pass "
                     "it on unchanged.",
                     fix="Use the operation that returns a new tensor, for example x + y in place of x += y.",

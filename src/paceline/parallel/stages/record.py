@@ -329,8 +329,8 @@ def _decision_error(module: str, name: str) -> PacelineError:
         "PL481",
         saw=f"the forward of {module or 'the model'} reads the value of a tensor that depends on the weights "
         f"({name}).",
-        rule="Under pp, a rank has the values of its own stage only, and the model is cut from a forward "
-        "without numbers.",
+        rule="Under pp, a rank has the values of its own stages only, and the cut follows from a forward "
+        "without values.",
         fix="Compute the choice with tensors (torch.where), or use dp_shard or tp in place of pp.",
     )
 

@@ -146,8 +146,8 @@ def second_gradient_error(saw: str) -> PacelineError:
     return PacelineError(
         "PL437",
         saw=saw,
-        rule="Under tp, backward has collectives between the ranks, which have no gradient of their own. So "
-        "a gradient penalty cannot be differentiated.",
+        rule="Under tp, backward has collectives between the ranks, which cannot be differentiated again, "
+        "as a gradient penalty requires.",
         fix="Use dp_replicate, which gives the bits of one process.",
     )
 

@@ -279,7 +279,7 @@ def _forward_error(model: nn.Module, recorder: _ForwardRecorder, error: Exceptio
     """Return the error for a failed trial forward: caused by torch's stand-in, or by the model or batch."""
     saw = f"a trial forward of {type(model).__name__} failed in {recorder.where()}: "
     saw += f"{type(error).__name__}: {first_line(error)}"
-    rule = "To find out what tensor parallelism can split, one forward is traced on tensors without values."
+    rule = "To find what tensor parallelism can split, one forward is traced on tensors without values."
     fix = (
         "Pass an example batch that the forward accepts. If a value of a tensor decides what is computed "
         "(.item(), if x.any()), use dp_replicate or dp_shard, or move that out of the forward."

@@ -33,7 +33,7 @@ def context_divides_heads(model: ModelFacts, _: RunFacts, layout: Layout) -> Ite
                 "PL632",
                 "layout.cp",
                 f"{given} does not divide model.{name}={size}.",
-                f"Inside of attention each rank has whole sequences of some of {size // layout.tp} heads, "
+                f"Inside attention, each rank has whole sequences of some of {size // layout.tp} heads, "
                 f"so cp must be {list_numbers(divisors(size // layout.tp))}.",
                 f"Set cp to one of these, model.{name} to a multiple of {ranks}, or "
                 'cp_by="gather", which divides no heads.',
@@ -55,7 +55,7 @@ def ways_to_attend_have_cp(_: ModelFacts, __: RunFacts, layout: Layout) -> Itera
             "PL635",
             "layout.cp_by",
             f"layout.cp_by={layout.cp_by} with layout.cp=1.",
-            "It says how the ranks of cp attend to each other's positions; one rank has all of them.",
+            "It selects how the ranks of cp attend to each other's positions; one rank has all of them.",
             "Set cp=2 or more, or leave cp_by out.",
         )
 

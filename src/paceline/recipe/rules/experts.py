@@ -20,7 +20,8 @@ def experts_are_there(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterato
             "PL653",
             "layout.ep",
             f"layout.ep={layout.ep} for a model without experts.",
-            "ep shares the experts of mixtures among ranks. It finds those of paceline.models.moe.Experts, "
+            "ep shares the experts of mixtures among ranks. It applies to those of "
+            "paceline.models.moe.Experts, "
             'which model.kind="moe" has, and those of transformers.',
             "Leave ep out: every data rank then has the whole model, or a shard of it.",
         )
@@ -29,7 +30,7 @@ def experts_are_there(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterato
             "PL655",
             "layout.ep",
             f"layout.ep={layout.ep} does not divide {model.num_experts} experts.",
-            "Each rank of ep holds equally many experts of each mixture.",
+            "Each rank of ep holds the same number of experts of each mixture.",
             f"Set ep to {list_numbers(divisors(gcd(model.num_experts, _count_data(layout))))}.",
         )
 
@@ -55,8 +56,8 @@ def experts_divide_data_ranks(model: ModelFacts, _: RunFacts, layout: Layout) ->
             "PL654",
             "layout.ep",
             f"layout.ep={layout.ep} with layout.cp={layout.cp}.",
-            "The ranks of cp, which have the same tokens, share the experts before data ranks do: so ep is a "
-            "divisor or a multiple of cp.",
+            "The ranks of cp, which have the same tokens, share the experts before data ranks do, so ep "
+            "must be a divisor or a multiple of cp.",
             f"Set ep to {list_numbers([n for n in choices if _nests(n, layout.cp)])}.",
         )
 

@@ -33,7 +33,7 @@ def ranks_are_idle(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Fin
             "PL131",
             "layout",
             f"a global batch of {run.num_microbatches} microbatch{'es' * (run.num_microbatches != 1)} for "
-            f"{layout.dp} ranks of data.",
+            f"{layout.dp} data ranks.",
             f"Each microbatch is computed by one rank, so {layout.dp - run.num_microbatches} compute "
             f"nothing{sharded}.",
             "Lower train.microbatch_size or raise train.global_batch_size (both change the run), or use "

@@ -53,7 +53,7 @@ def batchnorm_is_there(model: ModelFacts, run: RunFacts, layout: Layout) -> Iter
         yield Finding(
             "PL149",
             "train.sync_batchnorm",
-            f"train.sync_batchnorm=true with {name_degrees(layout, shares_data=False)} and one rank of data.",
+            f"train.sync_batchnorm=true with {name_degrees(layout, shares_data=False)} and one data rank.",
             "It gathers BatchNorm's statistics over "
             f"{' and '.join(list_axes(shares_data=True))}; the other ranks have the same samples.",
             "Leave sync_batchnorm out, or set dp_replicate=2 or more.",

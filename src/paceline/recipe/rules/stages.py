@@ -24,7 +24,7 @@ def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterat
                 "PL490",
                 "layout.schedule",
                 f"{' '.join(changed)} with layout.pp=1.",
-                "They say how the stages of a pipeline run; without pp there are none.",
+                "They describe how the stages of a pipeline run; without pp there are none.",
                 "Set pp=2 or more, or leave them out.",
             )
         return
@@ -37,7 +37,7 @@ def stages_have_blocks(model: ModelFacts, _: RunFacts, layout: Layout) -> Iterat
                 "PL475",
                 "layout.chunks",
                 f"layout.chunks={layout.chunks} with layout.schedule={layout.schedule}.",
-                "The list in the file says which rank holds which stages.",
+                "The list in the file determines which rank holds which stages.",
                 "Leave chunks out.",
             )
         return
@@ -97,7 +97,8 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             layout.dp_shard > 1 and bool(changed),
             "shard",
             changed,
-            "A stage is gathered as a whole, in the type of the model; of [shard] it knows prefetch alone.",
+            "A stage is gathered as a whole, in the type of the model; prefetch is the only setting of "
+            "[shard] that it supports.",
             "Leave these settings out, or set pp=1.",
         ),
         (
@@ -111,7 +112,8 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             run.compile and layout.schedule not in UNDIVIDED,
             "train.compile",
             f"train.compile=true and layout.schedule={layout.schedule}",
-            "A divided backward keeps back gradients of single layers, which compiled code does not show.",
+            "A divided backward holds back gradients of single layers, which is not possible in compiled "
+            "code.",
             "Leave compile out, or set schedule=1f1b.",
         ),
         (
@@ -125,7 +127,7 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             run.compile and layout.tp > 1,
             "train.compile",
             f"train.compile=true and layout.tp={layout.tp}",
-            "tp follows the functions inside of a stage's blocks, which compiled code does not show.",
+            "tp follows the functions inside of a stage's blocks, which is not possible in compiled code.",
             f"Leave compile out, or set tp=1 and dp_shard={layout.dp_shard * layout.tp}.",
         ),
     )
@@ -135,7 +137,7 @@ def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator
             "PL494",
             "layout.stages",
             f'layout.stages="{MEASURED}" with layout.ep={layout.ep}.',
-            "A block is timed by itself, and experts that ranks share answer in whole steps only.",
+            "A block is timed on its own, but experts that ranks share run in whole steps only.",
             "Leave stages out, or give the numbers of blocks.",
         )
     if layout.schedule in DIVIDED and layout.recompute != "none":

@@ -23,7 +23,7 @@ def refuse_mixes(
     """
     for is_there, key, saw, rule, fix in mixes:
         if is_there:
-            yield Finding(code, key, f"{given} with {saw}.", f"{rule} This version has no other way.", fix)
+            yield Finding(code, key, f"{given} with {saw}.", f"{rule} This version does not support it.", fix)
 
 
 def name_degrees(layout: Layout, **facts: bool) -> str:

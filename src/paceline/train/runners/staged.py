@@ -135,7 +135,8 @@ class StagedRunner(StagedForwards):
         raise PacelineError(
             "PL488",
             saw=f"steps without communication under layout.pp={self._pp.size}.",
-            rule="A stage computes what another one has sent, so there is no step without communication.",
+            rule="A stage computes on tensors that another one has sent, so there is no step without "
+            "communication.",
             fix="Measure whole steps, for example with `paceline bench scaling`.",
         )
 

@@ -69,7 +69,7 @@ def count_copies(wanted: int | str, disks: Disks) -> int:
     where = "one folder, which all nodes see" if num_disks == 1 else f"{num_disks} disks"
     error = PacelineError(
         "PL552",
-        saw=f"checkpoint.copies = {wanted}, and the run's folder lies on {where}.",
+        saw=f"checkpoint.copies = {wanted}, and the run's folder is on {where}.",
         rule="Each copy of a file is on a disk of its own.",
         fix=f'Set checkpoint.copies = "auto", or at most {num_disks}, or start more nodes that have disks of '
         "their own.",
@@ -84,7 +84,7 @@ def warn_of_single_copies(copies: int, disks: Disks) -> None:
         return
     names = [disk.name for disk in disks.disks]
     log.warning(
-        "checkpoint.copies = 1, and the run's folder lies on %d disks (%s): each file of a checkpoint is on "
+        "checkpoint.copies = 1, and the run's folder is on %d disks (%s): each file of a checkpoint is on "
         "one of them. A lost node is lost work: without its files the run does not continue (PL555). Use "
         "checkpoint.copies = 2, or a folder that all nodes share. [PL558]",
         len(names),
@@ -277,8 +277,8 @@ def find_apart(
             PacelineError(
                 "PL555",
                 saw=f"No step is whole in {folder.path} on {join(_name_disks(disks))}: {'; '.join(skipped)}.",
-                rule="A run goes on from a step of which every file is on some node, and never starts again "
-                "by itself.",
+                rule="A run goes on from a step whose files are each on some node, and never starts again "
+                "on its own.",
                 fix="Start together with the nodes that have the missing files, or copy these files to one "
                 "of these nodes. To start over, remove the run's folder on every node.",
             )
@@ -536,6 +536,7 @@ def _not_copied_error(
         code,
         saw=f"{each.name} of step {step} could not be copied from {source} to {target}: {problem}"
         + (f" ({len(failed)} copies failed)." if len(failed) > 1 else "."),
-        rule="A checkpoint counts only if each of its files is on as many disks as checkpoint.copies says.",
+        rule="A checkpoint counts only if each of its files is on as many disks as checkpoint.copies "
+        "requires.",
         fix="Free space or correct the disk on that node; earlier checkpoints are unchanged.",
     )

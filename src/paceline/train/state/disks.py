@@ -211,10 +211,10 @@ def _check_mutual(seen: list[frozenset[int]], hosts: list[str], folder: Path) ->
         error = PacelineError(
             "PL553",
             saw=saw,
-            rule="Nodes either share a folder or have folders of their own, so that each file of a "
+            rule="Nodes must either share a folder or have folders of their own, so that each file of a "
             "checkpoint has a known place.",
-            fix="Mount the disk alike on all of these nodes, or give the run a folder that each node has on "
-            "a disk of its own.",
+            fix="Mount the disk in the same way on all of these nodes, or give the run a folder that each "
+            "node has on a disk of its own.",
         )
         raise_any([error])
 

@@ -48,8 +48,8 @@ def check_hooks(saved: Saved, world_size: int, bucket_cap_mb: float) -> None:
                 "ranks with "
                 f"ddp.bucket_cap_mb={there[1]:g}; here are {world_size} with {bucket_cap_mb:g}.",
                 rule="A hook that compresses keeps on each rank what it has left out there, by bucket. On "
-                "other "
-                "ranks or in other buckets that is lost, and the run would not go on as it was.",
+                "other ranks or in other buckets, that state would be lost, and the run would continue "
+                "differently.",
                 fix="Go on with the same ranks and buckets. To begin with an empty state instead: "
                 "trainer.resume(folder, accept=['comm_hook']).",
             )

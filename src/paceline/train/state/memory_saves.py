@@ -338,9 +338,9 @@ def _check_free(
 def _why_not() -> str:
     """Return why no memory can be kept for a restart, or ""."""
     if not _has_proc():
-        return "this system has no /proc, by which a new start finds the memory"
+        return "this system has no /proc, which a new start needs to find the memory"
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "no launcher started these ranks, so nothing starts them again"
+        return "no launcher started these ranks, so nothing would start them again"
     return ""
 
 

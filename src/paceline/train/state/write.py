@@ -334,8 +334,8 @@ def agree(gathered: Sequence[tuple[PacelineError | None, str]]) -> None:
             "PL525",
             saw=f"rank {differing[0]} has other tensors to save than rank 0 (of {len(differing)} ranks that "
             "differ, the first).",
-            rule="Every part of every tensor is written by one rank, which all ranks find by the same plan.",
-            fix="Look for optimizer state or tracked averages that only some ranks have. To save anyhow, "
+            rule="Every part of every tensor is written by one rank, and all ranks compute the same plan.",
+            fix="Look for optimizer state or tracked averages that only some ranks have, or "
             'choose checkpoint.mode = "full".',
         )
         found.on_every_rank = True

@@ -134,7 +134,7 @@ def name_place(frame: Frame) -> str:
 def name_exit(exit_code: int | None, is_out_of_memory: bool) -> str:
     """Return how a process ended, to follow "it": `has ended (exit code 0)`, `was killed by SIGKILL`."""
     if is_out_of_memory:
-        return "was killed by the kernel, which had run out of memory"
+        return "was killed by the kernel because memory ran out"
     if exit_code is None:
         return "has ended"
     if exit_code >= 0:

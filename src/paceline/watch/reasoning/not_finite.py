@@ -15,7 +15,7 @@ _RULES = {
     "applied": "The reduction passes such a gradient to all ranks, and the optimizer applies it to the "
     "weights; results computed with these weights are not finite either.",
     "skipped": "A GradScaler or the script skips such a step. That helps against one bad batch or a scale "
-    "that is too large; here the model does not learn any more.",
+    "that is too large; here the model has stopped learning.",
     "raised": "An exception has ended the script before the optimizer took a step with it. After the "
     "reduction, all ranks have such a gradient, whichever rank it came from.",
     "inherited": "Such weights give no finite gradient. The previous step made them so, through a gradient "

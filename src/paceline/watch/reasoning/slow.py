@@ -41,7 +41,7 @@ _FIX_LOADER = (
     "much as those of the other ranks."
 )
 _FIX_MACHINE = (
-    "It is slower in all its work: check its core or device for other processes, limits, clock and "
+    "It is slower everywhere: check its core or device for other processes, limits, clock and "
     "temperature, and whether its samples are larger."
 )
 

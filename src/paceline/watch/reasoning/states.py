@@ -222,7 +222,7 @@ def _describe_activity(rank: int, main: tuple[Frame, ...], process: Process | No
     if activity is not None:
         return State(rank, "elsewhere", activity.words, activity.short, own)
     if not main:
-        return State(rank, "silent", "is alive but does not answer")
+        return State(rank, "silent", "is alive but does not respond")
     distributed = find_distributed(main)
     if distributed is not None:
         return State(rank, "unrecorded", f"waits in {distributed}", frames=own, operation=distributed)

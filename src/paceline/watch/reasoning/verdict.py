@@ -30,7 +30,7 @@ class Advice:
 ADVICE: dict[str, Advice] = {
     "PL800": Advice(
         "A collective completes only when every rank of its group has called it.",
-        "Check the line where the missing rank is: have every rank make the call, or none.",
+        "Check the line where the missing rank is: make the call on every rank or on none.",
     ),
     "PL801": Advice(
         "A collective completes only when every rank of its group has called it; a rank that has ended "
@@ -79,7 +79,7 @@ ADVICE: dict[str, Advice] = {
     ),
     "PL811": Advice(
         "A job makes progress when its ranks compute or communicate.",
-        "Check the lines above: what the ranks wait for there does not arrive.",
+        "Check the lines above: the ranks wait there for something that does not arrive.",
     ),
     "PL812": Advice(
         "A collective needs all of its group's machines.",
