@@ -24,7 +24,7 @@ def settle_slots(subject: Subject, layouts: Sequence[Layout]) -> tuple[Subject, 
     num_slots = section.slots or max(2, math.lcm(*degrees))
     if section.slots is None and section.links == "between_nodes":
         num_slots = 2 if all(dp % 2 == 0 or dp == 1 for dp in degrees) else num_slots
-    chosen = "" if section.slots else ", the fewest that all of these layouts can share"
+    chosen = "" if section.slots else ", the smallest number that all of these layouts can share"
     remark = Finding(
         "PL732",
         "the comparison",
