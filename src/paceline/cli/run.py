@@ -72,6 +72,12 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="where rounds are recorded, so that only one of two disconnected parts goes on: "
         "etcd://HOST:PORT or a folder",
     )
+    ours.add_argument(
+        "--evict-slow",
+        type=float,
+        metavar="S",
+        help="put a node out of the job if others have waited for its ranks for S seconds (default: never)",
+    )
     add_grace_flag(ours)
     status: Any = ours.add_argument(
         "--status",

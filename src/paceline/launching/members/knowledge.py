@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
+from paceline.errors import PacelineError
 from paceline.launching.members import reports
 from paceline.launching.members.contacts import Contacts, MemberLinks, place_of
+from paceline.launching.members.eviction import Evictions
 from paceline.launching.members.records import (
     Address,
     Agent,
@@ -88,6 +90,7 @@ class Knowledge:
         self._lost: dict[str, Lost] = {}
         self._proposal: Proposal | None = None
         self._beats, self._refusals = 0, set[str]()
+        self._evictions = Evictions()
         if noted is not None:  # this launcher has the port of the one before it
             self._dead |= {member.key for member in noted.members if place_of(member) == place_of(me)}
             self._seeks_until_s = now + waits.probe_s
@@ -122,6 +125,28 @@ class Knowledge:
     def _known(self) -> list[Member]:
         worlds = [*([self.world] if self.world is not None else []), *self._pending.values()]
         return [member for world in worlds for member in world.members]
+
+    def _explain_lateness(self, now: float) -> PacelineError | None:
+        """Return why a round has not come in time, or `None` while there is time."""
+        if self._offer is None:
+            return None
+        present = self._present()
+        has_quorum = self.role == "following" or self._has_quorum(present)
+        # Those that have ended do not count for the quorum, so it is not missing them.
+        named = present if has_quorum else present | self._dead
+        return reports.explain_lateness(
+            reports.Lateness(
+                now - self._offered_s,
+                is_alone=self.world is None and self.role == "seeking",
+                # It may know the world of the job that refuses it.
+                is_stranger=self.role == "seeking" and not self._is_member(),
+                has_quorum=has_quorum,
+                refusals=self._refusals,
+                endpoints=self._contacts.endpoints,
+                witness=self._testimony.trouble,
+            ),
+            *(self.waits, self.terms, self.world, named, self._lost, now),
+        )
 
     def _runs(self, key: str) -> bool:
         """Return whether a member takes part in a round that is not over."""

@@ -26,6 +26,8 @@ This file does no input or output: `wire.py` carries its messages, and tests dri
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from dataclasses import asdict
 
 from paceline.launching.members import reports
 from paceline.launching.members.choice import choose_peers, has_finished
@@ -88,6 +90,15 @@ class Membership(Knowledge):
             self._links.send(link, {"kind": "leave"})
         self._has_left = not self._is_closed
         self._is_closed = True
+
+    def report_slow(self, ranks: Collection[int], evidence: str) -> None:
+        """Ask the leader to put this node out of the job, because its ranks are slow."""
+        if not self._runs(self.me.key) or self._is_closed:
+            return
+        if self.role == "following" and self._up is not None:
+            self._links.send(self._up, {"kind": "slow", "ranks": sorted(ranks), "evidence": evidence})
+        elif self.role == "leading" and (why := self._judge_slow(self.me, ranks, evidence)):
+            self._agent.kept(why)
 
     # ---- events of the links
 
@@ -316,6 +327,10 @@ class Membership(Knowledge):
         elif kind == "leave":
             self._dead.add(leader.key)
             self._lose_leader("it was asked to leave", now, left=True)
+        elif kind == "put out":
+            self._note_slow(Member(**message["member"]), message["ranks"], message["evidence"])
+        elif kind == "kept":
+            self._agent.kept(str(message["why"]))
         elif kind in ("answer", "refuse"):  # it does not lead any more, or not this job
             if kind == "answer":
                 self._learn(up, message, now)
@@ -391,12 +406,35 @@ class Membership(Knowledge):
             peer.is_done = True
         elif kind == "close":
             self._close(failed=True)
+        elif kind == "slow":
+            if why := self._judge_slow(peer.member, message["ranks"], message["evidence"]):
+                self._links.send(peer.link, {"kind": "kept", "why": why})
         elif kind == "leave":
             self._dead.add(peer.member.key)
             self._links.close(peer.link)
             self._lose(peer, "it was asked to leave", now, left=True)
         if kind != "beat" and not self._is_closed and self.role == "leading":
             self._lead_on(now)
+
+    def _judge_slow(self, member: Member, ranks: Collection[int], evidence: str) -> str | None:
+        """Put a slow node out, or return why it stays."""
+        world = self.world
+        if world is None or not self._runs(member.key):
+            return None
+        why = self._evictions.refuse(member, ranks, world, self._present(), self.terms.least)
+        if why is None:
+            words = {"member": asdict(member), "ranks": sorted(ranks), "evidence": evidence}
+            for link in self._peers:
+                self._links.send(link, {"kind": "put out", **words})
+            self._note_slow(member, ranks, evidence)
+        return why
+
+    def _note_slow(self, member: Member, ranks: Collection[int], evidence: str) -> None:
+        self._evictions.note(member, ranks, 0 if self.world is None else self.world.round)
+        if member.key == self.me.key:
+            self._agent.put_out(evidence)
+        else:
+            log.warning("%s is put out of the job, because it is slow: %s", member, evidence)
 
     def _lose(self, peer: Peer, why: str, now: float, *, left: bool = False, is_silent: bool = False) -> None:
         self._peers.pop(peer.link, None)
@@ -551,24 +589,6 @@ class Membership(Knowledge):
 
     def _give_up_late(self, now: float) -> None:
         """Stop waiting for a round that has not come in time, with the reason."""
-        if self._offer is None:
-            return
-        present = self._present()
-        has_quorum = self.role == "following" or self._has_quorum(present)
-        # Those that have ended do not count for the quorum, so it is not missing them.
-        named = present if has_quorum else present | self._dead
-        error = reports.explain_lateness(
-            reports.Lateness(
-                now - self._offered_s,
-                is_alone=self.world is None and self.role == "seeking",
-                # It may know the world of the job that refuses it.
-                is_stranger=self.role == "seeking" and not self._is_member(),
-                has_quorum=has_quorum,
-                refusals=self._refusals,
-                endpoints=self._contacts.endpoints,
-                witness=self._testimony.trouble,
-            ),
-            *(self.waits, self.terms, self.world, named, self._lost, now),
-        )
+        error = self._explain_lateness(now)
         if error is not None:
             self._agent.failed(error)
