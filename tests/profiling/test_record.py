@@ -22,11 +22,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.cli.main import main
 from paceline.errors import PacelineError
+from paceline.profiling.advice.all import find_advice
 from paceline.profiling.analysis import Profile, analyse
 from paceline.profiling.intervals import clip
 from paceline.profiling.launcher import list_recordings, prepare_folder
 from paceline.profiling.rank.clocks import ClockServer, join_measurements, measure_clock
 from paceline.profiling.rank.recorder import RecordSettings, StepRecorder
+from paceline.profiling.rank.recording import count_cores
 from paceline.profiling.read import read_traces
 from paceline.profiling.trace import (
     BACKWARD,
@@ -36,6 +38,7 @@ from paceline.profiling.trace import (
     HOST,
     OPTIMIZER,
     READING,
+    Reducer,
 )
 
 # Long against the steps of a busy machine, which take some milliseconds on an idle one.
@@ -419,3 +422,37 @@ def test_messages_are_matched_by_their_direction(ranks: Any, tmp_path: Path) -> 
     assert profile.num_matched >= 6
     assert profile.num_unmatched == 0
     assert profile.blames == ()
+
+
+def train_badly(world: Any, folder: str) -> None:
+    """Reduce in each of two microbatches, search for unused parameters, and load in the loop."""
+    recorder = StepRecorder(world.rank, RecordSettings(folder, after=1, steps=4))
+    recorder.install(torch)
+    original = vars(torch.distributed.Reducer)["prepare_for_backward"]
+    batches = iter(DataLoader(Numbers(0.05), batch_size=4))
+    layers = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 1))
+    model = DistributedDataParallel(layers, find_unused_parameters=True, bucket_cap_mb=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for _ in range(7):
+        for _ in range(2):
+            model(next(batches)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    recorder.finish()
+    assert vars(torch.distributed.Reducer)["prepare_for_backward"] is original
+
+
+def test_what_advice_needs_is_recorded(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(train_badly, nproc=2, args=(str(tmp_path),))
+    traces = read_traces([tmp_path])
+    for trace in traces:
+        (reducer,) = trace.reducers
+        assert reducer == Reducer(3 << 20, 4, finds_unused=True, unused_bytes=0, is_constant=True)
+        assert trace.is_loader_inline
+        assert len(trace.searches) == 2 * (len(trace.steps) + 1)  # those of the step that passes too
+        assert len(trace.blocked) >= len(trace.steps)
+        assert 0 < trace.cpu_ns < 60e9
+        assert trace.cores == count_cores() / 2 > 0  # of two ranks
+    found = {advice.code: advice for advice in find_advice(traces, analyse(traces))}
+    assert found["PL917"].saves_ns > 0.1e9
+    assert isinstance(found["PL917"].value, int)

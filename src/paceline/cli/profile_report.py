@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.finding import Finding
 from paceline.phrases import name_ranks
+from paceline.profiling.advice.advice import SettingAdvice
 from paceline.profiling.analysis import Profile, RankStep
 from paceline.profiling.compare import ProfileDifference
 from paceline.profiling.judge import describe_phase, describe_place_of, grade_exposed, grade_overlap
@@ -36,13 +37,16 @@ def describe_profile(profile: Profile, findings: Sequence[Finding]) -> str:
     return "\n\n".join(filter(None, [*parts, "\n".join(_describe_limits(profile))]))
 
 
-def as_table(profile: Profile, findings: Sequence[Finding]) -> dict[str, Any]:
+def as_table(
+    profile: Profile, findings: Sequence[Finding], advice: Sequence[SettingAdvice]
+) -> dict[str, Any]:
     """Return all numbers, JSON-able."""
     table = asdict(profile)
     for name in ("exposed_share", "overlap", "waiting_share", "backward_comm_share"):
         table[name] = getattr(profile, name)
     table["median_step"], table["worst_step"] = profile.median_step, profile.worst_step
     table["findings"] = [asdict(finding) for finding in findings]
+    table["advice"] = [asdict(each) for each in advice]
     return table
 
 

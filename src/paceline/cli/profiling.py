@@ -179,19 +179,21 @@ def report_on(paths: Sequence[Path], html: Path | None) -> tuple[str, dict[str, 
     """
     from paceline.cli.profile_report import as_table as tabulate
     from paceline.cli.profile_report import describe_profile
+    from paceline.profiling.advice.all import find_advice
     from paceline.profiling.analysis import analyse
     from paceline.profiling.judge import judge_profile
     from paceline.profiling.read import read_traces
 
     traces = read_traces(paths)
     profile = analyse(traces)
-    findings = judge_profile(profile)
+    advice = find_advice(traces, profile)
+    findings = judge_profile(profile, advice)
     text = describe_profile(profile, findings)
     if html is not None:
         from paceline.profiling.page import draw_page
 
         _write(html, draw_page(traces, profile, text))
-    return text, tabulate(profile, findings), bool(findings)
+    return text, tabulate(profile, findings, advice), bool(findings)
 
 
 def _write(path: Path, text: str) -> None:

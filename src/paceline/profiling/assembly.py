@@ -22,7 +22,7 @@ from paceline.profiling.elements import count_bytes
 from paceline.profiling.intervals import NOTHING, Spans, as_spans, unite
 from paceline.profiling.kineto import EventKind, Recorded, TraceFile, decode_arguments
 from paceline.profiling.light import divide_loop
-from paceline.profiling.rank.marks import MARK
+from paceline.profiling.rank.marks import MARK, SEARCHING, WAITING
 from paceline.profiling.trace import (
     BACKWARD,
     DATA,
@@ -40,6 +40,8 @@ from paceline.profiling.trace import (
 _OPERATIONS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
 _TRANSFERS = ("send", "recv")
 _UNMATCHED = "unmatched"
+# The class of torch's iterators of loaders with num_workers=0, in the names of their annotations.
+_INLINE = "_SingleProcess"
 
 
 def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
@@ -96,7 +98,17 @@ def build_rank_trace(file: TraceFile, rank: int) -> RankTrace:
         places=() if recorded is None else tuple(CodePlace(*place) for place in recorded.places),
         is_light=loop is not None,
         scheduling=UNSCHEDULED if recorded is None else _list_scheduling(recorded),
+        is_loader_inline=any(_INLINE in file.names[i] for i in np.flatnonzero(file.kinds == EventKind.DATA)),
     )
+    if loop is not None and recorded is not None:
+        trace = replace(
+            trace,
+            blocked=unite(as_spans(loop.get(WAITING, ()))),
+            searches=unite(as_spans(loop.get(SEARCHING, ()))),
+            reducers=tuple(recorded.reducers),
+            cpu_ns=recorded.cpu_ns,
+            cores=recorded.cores,
+        )
     return move_trace(trace, -ahead)
 
 
@@ -112,6 +124,7 @@ def move_trace(trace: RankTrace, by_ns: int) -> RankTrace:
         replace(part, issued_ns=part.issued_ns + by_ns, end_ns=part.end_ns + by_ns)
         for part in trace.collectives
     )
+    fields["blocked"], fields["searches"] = trace.blocked + by_ns, trace.searches + by_ns
     fields["samples"] = trace.samples + np.array([by_ns, 0])
     fields["scheduling"] = trace.scheduling + np.array([by_ns, 0, 0])
     return RankTrace(**fields)

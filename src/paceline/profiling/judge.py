@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from paceline.finding import Finding
 from paceline.phrases import name_ranks
+from paceline.profiling.advice.advice import SettingAdvice
 from paceline.profiling.analysis import Profile
 from paceline.profiling.blame import Blame
 from paceline.profiling.trace import BACKWARD, COLLECTION, CORE, DATA, FORWARD, HOST, OPTIMIZER, READING
 from paceline.units import format_seconds
 
+_BLAMED, _GRADED = "PL913", "PL912"
 Grade = Literal["good", "acceptable", "poor", "excellent", "limited"]
 
 GOOD_EXPOSED, MOST_EXPOSED = 0.2, 0.4
@@ -49,10 +52,16 @@ def grade_overlap(share: float) -> Grade:
     return "excellent" if share > EXCELLENT_OVERLAP else "good" if share >= GOOD_OVERLAP else "limited"
 
 
-def judge_profile(profile: Profile) -> list[Finding]:
-    """Return what costs time, the causes first, each with one next move."""
-    found = [_judge_blame(blame, profile.mean_step_ns) for blame in profile.blames]
-    move = _choose_move(profile)
+def judge_profile(profile: Profile, advice: Sequence[SettingAdvice] = ()) -> list[Finding]:
+    """Return what costs time, the causes first, each with one next move.
+
+    Args:
+        profile: the numbers.
+        advice: as `find_advice` returns it for them. Those of causes and of grades become part of these.
+    """
+    found = [_judge_blame(blame, profile.mean_step_ns, advice) for blame in profile.blames]
+    found += [each.as_finding() for each in advice if each.code not in (_BLAMED, _GRADED)]
+    move = _choose_move(profile, advice)
     grade = grade_exposed(profile.exposed_share)
     if grade != "good":
         found.append(
@@ -92,7 +101,8 @@ def judge_profile(profile: Profile) -> list[Finding]:
     return found
 
 
-def _judge_blame(blame: Blame, step_ns: float) -> Finding:
+def _judge_blame(blame: Blame, step_ns: float, advice: Sequence[SettingAdvice]) -> Finding:
+    changed = next((f" {each.fix} {each.gain}" for each in advice if _is_on(each, blame)), "")
     without = format_seconds((step_ns - blame.gain_ns) / 1e9)
     return Finding(
         "PL913",
@@ -101,8 +111,12 @@ def _judge_blame(blame: Blame, step_ns: float) -> Finding:
         f"({blame.share:.0%} of it) for {name_ranks([blame.rank])}, which took longer in "
         f"{describe_phase(blame.phase)}{describe_place_of(blame)}.",
         rule="All ranks of a collective wait for the last one.",
-        fix=f"{_MOVES[blame.phase]} Without this delay a step would take about {without}.",
+        fix=f"{_MOVES[blame.phase]} Without this delay a step would take about {without}.{changed}",
     )
+
+
+def _is_on(advice: SettingAdvice, blame: Blame) -> bool:
+    return advice.code == _BLAMED and advice.cause == (blame.rank, blame.phase)
 
 
 def describe_phase(phase: str) -> str:
@@ -123,16 +137,13 @@ def _describe_waiting(profile: Profile) -> str:
     return f"{profile.waiting_share:.0%} is waiting for other ranks"
 
 
-def _choose_move(profile: Profile) -> str:
+def _choose_move(profile: Profile, advice: Sequence[SettingAdvice]) -> str:
     """Return the move against exposed communication: against waiting if most of it is that."""
     if profile.waiting_share > profile.exposed_share / 2:
         if profile.blames:
             return f"Speed up {name_ranks([profile.blames[0].rank])} first (PL913)."
         return "Give all ranks equal work: no rank is always the last, so batches of equal cost help most."
-    rows = [row for row in profile.rows if row.rank == profile.exposed_rank]
-    transfer = sum(row.exposed_ns - sum(row.waiting_ns.values()) for row in rows)
-    saved = transfer / 2 / sum(row.total_ns for row in rows)
-    return (
-        "Communicate less often: a larger microbatch, or more of them per step, for the same reduction. "
-        f"Two steps in one, with one reduction, would take about {saved:.0%} less time per sample."
-    )
+    best = next((each for each in advice if each.code != _BLAMED), None)
+    if best is None:
+        return "Give each reduction more to compute: a larger microbatch, or several with one reduction."
+    return f"{best.fix} {best.gain}" if best.code == _GRADED else f"Follow {best.code} first."

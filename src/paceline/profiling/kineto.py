@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.profiling.rank.marks import MARK, METADATA
+from paceline.profiling.trace import Reducer
 from paceline.reading import read_file
 
 MOST_BYTES = 4 << 30
@@ -65,6 +66,9 @@ class Recorded:
         places: file, line, function and module.
         scheduling: instants, and for how long the training loop had run, and waited for a core.
         call_places: of each call, the number of the place that issued it; -1 if unknown.
+        reducers: of each DDP module, as `trace.Reducer` has them.
+        cpu_ns: for which all threads of the rank ran in the recorded steps; 0 if unknown.
+        cores: the rank's share of its node's cores; 0 if unknown.
     """
 
     steps: list[tuple[int, int, int]]
@@ -79,6 +83,9 @@ class Recorded:
     places: list[tuple[str, int, str, str]] = field(default_factory=list)
     call_places: list[int] = field(default_factory=list)
     scheduling: list[tuple[int, int, int]] = field(default_factory=list)
+    reducers: list[Reducer] = field(default_factory=list)
+    cpu_ns: int = 0
+    cores: float = 0.0
 
 
 @dataclass

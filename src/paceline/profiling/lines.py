@@ -39,8 +39,8 @@ def find_line(
         numbers: of the steps to count.
         lost_ns: the time to explain in all of these steps.
     """
-    times, counts = _add_samples(late, divided[late.rank], phase, numbers)
-    others = [_add_samples(trace, divided[trace.rank], phase, numbers)[0] for trace in waiters]
+    times, counts = add_samples(late, divided[late.rank], phase, numbers)
+    others = [add_samples(trace, divided[trace.rank], phase, numbers)[0] for trace in waiters]
     excess = {place: time - fmean(other.get(place, 0.0) for other in others) for place, time in times.items()}
     by_line: dict[CodePlace, float] = {}
     for place, time in excess.items():
@@ -55,7 +55,7 @@ def find_line(
     return max(of_line, key=lambda place: excess[place])
 
 
-def _add_samples(
+def add_samples(
     trace: RankTrace, divided: Mapping[str, Coverage], phase: str, numbers: set[int]
 ) -> tuple[dict[CodePlace, float], dict[CodePlace, int]]:
     """Return the time at each place in a phase of the chosen steps, and the number of samples."""

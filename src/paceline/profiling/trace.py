@@ -90,6 +90,25 @@ class CodePlace:
         return describe_place(self.file, self.line, self.function)
 
 
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """A DDP module of the rank.
+
+    Attributes:
+        bucket_bytes: the most gradients that one bucket takes.
+        num_tensors: of its parameters.
+        finds_unused: whether it searches the graph for unused parameters before each backward.
+        unused_bytes: of the parameters that a backward did not use.
+        is_constant: whether all backwards so far used the same parameters.
+    """
+
+    bucket_bytes: int
+    num_tensors: int
+    finds_unused: bool
+    unused_bytes: int
+    is_constant: bool
+
+
 @dataclass(frozen=True)
 class RankTrace:
     """The trace of one rank; all times are nanoseconds on the clock of the first rank.
@@ -111,6 +130,13 @@ class RankTrace:
             and optimizer without its waiting for collectives.
         scheduling: rows of an instant, and for how long the training loop had run, and waited for a core,
             until then; no rows if unknown.
+        blocked: disjoint spans in which the loop waited for a collective in Python, or at the end of a
+            backward; recorded in light mode only.
+        searches: disjoint spans of DDP's preparations for a backward; in light mode only.
+        reducers: its DDP modules; in light mode only.
+        is_loader_inline: whether a loader without workers loaded data in the loop's own thread.
+        cpu_ns: for which all threads of the rank ran in the recorded steps; 0 if unknown.
+        cores: the rank's share of its node's cores; 0 if unknown.
     """
 
     rank: int
@@ -127,6 +153,12 @@ class RankTrace:
     places: tuple[CodePlace, ...] = ()
     is_light: bool = False
     scheduling: NDArray[np.int64] = field(default_factory=lambda: UNSCHEDULED)
+    blocked: Spans = field(default_factory=lambda: NOTHING)
+    searches: Spans = field(default_factory=lambda: NOTHING)
+    reducers: tuple[Reducer, ...] = ()
+    is_loader_inline: bool = False
+    cpu_ns: int = 0
+    cores: float = 0.0
 
 
 def divide_time(trace: RankTrace, elsewhere: Spans) -> dict[str, Coverage]:

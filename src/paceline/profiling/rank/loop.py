@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from paceline.torch_seams.profiling import note_waits
+from paceline.torch_seams.profiling import describe_reducer, note_searches, note_waits
 from paceline.torch_seams.watching import call_after_backward, hide_from_compiler
 
 Span = tuple[int, int]
@@ -50,6 +50,7 @@ class LoopTimes:
     Attributes:
         forwards, backwards, collections: begin and end of each.
         waits: of the loop in Python for a collective, and the end of a backward, in which DDP waits.
+        searches: in which DDP prepared a backward, and looked for unused parameters if it was to.
         names: of the modules in the outermost ones, by id.
     """
 
@@ -68,6 +69,7 @@ class LoopTimes:
         self.backwards: list[Span] = []
         self.collections: list[Span] = []
         self.waits: list[Span] = []
+        self.searches: list[Span] = []
         modules = torch.nn.modules.module
         hide_from_compiler(torch, _enter_outermost, _leave_outermost, LoopTimes._search, LoopTimes._found)
         self._handles = [
@@ -78,6 +80,7 @@ class LoopTimes:
         for name, original in self._originals.items():
             setattr(torch.autograd, name, self._wrap(original))
         self._forget_waits = note_waits(self._note_wait)
+        self._forget_searches = note_searches(self._note_search)
         gc.callbacks.append(self._collect)
         _current = self
 
@@ -95,6 +98,16 @@ class LoopTimes:
                     module.register_forward_hook(_leave_outermost, always_call=True),
                 ]
 
+    def list_reducers(self) -> list[dict[str, Any]]:
+        """Return the facts of each DDP module among the outermost ones."""
+        found = []
+        for module in self._seen:
+            with suppress(Exception):  # another torch's DDP: nothing is advised on it
+                facts = describe_reducer(self._torch, module)
+                if facts is not None:
+                    found.append(facts)
+        return found
+
     def remove(self) -> None:
         """Remove all hooks."""
         global _current
@@ -105,6 +118,7 @@ class LoopTimes:
             if getattr(getattr(self._torch.autograd, name), "__wrapped__", None) is original:
                 setattr(self._torch.autograd, name, original)
         self._forget_waits()
+        self._forget_searches()
         with suppress(ValueError):
             gc.callbacks.remove(self._collect)
 
@@ -184,6 +198,10 @@ class LoopTimes:
     def _note_wait(self, began_ns: int, ended_ns: int) -> None:
         if threading.get_ident() == self._thread:
             self.waits.append((began_ns, ended_ns))
+
+    def _note_search(self, began_ns: int, ended_ns: int) -> None:
+        if threading.get_ident() == self._thread:
+            self.searches.append((began_ns, ended_ns))
 
     def _collect(self, moment: str, info: dict[str, int]) -> None:
         if info["generation"] < _LEAST_GENERATION or threading.get_ident() != self._thread:

@@ -20,6 +20,8 @@ MARK = "paceline: "
 """The beginning of the names of marks; the rest is a phase."""
 WAITING = "waiting"
 """The key of the loop's waiting in the table of a light recording, beside the names of phases."""
+SEARCHING = "searching"
+"""The key of DDP's preparations for a backward, likewise."""
 # Collections of the youngest objects take some 10 us and would fill the trace.
 _LEAST_GENERATION = 1
 

@@ -22,7 +22,7 @@ from typing import Any
 from paceline.own_code import is_own
 from paceline.profiling.elements import count_bytes
 from paceline.profiling.rank.loop import LoopTimes
-from paceline.profiling.rank.marks import METADATA, WAITING, PhaseMarks
+from paceline.profiling.rank.marks import METADATA, SEARCHING, WAITING, PhaseMarks
 from paceline.profiling.rank.sampler import LineSampler, Place
 from paceline.torch_seams.profiling import (
     RecordedCall,
@@ -63,6 +63,7 @@ class Recording:
         self._num_steps = num_steps
         self._transfers: list[tuple[int, str, str, str, int]] = []
         self.steps: list[tuple[int, int, int]] = []
+        self._cpu_begin_ns = self._cpu_ns = 0
         self._profiler = build_profiler(torch, has_shapes=not is_full)
         self._sampler = LineSampler(torch)
         self._loop: LoopTimes | None = None
@@ -85,12 +86,14 @@ class Recording:
     def add(self, number: int, begin_ns: int, end_ns: int) -> None:
         """Add a step that has ended."""
         self.steps.append((number, begin_ns, end_ns))
+        self._cpu_ns = time.process_time_ns() - self._cpu_begin_ns
         self._sampler.note_scheduling()
 
     def settle(self) -> None:
         """End the passing step."""
         if self._loop is not None:
             self._loop.keep_outermost()
+        self._cpu_begin_ns = time.process_time_ns()
         self._num_steps = min(self._num_steps, count_steps_that_fit(len(read_collectives(self._began_ns))))
 
     def abandon(self) -> None:
@@ -162,8 +165,19 @@ class Recording:
                 "backward": self._loop.backwards,
                 "garbage collection": self._loop.collections,
                 WAITING: self._loop.waits,
+                SEARCHING: self._loop.searches,
             }
+            table["reducers"] = self._loop.list_reducers()
+            table["cpu_ns"] = self._cpu_ns
+            table["cores"] = count_cores()
         return table
+
+
+def count_cores() -> float:
+    """Return how many cores this rank can use, if those of its node are divided evenly."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return usable / max(1, int(ranks) if ranks.isdigit() else 1)
 
 
 def _describe_room(folder: Path) -> str:
