@@ -33,6 +33,7 @@ ROWS: list[tuple[str, ...]] = [
 # Rooms inside of a unit, from the ground up, with the same rule: folders, or files that all of them may use.
 # Other files beside the rooms may use all of them.
 ROOMS: dict[str, list[tuple[str, ...]]] = {
+    "checkpoint": [("content",), ("memory", "writing")],
     "launching": [
         *(("watcher",), ("ending",), ("rank",), ("warm",), ("processes",), ("members",), ("elastic",)),
     ],

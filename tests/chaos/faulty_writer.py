@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from paceline.checkpoint import files, writer
+from paceline.checkpoint import files
+from paceline.checkpoint.writing import writer
 from tests.chaos.faults import FAULT, LAUNCHER, Hook, load_fault, strike
 
 

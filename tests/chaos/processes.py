@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.checkpoint.writer_process import MARKER
+from paceline.checkpoint.writing.writer_process import MARKER
 from tests.chaos.setting import MARK
 
 ROLES = (

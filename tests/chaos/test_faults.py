@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import CheckpointFolder, files, is_usable, verify, writer_process
+from paceline.checkpoint import CheckpointFolder, files, is_usable, verify
+from paceline.checkpoint.writing import writer_process
 from paceline.cli import train
 from paceline.errors import PacelineError
 from tests.chaos.faults import FAULT, KINDS, LAUNCHER, Fault, Hook, load_fault, train_with_fault

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.checkpoint import files
-from paceline.checkpoint.joint import JointSave, Order
+from paceline.checkpoint.writing.joint import JointSave, Order
 from paceline.errors import PacelineError
 
 

@@ -12,10 +12,10 @@ from paceline.checkpoint import CheckpointFolder, files
 from paceline.checkpoint.content import full
 from paceline.checkpoint.content.protocol import write_files
 from paceline.checkpoint.generation import PREFIX, begin_generation, newest_generation
-from paceline.checkpoint.joint import JointSave, Order
 from paceline.checkpoint.manifest import read_manifest
-from paceline.checkpoint.state_copy import lay_out
 from paceline.checkpoint.tensors import tensor_bytes
+from paceline.checkpoint.writing.joint import JointSave, Order
+from paceline.checkpoint.writing.state_copy import lay_out
 from paceline.errors import PacelineError
 from tests.checkpoint.states import RECIPE, list_names, make_model, make_optimizer, make_state
 

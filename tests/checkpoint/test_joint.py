@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import CheckpointFolder, joint, verify
+from paceline.checkpoint import CheckpointFolder, verify
 from paceline.checkpoint.alive import find_live, hold
 from paceline.checkpoint.content import full
-from paceline.checkpoint.joint import Order
 from paceline.checkpoint.names import SAVING, TMP
-from paceline.checkpoint.state_copy import lay_out
 from paceline.checkpoint.tensors import tensor_bytes
-from paceline.checkpoint.waiting import await_writers
+from paceline.checkpoint.writing import joint
+from paceline.checkpoint.writing.joint import Order
+from paceline.checkpoint.writing.state_copy import lay_out
+from paceline.checkpoint.writing.waiting import await_writers
 from paceline.errors import PacelineError
 from tests.checkpoint.states import (
     IDENTITY,

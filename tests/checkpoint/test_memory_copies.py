@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.held_states import HeldPlace, HeldShare, end_keepers, find_held, write_share
-from paceline.checkpoint.memory_copies import CopyTarget, choose_partners, send_copy
-from paceline.checkpoint.memory_keeper import KeeperProcess, checksum, pack_index, unpack_index
+from paceline.checkpoint.memory.held_states import HeldPlace, HeldShare, end_keepers, find_held, write_share
+from paceline.checkpoint.memory.keeper import KeeperProcess, checksum, pack_index, unpack_index
+from paceline.checkpoint.memory.sending import CopyTarget, choose_partners, send_copy
 from paceline.errors import PacelineError
 
 HOST = "127.0.0.1"

@@ -241,7 +241,7 @@ def test_other_groups_are_left_alone(group: Group) -> None:
 
 def test_who_holds_memory_outlives_its_rank_but_not_the_job(tmp_path: Path) -> None:
     body = """
-words = [sys.executable, "-c", "import time; time.sleep(50)", "paceline.checkpoint.memory_keeper"]
+words = [sys.executable, "-c", "import time; time.sleep(50)", "paceline.checkpoint.memory.keeper"]
 child = subprocess.Popen(words)
 print(child.pid, flush=True)
 time.sleep(50)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import paceline
-from paceline.checkpoint.held_states import HeldPlace, _list_keepers
+from paceline.checkpoint.memory.held_states import HeldPlace, _list_keepers
 from tests.train.test_saving import Samples, build_trainer, describe, steps
 
 

@@ -8,7 +8,8 @@ import random
 import time
 from pathlib import Path
 
-from paceline.checkpoint import files, writer
+from paceline.checkpoint import files
+from paceline.checkpoint.writing import writer
 
 # The environment variable with the path of a file: JSON with `delay_s` before every operation (at most, drawn
 # at random, if `random` is set), and `errno` of every write. Without the file, nothing is unusual.

@@ -22,9 +22,9 @@ import torch
 
 from paceline.checkpoint import CheckpointFolder, list_at, verify
 from paceline.checkpoint.content import full
-from paceline.checkpoint.held_states import _list_keepers
-from paceline.checkpoint.memory_copies import CopyTarget
-from paceline.checkpoint.memory_keeper import MARKER, KeeperProcess
+from paceline.checkpoint.memory.held_states import _list_keepers
+from paceline.checkpoint.memory.keeper import MARKER, KeeperProcess
+from paceline.checkpoint.memory.sending import CopyTarget
 from paceline.errors import PacelineError
 from paceline.train import memory_states
 from paceline.train.memory_states import MemoryStates
@@ -378,6 +378,6 @@ def test_a_keeper_leaves_when_the_process_that_starts_ranks_has_ended(tmp_path: 
 
 
 def test_a_keeper_needs_no_torch() -> None:
-    code = "import paceline.checkpoint.memory_keeper, sys; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import paceline.checkpoint.memory.keeper, sys; print({'torch', 'numpy'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

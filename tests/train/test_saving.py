@@ -29,10 +29,10 @@ from paceline.checkpoint import (
     list_at,
     open_usable,
     verify,
-    writer_process,
 )
 from paceline.checkpoint.manifest import read_manifest
-from paceline.checkpoint.state_copy import StateCopy
+from paceline.checkpoint.writing import writer_process
+from paceline.checkpoint.writing.state_copy import StateCopy
 from paceline.errors import PacelineError
 from paceline.train.trainer import Trainer
 from tests.dist.pool import Pool, RankError
@@ -495,9 +495,8 @@ def test_without_memory_to_share_training_waits_and_says_so(ranks: Pool, tmp_pat
 
 
 def test_the_writer_works_without_torch() -> None:
-    code = (
-        "import paceline.checkpoint.writer, sys; print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
-    )
+    heavy = "{'torch', 'numpy', 'safetensors'}"
+    code = f"import paceline.checkpoint.writing.writer, sys; print({heavy} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
 

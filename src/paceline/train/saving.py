@@ -5,9 +5,9 @@ A save in the background, on every rank:
 1. Wait for the outcome of the save before: there is memory for one copy.
 2. Prepare this rank's files, and exchange in one collective: errors, the inputs of the plan, the outcome of
    the save before, and rank 0's name for this one. This is the only communication of a save.
-3. Copy headers and what may change at once; a thread copies the rest (`checkpoint/state_copy.py`).
-4. The writer takes over (`checkpoint/writer.py`). Training goes on; before an optimizer's step, and whatever
-   else may change weights, `before_write` waits for the thread.
+3. Copy headers and what may change at once; a thread copies the rest (`checkpoint/writing/state_copy.py`).
+4. The writer takes over (`checkpoint/writing/writer.py`). Training goes on; before an optimizer's step, and
+   whatever else may change weights, `before_write` waits for the thread.
 
 A failing disk does not end training: the failure is reported, the next save tries again, and only
 `max_failed` failures in a row raise PL508.
@@ -27,8 +27,8 @@ from typing import Any
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.content.protocol import Prepared
 from paceline.checkpoint.content.sharded import NAME as SHARDED
-from paceline.checkpoint.joint import Order, Outcome
 from paceline.checkpoint.names import step_name
+from paceline.checkpoint.writing.joint import Order, Outcome
 from paceline.errors import PacelineError
 from paceline.train.state.background import Background
 from paceline.train.state.memory_saves import MemorySaves

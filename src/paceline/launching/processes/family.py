@@ -19,10 +19,10 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLEARERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-# Begins the words of a rank's writer (`checkpoint/writer_process.py`).
-_WRITER = "paceline.checkpoint.writer"
-# Begins the words of a memory keeper (`checkpoint/memory_keeper.py`), which its rank's next start needs.
-_MEMORY_KEEPER = "paceline.checkpoint.memory_keeper"
+# Begins the words of a rank's writer (`checkpoint/writing/writer_process.py`).
+_WRITER = "paceline.checkpoint.writing.writer"
+# Begins the words of a memory keeper (`checkpoint/memory/keeper.py`), which its rank's next start needs.
+_MEMORY_KEEPER = "paceline.checkpoint.memory.keeper"
 # How long to wait for writers; after that they finish by themselves.
 _WRITING_S = 60.0
 # These reach a tracker without ending it.

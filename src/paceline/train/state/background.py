@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from paceline.checkpoint.joint import Order, Outcome
 from paceline.checkpoint.same_copies import Digests
-from paceline.checkpoint.state_copy import CopyMemory, Held, StateCopy, lay_out, measure
 from paceline.checkpoint.tensors import FilePlan
-from paceline.checkpoint.writer_process import WriterProcess
+from paceline.checkpoint.writing.joint import Order, Outcome
+from paceline.checkpoint.writing.state_copy import CopyMemory, Held, StateCopy, lay_out, measure
+from paceline.checkpoint.writing.writer_process import WriterProcess
 from paceline.errors import PacelineError
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paceline.checkpoint import CheckpointFolder, files
-from paceline.checkpoint.held_states import put_aside
+from paceline.checkpoint.memory.held_states import put_aside
 from paceline.checkpoint.names import FAILED, step_name
 from paceline.errors import PacelineError, comes_from_lost_peer
 from paceline.train.state.disks import Disks

@@ -2,8 +2,9 @@
 
 Protocol, all ranks together, at each start:
 
-1. On each node, the first rank lists what the keepers of earlier ranks hold (`checkpoint/held_states.py`):
-   the shares of its own ranks, and copies of another node's shares. All nodes report their lists.
+1. On each node, the first rank lists what the keepers of earlier ranks hold
+   (`checkpoint/memory/held_states.py`): the shares of its own ranks, and copies of another node's shares. All
+   nodes report their lists.
 2. The newest state for which every writer's share exists is written to the disk as a checkpoint, unless the
    disks have a whole one of that step or a later one. The ranks of a node share out what it holds.
 3. A share that is not as it was is named, and another node's copy is used, or an older state.
@@ -22,7 +23,7 @@ from typing import Any
 
 from paceline.checkpoint import CheckpointFolder
 from paceline.checkpoint.hashed import FileRecord
-from paceline.checkpoint.held_states import (
+from paceline.checkpoint.memory.held_states import (
     FROM_MEMORY,
     MAX_LOADS,
     HeldPlace,

@@ -1,8 +1,8 @@
 """Keeps the newest states of a run in memory, from which a restarted run goes on.
 
 Each rank copies its share as an asynchronous save does, into one of two slots in turn, and its memory keeper
-(`checkpoint/memory_keeper.py`) checks and holds it. On several nodes, the keeper also sends a copy to one on
-another node (`checkpoint/memory_copies.py`).
+(`checkpoint/memory/keeper.py`) checks and holds it. On several nodes, the keeper also sends a copy to one on
+another node (`checkpoint/memory/sending.py`).
 
 A slot is written over only when all ranks have copied the state in the other one: the call is collective,
 and each rank comes to it with its copy complete, on both nodes. If some rank's share was not kept, the next
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.free_memory import read_free_memory
-from paceline.checkpoint.held_states import HeldShare
-from paceline.checkpoint.memory_copies import SECRET_LENGTH, CopyTarget, choose_partners
-from paceline.checkpoint.memory_keeper import KeeperProcess
+from paceline.checkpoint.memory.free_memory import read_free_memory
+from paceline.checkpoint.memory.held_states import HeldShare
+from paceline.checkpoint.memory.keeper import KeeperProcess
+from paceline.checkpoint.memory.sending import SECRET_LENGTH, CopyTarget, choose_partners
 from paceline.checkpoint.same_copies import Digests
-from paceline.checkpoint.state_copy import CopyMemory, StateCopy, lay_out, measure
 from paceline.checkpoint.tensors import FilePlan
+from paceline.checkpoint.writing.state_copy import CopyMemory, StateCopy, lay_out, measure
 from paceline.errors import PacelineError
 from paceline.train.state.disks import find_domain
 from paceline.train.state.memory_interval import MemoryInterval

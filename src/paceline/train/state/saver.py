@@ -22,7 +22,7 @@ from paceline.checkpoint.content.protocol import read_all
 from paceline.checkpoint.generation import begin_generation, newest_generation
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
-from paceline.checkpoint.waiting import await_writers
+from paceline.checkpoint.writing.waiting import await_writers
 from paceline.data.loader import Loader, Position
 from paceline.errors import PacelineError
 from paceline.finding import Finding

@@ -1,7 +1,7 @@
 """Finds the shares of states that this node's memory keepers of an earlier start hold, and reads them.
 
 Keepers are found by their command lines in /proc, and each has an index among its descriptors
-(`memory_keeper.py`). All nodes decide which state a run goes on from (`train/state/memory_restore.py`).
+(`keeper.py`). All nodes decide which state a run goes on from (`train/state/memory_restore.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.commit import Commits
 from paceline.checkpoint.hashed import FileRecord, HashedFile
 from paceline.checkpoint.manifest import BadManifestError, NewerFormatError, read_manifest
-from paceline.checkpoint.memory_keeper import INDEX, MARKER, start_time, unpack_index
+from paceline.checkpoint.memory.keeper import INDEX, MARKER, start_time, unpack_index
 from paceline.checkpoint.names import FAILED, step_name
 from paceline.checkpoint.same_copies import Digests
 from paceline.errors import PacelineError

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.checkpoint import files
-from paceline.checkpoint.free_memory import read_free_memory
+from paceline.checkpoint.memory.free_memory import read_free_memory
 from paceline.units import format_bytes
 
 SECRET_LENGTH = 32

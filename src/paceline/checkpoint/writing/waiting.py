@@ -31,8 +31,8 @@ def await_writers(folder: Path, limit_s: float = _LIMIT_S) -> None:
                 "PL547",
                 saw=f"A writer of an earlier start has been working in {live.folder} for {waited_s:.0f} s.",
                 rule="A run continues from its newest checkpoint, and that writer may be about to commit it.",
-                fix="Check whether the disk hangs; kill that process (paceline.checkpoint.writer) to "
-                "continue from the checkpoint before.",
+                fix="Check whether the disk hangs. To continue from the checkpoint before, kill that process "
+                "(paceline.checkpoint.writing.writer).",
             )
         if waited_s > _TOLD_AFTER_S and not has_told:
             log.warning("waiting for a writer of an earlier start, which still saves into %s", live.folder)

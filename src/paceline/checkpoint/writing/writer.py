@@ -26,8 +26,8 @@ from contextlib import suppress
 
 from paceline.checkpoint import files
 from paceline.checkpoint.companion import RankLink
-from paceline.checkpoint.joint import JointSave, Order, Outcome
 from paceline.checkpoint.same_copies import Digests
+from paceline.checkpoint.writing.joint import JointSave, Order, Outcome
 from paceline.errors import PacelineError
 
 # A fraction of a processor if training uses all of them, and enough to finish while it goes on.

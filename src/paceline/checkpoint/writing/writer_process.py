@@ -7,15 +7,15 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from paceline.checkpoint.companion import CompanionProcess
-from paceline.checkpoint.joint import Order, Outcome
 from paceline.checkpoint.same_copies import Digests
+from paceline.checkpoint.writing.joint import Order, Outcome
 from paceline.errors import PacelineError
 
 # Begins the command line after the program, so that launchers know a writer and let it finish
 # (`launching/processes/family.py`).
-MARKER = "paceline.checkpoint.writer"
+MARKER = "paceline.checkpoint.writing.writer"
 # Which module's `main` is the writer. Tests put faults into it.
-PROGRAM = "paceline.checkpoint.writer"
+PROGRAM = "paceline.checkpoint.writing.writer"
 
 
 class WriterProcess(CompanionProcess):

@@ -32,10 +32,10 @@ from typing import Any
 
 from paceline.checkpoint import files
 from paceline.checkpoint.companion import CompanionProcess, RankLink
-from paceline.checkpoint.memory_copies import CopyKey, CopyReceiver, CopyTarget, send_copy
+from paceline.checkpoint.memory.sending import CopyKey, CopyReceiver, CopyTarget, send_copy
 
 # Begins the command line after the program, as `writer_process.MARKER` does for writers.
-MARKER = "paceline.checkpoint.memory_keeper"
+MARKER = "paceline.checkpoint.memory.keeper"
 # Name of the index among the keeper's descriptors.
 INDEX = "paceline-index"
 # In place of a writer: the share of the keeper's own rank.

@@ -1,0 +1,1 @@
+"""Saves that several writers make beside training, each for its rank."""
