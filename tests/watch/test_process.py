@@ -16,6 +16,7 @@ from paceline.launching.processes.family import end_family
 from paceline.launching.watcher import WatchedRank
 from paceline.watch.launcher.clock import BUSY_BYTES_PER_S, BUSY_SHARE
 from paceline.watch.launcher.process import ProcessSampler
+from paceline.watch.protocol.report import WATCHING_THREAD
 
 Start = Callable[[str], WatchedRank]
 
@@ -88,3 +89,23 @@ def test_who_writes_is_distinguished_from_who_waits(start: Start, tmp_path: Path
     assert rates[0] > BUSY_BYTES_PER_S
     time.sleep(1.0)
     assert sampler.sample([idle])[0].io_rate < BUSY_BYTES_PER_S
+
+
+def test_the_io_of_the_watching_thread_is_not_the_ranks(start: Start) -> None:
+    code = (
+        "import threading, time\nfrom pathlib import Path\n"
+        "def watch():\n"
+        "    Path(f'/proc/self/task/{threading.get_native_id()}/comm').write_text(%r)\n"
+        "    while True: Path('/proc/meminfo').read_text(); time.sleep(0.02)\n"
+        "threading.Thread(target=watch).start()"
+    )
+    watched, other = start(code % WATCHING_THREAD), start(code % "loader")
+    sampler = ProcessSampler("here")
+    ends_s, rate = time.monotonic() + 30, 0.0
+    while rate < BUSY_BYTES_PER_S and time.monotonic() < ends_s:
+        rate = sampler.sample([other])[0].io_rate
+        sampler.sample([watched])
+        time.sleep(1.0)
+    assert rate > BUSY_BYTES_PER_S
+    time.sleep(1.0)
+    assert sampler.sample([watched])[0].io_rate < BUSY_BYTES_PER_S

@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 from paceline.launching.watcher import WatchedRank
-from paceline.watch.protocol.report import Process, ProcessState
+from paceline.watch.protocol.report import WATCHING_THREAD, Process, ProcessState
 
 _STATES: dict[str, ProcessState] = {
     psutil.STATUS_RUNNING: "running",
@@ -56,6 +57,7 @@ class ProcessSampler:
     def __init__(self, node: str) -> None:
         self._node = node
         self._before: dict[int, _Sample] = {}
+        self._watching: dict[int, Path] = {}  # by process, where the I/O of its watching thread is
 
     def sample(self, ranks: Sequence[WatchedRank]) -> dict[int, Process]:
         """Return the state of each rank's process, by rank."""
@@ -83,7 +85,8 @@ class ProcessSampler:
                 times = member.cpu_times()
                 now.cpu_s[member.pid] = times.user + times.system
                 moved = member.io_counters()
-                now.io_bytes[member.pid] = moved.read_chars + moved.write_chars
+                own = self._read_watching(member.pid) if member is process else 0
+                now.io_bytes[member.pid] = moved.read_chars + moved.write_chars - own
         if before is None or now.time_s - before.time_s >= _LEAST_S:
             if before is not None:
                 seconds = now.time_s - before.time_s
@@ -94,6 +97,26 @@ class ProcessSampler:
         else:
             now.share, now.rate = before.share, before.rate
         return Process(watched.rank, self._node, watched.pid, state, cpu_share=now.share, io_rate=now.rate)
+
+    def _read_watching(self, pid: int) -> int:
+        """Return the bytes that the rank's watching thread has read and written; 0 while it has none.
+
+        It reads the memory's limits and sends beats all the time, more bytes than `BUSY_BYTES_PER_S`: without
+        this, no watched rank would ever count as still.
+        """
+        with suppress(OSError, KeyError):  # The process or a thread may end meanwhile.
+            if pid not in self._watching:
+                self._watching[pid] = _find_thread(pid, WATCHING_THREAD) / "io"
+            lines = self._watching[pid].read_text(encoding="ascii").splitlines()
+            return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+        return 0
+
+
+def _find_thread(pid: int, name: str) -> Path:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if (task / "comm").read_text(encoding="utf-8", errors="replace").strip() == name:
+            return task
+    raise KeyError(name)
 
 
 def _add_up(before: Mapping[int, float], now: Mapping[int, float]) -> float:

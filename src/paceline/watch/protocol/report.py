@@ -225,6 +225,8 @@ class Report:
 ProcessState = Literal["running", "sleeping", "stopped", "uninterruptible", "ended", "unreachable"]
 
 
+# The system's name of the thread in each rank that watches it. Its own I/O is not the rank's.
+WATCHING_THREAD = "paceline-watch"
 # A rank that uses this share of a core works. The share is small, because others may use the same core;
 # waiting in gloo, whose threads wake up a hundred times a second, takes about a hundredth.
 BUSY_SHARE = 0.1

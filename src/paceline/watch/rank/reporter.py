@@ -32,7 +32,7 @@ from paceline.launching.watcher import name_account
 from paceline.pipeline.under_way import UNDER_WAY
 from paceline.torch_seams.watching import find_world
 from paceline.watch.protocol.frames import is_own
-from paceline.watch.protocol.report import Beat, Call, Frame, Group, Phase, Report, Stack
+from paceline.watch.protocol.report import WATCHING_THREAD, Beat, Call, Frame, Group, Phase, Report, Stack
 from paceline.watch.protocol.stacks import SIGNAL
 from paceline.watch.protocol.wire import Ask, Unpacker, pack
 from paceline.watch.rank.exits import Exits
@@ -49,7 +49,6 @@ _BEAT_S = 1.0
 _REST_S = 2.0
 _LEAVE_S = 0.5
 _SEND_TIME = struct.pack("@ll", 2, 0)  # a `struct timeval`, in seconds and microseconds
-_THREAD = "paceline-watch"
 _C10D = "torch.distributed.distributed_c10d"
 # Its functions are on the stack of a rank that waits in them.
 _C10D_FILE = "torch/distributed/distributed_c10d.py"
@@ -200,7 +199,9 @@ class WatchedProcess:
 
     def _serve(self) -> None:
         with suppress(OSError):
-            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(_THREAD, encoding="ascii")
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(
+                WATCHING_THREAD, encoding="ascii"
+            )
         others = {number for number in signal.valid_signals() if _name(number) not in _OWN_FAULTS}
         signal.pthread_sigmask(signal.SIG_BLOCK, others)
         assert self._socket is not None
