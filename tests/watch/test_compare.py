@@ -219,6 +219,26 @@ def test_groups_of_one_name_that_lived_one_after_the_other_are_left_out() -> Non
     assert told_of(here, there) == ""
 
 
+def test_groups_of_one_name_with_other_members_are_left_out() -> None:
+    # Rank 1 skipped a call of new_group, so its group of all ranks has the name of a pair on rank 0.
+    pair, everybody = Group("1", "pair", (0, 2)), Group("1", "everybody", (0, 1, 2))
+    reports = {
+        rank: replace(
+            make_report(rank, series(range(1, 9), group="1", operation=operation)), groups={"1": group}
+        )
+        for rank, operation, group in (
+            (0, "all_reduce", pair),
+            (1, "broadcast", everybody),
+            (2, "all_reduce", pair),
+        )
+    }
+    assert confirm(reports) is None
+    alike = {rank: replace(report, groups={"1": everybody}) for rank, report in reports.items()}
+    verdict = confirm(alike)
+    assert verdict is not None
+    assert verdict.code == "PL802"
+
+
 def test_sizes_that_some_backend_lets_through_are_left_out() -> None:
     here, there = [series(range(1, 9), operation="all_gather", sizes=((n,),)) for n in (4, 5)]
     assert told_of(here, there) == ""

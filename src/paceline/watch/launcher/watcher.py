@@ -28,7 +28,7 @@ from paceline.watch.protocol.stacks import read_main_stack
 from paceline.watch.reasoning.compare import confirm
 from paceline.watch.reasoning.death import Failure, explain_failure
 from paceline.watch.reasoning.hang import explain_hang
-from paceline.watch.reasoning.mismatch import find_mismatch
+from paceline.watch.reasoning.mismatch import find_mismatch, merge_groups
 from paceline.watch.reasoning.not_finite import FirstNotFinite
 from paceline.watch.reasoning.render import build_message, render_place
 from paceline.watch.reasoning.slow import SlowRanks
@@ -276,9 +276,8 @@ class RankWatcher:
             self._board.publish(state)
 
     def _find_mismatch(self, seen: Seen) -> Verdict | None:
-        groups = {name: group for report in seen.reports.values() for name, group in report.groups.items()}
         calls = {rank: report.calls for rank, report in seen.reports.items()}
-        return find_mismatch(calls, groups, _read_source)
+        return find_mismatch(calls, merge_groups(seen.reports), _read_source)
 
     def _announce(self, message: WatchMessage, *, is_from_other: bool = False) -> None:
         """Report a verdict of this node, or one received from another node.

@@ -24,6 +24,7 @@ from paceline.watch.reasoning.mismatch import (
     SIZES_NEVER_DIFFER,
     find_mismatch,
     list_dtypes,
+    merge_groups,
 )
 
 # Numbers per group, and groups; older ones are forgotten.
@@ -198,11 +199,10 @@ def confirm(
         has_ended: whether all ranks have ended. Then each has made its last group of a name, and reports
           that group's calls only.
     """
-    groups = {name: group for report in reports.values() for name, group in report.groups.items()}
     calls = {rank: _of_living_groups(report) for rank, report in reports.items()}
     apart = set() if has_ended else _find_apart(calls)
     calls = {rank: [call for call in issued if call.group not in apart] for rank, issued in calls.items()}
-    verdict = find_mismatch(calls, groups, read_source, is_running=True)
+    verdict = find_mismatch(calls, merge_groups(reports), read_source, is_running=True)
     return None if verdict is None else replace(verdict, more=(*verdict.more, _WENT_ON))
 
 

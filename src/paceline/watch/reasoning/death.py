@@ -17,7 +17,7 @@ from paceline.watch.protocol.words import is_pairwise, own_frames, pick, sequenc
 from paceline.watch.reasoning.activity import is_in_torch, waits_for_device
 from paceline.watch.reasoning.clues import Side, list_clues
 from paceline.watch.reasoning.hang import explain_hang
-from paceline.watch.reasoning.mismatch import find_mismatch
+from paceline.watch.reasoning.mismatch import find_mismatch, merge_groups
 from paceline.watch.reasoning.source import Source
 from paceline.watch.reasoning.states import State, find_states
 from paceline.watch.reasoning.verdict import build_verdict, list_places, name_at, name_state, name_wait
@@ -56,8 +56,7 @@ def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | Non
         rank: _word(state, scene.reports.get(rank)) for rank, state in find_states(scene, source).items()
     }
     calls = {rank: report.calls for rank, report in scene.reports.items()}
-    groups = {name: group for report in scene.reports.values() for name, group in report.groups.items()}
-    verdict = find_mismatch(calls, groups, read_source)
+    verdict = find_mismatch(calls, merge_groups(scene.reports), read_source)
     if verdict is not None:
         shown = {rank for place in verdict.places for rank in place.ranks}
         rest = list_places(s for rank, s in states.items() if rank not in shown and _has_information(s))

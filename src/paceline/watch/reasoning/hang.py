@@ -21,6 +21,7 @@ from paceline.watch.reasoning.mismatch import (
     ROOTED,
     find_mismatch,
     find_stuck_mismatch,
+    merge_groups,
 )
 from paceline.watch.reasoning.source import Source
 from paceline.watch.reasoning.stages import FIX, RULE, find_stage_mismatch
@@ -67,12 +68,11 @@ def explain_hang(seen: Seen, read_source: Callable[[str], Sequence[str]] | None 
         return None
     # First the causes that can make any rank wait: groups that not all ranks have made, and calls that do
     # not match. Without them, the waits are followed to the rank that causes them.
-    groups = {rank: report.groups for rank, report in seen.reports.items()}
     made_apart = explain_groups(states, seen)
     if made_apart is not None:
         return made_apart
     calls = {rank: report.calls for rank, report in seen.reports.items()}
-    merged = {name: group for known in groups.values() for name, group in known.items()}
+    merged = merge_groups(seen.reports)
     mismatch = (
         find_mismatch(calls, merged, read_source)
         or find_stage_mismatch(calls)

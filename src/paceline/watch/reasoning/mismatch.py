@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from paceline.phrases import join, name_ranks
 from paceline.watch.protocol.report import Call, Frame, Group, Report, SharedPlace, Verdict
@@ -106,6 +107,20 @@ def find_mismatch(
     name = next(iter(by_rank.values())).group
     group = groups.get(name)
     return _explain(code, by_rank, name_group(group, name, len(calls)), Source(read_source))
+
+
+def merge_groups(reports: Mapping[int, Report]) -> dict[str, Group]:
+    """Return the groups of all ranks by name.
+
+    If ranks gave one name to groups of different members, as `find_shared_names` explains, that group has no
+    members here: the calls under its name belong to different groups and must not be compared.
+    """
+    merged: dict[str, Group] = {}
+    for report in reports.values():
+        for name, group in report.groups.items():
+            if merged.setdefault(name, group).ranks != group.ranks:
+                merged[name] = replace(group, ranks=())
+    return merged
 
 
 def _sort_collectives(calls: Mapping[int, Sequence[Call]]) -> dict[str, dict[int, dict[int, Call]]]:
