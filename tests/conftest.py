@@ -35,7 +35,7 @@ def _own_state(_state_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure() -> None:
-    """Takes signals as in a terminal: a shell script starts what runs in the background with SIGINT and
+    """Take signals as in a terminal: a shell script starts what runs in the background with SIGINT and
     SIGQUIT ignored, nohup with SIGHUP, and every process that a test starts would inherit that."""
     usual = (
         (signal.SIGINT, signal.default_int_handler),

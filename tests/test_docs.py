@@ -22,7 +22,7 @@ ELSEWHERE = re.compile(
 
 
 def prose(document: Path) -> str:
-    """A document without its blocks of code."""
+    """Return a document without its blocks of code."""
     return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
@@ -51,7 +51,7 @@ def broken_links(document: Path) -> list[str]:
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ +(.+?) *$", prose(document), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -189,7 +189,7 @@ OTHER_MEANINGS = {
 
 
 def replaced_words() -> set[str]:
-    """The words of the glossary's column "not"."""
+    """Return the words of the glossary's column "not"."""
     rows = re.findall(r"^\|.*\|.*\|(.*)\|$", (ROOT / "GLOSSARY.md").read_text(encoding="utf-8"), re.M)
     cells = {word.strip() for row in rows for word in re.sub(r"\(.*?\)", "", row).split(",")}
     return {word for word in cells if re.fullmatch(r"[a-z ]+", word)} - {"not"}

@@ -93,7 +93,7 @@ class Source:
 
 
 def check_sources(texts: dict[str, str]) -> list[str]:
-    """All violations in files given as path below the package and text, each as `path:line: what`."""
+    """Return all violations in files given as path below the package and text, each as `path:line: what`."""
     sources = [Source(path, ast.parse(text, path)) for path, text in sorted(texts.items())]
     modules = {source.module for source in sources}
     for source in sources:

@@ -312,7 +312,7 @@ def test_a_rank_that_could_not_start_can_start_again(ranks: Pool) -> None:
 
 
 def start_beside_a_slow_one():
-    """Gives when the slow rank had its group, and when the other's start returned."""
+    """Return when the slow rank had its group, and when the other's start returned."""
     import time
 
     from paceline import world as module

@@ -9,14 +9,14 @@ from paceline.recipe import Recipe, parse_recipe
 
 
 def write_text(folder: Path) -> Path:
-    """A file of text of some 8,000 bytes."""
+    """Return a file of text of some 8,000 bytes."""
     path = folder / "text.txt"
     path.write_text("".join(f"line {number} of a text that says little\n" for number in range(200)))
     return path
 
 
 def tiny_table(folder: Path) -> dict[str, Any]:
-    """A gpt on that text, its cache in `folder`."""
+    """Return a gpt on that text, its cache in `folder`."""
     return {
         "model": {"kind": "gpt", "layers": 1, "hidden": 16, "heads": 2},
         "data": {
@@ -39,5 +39,5 @@ def tiny_table(folder: Path) -> dict[str, Any]:
 
 
 def tiny_recipe(folder: Path, *settings: str) -> Recipe:
-    """The recipe, with settings as on the command line."""
+    """Return the recipe, with settings as on the command line."""
     return parse_recipe(tiny_table(folder), settings)

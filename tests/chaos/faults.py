@@ -1,7 +1,7 @@
-"""Faults in saving, struck by what is written and not by the clock.
+"""Plants faults in saving, triggered by file operations and not by time.
 
-A `Fault` sits under the file operations of rank 0 (`paceline.checkpoint.files.inject`). It waits for a
-save and an instant in it, then kills a process or makes the file system fail, once.
+A `Hook` is called at the file operations of rank 0 (`paceline.checkpoint.files.inject`). It waits for a save
+and an operation in it, then kills a process or makes the file system fail, once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from paceline.checkpoint.names import LOCK, TMP, TRASH, step_name
 from tests.chaos.processes import find_marked, kill, sort_by_role
 from tests.chaos.setting import MARK
 
-# Variables that tell a writer the fault and the launcher's process.
+# Variables that pass the fault and the launcher's process id to a writer.
 FAULT, LAUNCHER = "PACELINE_CHAOS_FAULT", "PACELINE_CHAOS_LAUNCHER"
 
-# What happens; the first word tells whether a process is killed or the file system fails.
+# The kinds of faults; the first word states whether a process is killed or the file system fails.
 KINDS = (
     "kill before an operation",
     "kill in a write",
@@ -44,14 +44,14 @@ _STEP = re.compile(rf"{re.escape(TMP)}step-0*(\d+)-")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A fault, to be triggered once.
 
     Attributes:
         kind: of `KINDS`.
-        save: in which save of this start, from 1.
-        place: where in it: the number of the operation, the byte, or the number of the file.
-        victim: who is killed, where somebody is.
-        fired: a file that is made when it strikes; it has the step that is being saved.
+        save: number of the save in this start, from 1.
+        place: place in that save: the number of the operation, the byte, or the number of the file.
+        victim: role of the process that is killed, if one is.
+        fired: path of a file that is written when the fault triggers, with the step that is being saved.
     """
 
     kind: str
@@ -66,22 +66,22 @@ class Fault:
         return self.kind.startswith("kill")
 
     def dump(self) -> str:
-        """As text, for the command line."""
+        """Return the fault as text, for the command line."""
         return json.dumps(asdict(self))
 
 
 def load_fault(text: str) -> Fault:
-    """What `dump` gave."""
+    """Parse the text of `dump`."""
     return Fault(**json.loads(text))
 
 
 class Hook:
-    """The fault as a hook under the file operations.
+    """A hook at file operations that triggers a fault.
 
     Args:
-        fault: what and when.
+        fault: its kind and place.
         strike: kills the victim; takes its role.
-        in_writer: whether this is a rank's writer, whose saves begin with another file.
+        in_writer: whether this process is a rank's writer, whose saves begin with another file.
     """
 
     def __init__(self, fault: Fault, strike: Callable[[str], None], *, in_writer: bool = False) -> None:
@@ -96,7 +96,7 @@ class Hook:
         if operation == "make" and path.name.startswith(self._begins):
             self._saves += 1
             self._operations = self._bytes = 0
-            # Of several writers, one strikes.
+            # Only one of several writers triggers it.
             self._fired |= Path(self.fault.fired).exists()
         if step := _STEP.search(str(path)):
             self._saving = step[1]
@@ -118,7 +118,7 @@ class Hook:
                 self._fail(errno.EIO, path)
         elif operation == "write" and kind in ("kill in a write", "fail a write", "fill the disk"):
             if self._bytes < place < self._bytes + num_bytes:
-                num_bytes = place - self._bytes  # up to the byte, and then we are asked again
+                num_bytes = place - self._bytes  # up to that byte; the hook is then called again
             elif self._bytes <= place < self._bytes + num_bytes:
                 if kind == "kill in a write":
                     self._kill()
@@ -129,7 +129,7 @@ class Hook:
         return None
 
     def _remove_a_file(self) -> None:
-        """Removes the n-th of the files that are in the new folder, once the one after it is there."""
+        """Remove the n-th of the files that are in the new folder, once the one after it is there."""
         for folder in Path(self.fault.fired).parent.glob(f"out/checkpoints/{TMP}*"):
             files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
             if len(files) > self.fault.place:
@@ -137,7 +137,7 @@ class Hook:
                 files[self.fault.place - 1].unlink()
 
     def _kill_in_retention(self, operation: str, path: Path) -> None:
-        """Kills before the n-th operation that removes a checkpoint: its renaming, then one per file."""
+        """Kill before the n-th operation that removes a checkpoint: its renaming, then one per file."""
         is_renamed = operation == "rename" and path.name.startswith(step_name(0)[:5])
         if is_renamed:
             self._removals = 0
@@ -178,11 +178,11 @@ def train_with_fault(fault: str, *args: Any) -> Any:
 
 
 def strike(launcher_pid: int, own_role: str, victim: str) -> None:
-    """Kills the processes of a role, from a process that has `own_role`."""
+    """Kill the processes of a role, from a process that has `own_role`."""
     if victim == own_role:
         os.kill(os.getpid(), signal.SIGKILL)
     marked = find_marked(os.environ[MARK])
-    if victim == "everything":  # as far as one process can: itself last
+    if victim == "everything":  # this process last
         kill(process.pid for process in marked if process.pid != os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)
     by_role = sort_by_role(marked, launcher_pid, Path(os.environ["TMPDIR"]))

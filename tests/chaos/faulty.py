@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> int:
-    """Runs `paceline` with what follows the fault."""
+    """Run `paceline` with what follows the fault."""
     from paceline.cli import train
     from paceline.cli.main import main as paceline
     from tests.chaos.faults import train_with_fault

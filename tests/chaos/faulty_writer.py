@@ -11,7 +11,7 @@ from tests.chaos.faults import FAULT, LAUNCHER, Hook, load_fault, strike
 
 
 def main() -> None:
-    """Runs the writer, with the fault of the environment."""
+    """Run the writer, with the fault of the environment."""
     kills = partial(strike, int(os.environ[LAUNCHER]), "writer")
     with files.inject(Hook(load_fault(os.environ[FAULT]), kills, in_writer=True)):
         writer.main()

@@ -1,4 +1,4 @@
-"""The verdict: what of a run differs from its reference, and what went wrong on the way."""
+"""Judges a run: what differs from its reference, and what went wrong on the way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMPUTED = ("step", "epoch", "loss", "grad_norm", "lr", "samples", "skipped")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run computed.
+    """The results of a finished run.
 
     Attributes:
         hash: of the weights, as `paceline checkpoint hash` gives it.
@@ -40,7 +40,7 @@ class Outcome:
 
 
 def read_outcome(run: Path) -> Outcome:
-    """Reads a finished run's folder."""
+    """Read a finished run's folder."""
     loaded = load_checkpoint(find_checkpoint(run))
     tree = {"model": loaded.model, "optimizer": loaded.optimizer, "state": loaded.state, "step": loaded.step}
     rows = [{key: row[key] for key in _COMPUTED} for row in read_rows(run / "metrics.jsonl")]
@@ -57,7 +57,7 @@ def _flatten(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def count_differing_bits(ours: Outcome, reference: Outcome) -> dict[str, int]:
-    """Differing bits by what they are in; of what can't be compared bit by bit, each counts as one."""
+    """Count differing bits by value; a difference that has no bits to compare counts as one."""
     differing = {"weights' hash": int(ours.hash != reference.hash)}
     for path in sorted(ours.state.keys() | reference.state.keys()):
         if path not in ours.state or path not in reference.state:
@@ -96,7 +96,7 @@ def _xor_bits(one: bytes, other: bytes) -> int:
 
 @dataclass
 class Tally:
-    """What was seen in all runs.
+    """The counts over all runs.
 
     Attributes:
         save_every: the most steps that a kill may cost.
@@ -135,7 +135,7 @@ class Tally:
             self._accuse(f"start {start.mark}: {trouble}")
 
     def note_left_to_writers(self, start: Start, usable: set[int]) -> None:
-        """Judges what became of a save whose ranks were all killed.
+        """Judge what became of a save whose ranks were all killed.
 
         Args:
             start: that was killed.
@@ -157,7 +157,7 @@ class Tally:
         damaged: set[int],
         most_lost: int | None = None,
     ) -> None:
-        """Judges where a start went on from.
+        """Judge where a start went on from.
 
         Args:
             mark: the start.
@@ -182,7 +182,7 @@ class Tally:
             self._accuse(f"start {mark} lost {lost} steps ({logged} logged, resumed from {step})")
 
     def note_committed(self, mark: str, corrupt: list[str]) -> None:
-        """Counts checkpoints that were not whole though nobody damaged them."""
+        """Counts checkpoints that were not whole although no test damaged them."""
         self.corrupt_committed += len(corrupt)
         for what in corrupt:
             self._accuse(f"after start {mark}: {what}")
@@ -205,7 +205,7 @@ class Tally:
             self._accuse(f"run {name} left behind {', '.join(left[:5])}")
 
     def note_shared_memory(self, left: dict[str, int], num_allowed: int) -> None:
-        """Judges what is new in shared memory: name to bytes, and how many semaphores may stay."""
+        """Judge what is new in shared memory: name to bytes, and how many semaphores may stay."""
         self.shared_bytes = sum(left.values())
         if len(left) > num_allowed or self.shared_bytes > 32 * num_allowed:
             shown = ", ".join(sorted(left)[:5])
@@ -247,7 +247,7 @@ class Tally:
 
 
 def _wrong_end(start: Start) -> str | None:
-    """What is wrong with how a start ended, given what was done to it."""
+    """Return what is wrong with a start's end, given what was done to it."""
     if start.status is None:
         return "hung"
     if "Traceback" in start.stderr and start.killed is None:
@@ -266,5 +266,5 @@ def _wrong_end(start: Start) -> str | None:
 
 
 def dump_table(tally: Tally) -> str:
-    """The tally as one line of JSON."""
+    """Return the tally as one line of JSON."""
     return json.dumps(tally.as_table())

@@ -42,7 +42,7 @@ _folders: set[Path] = set()
 
 @dataclass
 class Result:
-    """How a case went; `fault` is empty where it passed."""
+    """The result of a case; `fault` is empty if it passed."""
 
     case: Case
     fault: str
@@ -50,7 +50,7 @@ class Result:
 
 
 def run_case(case: Case) -> Result:
-    """Runs one case in a temporary folder."""
+    """Run one case in a temporary folder."""
     folder = Path(tempfile.mkdtemp(prefix="launcher-chaos-"))
     _folders.add(folder)
     began_s, fault = time.monotonic(), ""
@@ -75,7 +75,7 @@ def _name(case: Case) -> str:
 
 
 def make_block(suite: str, results: Sequence[Result], seconds: float) -> str:
-    """A suite's part of the table: passed and tried per row, and what failed."""
+    """Return a suite's part of the table: passed and tried per row, and what failed."""
     proof = [r for r in results if not r.case.is_peer]
     lines = [f"{suite}  {_TITLES[suite]}"]
     for row in dict.fromkeys(r.case.row for r in results):
@@ -91,7 +91,7 @@ def make_block(suite: str, results: Sequence[Result], seconds: float) -> str:
 
 
 def write_table(path: Path, blocks: Mapping[str, str]) -> None:
-    """Puts the blocks in the place of those of the same suites."""
+    """Put the blocks in the place of those of the same suites."""
     old = path.read_text() if path.exists() else ""
     kept = {part[0]: part.rstrip() for part in re.split(r"^(?=[A-D]  )", old, flags=re.MULTILINE) if part}
     path.write_text("\n\n".join(block for _, block in sorted({**kept, **blocks}.items())) + "\n")
@@ -102,7 +102,7 @@ def _median(results: Sequence[Result]) -> float:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Asked to end: takes the cases that run just now along, which are in other threads."""
+    """End on a signal, with the running cases, which are in other threads."""
     end_jobs_in(_folders)
     remove_all_nodes()
     for folder in _folders:
@@ -111,7 +111,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; 1 where a case failed."""
+    """Run the requested suites; return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*SUITES], default=[*SUITES], help="suites")
     parser.add_argument("--times", type=int, default=10, help="how often each restart is tried")

@@ -32,7 +32,7 @@ _LIMIT_S = 90.0
 
 
 class Job:
-    """A job on nodes, and what it has done so far."""
+    """A job on nodes, and its steps so far."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Job:
         self._stack.close()
 
     def start(self, node: int, *, interface: str = "eth0", name: str = "chaos") -> None:
-        """Starts a node's launcher."""
+        """Start a node's launcher."""
         words = ["--nnodes", self.nnodes, "--nproc-per-node", "1", *self.flags]
         if "--rdzv-backend" not in words:
             words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.nodes.address(0)}:29501"]
@@ -82,7 +82,7 @@ class Job:
         self.launched[node] = self._stack.enter_context(launched)
 
     def restore(self) -> bool:
-        """Brings all nodes back; gives whether they then train together."""
+        """Bring all nodes back; return whether they then train together."""
         for node in range(self.count):
             self.nodes.heal(node)
             launched = self.launched.get(node)
@@ -101,22 +101,22 @@ class Job:
         return row is not None
 
     def kill(self, node: int) -> None:
-        """SIGKILL of all processes of a node; its machine stays reachable."""
+        """Send SIGKILL to all processes of a node; its machine stays reachable."""
         self.launched[node].process.kill()
 
     def power_off(self, node: int) -> None:
-        """Takes a node away without a word to the others."""
+        """Cut a node off and end it, without a message to the others."""
         self.nodes.cut(node)
         self.kill(node)
 
     def each_process(self, node: int, call: Callable[[psutil.Process], None]) -> None:
-        """Does something to all processes of a node."""
+        """Call a function for each process of a node."""
         for process in self.launched[node].processes():
             with suppress(psutil.Error):
                 call(process)
 
     def kill_rank(self, node: int) -> None:
-        """SIGKILL of a node's rank alone, if there is one now."""
+        """Send SIGKILL to one rank of a node, if there is one now."""
         for process in self.launched[node].processes():
             with suppress(psutil.Error):
                 # Forks keep the command line: the launcher forks the keeper, and the keeper the rank.
@@ -125,7 +125,7 @@ class Job:
                     process.kill()
 
     def terminate(self, node: int) -> None:
-        """SIGTERM of a node's launcher."""
+        """Send SIGTERM to a node's launcher."""
         for process in self.launched[node].processes():
             with suppress(psutil.Error):
                 words = process.cmdline()
@@ -136,7 +136,7 @@ class Job:
                         return
 
     def rows(self) -> list[dict[str, Any]]:
-        """The steps so far."""
+        """Return the steps so far."""
         path = self.folder / "steps.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         found = []
@@ -146,7 +146,7 @@ class Job:
         return found
 
     def await_step(self, is_it: Callable[[dict[str, Any]], bool], seconds: float) -> dict[str, Any] | None:
-        """Waits for a step; None if it does not come, or all launchers end."""
+        """Wait for a step; None if it does not come, or all launchers end."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             for row in self.rows():
@@ -159,7 +159,7 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What all launchers have printed."""
+        """The output of all launchers."""
         return "\n".join(f"--- node{n}\n{launched.text}" for n, launched in self.launched.items())
 
 
@@ -186,7 +186,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Reading:
-    """One try of a fault: `without_s` is None where the job was lost."""
+    """The result of one try of a fault: `without_s` is None if the job was lost."""
 
     without_s: float | None
     to_ranks_s: float = 0.0
@@ -224,7 +224,7 @@ FAULTS = [
 
 
 class Bench:
-    """Tries faults on jobs that live on where they can: only lost nodes are started again."""
+    """Tries faults on jobs that survive them if possible: only lost nodes are started again."""
 
     def __init__(self, launcher: Callable[..., list[str]], limit_s: float) -> None:
         self._launcher, self._limit_s = launcher, limit_s
@@ -238,7 +238,7 @@ class Bench:
         self._stack.close()
 
     def measure(self, fault: Fault) -> Reading:
-        """Tries a fault once, on all nodes of its job."""
+        """Try a fault once, on all nodes of its job."""
         reading = self._try(self._prepare(fault.count), fault)
         if reading.without_s is None:
             self._stack.close()
@@ -288,7 +288,7 @@ class Bench:
 
 
 def check_one_history(rows: list[dict[str, Any]]) -> None:
-    """Once ranks of a later start have taken a step, none of an earlier one does."""
+    """Check that no rank of an earlier start takes a step once a later start has taken one."""
     newest_s = 0.0
     for row in rows:
         assert row["born_s"] >= newest_s - 1.0, f"two worlds train: {row} after ranks born at {newest_s}"
@@ -296,7 +296,7 @@ def check_one_history(rows: list[dict[str, Any]]) -> None:
 
 
 def describe(fault: Fault, readings: Sequence[Reading]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     good = [reading for reading in readings if reading.without_s is not None]
     lost = len(readings) - len(good)
     head = f"{fault.name:36} {len(readings):2}  {lost:2}"
@@ -320,7 +320,7 @@ _HEAD = (
 
 
 def write_rows(path: Path, name: str, rows: Sequence[str]) -> None:
-    """Puts rows in the place of those of the same faults, in the launcher's part of the table."""
+    """Put rows in the place of those of the same faults, in the launcher's part of the table."""
     blocks = path.read_text().rstrip().split("\n\n") if path.exists() else []
     parts = {block.splitlines()[0]: block.splitlines()[3:] for block in blocks if block}
     found = {row[:36].rstrip(): row for row in [*parts.get(name, []), *rows]}
@@ -330,7 +330,7 @@ def write_rows(path: Path, name: str, rows: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures what was asked for; 1 where a job was lost."""
+    """Measure the requested faults; return 1 if a job was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--times", type=int, default=3, help="tries per row")
     parser.add_argument("--match", default="", help="only rows with these words")

@@ -1,4 +1,4 @@
-"""What happens to each start, drawn from the seed."""
+"""Draws from the seed what happens to each start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DAMAGES = ("flip a bit", "cut a file", "remove a file")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to one start.
+    """The actions on one start.
 
     Attributes:
         when: `"start"`: at an instant since the launch; `"training"`: since its first step; `"save"`: by
@@ -73,7 +73,7 @@ class Plans:
         self._damages = _Deck(self._chance, dict.fromkeys(_DAMAGES, 1) | {"": 18})
 
     def deal(self, case: Case) -> Plan:
-        """The next start's plan."""
+        """Return the next start's plan."""
         nproc, num_workers = case.nproc, case.num_workers
         when = self._whens.deal()
         if case.layouts and when == "start":

@@ -1,4 +1,4 @@
-"""Who is who among the processes of a start."""
+"""Finds the processes of a start, and the role of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLES = (
 
 
 def find_marked(mark: str) -> list[psutil.Process]:
-    """All living processes of the start `mark`, those included whose parent is gone."""
+    """Return all living processes of the start `mark`, those included whose parent is gone."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -38,7 +38,7 @@ def find_marked(mark: str) -> list[psutil.Process]:
 
 
 def sort_by_role(processes: Iterable[psutil.Process], launcher_pid: int, tmp: Path) -> dict[str, list[int]]:
-    """Process ids by role; a role that nobody has (yet) is left out."""
+    """Return process ids by role; a role that no process has (yet) is left out."""
     ranks: dict[int, int] = {}
     for path in tmp.glob("paceline-launch-*/began-*"):
         with contextlib.suppress(OSError, ValueError):  # just being written, or cleared
@@ -77,7 +77,7 @@ def _role(process: psutil.Process, launcher_pid: int, ranks: dict[int, int]) -> 
 
 
 class Activity:
-    """Tells for how long the processes of a start have wanted no core, as only hung ones do."""
+    """Measures for how long the processes of a start have wanted no core, as only hung ones do."""
 
     def __init__(self, mark: str, every_s: float = 5.0) -> None:
         self._mark = mark
@@ -109,7 +109,7 @@ def _read_wanted_s(pid: int) -> float:
 
 
 def kill(pids: Iterable[int]) -> int:
-    """SIGKILL to all of them; how many were there."""
+    """Send SIGKILL to all of them; return their number."""
     killed = 0
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -119,7 +119,7 @@ def kill(pids: Iterable[int]) -> int:
 
 
 def wait_until_gone(mark: str, limit_s: float) -> list[int]:
-    """Waits for all processes of a start to end; those that are still there after the limit."""
+    """Wait for all processes of a start to end; return those that are left after the limit."""
     deadline = time.monotonic() + limit_s
     while (left := find_marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)

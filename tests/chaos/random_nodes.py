@@ -44,7 +44,7 @@ _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass
 class Tally:
-    """What was done, and what was seen.
+    """The faults that were made, and their effects.
 
     Attributes:
         faults, returns: how often each was done.
@@ -73,7 +73,7 @@ class Faults:
         self.log: list[str] = []
 
     def strike(self) -> None:
-        """Does one fault to a node that is up; it is not the last one that ends."""
+        """Do one fault to a node that is up; it is not the last one that ends."""
         self._look()
         up = [node for node, state in self.state.items() if state == "up"]
         ends = ["killed", "power cut", "asked to leave"] if len(up) > 1 else []
@@ -101,7 +101,7 @@ class Faults:
             job.kill_rank(node)
 
     def make_room(self) -> None:
-        """Brings nodes back, as often as chance has it, and until one is up that a fault can hit."""
+        """Bring nodes back, as often as chance has it, and until one is up that a fault can hit."""
         while self._chance.random() < 0.6 or "up" not in self.state.values():
             if not self.bring_back():
                 if "up" in self.state.values():
@@ -109,7 +109,7 @@ class Faults:
                 time.sleep(0.2)
 
     def bring_back(self) -> bool:
-        """Undoes one fault; returns whether there was one to undo."""
+        """Undo one fault; return whether there was one to undo."""
         self._look()
         away = [node for node, state in self.state.items() if state not in ("up", "leaving")]
         if not away:
@@ -128,14 +128,14 @@ class Faults:
         return True
 
     def restore(self) -> None:
-        """Brings all nodes back."""
+        """Bring all nodes back."""
         end_s = time.monotonic() + _STEP_S
         while time.monotonic() < end_s and any(state != "up" for state in self.state.values()):
             if not self.bring_back():
                 time.sleep(0.2)
 
     def _look(self) -> None:
-        """Takes note of launchers that have ended."""
+        """Record the launchers that have ended."""
         for node, launched in self._job.launched.items():
             code = launched.process.poll()
             if code is None or self.state[node] not in ("leaving", "up"):
@@ -156,7 +156,7 @@ def run_random(
     after: Callable[[Tally, int], None] = lambda *_: None,
     most_s: float = float("inf"),
 ) -> Tally:
-    """Does so many faults, in as many jobs as it takes; `after` each, it calls with the number so far.
+    """Do so many faults, in as many jobs as it takes; `after` each, it calls with the number so far.
 
     No job begins after `most_s`.
     """
@@ -186,7 +186,7 @@ def run_random(
 
 @dataclass(frozen=True)
 class Alone:
-    """What one process did: the hash of its weights, and by step its epoch and the places of its samples."""
+    """The results of one process: the hash of its weights, and by step its epoch and its samples' places."""
 
     hash: str
     places: dict[int, tuple[int, list[int]]]
@@ -208,13 +208,13 @@ def _write_recipe(folder: Path, layout: str | None) -> Path:
 
 
 def list_program(folder: Path, layout: str | None, pace_s: float = PACE_S) -> list[str]:
-    """The script that trains in a folder, with its arguments."""
+    """Return the script that trains in a folder, with its arguments."""
     train = ["train", str(_write_recipe(folder, layout)), "--out", str(folder / "run")]
     return [script("logged.py"), str(folder), str(pace_s), *train]
 
 
 def train_alone(folder: Path) -> Alone:
-    """Trains in one process, without faults."""
+    """Train in one process, without faults."""
     folder.mkdir(exist_ok=True)
     words = list_program(folder, None, 0.0)
     path = str(Path(__file__).parents[2])
@@ -268,7 +268,7 @@ def _run_job(
 
 
 def _pause(folder: Path, chance: random.Random) -> None:
-    """Waits for a while; half of the time until the job takes a step again."""
+    """Wait for a while; half of the time until the job takes a step again."""
     begin_s = time.monotonic()
     time.sleep(chance.choice(_PAUSES_S))
     if chance.random() < 0.5:
@@ -285,13 +285,13 @@ def _await_row(folder: Path, is_it: Callable[[dict[str, Any]], bool], seconds: f
 
 
 def _is_training(job: Job) -> bool:
-    """Whether a step was taken lately."""
+    """Return whether a step was taken lately."""
     rows = read_rows(job.folder)
     return bool(rows) and time.monotonic() - rows[-1]["at_s"] < _END_S / 2
 
 
 def _await_end(job: Job) -> dict[int, int | None]:
-    """Waits for all launchers, as long as steps are taken; None for one that runs on."""
+    """Wait for all launchers, as long as steps are taken; None for one that runs on."""
     most_s = time.monotonic() + _MOST_END_S
     end_s, steps = time.monotonic() + _END_S, 0
     while time.monotonic() < min(end_s, most_s):
@@ -304,7 +304,7 @@ def _await_end(job: Job) -> dict[int, int | None]:
 
 
 def judge(folder: Path, alone: Alone, tally: Tally, layout: str) -> None:
-    """Compares a finished job with one process."""
+    """Compare a finished job with one process."""
     try:
         ours = _hash(folder / "run")
     except Exception as error:
@@ -336,7 +336,7 @@ def _hash(run: Path) -> str:
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """What `logged.py` has written."""
+    """Return the rows that `logged.py` has written."""
     return _read(folder / "steps")
 
 
@@ -349,7 +349,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def describe(tally: Tally, count: int, seed: int, seconds: float) -> str:
-    """The summary, as text."""
+    """Return the summary, as text."""
 
     def listed(counts: Counter[Any]) -> str:
         return ", ".join(f"{key} {number}" for key, number in sorted(counts.items()))
@@ -373,7 +373,7 @@ def describe(tally: Tally, count: int, seed: int, seconds: float) -> str:
 
 
 def measure_random(count: int, seed: int, minutes: float) -> int:
-    """Runs and writes the summary; 1 where something was wrong, or not all faults were done and judged."""
+    """Run and write the summary; 1 where something was wrong, or not all faults were done and judged."""
     begin_s, num_done = time.monotonic(), 0
 
     def summarize(tally: Tally, done: int) -> None:

@@ -63,7 +63,7 @@ class Chaos:
         self._shared_memory = _list_shared_memory()
 
     def run(self, cases: list[Case], num_kills: int) -> None:
-        """Runs of the cases in turn, until so many processes were killed."""
+        """Run of the cases in turn, until so many processes were killed."""
         for number, case in enumerate(_in_turn(cases)):
             if sum(self.tally.kills.values()) >= num_kills:
                 return
@@ -147,7 +147,7 @@ class Chaos:
         return start
 
     def _damage(self, folder: Path, how: str) -> set[int]:
-        """Damages the newest checkpoint, where the one before it is whole; gives its step."""
+        """Damage the newest checkpoint, where the one before it is whole; return its step."""
         checkpoints = list_checkpoints(folder / "out/checkpoints")
         usable, _ = check_checkpoints(folder / "out", set())
         if len(usable) < 2 or max(checkpoints) not in usable:
@@ -199,7 +199,7 @@ def _list_shared_memory() -> dict[str, int]:
 
 
 def check_checkpoints(run: Path, damaged: set[int]) -> tuple[set[int], list[str]]:
-    """Steps of the checkpoints that are whole, and a line for each other one that nobody damaged."""
+    """Return steps of the checkpoints that are whole, and a line for each other one that nobody damaged."""
     usable, corrupt = set(), []
     for step, path in list_checkpoints(run / "checkpoints").items():
         findings = verify(path)
@@ -211,7 +211,7 @@ def check_checkpoints(run: Path, damaged: set[int]) -> tuple[set[int], list[str]
 
 
 def damage(file: Path, how: str, where: float) -> None:
-    """Flips a bit of a file, cuts it off, or removes it."""
+    """Flip a bit of a file, cut it off, or remove it."""
     data = bytearray(file.read_bytes())
     place = int(where * len(data))
     if how == "remove a file":
@@ -229,7 +229,7 @@ def _in_turn(cases: list[Case]) -> Iterator[Case]:
 
 
 def make_cases(reductions: list[str], modes: list[str]) -> list[Case]:
-    """All ways to run, the two reductions and the modes of checkpoints in turn."""
+    """Return all ways to run, the two reductions and the modes of checkpoints in turn."""
     fast = [
         Case("fast", nproc, workers) for nproc, workers in ((2, 2), (3, 0), (4, 2), (1, 2), (2, 0), (3, 2))
     ]
@@ -245,7 +245,7 @@ def make_cases(reductions: list[str], modes: list[str]) -> list[Case]:
 
 
 def make_pipeline_cases(dtypes: list[str], modes: list[str]) -> list[Case]:
-    """Runs whose starts have the layouts of `PIPELINES` in turn, for each type of numbers and checkpoint."""
+    """Run whose starts have the layouts of `PIPELINES` in turn, for each type of numbers and checkpoint."""
     return [
         Case(
             "exact",
@@ -290,7 +290,7 @@ def print_report(tally: Tally, seconds: float) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--kills", type=int, help="go on until so many processes were killed (100; of pipelines 20)"

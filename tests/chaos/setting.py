@@ -1,4 +1,4 @@
-"""What is trained while processes die: a small run with everything that could go wrong in resuming.
+"""Defines what is trained while processes die: a small run with everything that could go wrong in resuming.
 
 Dropout, several DDP buckets, a ragged end of each epoch (also fewer microbatches than ranks), clipping,
 a schedule, evaluations that fall between saves and on them, and a tokenizer whose cache is built by the
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SAVE_EVERY = 4
-# Every process of a start can be told by this variable of its environment, orphans too.
+# Every process of a start can be recognised by this variable of its environment, orphans too.
 MARK = "PACELINE_CHAOS_START"
 
 RECIPE = f"""
@@ -68,7 +68,7 @@ _WORDS = re.findall(
 
 
 def write_setting(folder: Path, *, is_pipeline: bool = False) -> None:
-    """Writes the recipe and its text."""
+    """Write the recipe and its text."""
     chance = random.Random(0)
     (folder / "text").mkdir(parents=True)
     for number in range(4):
@@ -83,7 +83,7 @@ def write_setting(folder: Path, *, is_pipeline: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run it.
+    """A way to run it.
 
     Attributes:
         reduction: `train.reduction`.
@@ -107,7 +107,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What it is, for the report."""
+        """The name in the report."""
         if self.layouts:
             return f"{self.dtype} under pipelines in turn"
         kind = f", {self.compress}" if self.compress else ""
@@ -123,7 +123,7 @@ class Case:
         return "exact" if self.reduction == "exact" else f"fast-{self.nproc}"
 
     def words(self, out: str, nproc: int, layout: str = "") -> list[str]:
-        """The command line after `paceline`."""
+        """Return the command line after `paceline`."""
         settings = [f"train.reduction={self.reduction}", f"loader.num_workers={self.num_workers}"]
         settings += [f"checkpoint.mode={self.mode}"]
         settings += [f"checkpoint.asynchronous={str(self.asynchronous).lower()}"]
@@ -139,7 +139,7 @@ class Case:
 
 
 def environment(mark: str, tmp: Path) -> dict[str, str]:
-    """The environment of a start: its mark, and a folder of its own for temporary files."""
+    """Return the environment of a start: its mark, and a folder of its own for temporary files."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
     variables = {key: value for key, value in os.environ.items() if key not in foreign}
     path = os.pathsep.join(filter(None, (str(ROOT), variables.get("PYTHONPATH"))))

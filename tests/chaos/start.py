@@ -1,4 +1,4 @@
-"""One start of a run: the command, what is done to it, and what was seen."""
+"""Runs one start of a run, and records what was done to it and what was seen."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _BEGINNING = re.compile(r"parameters on \d+ ranks?")
 
 @dataclass
 class Start:
-    """What one start did.
+    """The record of one start.
 
     Attributes:
         mark: its processes' mark.
         nproc: its ranks.
         status: exit code of the command; `None` where it had to be ended because it hung.
-        resumed: the step that it said it goes on from; 0 for the beginning, `None` where it did not say.
+        resumed: the step that it reported to go on from; 0 for the beginning, `None` where it did not say.
         killed: role of the process that was killed, or `None`.
         fault: kind of the fault in saving that struck, or `None`.
         saving: the step whose save it struck, if it is known.
@@ -61,7 +61,7 @@ def run_start(
     expected_s: tuple[float, float],
     on_resume: Callable[[int], None] = lambda step: None,
 ) -> Start:
-    """Gives the command once and waits for its end.
+    """Run the command once, and wait for its end.
 
     Args:
         case: which run.
@@ -144,7 +144,7 @@ def _make_fault(plan: Plan, case: Case, fired: Path) -> Fault:
 
 
 def strike(victim: str, launcher_pid: int, mark: str, tmp: Path) -> str | None:
-    """Kills one process of that role; the role, or `None` where nobody has it at this instant."""
+    """Kill one process of that role; the role, or `None` where nobody has it at this instant."""
     marked = find_marked(mark)
     if victim == "everything":
         return victim if kill(process.pid for process in marked) else None

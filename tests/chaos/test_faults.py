@@ -1,4 +1,4 @@
-"""The fault layer strikes where it says, once, and in no other save."""
+"""A fault triggers at its place, once, and in no other save."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.checkpoint.states import save
 
 
 class Killed(BaseException):
-    """Instead of the end of the process: nothing after it may happen."""
+    """Raised in place of the end of the process: nothing may happen after it."""
 
 
 def strike(victim: str) -> None:

@@ -1,4 +1,4 @@
-"""The judge finds what is off: a chaos run that can't fail would show nothing."""
+"""The judge finds faults: a chaos run that cannot fail would show nothing."""
 
 from __future__ import annotations
 

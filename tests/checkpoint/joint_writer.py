@@ -19,7 +19,7 @@ from paceline.errors import PacelineError
 
 
 def main() -> None:
-    """Makes one writer's part of the save."""
+    """Make one writer's part of the save."""
     order, data, kill_at = Order(**json.loads(sys.argv[1])), Path(sys.argv[2]).read_bytes(), int(sys.argv[3])
     operations: list[str] = []
 

@@ -49,7 +49,7 @@ class Saver:
         return bool(answer["status"])
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=10)
@@ -86,7 +86,7 @@ def _save(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serves orders until its input ends."""
+    """Serve orders until its input ends."""
     import torch  # before forking, so that children are ready at once
 
     import tests.checkpoint.states  # noqa: F401

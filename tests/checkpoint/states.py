@@ -37,7 +37,7 @@ def make_model(step: int, size: int = 64) -> dict[str, torch.Tensor]:
 
 
 def make_optimizer(step: int) -> dict[str, Any]:
-    """A tree like an optimizer's."""
+    """Return a tree like an optimizer's."""
     moment = torch.full((64, 4), step / 3)
     return {
         "kind": "Adam",
@@ -46,7 +46,7 @@ def make_optimizer(step: int) -> dict[str, Any]:
 
 
 def make_state(step: int) -> dict[str, Any]:
-    """A tree with one of everything."""
+    """Return a tree with one of everything."""
     return {
         "loss": step / 7,
         "data": {"epoch": 1, "position": (step, None)},
@@ -56,12 +56,12 @@ def make_state(step: int) -> dict[str, Any]:
 
 
 def load_newest(folder: CheckpointFolder, on_skip: OnSkip | None = None) -> Loaded | None:
-    """The newest valid checkpoint, all of it in memory."""
+    """Return the newest valid checkpoint, all of it in memory."""
     return read(find_newest(folder.path, on_skip)) if folder.steps() else None
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file; aliases come back as the tensor they stand for."""
+    """Return all tensors of a safetensors file; aliases come back as the tensor they stand for."""
     infos = read_infos(path)
     stored = {name: read_tensor(path, name) for name, info in infos.items() if info.alias_of is None}
     return {name: stored[info.alias_of or name] for name, info in infos.items()}
@@ -111,5 +111,5 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def list_names(run: Path) -> list[str]:
-    """Names in the `checkpoints` folder, hidden ones included, the lock file left out."""
+    """Return names in the `checkpoints` folder, hidden ones included, the lock file left out."""
     return sorted(name for name in os.listdir(run / CHECKPOINTS) if name != LOCK)

@@ -62,7 +62,7 @@ def save_jointly(run: Path, step: int, generation: int) -> None:
 
 
 def generations(run: Path) -> dict[int, int]:
-    """The generation of each committed step."""
+    """Return the generation of each committed step."""
     steps = CheckpointFolder(run, keep=9).steps()
     return {step: read_manifest(path).identity["generation"] for step, path in steps.items()}
 

@@ -39,7 +39,7 @@ STEP = 2
 
 
 def prepare(run: Path, data: Path, keep: int = 1) -> list[Order]:
-    """The orders of two writers that share the files of a checkpoint; `data` has the bytes of both."""
+    """Return the orders of two writers that share the files of a checkpoint; `data` has the bytes of both."""
     content = full.prepare(make_model(STEP), make_optimizer(STEP), make_state(STEP), RECIPE)
     plans = content.list_files()
     shares: list[list[tuple[str, int, int]]] = [[], []]
@@ -77,7 +77,7 @@ def run_writers(run: Path, data: Path, kill_at: int = -1) -> tuple[dict[str, Any
 
 
 def goes_on(run: Path) -> int:
-    """The step that a later start finds; nothing of the save is left after the next one."""
+    """Return the step that a later start finds; nothing of the save is left after the next one."""
     folder = CheckpointFolder(run, keep=1)
     assert all(verify(path) == [] for path in folder.steps().values())
     loaded = load_newest(folder)
@@ -100,7 +100,7 @@ def test_two_writers_commit_once(tmp_path: Path) -> None:
 
 
 def check_kill(tmp_path: Path, number: int) -> bool | None:
-    """Kills a writer before an operation: whether the save was committed; `None` if it came through."""
+    """Kill a writer before an operation: whether the save was committed; `None` if it came through."""
     run = tmp_path / str(number)
     save(CheckpointFolder(run, keep=1), 1)
     killed, other = run_writers(run, tmp_path / "data", number)

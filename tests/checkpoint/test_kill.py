@@ -32,7 +32,7 @@ def first_rename(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 
 def goes_on(run: Path, *possible: int, keep: int = 2, broken_before: bool = False) -> int:
-    """Loads what a killed process left, saves the next step, and asserts that nothing is left over."""
+    """Load what a killed process left, saves the next step, and asserts that nothing is left over."""
     folder = CheckpointFolder(run, keep=keep)
     broken = [path for path in folder.steps().values() if verify(path)]
     assert broken == ([folder.path / "step-00000002"] if broken_before and broken else [])

@@ -38,7 +38,7 @@ class Node:
         os.pwrite(self.slots[0], DATA, 0)
 
     def keep(self, step: int, target: CopyTarget) -> str | None:
-        """Keeps a share and sends it."""
+        """Keep a share and send it."""
         self.keeper.keep(0, share(step), target)
         return self.keeper.read_kept(20)
 

@@ -199,7 +199,7 @@ def test_a_share_that_is_missing_is_not_committed(tmp_path: Path) -> None:
 
 
 def seal(checkpoint: Path, **changes: Any) -> None:
-    """Makes the hashes right again after a change."""
+    """Make the hashes right again after a change."""
     manifest = read_manifest(checkpoint)
     files = {name: hash_file(checkpoint / name) for name in manifest.files}
     fields = {"step": 1, "files": files, "identity": {}, "content": NAME} | changes
@@ -215,7 +215,7 @@ def reseal(checkpoint: Path, old: bytes, new: bytes) -> None:
 
 
 def rewrite(checkpoint: Path, parts: dict[str, Any], tensors: dict[str, torch.Tensor], **more: Any) -> None:
-    """Puts another share in place of rank 2's."""
+    """Put another share in place of rank 2's."""
     path = checkpoint / "part-00002.safetensors"
     path.unlink()
     write_tensors(path, tensors, metadata={"parts": json.dumps(parts), **more})

@@ -336,7 +336,7 @@ def test_disk_full_during_a_save(folder: Path, small_disk: Path) -> None:
 
 
 def two_ranks(port: str) -> dict[str, str]:
-    """The environment of the first of two ranks."""
+    """Return the environment of the first of two ranks."""
     numbers = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     return numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 

@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shell(folder: Path, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs a line of bash in which `$paceline` is the command."""
+    """Run a line of bash in which `$paceline` is the command."""
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
         ["bash", "-c", script],

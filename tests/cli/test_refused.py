@@ -357,7 +357,7 @@ def look(folder: Path) -> dict[str, object]:
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The message with which a command ends."""
+    """Return the message with which a command ends."""
     try:
         code = main(words)
     except SystemExit as ended:  # of the parser
@@ -383,7 +383,7 @@ def test_refused(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def list_keys() -> list[tuple[str, str | None]]:
-    """Every key of a recipe, with the `kind` of its section."""
+    """Return every key of a recipe, with the `kind` of its section."""
     return [
         (f"{section}.{key}", kind_of(model))
         for section, field in Recipe.model_fields.items()

@@ -47,7 +47,7 @@ def make_links(
 
 
 def _sample(link: Link) -> Link:
-    """The link with points at the measured sizes."""
+    """Return the link with points at the measured sizes."""
     sizes = tuple(map(float, PAIR_SIZES))
     curves = (link.message, link.exchange, link.stream)
     return Link(*(Curve(sizes, tuple(map(curve, sizes))) for curve in curves))

@@ -20,7 +20,7 @@ def write_sum(left: str, right: str) -> str:
 
 
 def sum_as(num_owned: tuple[int, ...]) -> str:
-    """The whole sum as a formula, computed as ranks with such shares would."""
+    """Return the whole sum as a formula, computed as ranks with such shares would."""
     plan = plan_reduction(num_owned)
     places, start = [], 0
     for subtrees, count in zip(plan.subtrees, num_owned, strict=True):

@@ -83,7 +83,7 @@ def make(dataset: Any, **options: Any) -> Loader:
 
 
 def samples_of(share: Share) -> list[Any]:
-    """A rank's samples, as numbers or as dicts of numbers."""
+    """Return a rank's samples, as numbers or as dicts of numbers."""
     samples: list[Any] = []
     for _, batch in share.microbatches:
         if isinstance(batch, dict):

@@ -70,7 +70,7 @@ class RankError(AssertionError):
 
 @contextlib.contextmanager
 def _without_name_server() -> Iterator[None]:
-    """Lets no name server be asked meanwhile; /etc/hosts still is.
+    """Let no name server be asked meanwhile; /etc/hosts still is.
 
     torch asks for the name of 127.0.0.1 at every connection to a store. Where the name server is slow or
     drops questions, as in many containers, each of them costs up to 5 s.
@@ -127,7 +127,7 @@ class Pool:
         world: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Runs `fn(world, *args)` on `nproc` ranks and returns what they return, by rank.
+        """Run `fn(world, *args)` on `nproc` ranks and return what they return, by rank.
 
         Args:
             fn: a function at the top level of a test module.
@@ -227,11 +227,11 @@ class Pool:
         self._members[rank] = _Member(self._context, Path(self._folder.name))
 
     def pids(self) -> list[int]:
-        """The process ids of the ranks that run at the moment."""
+        """Return the process ids of the ranks that run at the moment."""
         return [member.process.pid for member in self._members if member.process.pid is not None]
 
     def close(self) -> None:
-        """Ends every process."""
+        """End every process."""
         for member in self._members:
             member.kill()
         self._members.clear()
@@ -251,7 +251,7 @@ class _Member:
         theirs.close()
 
     def stacks(self) -> str:
-        """All threads' Python stacks of a stuck process."""
+        """Return all threads' Python stacks of a stuck process."""
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -325,7 +325,7 @@ def _answer(job: bytes) -> _Answer:
 
 
 def _reset(environ: Mapping[str, str], handlers: Mapping[int, Any]) -> None:
-    """Puts back what a test may have left behind in the process."""
+    """Restore the state of the process that a test may have changed."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Which collectives ran, told by torch's Flight Recorder: also those that DDP starts in C++."""
+"""Reads from torch's Flight Recorder which collectives ran, also those that DDP starts in C++."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ RECORD = {"TORCH_FR_BUFFER_SIZE": "2000"}
 
 
 def count_recorded() -> int:
-    """How many collectives this process has run; the number of the next one."""
+    """Return how many collectives this process has run, which is the number of the next one."""
     return max((int(entry["record_id"]) + 1 for entry in _entries()), default=0)
 
 
 def recorded_collectives(since: int = 0) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and input sizes of the collectives of this process, in order, from number `since` on."""
+    """Return name and input sizes of this process's collectives, in order, from number `since` on."""
     return [
         (
             entry["profiling_name"].removeprefix("gloo:"),

@@ -144,7 +144,7 @@ def stop_when_asked():
 
 
 def save_for_long():
-    """Takes longer to leave than a rank may be stuck after another's failure."""
+    """Take longer to leave than a rank may be stuck after another's failure."""
     asked = []
     signal.signal(signal.SIGINT, lambda got, frame: asked.append(got))
     os.write(1, f"running {os.environ['RANK']} {os.getpid()}\n".encode())

@@ -30,17 +30,17 @@ _REPOSITORY = Path(__file__).parents[2]
 
 
 def paceline_run(*words: str) -> list[str]:
-    """The command line of `paceline run`."""
+    """Return the command line of `paceline run`."""
     return [str(_BIN / "paceline"), "run", *words]
 
 
 def torchrun(*words: str) -> list[str]:
-    """The command line of torchrun."""
+    """Return the command line of torchrun."""
     return [str(_BIN / "torchrun"), *words]
 
 
 def script(name: str) -> str:
-    """The path of a script under test."""
+    """Return the path of a script under test."""
     return str(SCRIPTS / name)
 
 
@@ -145,7 +145,7 @@ class Launched:
             return self._text
 
     def wait_for(self, pattern: str, seconds: float, count: int = 1) -> list[str]:
-        """Waits until a pattern has been printed so many times; gives all matches."""
+        """Wait until a pattern has been printed so many times; return all matches."""
         end = time.monotonic() + seconds
         with self._lock:
             while len(found := re.findall(pattern, self._text)) < count:
@@ -155,7 +155,7 @@ class Launched:
         return [str(match) for match in found]
 
     def wait(self, seconds: float) -> int:
-        """Waits for its end; gives the exit code."""
+        """Wait for its end; return the exit code."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -190,15 +190,15 @@ class Launched:
     # ---- processes
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the launcher alone."""
+        """Send a signal to the launcher alone."""
         self.process.send_signal(number)
 
     def signal_group(self, number: int) -> None:
-        """Sends a signal to the launcher's process group, as a terminal does."""
+        """Send a signal to the launcher's process group, as a terminal does."""
         os.killpg(self.process.pid, number)
 
     def processes(self) -> list[psutil.Process]:
-        """All of its living processes."""
+        """Return all of its living processes."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -208,14 +208,14 @@ class Launched:
         return found
 
     def helpers(self) -> tuple[int, int]:
-        """The process ids of the keeper and the pump, the launcher's two children."""
+        """Return the process ids of the keeper and the pump, the launcher's two children."""
         children = psutil.Process(self.process.pid).children()
         pump = next(child for child in children if any("pump.py" in word for word in child.cmdline()))
         keeper = next(child for child in children if child != pump)
         return keeper.pid, pump.pid
 
     def wait_for_threads(self, seconds: float) -> None:
-        """Waits until the launcher has threads: torch is imported, and the agent at work."""
+        """Wait until the launcher has threads: torch is imported, and the agent at work."""
         end = time.monotonic() + seconds
         while psutil.Process(self.process.pid).num_threads() == 1:
             assert time.monotonic() < end, f"no agent after {seconds} s:\n{self.text}"
@@ -257,7 +257,7 @@ class Launched:
 
 
 def end_jobs_in(folders: Iterable[Path]) -> None:
-    """Kills all processes of the jobs that were started in these folders."""
+    """Kill all processes of the jobs that were started in these folders."""
     wanted = {f"TMPDIR={folder}/".encode() for folder in folders}
     for pid in psutil.pids():
         words = _read_environ(pid).split(b"\0")

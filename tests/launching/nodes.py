@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 def why_no_nodes() -> str | None:
-    """The reason why namespaces can't be made here."""
+    """Return the reason why namespaces cannot be made here."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -71,7 +71,7 @@ class Nodes:
         self._remove()
 
     def address(self, node: int) -> str:
-        """A node's address, on its interface eth0."""
+        """Return a node's address, on its interface eth0."""
         return f"10.77.0.{10 + node}"
 
     def command(
@@ -106,11 +106,11 @@ class Nodes:
         return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *words]
 
     def cut(self, node: int) -> None:
-        """Takes a node's link down, without a word to its interface's user."""
+        """Take a node's link down, without a word to its interface's user."""
         _do("ip", "-n", self._switch, "link", "set", f"p{node}", "down")
 
     def heal(self, node: int) -> None:
-        """Undoes `cut`."""
+        """Undo `cut`."""
         _do("ip", "-n", self._switch, "link", "set", f"p{node}", "up")
 
     def split(self, nodes: Collection[int]) -> None:
@@ -121,7 +121,7 @@ class Nodes:
             _do("ip", "-n", self._switch, "link", "set", f"p{node}", "master", "br1")
 
     def join(self) -> None:
-        """Undoes `split`."""
+        """Undo `split`."""
         for node in range(self._count):
             _do("ip", "-n", self._switch, "link", "set", f"p{node}", "master", "br0")
         _do("ip", "-n", self._switch, "link", "del", "br1")
@@ -134,7 +134,7 @@ class Nodes:
                 _do("ip", "-n", self.namespace(node), "neigh", *words, "dev", "eth0")
 
     def unmute(self, node: int) -> None:
-        """Undoes `mute`."""
+        """Undo `mute`."""
         for other in range(self._count):
             if other != node:
                 words = ["del", self.address(other), "dev", "eth0"]
@@ -149,7 +149,7 @@ class Nodes:
             _do("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *rate)
 
     def namespace(self, node: int) -> str:
-        """The name of a node's network namespace."""
+        """Return the name of a node's network namespace."""
         return f"{self._name}-{node}"
 
     def _hosts(self, node: int, own_name: OwnName) -> Path:
@@ -187,13 +187,13 @@ class Nodes:
 
 
 def nodes_left() -> list[str]:
-    """The namespaces of this process."""
+    """Return the namespaces of this process."""
     names = [line.split()[0] for line in _run("ip", "netns", "list").stdout.splitlines() if line]
     return [name for name in names if name.startswith(f"pl{os.getpid()}-")]
 
 
 def remove_all_nodes() -> None:
-    """Removes the namespaces of this process, in a hurry."""
+    """Remove the namespaces of this process, in a hurry."""
     for name in nodes_left():
         _remove_namespace(name)
 

@@ -19,7 +19,7 @@ FAMILY = ("TORCH", "PYTORCH", "ATEN", "OMP", "MKL", "KMP", "OPENBLAS", "GOMP", "
 
 
 def _measured(*options: str) -> list[dict[str, str]]:
-    """The reads of torch's family in a fresh process that imports torch, then torch._dynamo."""
+    """Return the reads of torch's family in a fresh process that imports torch, then torch._dynamo."""
     command = [sys.executable, str(TOOL), "--json", "--only", "torch", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     return [read for read in json.loads(done.stdout) if read["name"].startswith(FAMILY)]

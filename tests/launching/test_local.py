@@ -248,7 +248,7 @@ class Running:
         return self.process.communicate(timeout=30)[0]
 
     def wait_for_ranks(self, limit_s: float) -> list[int]:
-        """The ranks that still live after so many seconds at most."""
+        """Return the ranks that are still alive after so many seconds at most."""
         end = time.monotonic() + limit_s
         while (alive := [pid for pid in self.pids if is_alive(pid)]) and time.monotonic() < end:
             time.sleep(0.05)

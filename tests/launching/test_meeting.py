@@ -47,7 +47,7 @@ WAYS = {
 
 
 def run_both(folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
-    """Starts both launchers at once; gives exit code and output of each."""
+    """Start both launchers at once; return exit code and output of each."""
     with ExitStack() as stack:
         jobs = [
             stack.enter_context(Launched(folder / str(node), command))

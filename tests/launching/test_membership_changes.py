@@ -79,12 +79,12 @@ class Run:
         return stack.enter_context(Launched(self.folder / name, command, around=around))
 
     def read_steps(self) -> list[list[str]]:
-        """The lines of all ranks so far."""
+        """Return the lines of all ranks so far."""
         file = self.folder / "steps"
         return [line.split(" ") for line in file.read_text().splitlines()] if file.exists() else []
 
     def wait_for(self, world_size: int, *jobs: Launched) -> None:
-        """Waits until a rank of a world of this size has taken a step, after those that were taken so far."""
+        """Wait until a rank of a world of this size has taken a step, after those that were taken so far."""
         known, deadline = len(self.read_steps()), time.monotonic() + _LIMIT_S
         while all(line[0] != str(world_size) for line in self.read_steps()[known:]):
             assert time.monotonic() < deadline, "\n".join(job.text for job in jobs)

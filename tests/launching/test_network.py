@@ -65,7 +65,7 @@ class Machine:
     def choose(
         self, flags: argparse.Namespace, place: RankPlace = SINGLE, environ: dict[str, str] | None = None
     ) -> dict[str, str]:
-        """Gives the environment afterwards."""
+        """Return the environment afterwards."""
         environ = {} if environ is None else environ
         choose_rendezvous(flags, place, environ)
         return environ

@@ -32,7 +32,7 @@ def _nodes_can_be_made() -> None:
 
 
 def start(stack: ExitStack, folder: Path, count: int, nnodes: str, *flags: str) -> Job:
-    """A job of `steps.py` that trains on all of its nodes."""
+    """Return a job of `steps.py` that trains on all of its nodes."""
     job = stack.enter_context(Job(folder, count, nnodes, paceline_run, flags=["--max-restarts", "3", *flags]))
     for node in range(count):
         job.start(node)

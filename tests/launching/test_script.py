@@ -78,7 +78,7 @@ class Runner:
         )
 
     def compare(self, *words: str) -> Outcome:
-        """Runs `python -u WORDS` and the same as ours, side by side; they must leave the same."""
+        """Run `python -u WORDS` and the same as ours, side by side; they must leave the same."""
         running = [self._open(["-u", *words]), self._open_ours(words)]
         seen = [Outcome(0, *p.communicate("input\n", timeout=60)) for p in running]
         for process, outcome in zip(running, seen, strict=True):
@@ -90,7 +90,7 @@ class Runner:
         return ours
 
     def run(self, *words: str) -> Outcome:
-        """Runs it as a rank, which leaves word."""
+        """Run it as a rank, which leaves word."""
         place = self.bin / "place"
         place.mkdir(exist_ok=True)
         process = self._open_ours(words, str(place))
@@ -143,7 +143,7 @@ print(json.dumps({
 
 
 def lay_out(runner: Runner, way: str) -> list[str]:
-    """Writes `TELL` as what `way` says; gives the words that run it."""
+    """Write `TELL` as what `way` says; return the words that run it."""
     if way == "-m":
         runner.write("", "pack/__init__.py")
         runner.write(TELL, "pack/tool.py")

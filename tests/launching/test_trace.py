@@ -29,7 +29,7 @@ def format_error(fn: Callable[[], object]) -> str:
 
 
 def run_python(text: str, folder: Path, *flags: str) -> str:
-    """The stderr of a script that fails."""
+    """Return the stderr of a script that fails."""
     path = folder / "train.py"
     path.write_text(textwrap.dedent(text))
     command = [sys.executable, *flags, str(path)]
@@ -39,7 +39,7 @@ def run_python(text: str, folder: Path, *flags: str) -> str:
 
 
 def surround(trace: str) -> str:
-    """A log with other output before and after."""
+    """Return a log with other output before and after."""
     return f'step 1\nwarn: File "x"\n  indented\n{trace.rstrip()}\nbye\n  Traceback: none\nstep 2\n'
 
 

@@ -79,7 +79,7 @@ def build_shards(
     offload: str = "none",
     **settings: Any,
 ) -> tuple[Shards, Mesh]:
-    """The model sharded by a layout's words."""
+    """Return the model sharded by a layout's words."""
     parsed = Layout.parse(layout).resolve(world.world_size)
     mesh = build_mesh(parsed, world)
     group = mesh.borrow_group(mesh.dp) if exact else None
@@ -106,7 +106,7 @@ def run_step(shards: Shards, model: nn.Module, rank: int, num_owned: Sequence[in
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor; collective."""
+    """Return all of a sharded tensor; collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -29,7 +29,7 @@ def read_tensors(model: nn.Module) -> dict[str, Tensor]:
 def group_by_memory(
     tensors: dict[str, Tensor], construction: Construction | None = None
 ) -> set[tuple[str, ...]]:
-    """Which names share memory."""
+    """Return which names share memory."""
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         key = construction.windows[name].storage if construction else tensor.untyped_storage()._cdata
@@ -241,7 +241,7 @@ def build_tied() -> nn.Module:
 
 
 def build_and_run() -> nn.Module:
-    """Runs itself, as models do to find out shapes or statistics, and takes a step.
+    """Run itself, as models do to find out shapes or statistics, and take a step.
 
     The loss must have a gradient: without the targets, BatchNorm's output has the same sum of squares for any
     weights, so that the step would add nothing but rounding, which has no distribution to compare.

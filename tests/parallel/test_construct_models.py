@@ -30,7 +30,7 @@ def test_our_models(name: str) -> None:
 
 
 def build_foreign(name: str) -> nn.Module:
-    """A small model of transformers, from its configuration."""
+    """Return a small model of transformers, from its configuration."""
     transformers: Any = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     ids = {"bos_token_id": 0, "eos_token_id": 1}

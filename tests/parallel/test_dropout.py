@@ -33,7 +33,7 @@ def draw_x(*size: int) -> Tensor:
 def run(
     masks: Masks, model: Callable[[Tensor], Any], x: Tensor, size: int = BATCH, dim: int = 0, seed: int = 7
 ) -> Tensor:
-    """The output of all samples, in microbatches."""
+    """Compute the output of all samples, in microbatches."""
     parts = []
     for start in range(0, BATCH, size):
         with masks.drawing(seed, range(start, start + size)):

@@ -49,7 +49,7 @@ def test_names_and_evaluation_stay(kind: str) -> None:
 
 
 def count_convolutions(model: nn.Module, images: Tensor) -> int:
-    """How many run in backward's second forwards."""
+    """Return how many run in backward's second forwards."""
     output = model(images).sum()
     count = 0
     handles = []

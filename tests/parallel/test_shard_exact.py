@@ -108,7 +108,7 @@ def test_bits_are_those_of_one_process(ranks: Pool, kind: str) -> None:
 
 
 def signs_of_a_zero_gradient(world: Any, zero: int) -> list[bool]:
-    """The gradient of `sign` is -0.0 in every microbatch."""
+    """Train a model in which the gradient of `sign` is -0.0 in every microbatch."""
     model = Toy()
     model.sign = nn.Parameter(torch.ones(6, dtype=torch.float64))
     shards, mesh = build_shards(world, f"dp_shard=2 zero={zero}", model, exact=True)

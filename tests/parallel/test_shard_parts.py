@@ -62,7 +62,7 @@ def build_trainer(layout: str, model: Any, **settings: Any) -> Trainer:
 
 
 def share(world: Any, step: int, num_microbatches: int = 4) -> Tensor:
-    """A rank's samples of a step; the first ranks have more, so that the others have idle rounds."""
+    """Return a rank's samples of a step; the first ranks have more, so that the others have idle rounds."""
     most = -(-num_microbatches // world.world_size)
     own = range(num_microbatches)[most * world.rank : most * (world.rank + 1)]
     batch = [microbatch(index, step) for index in own]

@@ -133,7 +133,7 @@ def test_settings_change_what_is_gathered(ranks: Pool) -> None:
 
 
 def narrow_parameters(world: Any, param_dtype: str) -> Any:
-    """Bytes of the gathers, loss and gradients of a step."""
+    """Return bytes of the gathers, loss and gradients of a step."""
     model = build_gpt()
     shards, _ = build_shards(world, "dp_shard=2", model, param_dtype=param_dtype)
     sent: Counter[torch.dtype] = Counter()

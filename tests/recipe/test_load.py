@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "tr
 
 
 def small(**sections: Any) -> dict[str, Any]:
-    """The smallest recipe with these sections in place of its own; None takes one away."""
+    """Return the smallest recipe with these sections in place of its own; None takes one away."""
     table = copy.deepcopy(SMALL) | sections
     return {name: section for name, section in table.items() if section is not None}
 

@@ -43,7 +43,7 @@ class Trained:
     extra: Any = None
 
     def finish(self, trainer: Trainer) -> Trained:
-        """Takes the trained tensors over."""
+        """Take the trained tensors over."""
         tensors = {
             f"{name}.{key}": tensor.detach().clone()
             for name, model in trainer.models.items()
@@ -55,7 +55,7 @@ class Trained:
 
 
 def take_steps(trainer: Trainer, batches: Any, num_steps: int | None = None) -> Trained:
-    """Steps over loaders (epoch after epoch) or a list of batches."""
+    """Take steps over loaders (epoch after epoch) or a list of batches."""
     trained = Trained()
     while True:
         for batch in batches:
@@ -73,7 +73,7 @@ def take_steps(trainer: Trainer, batches: Any, num_steps: int | None = None) -> 
 def train_recipe_table(
     world: World, table: dict[str, Any], settings: Sequence[str], num_steps: int
 ) -> Trained:
-    """The first steps of a recipe, by the functions that `paceline train` uses."""
+    """Take the first steps of a recipe, by the functions that `paceline train` uses."""
     recipe = parse_recipe(table, settings)
     data = build_data(recipe)
     trainer = build_trainer(recipe, data, num_steps)
@@ -81,7 +81,7 @@ def train_recipe_table(
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest relative difference of two series; NaN equals NaN."""
+    """Return the largest relative difference of two series; NaN equals NaN."""
     assert len(one) == len(other)
     return max(
         (
@@ -98,7 +98,7 @@ def _both_nan(a: float, b: float) -> bool:
 
 
 def tensors_apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of two tensors of a name, relative to the norm of the first."""
+    """Return the largest difference of two tensors of a name, relative to the norm of the first."""
     assert one.keys() == other.keys()
     worst = 0.0
     for name, a in one.items():
@@ -153,7 +153,7 @@ def text_recipe(folder: Path, kind: str = "gpt") -> dict[str, Any]:
 
 
 def digits_recipe() -> dict[str, Any]:
-    """A small ResNet with BatchNorm on the digits; an epoch is 14 batches of 100 and one of 38."""
+    """Return a small ResNet with BatchNorm on the digits; an epoch is 14 batches of 100 and one of 38."""
     return {
         "model": {"kind": "resnet", "blocks": [1, 1], "width": 4},
         "data": {"kind": "digits"},

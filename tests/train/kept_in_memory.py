@@ -46,7 +46,7 @@ def flip(held: Sequence[HeldPlace]) -> None:
 
 
 def main() -> None:
-    """Trains to the end, unless it is killed."""
+    """Train to the end, unless it is killed."""
     with paceline.start(device="cpu", threads_per_rank=1, seed=1) as world:
         try:
             train(world)

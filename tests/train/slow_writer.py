@@ -17,7 +17,7 @@ ORDERS = "PACELINE_TEST_WRITER"
 
 
 def main() -> None:
-    """Runs the writer over such a disk."""
+    """Run the writer over such a disk."""
     orders = Path(os.environ[ORDERS])
 
     def hook(operation: str, path: Path, start: int, num_bytes: int) -> None:

@@ -229,7 +229,7 @@ def test_the_agreement_travels_while_gradients_are_computed(ranks: Pool) -> None
 
 
 def collectives_of_a_start(world: Any, reduction: str) -> tuple[int, int, bool]:
-    """Bytes broadcast and numbers summed while a trainer is built, and whether ranks agree."""
+    """Return bytes broadcast and numbers summed while a trainer is built, and whether ranks agree."""
     model = nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.Linear(64, 3))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -41,7 +41,7 @@ def batch(number: int, rank: int) -> Tensor:
 def take_steps(
     world: Any, first: int, last: int, folder: str | None = None, bad: int = 0, **options: Any
 ) -> tuple[list[str | None], list[Tensor]]:
-    """Steps `first` to `last`, of which `bad` has an infinite sample on rank 1."""
+    """Take steps `first` to `last`; `bad` has an infinite sample on rank 1."""
     accept = options.pop("accept", ())
     trainer = build(**options)
     if folder is not None:

@@ -38,7 +38,7 @@ def build(kind: str = "int8", **settings: Any) -> Trainer:
 def train(
     world: Any, first: int, last: int, folder: str | None = None, bad: int = 0, options: Any = None
 ) -> tuple[list[str | None], list[Tensor], list[Tensor]]:
-    """Steps `first` to `last`, of which `bad` has an infinite sample; an epoch ends ragged."""
+    """Take steps `first` to `last`; `bad` has an infinite sample, and an epoch ends ragged."""
     options = dict(options or {})
     broken, accept = options.pop("broken", None), options.pop("accept", ())
     layout = options.pop("layout", "")

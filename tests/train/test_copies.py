@@ -53,7 +53,7 @@ class NoisyData(Dataset[tuple[Tensor]]):
 def end_of(
     trainer: Trainer, before_step: Any = None, samples: Dataset[Any] | None = None
 ) -> tuple[str, str, int]:
-    """The code and text of the error, and the number of steps that were taken until then."""
+    """Return the code and text of the error, and the number of steps that were taken until then."""
     num_taken = 0
     try:
         for share in trainer.loader(samples or data(), global_batch_size=12):
@@ -213,7 +213,7 @@ def test_other_settings_are_named(ranks: Pool, what: str, code: str, taken: int,
 
 
 def saved_apart(world: Any, folder: str, kind: str) -> tuple[str, str, bool]:
-    """A bit of rank 1's optimizer state flips right before a save; what raises, and where."""
+    """Flip a bit of rank 1's optimizer state right before a save; return what raises, and where."""
     behind = {"checkpoint_mode": "sharded", "asynchronous_saves": True} if kind != "now" else {}
     trainer = build(**behind)
     trainer.resume(folder)

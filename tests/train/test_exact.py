@@ -17,7 +17,7 @@ SETTINGS = ["train.reduction=exact", "ddp.bucket_cap_mb=0.01"]
 
 
 def first_steps(world: Any, table: dict[str, Any], settings: list[str], num_steps: int) -> list[Trained]:
-    """The first steps in every dtype."""
+    """Take the first steps in every dtype."""
     return [
         train_recipe_table(world, table, [*SETTINGS, *settings, f"train.dtype={dtype}"], num_steps)
         for dtype in DTYPES

@@ -15,13 +15,13 @@ from tests.train.test_saving import build_trainer, steps
 
 
 def list_commits(folder: str) -> dict[int, int]:
-    """The generation that each step was committed by."""
+    """Return the generation that each step was committed by."""
     found = CheckpointFolder(folder, keep=9).steps()
     return {step: read_manifest(path).identity["generation"] for step, path in found.items()}
 
 
 def train_twice(world: Any, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """An older start goes on beside a newer one; then a third one is late."""
+    """Run an older start beside a newer one, then a third one that is late."""
     old = build_trainer(**options)
     old.resume(folder)
     for _ in steps(old, 2):

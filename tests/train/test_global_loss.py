@@ -198,7 +198,7 @@ def test_a_rank_without_a_microbatch(ranks: Pool) -> None:
 
 
 def train_plainly(num_steps: int, samples: list[list[int]]) -> tuple[list[float], dict[str, Tensor]]:
-    """A loop of torch's own on whole batches."""
+    """Train by a loop of torch's own on whole batches."""
     torch.manual_seed(0)
     model = TwoTowers().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

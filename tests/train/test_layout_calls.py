@@ -74,20 +74,20 @@ def triplet(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def by_sample(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Which call uses a parameter depends on the samples."""
+    """Compute a loss in which the samples decide which call uses a parameter."""
     first = bool(batch["one"][0, 0] > 0)
     one, other = model(batch["one"], extra=first), model(batch["other"], extra=not first)
     return ((one - other) ** 2).sum(), len(one)
 
 
 def repeated(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Calls in which blocks are called twice each."""
+    """Call in which blocks are called twice each."""
     one, other = model(batch["one"], times=2), model(batch["other"], extra=True, times=2)
     return ((one - other) ** 2).sum(), len(one)
 
 
 def teacher(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """A call without a graph between two with one."""
+    """Compute a loss with a call without a graph between two with one."""
     one = model(batch["one"])
     with torch.no_grad():
         target = model(batch["other"])
@@ -196,7 +196,7 @@ def test_a_gradient_penalty_is_refused_where_parameters_are_divided(
 
 
 def penalize_in_loss(world: Any) -> str:
-    """The model's forward can be traced; only the loss asks for a gradient."""
+    """Train a model whose forward can be traced; only the loss asks for a gradient."""
     trainer = paceline.Trainer(
         Encoder,
         forward=lambda model, batch: model(batch["one"].requires_grad_(), extra=True),

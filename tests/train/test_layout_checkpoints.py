@@ -96,7 +96,7 @@ def build_trainer(
 
 
 def read_state(trainer: paceline.Trainer) -> dict[str, Any]:
-    """All tensors of model and optimizer, whole, by full name; and what else the optimizer has."""
+    """Return all tensors of model and optimizer, whole, by full name; and what else the optimizer has."""
     found: dict[str, Any] = {f"model.{name}": value for name, value in trainer.whole_state().items()}
     tree = trainer._updates["model"].optimizer_state()
     for name, each in tree["parameters"].items():
@@ -299,7 +299,7 @@ class Average:
 def go_on_with_average(
     world: Any, layout: str, folder: str, tracks_late: bool, mode: str
 ) -> list[dict[str, Tensor]]:
-    """The whole means after loading, and after one more step."""
+    """Return the whole means after loading, and after one more step."""
     trainer = build_trainer(layout, build_gpt, fused, checkpoint_mode=mode)
     average = Average(trainer.model)
     loader = trainer.loader(Tokens(), global_batch_size=GLOBAL_BATCH)

@@ -40,7 +40,7 @@ def build_deep() -> nn.Module:
 
 
 def measure_activations(world: Any, layouts: list[str]) -> list[int]:
-    """Bytes that live when forward is done and backward begins, which were not there before."""
+    """Return bytes that live when forward is done and backward begins, which were not there before."""
     return [_measure_activations(layout) for layout in layouts]
 
 

@@ -48,7 +48,7 @@ def launch(*args: Any, max_restarts: int = 3, nproc: int = 2) -> subprocess.Comp
 
 
 def read(done: subprocess.CompletedProcess[str]) -> tuple[list[int], str]:
-    """The steps that starts went on from, and the hash at the end."""
+    """Return the steps that starts went on from, and the hash at the end."""
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = re.findall(r"hash (\w+)", done.stdout)
     return [int(step) for step in re.findall(r"from (\d+)", done.stdout)], found

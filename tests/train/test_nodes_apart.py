@@ -48,7 +48,7 @@ class Cluster:
     def start(
         self, number: int, disk: int, words: Sequence[str], every: int = 10, memory_every: int = 0
     ) -> Launched:
-        """Starts a node's launcher; the node ends with it, as in a power cut."""
+        """Start a node's launcher; the node ends with it, as in a power cut."""
         self.num_starts += 1
         mount = f'mount --bind {self.folder}/disk-{disk} {self.folder}/mount; exec "$@"'
 
@@ -75,7 +75,7 @@ class Cluster:
             time.sleep(0.05)
 
     def wait_for_row(self, step: int, disk: int, jobs: Sequence[Launched]) -> None:
-        """Waits until the metrics have a step; each state in memory writes them."""
+        """Wait until the metrics have a step; each state in memory writes them."""
         deadline = time.monotonic() + _LIMIT_S
         path = self.run_folder(disk) / "metrics.jsonl"
         while not path.exists() or len(path.read_text().splitlines()) < step:
@@ -217,7 +217,7 @@ def test_a_node_is_started_again_with_an_empty_disk(cluster: Cluster, undisturbe
 
 
 def wait_for_main(cluster: Cluster, jobs: Sequence[Launched]) -> int:
-    """The node of rank 0, which alone has metrics before the first save."""
+    """Return the node of rank 0, which alone has metrics before the first save."""
     deadline = time.monotonic() + _LIMIT_S
     while True:
         for number in range(3):

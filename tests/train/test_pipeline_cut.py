@@ -56,7 +56,7 @@ class Unequal(nn.Module):
 
 
 def cut_by_trying(costs: list[float], num_stages: int) -> float:
-    """The cost of the most expensive stage, in the best of all contiguous cuts."""
+    """Return the cost of the most expensive stage, in the best of all contiguous cuts."""
     return min(
         max(sum(costs[first:last]) for first, last in zip((0, *cut), (*cut, len(costs)), strict=True))
         for cut in combinations(range(1, len(costs)), num_stages - 1)
@@ -104,7 +104,7 @@ def reduce(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def time_actions(world: Any, layout: str, num_steps: int) -> dict[str, float]:
-    """The least seconds of each kind of action of this rank's stage."""
+    """Return the least seconds of each kind of action of this rank's stage."""
     trainer = build(
         layout,
         lambda: Unequal(2),
@@ -179,7 +179,7 @@ def build_quick_start() -> nn.Module:
 
 
 def find_held(world: Any, layout: str, is_built: bool) -> list[str]:
-    """The blocks that this rank holds."""
+    """Return the blocks that this rank holds."""
     trainer = build(layout, SlowStart() if is_built else build_slow_start)
     held = {name for name, p in trainer.model.named_parameters() if not p.is_meta}
     trainer.close()

@@ -41,7 +41,7 @@ def build(layout: str, **settings: Any) -> paceline.Trainer:
 
 
 def train(world: Any, cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """A hash of all weights, the losses and the norms of two steps, per layout and settings."""
+    """Return a hash of all weights, the losses and the norms of two steps, per layout and settings."""
     found = []
     for layout, settings in cases:
         trainer = build(layout, **settings)
@@ -65,7 +65,7 @@ def test_recompute_keeps_the_bits_of_a_pipeline(ranks: Pool) -> None:
 
 
 def train_long(world: Any, layout: str, dtype: str) -> str:
-    """A hash of all weights after 20 steps of 11 samples by 2."""
+    """Return a hash of all weights after 20 steps of 11 samples by 2."""
     trainer = build(layout, dtype=dtype)
     loader = trainer.loader(Ids(), global_batch_size=11)
     while trainer.step_number < 20:
@@ -153,7 +153,7 @@ def test_data_ranks_without_a_microbatch_take_part(ranks: Pool) -> None:
 
 
 def count_bytes(world: Any, layout: str) -> dict[str, int]:
-    """Bytes of this rank's parameters, gradients and moments, by storage."""
+    """Return bytes of this rank's parameters, gradients and moments, by storage."""
     found: dict[str, int] = {}
     trainer = build(layout, dtype="fp32")
 
@@ -229,7 +229,7 @@ class Images(torch.utils.data.Dataset[Any]):
 
 
 def train_images(world: Any, layouts: list[str]) -> list[Any]:
-    """A hash of weights and running statistics, losses, norms and an evaluation, per layout."""
+    """Return a hash of weights and running statistics, losses, norms and an evaluation, per layout."""
     found = []
     for layout in layouts:
         trainer = build(

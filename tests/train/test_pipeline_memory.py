@@ -28,7 +28,7 @@ def long_gpt() -> nn.Module:
 
 
 def count_live() -> int:
-    """Bytes of all tensors of this process that have memory."""
+    """Return bytes of all tensors of this process that have memory."""
     found = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
     return sum(storages.values())

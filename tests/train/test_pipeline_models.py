@@ -74,7 +74,7 @@ def test_models_of_others(ranks: Pool, name: str) -> None:
 
 
 def train_mixture(world: Any, kind: str, layouts: tuple[str, ...]) -> list[Any]:
-    """The same for a mixture of experts, whose auxiliary loss is part of its loss."""
+    """Return the same for a mixture of experts, whose auxiliary loss is part of its loss."""
     return [experts.train_foreign(world, kind, layout, layers=4, num_samples=8) for layout in layouts]
 
 

@@ -87,7 +87,7 @@ def test_lengths_and_counts_may_differ_on_four_stages(ranks: Pool, schedule: str
 
 
 def count_sent(world: Any, layout: str) -> list[int]:
-    """The lengths of all messages between stages in the second step."""
+    """Return the lengths of all messages between stages in the second step."""
     trainer = build_small(layout, Outside)
     trainer.step(make_batch(0))
     sent: list[int] = []
@@ -107,7 +107,7 @@ def count_sent(world: Any, layout: str) -> list[int]:
 
 
 def list_collectives(world: Any, layout: str) -> list[tuple[str, int]]:
-    """All collectives of the second step, with their numbers of elements; sends are not among them."""
+    """Return all collectives of the second step, with their numbers of elements; sends are not among them."""
     trainer = build_small(layout, Outside)
     assert trainer.step(make_batch(0)).grad_norm > 0
     since = count_recorded()

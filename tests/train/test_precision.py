@@ -186,7 +186,7 @@ def test_an_overflow_skips_and_halves_the_scale(ranks: Pool, tmp_path: Path) -> 
 
 
 def scales_seen(world: Any, folder: str, last: int) -> list[float]:
-    """The size of the gradients that a communication hook sees, with samples that weigh 100 each."""
+    """Return the size of the gradients that a communication hook sees, with samples that weigh 100 each."""
     seen: list[float] = []
 
     def hook(_state: None, bucket: Any) -> Any:

@@ -23,7 +23,7 @@ def samples(step: int) -> Tensor:
 
 
 def pack(x: Tensor, kind: str) -> Any:
-    """The same samples in several nests of tensors; a scalar is for all samples."""
+    """Return the same samples in several nests of tensors; a scalar is for all samples."""
     targets = x.sum(1)
     match kind:
         case "tensor":

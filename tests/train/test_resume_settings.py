@@ -65,7 +65,7 @@ def go(
     loader: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Trainer:
-    """A start of the run, to step `last`, which is saved."""
+    """Run a start of the run, to step `last`, which is saved."""
     trainer = build(**settings)
 
     def make() -> Any:

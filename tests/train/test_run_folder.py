@@ -113,7 +113,7 @@ held = claim_run_folder(Path(sys.argv[1]), recipe(), launcher_pid=launcher)
 
 
 def hold(folder: Path, then: str, *words: str) -> subprocess.Popen[str]:
-    """A process that claims the folder and then does something."""
+    """Start a process that claims the folder and then does something."""
     return subprocess.Popen(
         [sys.executable, "-c", HOLDER + then, str(folder), *words],
         cwd=Path(__file__).parents[2],

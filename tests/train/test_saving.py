@@ -91,7 +91,7 @@ def build_trainer(layout: str = "", mode: str = "sharded", **settings: Any) -> T
 
 
 def steps(trainer: Trainer, num_steps: int) -> Iterator[int]:
-    """Takes steps and gives the number of each."""
+    """Take steps and return the number of each."""
     loader = trainer._loaders.get("train") or trainer.loader(
         Samples(), global_batch_size=GLOBAL_BATCH, name="train"
     )
@@ -104,7 +104,7 @@ def steps(trainer: Trainer, num_steps: int) -> Iterator[int]:
 
 
 def describe(trainer: Trainer) -> str:
-    """A hash of model and optimizer, whole; on rank 0."""
+    """Return a hash of model and optimizer, whole; on rank 0."""
     found = {f"model.{name}": value for name, value in trainer.whole_state().items()}
     tree = trainer._updates["model"].optimizer_state()
     for name, each in tree["parameters"].items():
@@ -122,7 +122,7 @@ def describe_checkpoint(path: Path) -> str:
 
 @contextlib.contextmanager
 def slow_writer(orders: Path, **asked: Any) -> Iterator[None]:
-    """Lets writers that are started inside do what `orders` says."""
+    """Let writers that are started inside do what `orders` says."""
     orders.write_text(json.dumps(asked))
     before, writer_process.PROGRAM = writer_process.PROGRAM, "tests.train.slow_writer"
     os.environ[ORDERS] = str(orders)
@@ -134,7 +134,7 @@ def slow_writer(orders: Path, **asked: Any) -> Iterator[None]:
 
 
 def find_writers(orders: Path) -> list[psutil.Process]:
-    """The living writers that were started with these orders."""
+    """Return the living writers that were started with these orders."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -189,7 +189,7 @@ def test_has_the_bytes_of_a_save_that_everybody_waits_for(
 
 
 def save_slowly(world: Any, folder: str, layout: str) -> list[tuple[str, str]]:
-    """Copies so slowly that the next step would overtake the copy if it did not wait."""
+    """Copy so slowly that the next step would overtake the copy if it did not wait."""
     copy = StateCopy._copy
 
     def slow(self: StateCopy, start: int, tensor: Tensor, *, non_blocking: bool = False) -> None:
@@ -331,7 +331,7 @@ def test_a_new_start_waits_for_writers_of_the_one_before(ranks: Pool, tmp_path: 
 
 
 def close_early(world: Any, folder: str, orders: str) -> list[str]:
-    """Asks two handles after their trainers were closed: of a save that ends meanwhile, and of a lost one."""
+    """Ask two handles after their trainers were closed: of a save that ends meanwhile, and of a lost one."""
     trainer = build_trainer()
     trainer.resume(f"{folder}/whole")
     next(steps(trainer, 1))

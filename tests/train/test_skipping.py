@@ -70,7 +70,7 @@ def build_trainer(**settings: Any) -> Trainer:
 
 
 def whole_state(trainer: Trainer) -> str:
-    """A hash of weights, statistics and the optimizer's state."""
+    """Return a hash of weights, statistics and the optimizer's state."""
     update = trainer._updates["model"]
     state = {f"model.{n}": t for n, t in trainer.model.state_dict().items()}
     for name, held in update.optimizer_state()["parameters"].items():

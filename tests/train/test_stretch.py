@@ -34,7 +34,7 @@ STARTS = ((1, 3), (2, 5), (4, 7), (3, 9), (1, STEPS))
 
 
 def take_steps(world: World, recipe: dict[str, Any], folder: Path, last: int) -> tuple[str, list[Any]]:
-    """Resumes, trains to a step, and ends without saving it; the layout, and the samples by step."""
+    """Resume, train to a step, and end without saving it; the layout, and the samples by step."""
     parsed: Recipe = parse_recipe(recipe)
     data = build_data(parsed)
     trainer: Trainer = build_trainer(parsed, data, count_steps(parsed, len(data.train)))
@@ -110,7 +110,7 @@ def test_bits_of_one_process(
 
 
 def train_own_model(world: World, layout: str) -> str:
-    """A trainer whose shards wait for more ranks, and the settings of shards with them."""
+    """Return a trainer whose shards wait for more ranks, and the settings of shards with them."""
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     trainer = Trainer(
         model,

@@ -468,7 +468,7 @@ def test_a_factory_gives_the_same_model_on_any_number_of_ranks(ranks: Pool) -> N
 
 
 def draws(world: Any) -> dict[tuple[int, str, int], float]:
-    """A number drawn in each forward, by step, update and first sample."""
+    """Return a number drawn in each forward, by step, update and first sample."""
     seen: dict[tuple[int, str, int], float] = {}
 
     def loss(name: str) -> Any:

@@ -14,7 +14,7 @@ TIMEOUT_S = 60.0
 
 
 def faulty(fault: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Calls `fn(*args)` while the library has a fault."""
+    """Call `fn(*args)` while the library has a fault."""
     with {**FAULTS, **HARMLESS}[fault]():
         return fn(*args)
 

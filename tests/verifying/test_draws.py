@@ -94,7 +94,7 @@ def test_looking_for_draws_leaves_no_trace(ranks: Pool) -> None:
 
 
 def find_twice(_world: World) -> bool:
-    """Whether generators, buffers and the next step are as they would have been."""
+    """Return whether generators, buffers and the next step are as they would have been."""
 
     def train(*, looks: bool) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), DropPath(), nn.Linear(8, 1))

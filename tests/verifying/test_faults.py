@@ -20,7 +20,7 @@ SUBJECTS = {"tied": tied_subject, "routed": routed_subject, "listed": listed_sub
 
 
 def recipe_table(kind: str, folder: Path, reduction: str = "fast", dtype: str = "fp64") -> dict[str, Any]:
-    """A small recipe with dropout or BatchNorm, AdamW and clipping."""
+    """Return a small recipe with dropout or BatchNorm, AdamW and clipping."""
     name, _, balance = kind.partition(" ")
     table = digits_recipe() if name == "resnet" else text_recipe(folder / name, name)
     if balance:

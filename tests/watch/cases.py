@@ -75,7 +75,7 @@ class Case:
         return SCRIPTS / folder / f"{self.script}.py"
 
     def find_lines(self, mark: Mark) -> tuple[int, ...]:
-        """The numbers of the lines that carry a mark."""
+        """Return the numbers of the lines that carry a mark."""
         return tuple(number for number, marks in read_marks(self.path) if mark in marks)
 
 

@@ -55,7 +55,7 @@ def read_ranks(text: str) -> set[int]:
 
 
 def find_said(output: str) -> list[Said]:
-    """All messages with a code, in their order."""
+    """Return all messages with a code, in their order."""
     starts = list(_HEADLINE.finditer(output))
     ends = [start.start() for start in starts[1:]] + [len(output)]
     pairs = zip(starts, ends[: len(starts)], strict=True)

@@ -60,21 +60,21 @@ class Listener:
         self._listener.close()
 
     def wait_for_beats(self, rank: int, count: int, seconds: float = 10.0) -> list[Beat]:
-        """Waits until a rank has beaten so many times."""
+        """Wait until a rank has beaten so many times."""
         wait_until(lambda: len(self.beats.get(rank, ())) >= count, seconds)
         return self.beats[rank]
 
     def wait_for_hang_up(self, rank: int, seconds: float = 10.0) -> None:
-        """Waits until a rank has closed its connection."""
+        """Wait until a rank has closed its connection."""
         wait_until(lambda: rank in self.hung_up, seconds)
 
     def ask(self) -> None:
-        """Asks all ranks; what they have answered before is forgotten."""
+        """Ask all ranks; what they have answered before is forgotten."""
         self.reports.clear()
         self._is_asked.set()
 
     def wait_for_report(self, rank: int, seconds: float = 10.0) -> Report:
-        """Waits until a rank has answered."""
+        """Wait until a rank has answered."""
         wait_until(lambda: rank in self.reports, seconds)
         return self.reports[rank]
 
@@ -103,7 +103,7 @@ class Listener:
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
-    """Fails where something isn't so in time."""
+    """Fail where something isn't so in time."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"not within {seconds:g} s"

@@ -63,7 +63,7 @@ class Outcome:
 
 
 def run_case(case: Case, folder: Path, *words: str) -> tuple[str, int, float]:
-    """Runs a script to its end; gives its output, exit code and seconds.
+    """Run a script to its end; return its output, exit code and seconds.
 
     Raises:
         AssertionError: it didn't end, or left something behind.
@@ -89,7 +89,7 @@ def _start_in(group: Path, command: Sequence[str]) -> list[str]:
 
 
 def try_case(case: Case) -> Outcome:
-    """Runs a case under the watch and judges what was said."""
+    """Run a case under the watch and judge what was said."""
     with tempfile.TemporaryDirectory(prefix="watch-", ignore_cleanup_errors=True) as name:
         _folders.add(Path(name))
         try:
@@ -104,7 +104,7 @@ def try_case(case: Case) -> Outcome:
 
 
 def try_alone(case: Case) -> Outcome:
-    """Runs a case without the watch: it has to hang, fail or pass as `case.alone` says."""
+    """Run a case without the watch: it has to hang, fail or pass as `case.alone` says."""
     with tempfile.TemporaryDirectory(prefix="watch-", ignore_cleanup_errors=True) as name:
         _folders.add(Path(name))
         command = paceline_run("--nproc-per-node", str(case.nproc), "--no-watch", str(case.path), *case.args)
@@ -132,7 +132,7 @@ def _tell(outcome: Outcome) -> Outcome:
 
 
 def make_table(outcomes: Sequence[Outcome]) -> str:
-    """The table of docs/hangs.md, as Markdown."""
+    """Return the table of docs/hangs.md, as Markdown."""
     lines = []
     for kind, title in _KINDS.items():
         of_kind = [outcome for outcome in outcomes if outcome.case.kind == kind]
@@ -153,7 +153,7 @@ def make_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> list[str]:
-    """How many are right."""
+    """Return how many are right."""
     lines = []
     for name, is_healthy in (("faulty", False), ("healthy", True)):
         tried = [o for o in outcomes if (o.case.kind == "healthy") == is_healthy and not o.skipped]
@@ -177,7 +177,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what was asked for; 1 where something is not as it should be."""
+    """Run what was asked for; 1 where something is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="scripts, or kinds of them")
     parser.add_argument("--jobs", type=int, default=2, help="scripts at the same time")

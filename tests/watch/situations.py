@@ -13,14 +13,14 @@ SCRIPT = "/job/train.py"
 
 
 def library(path: str, function: str, line: int = 10) -> Frame:
-    """A frame of torch or of Python; `torch/...` or `queue.py`."""
+    """Return a frame of torch or of Python; `torch/...` or `queue.py`."""
     paths = sysconfig.get_paths()
     root = paths["purelib"] if path.startswith("torch/") else paths["stdlib"]
     return Frame(f"{root}/{path}", line, function)
 
 
 def user(line: int, function: str = "main", text: str = "", file: str = SCRIPT) -> Frame:
-    """A frame of the script."""
+    """Return a frame of the script."""
     return Frame(file, line, function, text)
 
 
@@ -107,12 +107,12 @@ class Job:
 
 
 def reader(text: str, file: str = SCRIPT) -> Callable[[str], list[str]]:
-    """A `read_source` that knows one file."""
+    """Return a `read_source` that knows one file."""
     return lambda path: text.splitlines() if path == file else []
 
 
 def line_of(text: str, part: str) -> int:
-    """The number of the only line with this part."""
+    """Return the number of the only line with this part."""
     found = [n for n, line in enumerate(text.splitlines(), 1) if part in line]
     assert len(found) == 1, (part, found)
     return found[0]

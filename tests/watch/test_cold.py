@@ -203,7 +203,7 @@ print(json.dumps([sys.executable, command, "paceline" in sys.modules]))
 def launch(
     folder: Path, text: str, *words: str, name: str = "train.py", **env: str | None
 ) -> tuple[int, str]:
-    """Runs a script as one rank; gives exit code and output."""
+    """Run a script as one rank; return exit code and output."""
     path = folder / name
     path.write_text(text)
     with Launched(folder, paceline_run(*words, str(path)), env=env) as job:

@@ -25,7 +25,7 @@ def listener(tmp_path):
 
 
 def run(listener: Listener | SimpleNamespace, text: str) -> tuple[int, str]:
-    """Runs a script, with the rank's watch begun; its exit code and output."""
+    """Run a script, with the rank's watch begun; its exit code and output."""
     process = start(listener, text)
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)

@@ -446,7 +446,7 @@ def test_late_sums_of_skipped_steps_are_no_news(late):
 
 
 def train_on_ranks(world: World, spoilt: tuple[int, int, int], micro: int, view: bool) -> NotFinite | None:
-    """Spoils one microbatch: of a rank, in a step, with a number."""
+    """Spoil one microbatch: of a rank, in a step, with a number."""
     gradients = Gradients()
     gradients.install(torch)
     torch.manual_seed(world.rank)

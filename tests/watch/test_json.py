@@ -21,7 +21,7 @@ _FINDING = set(Finding.__annotations__)
 
 
 def run_json(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]], str]:
-    """The exit code, what paceline said, and the rest of the output."""
+    """Return the exit code, what paceline said, and the rest of the output."""
     with Launched(folder, paceline_run("--json", *words)) as job:
         code = job.wait(_END_S)
         lines = job.text.splitlines()

@@ -20,7 +20,7 @@ _END_S = 120.0
 
 
 def list_ports(job: Launched) -> int:
-    """How many sockets wait for connections over the network."""
+    """Return how many sockets wait for connections over the network."""
     sockets = set()
     for process in job.processes():
         with suppress(psutil.Error):

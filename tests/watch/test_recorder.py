@@ -34,7 +34,7 @@ Told = tuple[dict[str, Group], list[Call]]
 
 
 def record(issue):
-    """Makes a function for ranks of one that issues calls: it gives the groups and these calls."""
+    """Make a function for ranks of one that issues calls: it gives the groups and these calls."""
 
     @functools.wraps(issue)
     def run(world: World, *args) -> Told:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Case:
-    """One run under test.
+    """A run under test.
 
     Attributes:
         suite: A to D.
         row: the line of the table that it counts in.
-        name: what tells it from others of its row.
+        name: distinguishes it from others of its row.
         check: runs it in a folder of its own; raises AssertionError where it is not as it must be.
         is_peer: whether it shows what torchrun does, which proves nothing about us.
     """
@@ -28,6 +28,6 @@ class Case:
 
 
 def free_port() -> int:
-    """A port at the loopback address that nobody listens on."""
+    """Return a port at the loopback address that no process listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Suite C: asked to end at any time, it ends in time, and says so in one line."""
+"""Suite C: asked to end at any time, it ends in time, and reports that in one line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CTRL_C = b"\x03"
 
 
 def press_ctrl_c(job: Launched) -> None:
-    """What the terminal makes of it: SIGINT for the whole foreground group."""
+    """Send SIGINT to the whole foreground group, as a terminal does."""
     os.write(job.terminal, CTRL_C)
 
 
 def check_once(folder: Path, *, by_terminal: bool, is_cold: bool, name: str = "SIGINT") -> None:
-    """Each rank gets one signal, and has the time to save."""
+    """Check that each rank gets one signal, and has the time to save."""
     words = ["--nproc-per-node", "2", *(["--cold"] if is_cold else [])]
     command = paceline_run(*words, script("endless.py"), "saves")
     with Launched(folder, command, has_terminal=by_terminal) as job:
@@ -46,7 +46,7 @@ def check_once(folder: Path, *, by_terminal: bool, is_cold: bool, name: str = "S
 
 
 def check_twice(folder: Path, *, by_terminal: bool, is_cold: bool) -> None:
-    """Ranks that don't hear the first one are killed by the second, at once."""
+    """Check that a second signal kills ranks that ignore the first one."""
     words = ["--nproc-per-node", "2", *(["--cold"] if is_cold else [])]
     command = paceline_run(*words, script("endless.py"), "plain", "SIGINT")
     with Launched(folder, command, has_terminal=by_terminal) as job:
@@ -66,7 +66,7 @@ def check_twice(folder: Path, *, by_terminal: bool, is_cold: bool) -> None:
 
 
 def check_early(folder: Path, *, after_s: float, name: str, is_cold: bool) -> None:
-    """Before ranks exist, or as they are made."""
+    """Check a signal before ranks exist, or while they are started."""
     words = ["--nproc-per-node", "2", "--shutdown-timeout", "3", *(["--cold"] if is_cold else [])]
     command = paceline_run(*words, script("endless.py"), "plain")
     with Launched(folder, command, has_terminal=name == "Ctrl-C") as job:
@@ -77,7 +77,7 @@ def check_early(folder: Path, *, after_s: float, name: str, is_cold: bool) -> No
             job.signal(signal.Signals[name])
         code = job.wait(10)
         assert code != 0, f"exit code 0:\n{job.text}"
-        # A rank that has begun tells its KeyboardInterrupt, as under torchrun.
+        # A rank that has begun reports its KeyboardInterrupt, as under torchrun.
         text = job.text if "ready" not in job.text else ""
         ours = [line for line in text.splitlines() if "src/paceline" in line]
         assert not ours, f"a traceback of the launcher:\n{text}"
@@ -85,7 +85,7 @@ def check_early(folder: Path, *, after_s: float, name: str, is_cold: bool) -> No
 
 
 def check_waiting(folder: Path, *, meeting: str, node: int, name: str) -> None:
-    """While it waits for a node that does not come."""
+    """Check a signal while the launcher waits for a node that does not come."""
     with Nodes(2) as nodes:
         words = ["--nnodes", "2", "--nproc-per-node", "1", *_meet(meeting, nodes, node)]
         command = paceline_run(*words, script("endless.py"), "plain")
@@ -102,7 +102,7 @@ def check_waiting(folder: Path, *, meeting: str, node: int, name: str) -> None:
 
 
 def check_partitioned(folder: Path, *, meeting: str, name: str = "SIGTERM") -> None:
-    """While the other node is out of reach."""
+    """Check a signal while the other node is out of reach."""
     with Nodes(2) as nodes, ExitStack() as stack:
         jobs = []
         for node in range(2):
@@ -134,7 +134,7 @@ def _meet(meeting: str, nodes: Nodes, node: int) -> list[str]:
 
 
 def cases(times: int) -> list[Case]:
-    """All of them, once."""
+    """Return all of them, once."""
     found = []
     for is_cold in (False, True):
         cold = ", cold" if is_cold else ""

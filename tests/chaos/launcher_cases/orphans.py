@@ -1,4 +1,4 @@
-"""Suite B: whatever ends a job, nothing of it is left."""
+"""Suite B: nothing of a job is left, whatever ends it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ EVENTS: dict[str, Callable[[Launched, list[int]], None]] = {
 
 
 def check_orphans(folder: Path, *, event: str, kind: str, is_cold: bool) -> None:
-    """Starts a job of a kind, lets something happen to it, and looks for what is left."""
+    """Start a job of a kind, let something happen to it, and look for what is left."""
     kind, *ignored = kind.split()
     kind = "plain" if kind == "ignores" else kind
     if event == "SIGINT twice":
@@ -94,7 +94,7 @@ def check_orphans(folder: Path, *, event: str, kind: str, is_cold: bool) -> None
 
 
 def _check_next_clears(folder: Path) -> None:
-    """The next launch removes the folders of one of which nothing is left."""
+    """Check that the next launch removes the folders of one whose processes are all gone."""
     for path in (folder / "tmp").iterdir():
         os.utime(path, (time.time() - _AGED_S,) * 2)
     with Launched(folder, paceline_run("--no-python", "true")) as job:
@@ -104,7 +104,7 @@ def _check_next_clears(folder: Path) -> None:
 
 
 def check_power_cut_leaves_nothing(folder: Path) -> None:
-    """A node's process namespace ends: nothing of the node survives it."""
+    """Check that nothing of a node survives the end of its process namespace."""
     with Nodes(1) as nodes:
         words = paceline_run("--nproc-per-node", "2", script("endless.py"), "daemon")
         around = partial(nodes.command, 0)
@@ -116,7 +116,7 @@ def check_power_cut_leaves_nothing(folder: Path) -> None:
 
 
 def cases(times: int) -> list[Case]:
-    """All events with all kinds, warm and cold."""
+    """Return all events with all kinds, warm and cold."""
     return [
         Case(
             "B",

@@ -28,7 +28,7 @@ _LIMIT_S, _PEER_LIMIT_S = 60, 120
 def check_one_node(
     folder: Path, *, meeting: str, rank: int, deaths: Sequence[str], is_cold: bool = False, peer: bool = False
 ) -> None:
-    """2 ranks on this machine; one of them dies once for each of `deaths`."""
+    """Run 2 ranks on this machine; one of them dies once for each of `deaths`."""
     words = ["--max-restarts", "3", "--nproc-per-node", "2", *ONE_NODE[meeting]()]
     words += [*(["--cold"] if is_cold else []), script("restarted.py"), str(rank), ",".join(deaths)]
     command = torchrun(*words, str(_PEER_TIMEOUT_S)) if peer else paceline_run(*words)
@@ -44,7 +44,7 @@ def check_one_node(
 def check_two_nodes(
     folder: Path, *, meeting: str, rank: int, deaths: Sequence[str], peer: bool = False
 ) -> None:
-    """One rank on each of two nodes; one of them dies once for each of `deaths`."""
+    """Run one rank on each of two nodes; one of them dies once for each of `deaths`."""
     with Nodes(2) as nodes, ExitStack() as stack:
         jobs = []
         (folder / "work").mkdir()
@@ -83,7 +83,7 @@ def _check_end(jobs: list[Launched], codes: list[int], rank: int, deaths: Sequen
 
 
 def cases(times: int) -> list[Case]:
-    """All of them; the ways to die change from run to run."""
+    """Return all of them; the ways to die change from run to run."""
     pairs = [pair for first in DEATHS for pair in ([(first, first)] if first == "kill" else [])]
     pairs += list(permutations(DEATHS, 2))
     found = []

@@ -1,4 +1,4 @@
-"""Suite D: two nodes, whatever their names stand for."""
+"""Suite D: two nodes, whatever their names resolve to."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_sums(
     own_host: bool = True,
     interface: str | None = None,
 ) -> None:
-    """2 x 2 ranks sum right, with nothing set by the user; `interface` is left alone where it is set."""
+    """Check sums over 2 x 2 ranks without settings by the user; a set `interface` is not changed."""
     env = {_INTERFACE: interface} if interface else {}
     with Nodes(2) as nodes:
         words = [
@@ -78,7 +78,7 @@ def check_sums(
 
 
 def check_unknown_name(folder: Path, *, words: Sequence[str]) -> None:
-    """An endpoint that does not resolve is an error at once."""
+    """Check that an endpoint that does not resolve is an immediate error."""
     with Nodes(1) as nodes:
         began_s = time.monotonic()
         command = ["--nnodes", "2", *words, script("sums.py")]
@@ -96,7 +96,7 @@ def _elastic(nodes: Nodes) -> list[str]:
 
 
 def check_joins_late(folder: Path) -> None:
-    """The first node goes on with the second when that comes."""
+    """Check that the first node goes on with the second when that comes."""
     with Nodes(2) as nodes:
         words = _elastic(nodes)
         env = {"UNTIL": "2"}
@@ -112,7 +112,7 @@ def check_joins_late(folder: Path) -> None:
 
 
 def check_power_cut(folder: Path, *, cuts_link: bool) -> None:
-    """The second node loses its power: the first one goes on alone."""
+    """Check that the first node goes on alone when the second one loses its power."""
     with Nodes(2) as nodes:
         words = _elastic(nodes)
         env = {"UNTIL": "21"}
@@ -130,7 +130,7 @@ def check_power_cut(folder: Path, *, cuts_link: bool) -> None:
 
 
 def check_cause_is_elsewhere(folder: Path, *, meeting: str) -> None:
-    """A rank raises: its node tells the traceback, the other one that the cause is elsewhere."""
+    """Check that a rank's node prints its traceback, and the other node that the cause is elsewhere."""
     with Nodes(2) as nodes:
         words = [
             ["--nnodes", "2", "--nproc-per-node", "2", *MEETINGS[meeting](nodes, node)] for node in range(2)
@@ -158,12 +158,12 @@ def check_cause_is_elsewhere(folder: Path, *, meeting: str) -> None:
 
 
 def cases(times: int) -> list[Case]:
-    """All of them, once."""
+    """Return all of them, once."""
     found = []
     for meeting in MEETINGS:
         for own_name in ("address", "loopback", "nothing"):
             if own_name == "nothing" and meeting.endswith("name"):
-                continue  # node 0 can't know where that is
+                continue  # node 0 does not know where that is
             check = partial(check_sums, meeting=meeting, own_name=own_name)
             found.append(Case("D", f"own name stands for: {own_name}", meeting, check))
     for meeting in ("c10d by address", "static by address"):

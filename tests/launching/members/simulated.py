@@ -76,7 +76,7 @@ class Simulation:
         return launcher
 
     def reaches(self, a: int, b: int) -> bool:
-        """Whether packets arrive."""
+        """Return whether packets arrive."""
         return frozenset((a, b)) not in self.cut
 
     def isolate(self, machines: set[int]) -> None:
@@ -85,7 +85,7 @@ class Simulation:
         self.cut |= {frozenset((a, b)) for a in machines for b in others}
 
     def training(self) -> list[NodeWorld]:
-        """The worlds of which every member trains."""
+        """Return the worlds of which every member trains."""
         found: dict[int, NodeWorld] = {}
         for launcher in self.launchers.values():
             if launcher.is_alive and launcher.trains is not None:
@@ -104,12 +104,12 @@ class Simulation:
                 self.history.append(world)
 
     def trains_on(self, *machines: int) -> bool:
-        """Whether exactly these machines train."""
+        """Return whether exactly these machines train."""
         names = [[member.name for member in world.members] for world in self.training()]
         return len(names) == 1 and set(names[0]) == {f"node{machine}" for machine in machines}
 
     def describe(self) -> str:
-        """The state, for a failed assertion."""
+        """Return the state, for a failed assertion."""
         lines = [f"at {self.now:.2f} s"]
         for machine, launcher in self.launchers.items():
             inner = launcher.inner
@@ -227,7 +227,7 @@ class Launcher:
         self.inner.want_round({"store_port": port, "master_port": port}, self.simulation.now)
 
     def do(self, call: Callable[[], None]) -> None:
-        """Calls something in its process, as soon as that runs."""
+        """Call something in its process, as soon as that runs."""
         if self.is_stopped:
             self._held.append(call)
         elif self.is_alive:

@@ -13,7 +13,7 @@ from tests.launching.members.simulated import Simulation
 
 
 def start(machines: int, least: int, most: int | None = None, **options: Any) -> Simulation:
-    """A job that trains on all of its machines."""
+    """Return a job that trains on all of its machines."""
     simulation = Simulation(machines, least, most or machines, **options)
     for machine in range(machines):
         simulation.start(machine)
@@ -392,7 +392,7 @@ def test_without_its_record_two_worlds_train(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def run_faults(seed: int, count: int, *, has_witness: bool = False) -> Simulation:
-    """Kills, cuts, stops and returns at random; in the end all are back, and train together."""
+    """Kill, cut, stop and return at random; in the end all are back, and train together."""
     chance = random.Random(seed)
     machines = chance.choice([2, 3, 3, 4, 5])
     least = chance.randint(1, machines)

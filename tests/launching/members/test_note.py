@@ -63,7 +63,7 @@ def test_each_job_has_a_note_of_its_own() -> None:
 
 
 def meet(port: int, join_s: float) -> RendezvousInfo:
-    """A launcher at its endpoint, until it has formed a round."""
+    """Return a launcher at its endpoint, until it has formed a round."""
     own = ("127.0.0.1", port)
     handler = MembersRendezvous(
         *(ONE_OF_TWO, Waits(0.6, join_s, 0.2), "127.0.0.1", [own]),

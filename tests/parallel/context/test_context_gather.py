@@ -185,7 +185,7 @@ def test_attention_that_the_trial_has_not_seen_is_refused(ranks: Pool) -> None:
 
 
 def read_documents(world: Any) -> tuple[Tensor, Tensor]:
-    """The outputs before and after a token of the second document, position 9, is changed."""
+    """Return the outputs before and after a token of the second document, position 9, is changed."""
     model = _with(Packed)
     ids = torch.randint(0, 50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     if world.world_size > 1:
@@ -206,7 +206,7 @@ def test_documents_do_not_see_each_other(ranks: Pool) -> None:
 
 
 def read_packed(world: Any, ways: list[str]) -> list[tuple[Tensor, Tensor]]:
-    """The same of a Llama, whose positions begin anew with each document, by way to attend."""
+    """Return the same of a Llama, whose positions begin anew with each document, by way to attend."""
     torch.set_num_threads(1)
     document = torch.arange(LENGTH) // 7
     places = (torch.arange(LENGTH) % 7).expand(2, -1)
@@ -246,7 +246,7 @@ def test_documents_packed_for_a_llama_do_not_see_each_other(ranks: Pool) -> None
 
 
 def read_short(world: Any) -> tuple[Tensor, Tensor]:
-    """The logits for two positions, of one process and of this rank, which has one of them."""
+    """Return the logits for two positions, of one process and of this rank, which has one of them."""
     torch.set_num_threads(1)
     whole, model = build("llama"), build("llama")
     axis = build_mesh(Layout.parse("cp=2"), world).cp
@@ -319,7 +319,7 @@ def test_layouts_by_gather(text: str, code: str) -> None:
 
 
 def keep(world: Any) -> int:
-    """Bytes that backward keeps of a block, without parameters."""
+    """Return bytes that backward keeps of a block, without parameters."""
     torch.manual_seed(0)
     model = Gpt(
         GptModel(kind="gpt", layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS), 50, LENGTH

@@ -103,7 +103,7 @@ def count_kept(model: nn.Module, ids: Tensor, block: nn.Module) -> int:
 
 
 def keep(world: Any) -> int:
-    """Bytes that backward keeps of the blocks, without parameters."""
+    """Return bytes that backward keeps of the blocks, without parameters."""
     model, ids = _gpt(world)
     return count_kept(model, ids, model.layers[1])
 
@@ -128,7 +128,7 @@ class Packed(Attend):
 
 
 def read_documents(world: Any) -> tuple[Tensor, Tensor]:
-    """The outputs before and after a token of the second document, position 9, is changed."""
+    """Return the outputs before and after a token of the second document, position 9, is changed."""
     torch.manual_seed(0)
     model = Model(_plain)
     for block in model.blocks:

@@ -328,13 +328,13 @@ CASES: dict[str, Case] = {
 
 
 def build(name: str) -> nn.Module:
-    """The case's model in float64, in training mode, the same on every rank."""
+    """Return the case's model in float64, in training mode, the same on every rank."""
     torch.manual_seed(0)
     return CASES[name].build().double().train()
 
 
 def compute_loss(name: str, model: nn.Module) -> Tensor:
-    """The case's loss."""
+    """Return the case's loss."""
     case = CASES[name]
     batch = case.batch()
     output = case.run(model, batch)

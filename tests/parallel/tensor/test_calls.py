@@ -69,7 +69,7 @@ def build() -> nn.Module:
 
 
 def run(model: nn.Module, masks: Any, length: int) -> list[float]:
-    """The loss in training and in evaluation, and the norm of the input's gradient."""
+    """Return the loss in training and in evaluation, and the norm of the input's gradient."""
     x = torch.randn(SAMPLES, length, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with masks.drawing(7, range(SAMPLES)):
         loss = model.train()(x).square().sum()

@@ -77,7 +77,7 @@ def build_trainer(layout: str, layers: int, forward: Any) -> Trainer:
 
 
 def measure_state(world: Any, layout: str, num_microbatches: int) -> dict[str, int]:
-    """Bytes at the instants of the third step, and when the model was built."""
+    """Return bytes at the instants of the third step, and when the model was built."""
     seen: dict[str, int] = {}
     before = live_bytes()
     place = 0
@@ -173,7 +173,7 @@ def keep_bytes(model: nn.Module) -> int:
 
 
 def measure_activations(world: Any, layout: str) -> tuple[int, int]:
-    """Bytes that one block keeps: in one process, and on this rank under the layout."""
+    """Return bytes that one block keeps: in one process, and on this rank under the layout."""
     whole, parts = {}, {}
     for layers in (1, 3):
         whole[layers] = keep_bytes(build_gpt(layers))

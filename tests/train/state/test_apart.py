@@ -228,14 +228,14 @@ def work_with_a_wrong_clock(world: Any, places: list[str], mode: str, num_steps:
 
 
 def name_another_file(path: Path, name: str) -> None:
-    """Makes a manifest name another file, with a right hash of its own."""
+    """Make a manifest name another file, with a right hash of its own."""
     manifest = read_manifest(path)
     named = {name if old == "state.json" else old: record for old, record in manifest.files.items()}
     (path / "manifest.json").write_bytes(dump_manifest(replace(manifest, files=named, holders={})))
 
 
 def link_away(path: Path) -> None:
-    """Puts a link to a manifest elsewhere in its place."""
+    """Put a link to a manifest elsewhere in its place."""
     (path / "manifest.json").rename(path.parent / "elsewhere")
     (path / "manifest.json").symlink_to(path.parent / "elsewhere")
 

@@ -30,7 +30,7 @@ def save(checkpoints: CheckpointFolder, *numbers: int) -> None:
 
 
 def start(checkpoints: CheckpointFolder, *, fails_at: int | None, source: int | None = None) -> list[int]:
-    """One start, which goes on from the newest checkpoint; returns the checkpoints that it found."""
+    """Run one start, which goes on from the newest checkpoint; return the checkpoints that it found."""
     failures = Failures(ALONE, DISKS, checkpoints)
     failures.settle()
     found = list(checkpoints.steps())

@@ -80,7 +80,7 @@ def num_ranks(layout: str) -> int:
 
 
 def describe(trainer: paceline.Trainer) -> str | None:
-    """A hash of all tensors of model and optimizer, whole; on rank 0."""
+    """Return a hash of all tensors of model and optimizer, whole; on rank 0."""
     found: dict[str, Tensor] = {f"model.{name}": value for name, value in trainer.whole_state().items()}
     tree = trainer._updates["model"].optimizer_state()
     for name, each in tree["parameters"].items():
