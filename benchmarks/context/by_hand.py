@@ -75,14 +75,14 @@ def swap(x: Tensor, cut: int, join: int) -> Tensor:
 
 
 def exchange(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of some heads, between two exchanges of rows and heads."""
+    """Attend with some heads, between two exchanges of rows and heads."""
     heads = [ToHeads.apply(x) for x in (query, key, value)]
     result: Tensor = ToRows.apply(F.scaled_dot_product_attention(*heads, is_causal=True))
     return result
 
 
 def gather(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of own positions to gathered keys and values, which travel together."""
+    """Attend from own positions to gathered keys and values, which travel together."""
     own = query.shape[2]
     key, value = Gather.apply(torch.cat([key, value], -1)).chunk(2, -1)
     places = torch.arange(key.shape[2])
@@ -92,7 +92,7 @@ def gather(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def run_block(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-    """A block of the model on this rank's positions."""
+    """Return a block of the model on this rank's positions."""
     layer: Any = block
     projections, y = layer.self_attn, layer.input_layernorm(x)
     batch, rows, _ = y.shape

@@ -39,7 +39,7 @@ WAYS = ("heads", "gather")
 
 
 def run_ranks(by: str, num_pairs: int) -> tuple[BlockTimes, dict[str, float], int]:
-    """Runs on every rank: both loops, each with its model, optimizer and loader."""
+    """Run on every rank: both loops, each with its model, optimizer and loader."""
     warnings.simplefilter("ignore")  # of torch, about itself
     with paceline.start(device="cpu", threads_per_rank=1) as world:
         job = _describe_job(f"cp={world.world_size} cp_by={by}")
@@ -55,7 +55,7 @@ def run_ranks(by: str, num_pairs: int) -> tuple[BlockTimes, dict[str, float], in
 
 
 def run_alone(num_steps: int) -> BlockTimes:
-    """Runs in one process: the Trainer without a layout."""
+    """Run in one process: the Trainer without a layout."""
     with paceline.start(device="cpu", threads_per_rank=1) as world:
         blocks = alternate(world, {"one process": ours(_describe_job(""))}, num_blocks=num_steps, warm_up=2)
     return replace(blocks, last={})

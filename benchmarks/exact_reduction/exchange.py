@@ -33,7 +33,7 @@ def cpu_s() -> float:
 
 
 def measure() -> dict[str, tuple[float, float]]:
-    """On each rank: by way, milliseconds of wall and of processor time."""
+    """Measure on each rank, by way, milliseconds of wall and of processor time."""
     with start(device="cpu", threads_per_rank=1) as world:
         num_ranks = world.world_size
         length = LENGTH // num_ranks * num_ranks

@@ -47,7 +47,7 @@ class Job:
         return build_model(self.recipe, self.data)
 
     def microbatches(self) -> Iterator[list[dict[str, Tensor]]]:
-        """The microbatches of the same global batches on all ranks."""
+        """Yield the microbatches of the same global batches on all ranks."""
         generator = torch.Generator().manual_seed(0)
         train = self.recipe.train
         loader = torch.utils.data.DataLoader(
@@ -118,7 +118,7 @@ class _Copy(torch.autograd.Function):
 
 
 def compute(rows: Tensor, counts: list[int], mixture: Mixture) -> Tensor:
-    """The answers of this rank's experts to rows that are sorted by expert: a product per expert."""
+    """The outputs of this rank's experts to rows that are sorted by expert: a product per expert."""
     answers = []
     experts = zip(mixture.experts.gate_up_proj, mixture.experts.down_proj, strict=True)
     for part, (up, down) in zip(rows.split(counts), experts, strict=True):
@@ -128,7 +128,7 @@ def compute(rows: Tensor, counts: list[int], mixture: Mixture) -> Tensor:
 
 
 def mix_by_exchange(tokens: Tensor, chosen: Tensor, weights: Tensor, mixture: Mixture) -> Tensor:
-    """Tokens travel to their experts and back."""
+    """Mix by sending tokens to their experts and back."""
     num_ranks, num_choices = dist.get_world_size(), chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=mixture.gate.out_features)
@@ -146,7 +146,7 @@ def mix_by_exchange(tokens: Tensor, chosen: Tensor, weights: Tensor, mixture: Mi
 
 
 def mix_by_sum(tokens: Tensor, chosen: Tensor, weights: Tensor, mixture: Mixture) -> Tensor:
-    """All ranks have all tokens; each answers for its experts, and the answers are summed over ranks."""
+    """Mix with all tokens on all ranks: each runs its experts, and the outputs are summed over ranks."""
     each = len(mixture.experts.gate_up_proj)
     tokens, weights = _Copy.apply(tokens), _Copy.apply(weights)
     own = chosen - dist.get_rank() * each
@@ -219,7 +219,7 @@ def train_by_hand(job: Job, mix: Mix, *, replicates: bool) -> Iterator[Any]:
 
 
 def by_hand(job: Job) -> Iterator[Any]:
-    """torch's all_to_all_single around the experts."""
+    """Train with torch's all_to_all_single around the experts."""
     return train_by_hand(job, mix_by_exchange, replicates=False)
 
 
@@ -229,7 +229,7 @@ def replicated(job: Job) -> Iterator[Any]:
 
 
 def one_process(job: Job) -> Iterator[Any]:
-    """The whole model on rank 0, with accumulation; the other ranks wait."""
+    """Train the whole model on rank 0, with accumulation; the other ranks wait."""
     if job.world.rank:
         while True:
             yield None

@@ -70,7 +70,7 @@ class Times:
 
 
 def run_rank(recipe: Recipe, num_blocks: int) -> Times:
-    """Runs on every rank: a step of each variant in turn."""
+    """Run on every rank: a step of each variant in turn."""
     train = recipe.train
 
     def choose_kernels(name: str) -> None:
@@ -87,7 +87,7 @@ def run_rank(recipe: Recipe, num_blocks: int) -> Times:
 
 
 def measure(num_blocks: int, reduction: str) -> dict[str, Any]:
-    """One comparison."""
+    """Measure one comparison."""
     recipe = build_recipe(reduction)
     prepare_data(recipe)
     conditions = Conditions()
@@ -103,7 +103,7 @@ def measure(num_blocks: int, reduction: str) -> dict[str, Any]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     block_s, cpu_s = result["block_s"], result["block_cpu_s"]
     lines = [
         f"Reduction {result['reduction']}, {result['num_parameters']:,} parameters, {NUM_RANKS} ranks; load "

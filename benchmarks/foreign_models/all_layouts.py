@@ -53,7 +53,7 @@ def verify_model(name: str, pool: Pool, layouts: tuple[str, ...] = LAYOUTS) -> V
 
 
 def show_cell(result: LayoutResult) -> str:
-    """One layout of one model."""
+    """Return one layout of one model."""
     if result.status == "ok":
         return "same bits" if result.same_bits else f"{result.worst:.3f}"
     code = result.findings[0].code
@@ -78,18 +78,18 @@ def try_model(name: str, pool: Pool) -> dict[str, Any]:
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Whether a model's numbers differ under some layout, or its ranks crash or hang."""
+    """Return whether a model's numbers differ under some layout, or its ranks crash or hang."""
     return any(cell.startswith(("FAILED", "DIFFERS")) for cell in row["cells"])
 
 
 def show_row(row: dict[str, Any]) -> str:
-    """One model's cells, and the reasons where it is wrong."""
+    """Return one model's cells, and the reasons where it is wrong."""
     cells = " | ".join([*row["cells"], f"{row['seconds']} s"])
     return "\n".join([cells, *row["reasons"]]) if is_wrong(row) else cells
 
 
 def describe(rows: dict[str, dict[str, Any]]) -> str:
-    """The table, with the counts above it."""
+    """Return the table, with the counts above it."""
     cells = [cell for row in rows.values() for cell in row["cells"]]
     refused = sum(cell.startswith("(") for cell in cells)
     wrong = sum(cell.startswith(("FAILED", "DIFFERS")) for cell in cells)

@@ -59,7 +59,7 @@ def find(name: str, pool: Pool) -> Finding | None:
 
 
 def is_right(fault: Fault, finding: Finding | None) -> bool:
-    """Whether code, place and words are those that were written down."""
+    """Return whether code, place and words are those that were written down."""
     if finding is None:
         return False
     has_words = all(word in str(finding) for word in fault.words)
@@ -82,7 +82,7 @@ def try_fault(name: str, pool: Pool) -> dict[str, Any]:
 
 
 def describe(rows: dict[str, dict[str, Any]]) -> str:
-    """The table, with the counts above it and what was said below."""
+    """Return the table, with the counts above it and what was said below."""
     found, right = (sum(bool(row[key]) for row in rows.values()) for key in ("found", "right"))
     models = len({FAULTS[name].model for name in rows})
     lines = [["fault", "model", "layout", "found", "cause", "seconds"]]

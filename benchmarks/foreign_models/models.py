@@ -61,7 +61,7 @@ class Foreign:
     share: float = 0.95
 
     def verify_arguments(self, size: Size) -> dict[str, Any]:
-        """Those of `paceline.verify`, but for the layouts."""
+        """Return those of `paceline.verify`, but for the layouts."""
         return {
             "model_fn": partial(self.build, size),
             "batch_fn": partial(self.make_batch, size),
@@ -131,7 +131,7 @@ def build_t5(size: Size) -> nn.Module:
 
 
 def build_bert(size: Size) -> nn.Module:
-    """Reads padding from a mask."""
+    """Read padding from a mask."""
     hf = _quiet()
     config = hf.BertConfig(
         vocab_size=size.vocab,
@@ -148,7 +148,7 @@ def build_bert(size: Size) -> nn.Module:
 
 
 def build_vit(size: Size) -> nn.Module:
-    """Patches of 4 x 4 pixels, and a token for the class."""
+    """Patch of 4 x 4 pixels, and a token for the class."""
     hf = _quiet()
     config = hf.ViTConfig(
         hidden_size=size.hidden,
@@ -189,7 +189,7 @@ class LoraLinear(nn.Module):
 
 
 def build_lora(size: Size) -> nn.Module:
-    """A frozen Llama whose attention's queries, values and outputs are adapted."""
+    """Return a frozen Llama whose attention's queries, values and outputs are adapted."""
     model = build_llama(size)
     model.requires_grad_(False)
     for module in list(model.modules()):
@@ -212,7 +212,7 @@ def make_tokens(size: Size, step: int) -> Batch:
 
 
 def make_padded(size: Size, step: int) -> Batch:
-    """The same with padding behind half of the samples."""
+    """Return the same with padding behind half of the samples."""
     batch = make_tokens(size, step)
     mask = torch.ones(size.samples, size.length, dtype=torch.int64)
     mask[1::2, size.length * 3 // 4 :] = 0
@@ -276,7 +276,7 @@ def call_series(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def call_with_labels(model: nn.Module, batch: Batch) -> Tensor:
-    """The model computes the loss by itself."""
+    """Call a model that computes the loss itself."""
     loss: Tensor = model(input_ids=batch["ids"], labels=batch["targets"]).loss
     return loss
 

@@ -34,7 +34,7 @@ LAYOUTS = ("tp=2", "dp_shard=2", "dp_shard=2 tp=2")
 
 
 def plan_tp(foreign: Foreign, size: Size) -> tuple[nn.Module, SplitPlan]:
-    """A model, and how tp=2 would split it."""
+    """Return a model, and how tp=2 would split it."""
     torch.manual_seed(0)
     model = foreign.build(size).train()
     open_attention(model)

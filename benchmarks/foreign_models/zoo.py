@@ -212,7 +212,7 @@ _ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(model: str, config: str, settings: dict[str, Any], size: Size) -> nn.Module:
-    """A model of `transformers`; its size is in the settings."""
+    """Return a model of `transformers`; its size is in the settings."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -258,7 +258,7 @@ def make_larger_images(size: Size, step: int) -> Batch:
 
 
 def make_speech(size: Size, step: int) -> Batch:
-    """A spectrogram beside tokens."""
+    """Return a spectrogram beside tokens."""
     generator = torch.Generator().manual_seed(step + 99)
     return make_tokens(size, step) | {"mel": torch.randn(size.samples, 8, 20, generator=generator)}
 

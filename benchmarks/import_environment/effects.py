@@ -126,7 +126,7 @@ def _group_error() -> str:
 
 
 def _cpp_log_lines() -> str:
-    """How many lines C++ code logs: what goes to the file descriptor, not to sys.stderr."""
+    """Return how many lines C++ code logs: what goes to the file descriptor, not to sys.stderr."""
     import tempfile
 
     with tempfile.TemporaryFile() as file:
@@ -293,7 +293,7 @@ def _run(title: str, how: str) -> str:
 
 
 def main() -> int:
-    """Prints the table, or does one check as its child."""
+    """Print the table, or does one check as its child."""
     if len(sys.argv) == 3:
         print(show(sys.argv[1], sys.argv[2]))
         return 0

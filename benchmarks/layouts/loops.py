@@ -215,7 +215,7 @@ def _sum_losses(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def _read(job: Job, rank: int) -> Iterator[dict[str, Tensor]]:
-    """This rank's microbatches: of every global batch a block, as the Trainer shares them out."""
+    """Yield this rank's microbatches: of every global batch a block, as the Trainer shares them out."""
     size, own = job.microbatch_size, job.num_microbatches
     places = [
         list(range(start, start + size))

@@ -73,7 +73,7 @@ class Times:
 
 
 def run_rank(job: Job, num_blocks: int, block_steps: int, warm_up: int) -> Times:
-    """Runs on every rank: both loops, each with its model, optimizer and loader."""
+    """Run on every rank: both loops, each with its model, optimizer and loader."""
     warnings.simplefilter("ignore")  # of torch, about itself
     with paceline.start(device="cpu", threads_per_rank=1) as world:
         loops = {name: loop(job) for name, loop in LOOPS.items()}
@@ -89,7 +89,7 @@ def run_rank(job: Job, num_blocks: int, block_steps: int, warm_up: int) -> Times
 
 
 def measure(size_name: str, layout: str, num_microbatches: int, num_blocks: int) -> dict[str, Any]:
-    """One comparison."""
+    """Measure one comparison."""
     size = SIZES[size_name]
     job = Job(size.model, layout, SEQ_LEN, MICROBATCH_SIZE, num_microbatches)
     degrees = job.degrees
@@ -124,7 +124,7 @@ def spread_ratio(result: dict[str, Any], key: str = "block_s") -> Spread:
 
 
 def describe(results: list[dict[str, Any]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [
         "| parameters | layout | microbatches | paceline, ms per step | by hand, ms | ratio | "
         "interval of the median | n | ratio of CPU time | load |",
@@ -156,7 +156,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(results: list[dict[str, Any]], path: Path) -> str:
-    """The table and on what it was measured."""
+    """Return the table and on what it was measured."""
     machines = sorted({result["machine"] for result in results})
     text = "\n".join([*machines, "", describe(results), ""])
     path.write_text(text)

@@ -63,7 +63,7 @@ class Unequal(nn.Module):
 
 
 def take_steps(layout: str) -> Iterator[float]:
-    """A trainer's steps on one global batch."""
+    """Take a trainer's steps on one global batch."""
     trainer = paceline.Trainer(
         Unequal,
         forward=lambda model, batch: model(batch["x"]),
@@ -79,14 +79,14 @@ def take_steps(layout: str) -> Iterator[float]:
 
 
 def run_rank(num_blocks: int) -> BlockTimes:
-    """Runs on every rank: a step of each cut in turn."""
+    """Run on every rank: a step of each cut in turn."""
     with paceline.start(device="cpu", threads_per_rank=1) as world:
         loops = {name: take_steps(layout) for name, layout in CUTS.items()}
         return alternate(world, loops, num_blocks=num_blocks, warm_up=2)
 
 
 def describe(result: dict[str, Any]) -> str:
-    """A line with the ratio."""
+    """Return a line with the ratio."""
     times = result["block_s"]
     ratio = Spread.of(a / b for a, b in zip(times["found"], times["even"], strict=True))
     steps = ", ".join(f"{name} {Spread.of(times[name]).median * 1e3:.3g} ms" for name in CUTS)

@@ -69,7 +69,7 @@ class Job:
         return build_model(self.recipe, self.data)
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """The same global batches on all ranks."""
+        """Yield the same global batches on all ranks."""
         generator = torch.Generator().manual_seed(0)
         loader = torch.utils.data.DataLoader(
             self.data.train,
@@ -83,12 +83,12 @@ class Job:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over tokens."""
+    """Return the mean over tokens."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def paceline(job: Job) -> Iterator[Any]:
-    """The whole model, cut by `layout.stages`."""
+    """Train the whole model, cut by `layout.stages`."""
     assert job.recipe.train.steps is not None
     trainer = build_trainer(job.recipe, job.data, job.recipe.train.steps)
     loader = build_loader(job.recipe, trainer, job.data.train, train=True)
@@ -150,7 +150,7 @@ def torch_pipelining(job: Job) -> Iterator[Any]:
 
 
 def one_process(job: Job) -> Iterator[Any]:
-    """The whole model on rank 0, with accumulation; the other ranks wait."""
+    """Train the whole model on rank 0, with accumulation; the other ranks wait."""
     if job.world.rank:
         while True:
             yield None

@@ -38,7 +38,7 @@ STARTS = {1: (0, 3), 2: (0, 2, 3, 5)}
 
 
 def list_starts(schedule: str) -> tuple[int, ...]:
-    """The first layer of each stage."""
+    """Return the first layer of each stage."""
     return STARTS[2 if schedule in ("interleaved", "zbv") else 1]
 
 
@@ -93,7 +93,7 @@ class Times:
 
 
 def run_rank(recipe: Recipe, schedule: str, num_blocks: int) -> Times:
-    """Runs on every rank: a step of each variant in turn."""
+    """Run on every rank: a step of each variant in turn."""
     warnings.simplefilter("ignore")  # torch's pipelining warns of its own choices
     train = recipe.train
 
@@ -119,7 +119,7 @@ def run_rank(recipe: Recipe, schedule: str, num_blocks: int) -> Times:
 
 
 def measure(schedule: str, num_blocks: int, reduction: str) -> dict[str, Any]:
-    """One comparison."""
+    """Measure one comparison."""
     recipe = build_recipe(schedule, reduction)
     prepare_data(recipe)
     conditions = Conditions()
@@ -141,13 +141,13 @@ def measure(schedule: str, num_blocks: int, reduction: str) -> dict[str, Any]:
 
 
 def describe_first(schedule: str, results: list[dict[str, Any]]) -> str:
-    """A line about first steps, each in fresh processes."""
+    """Return a line about first steps, each in fresh processes."""
     ratios = Spread.of(r["first_s"]["paceline"] / r["first_s"]["torch_pipelining"] for r in results)
     return f"{schedule}, first step / torch's: {ratios:.2f}; n = {len(results)}"
 
 
 def describe(result: dict[str, Any]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     block_s, cpu_s = result["block_s"], result["block_cpu_s"]
     lines = [
         f"{result['schedule']}, {result['num_parameters']:,} parameters, {NUM_RANKS} ranks, "

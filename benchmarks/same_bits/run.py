@@ -48,7 +48,7 @@ CASES: dict[str, list[str]] = {
 
 
 def train(recipe: str, dtype: str, num_ranks: int, reduction: str, out: Path) -> tuple[str, list[float]]:
-    """The hash and the gradient norms of one run."""
+    """Return the hash and the gradient norms of one run."""
     settings = [
         *CASES[recipe],
         f"train.steps={NUM_STEPS}",

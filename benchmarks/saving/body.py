@@ -81,7 +81,7 @@ class Measurement:
             self.step()
 
     def step(self) -> float:
-        """Takes a step; the seconds it took, all ranks together."""
+        """Take a step; return its seconds, all ranks together."""
         begin_s = time.perf_counter()
         try:
             share = next(self._batches)
@@ -101,7 +101,7 @@ class Measurement:
         return {name: value.detach() for name, value in found.items()}
 
     def ways(self) -> dict[str, Callable[[int], Callable[[], bool]]]:
-        """By name, a function that saves and returns another that tells whether the save is durable."""
+        """Return by name a function that saves and returns another: whether the save is durable."""
         return {
             "torch.save, barrier": self._torch_save,
             "dcp.save": self._dcp_save,
@@ -160,7 +160,7 @@ class Measurement:
         return save
 
     def select(self, name: str) -> Saving | None:
-        """Lets the trainer save in a way of Paceline's; ends the save before."""
+        """Make the trainer save in one of Paceline's ways, after ending the previous save."""
         saving = self._savings.get(name)
         if saving is not None:
             self.trainer._saver.saving = saving
@@ -176,7 +176,7 @@ class Measurement:
         return saving
 
     def measure(self, name: str, number: int) -> dict[str, float]:
-        """One save, with the steps before and after it; the slowest rank counts."""
+        """Measure one save, with the steps before and after it; the slowest rank counts."""
         saving = self.select(name)
         base_s = statistics.median(self.step() for _ in range(BASE_STEPS))
         dist.barrier()
@@ -211,7 +211,7 @@ class Measurement:
         return dict(zip(("stall_s", "durable_s", "excess_s", "step_s"), numbers.tolist(), strict=True))
 
     def count(self) -> dict[str, Any]:
-        """Bytes and memory of one asynchronous sharded save on this rank."""
+        """Return bytes and memory of one asynchronous sharded save on this rank."""
         saving = self.select("paceline sharded, asynchronous")
         assert saving is not None
         background = saving.background
@@ -231,7 +231,7 @@ class Measurement:
         }
 
     def close(self) -> None:
-        """Ends the writers."""
+        """End the writers."""
         for saving in self._savings.values():
             saving.close()
 
@@ -246,7 +246,7 @@ def _read_peak(pid: int | None) -> int | None:
 
 
 def main() -> None:
-    """Measures: body.py MILLIONS LAYOUT ROUNDS FOLDER OUT MINUTES [ONLY]"""
+    """Measure: body.py MILLIONS LAYOUT ROUNDS FOLDER OUT MINUTES [ONLY]"""
     millions, layout, rounds, folder, out, minutes = sys.argv[1:7]
     only = sys.argv[7].split(";") if len(sys.argv) > 7 else None
     begin_s, limit_s = time.monotonic(), 60 * float(minutes)
@@ -285,7 +285,7 @@ def main() -> None:
 
 
 def _measure_every_step(measurement: Measurement, num_blocks: int = 6, num_steps: int = 5) -> dict[str, Any]:
-    """Step times with a save after every step, to the disk or to memory, and without, in turn."""
+    """Measure step times with a save after every step, to the disk or to memory, and without, in turn."""
     measurement.select("paceline sharded, asynchronous")
     measurement.trainer.save_to_memory()  # the first one reserves the memory
     measurement.step()

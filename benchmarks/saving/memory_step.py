@@ -30,7 +30,7 @@ LIMIT = 1.05
 
 
 def take_steps(trainer: Any, loader: Any, *, keeps: bool) -> Iterator[int]:
-    """Yields the number of each step."""
+    """Yield the number of each step."""
     taken = 0
     while True:
         for share in loader:
@@ -46,7 +46,7 @@ def take_steps(trainer: Any, loader: Any, *, keeps: bool) -> Iterator[int]:
 
 
 def work(num_pairs: int, out: str) -> None:
-    """Measures, on every rank."""
+    """Measure, on every rank."""
     import paceline
     from paceline.bench.alternate import Conditions, alternate, join_ranks
     from paceline.data import build_data
@@ -77,7 +77,7 @@ def work(num_pairs: int, out: str) -> None:
 
 
 def describe(table: dict[str, Any]) -> tuple[str, float]:
-    """The summary, and the upper end of the ratio."""
+    """Return the summary, and the upper end of the ratio."""
     from paceline.bench.spread import Spread
 
     pairs = zip(table["block_s"][WITH], table["block_s"][WITHOUT], strict=True)
@@ -96,7 +96,7 @@ def describe(table: dict[str, Any]) -> tuple[str, float]:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=60, help="of blocks (default 60)")
     parser.add_argument("--ranks", type=int, default=2)

@@ -29,7 +29,7 @@ LAYOUTS = ("dp_shard", "dp_replicate")
 def measure(
     millions: float, ranks: int, axis: str, rounds: int, folder: str | None, minutes: float, only: str
 ) -> Path:
-    """Runs one combination; the file with its numbers."""
+    """Run one combination; the file with its numbers."""
     out = RESULTS / f"{millions:g}M-{ranks}-{axis}.json"
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="saving-", dir=folder) as temporary:
@@ -49,7 +49,7 @@ def measure(
 
 
 def describe(found: dict[str, Any]) -> Iterator[str]:
-    """The tables of one combination, line by line."""
+    """Yield the tables of one combination, line by line."""
     yield f"## {found['millions']:g}M parameters, {found['ranks']} ranks, {found['layout']}"
     yield ""
     yield "| way | stall, ms | spread | first save, ms | durable, s | excess of later steps, ms | n |"
@@ -94,7 +94,7 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
 
 
 def write_tables() -> None:
-    """Writes results.txt from all results."""
+    """Write results.txt from all results."""
     lines: list[str] = []
     for path in sorted(RESULTS.glob("*.json")):
         lines += [*describe(json.loads(path.read_text())), ""]

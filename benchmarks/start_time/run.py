@@ -56,7 +56,7 @@ class Times:
 
 
 def time_once(case: Case, launcher: str) -> Times:
-    """Runs a script once, in an empty folder.
+    """Run a script once, in an empty folder.
 
     Raises:
         RuntimeError: it failed, or took longer than TIME_LIMIT_S.
@@ -93,7 +93,7 @@ def time_once(case: Case, launcher: str) -> Times:
 
 
 def build_environment() -> dict[str, str]:
-    """One thread for each rank under all launchers, which is torchrun's default."""
+    """Return an environment with one thread per rank under all launchers, torchrun's default."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -103,7 +103,7 @@ def build_environment() -> dict[str, str]:
 
 
 def measure(case: Case, names: list[str], num_pairs: int) -> dict[str, list[Times]]:
-    """The launchers one after the other, then in reverse order, and so on."""
+    """Time the launchers one after the other, then in reverse order, and so on."""
     times: dict[str, list[Times]] = {name: [] for name in names}
     for number in range(num_pairs):
         for name in names if number % 2 == 0 else reversed(names):
@@ -112,7 +112,7 @@ def measure(case: Case, names: list[str], num_pairs: int) -> dict[str, list[Time
 
 
 def describe(case: Case, times: dict[str, list[Times]]) -> list[list[str]]:
-    """A row for each launcher."""
+    """Return a row for each launcher."""
     base = times["torchrun"]
     rows = []
     for name, runs in times.items():

@@ -38,7 +38,7 @@ DDP_SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "forward_sync_b
 
 @dataclass(frozen=True)
 class Job:
-    """What every variant trains.
+    """The training that all variants do.
 
     Attributes:
         recipe: model, data, batch, optimizer.
@@ -68,14 +68,14 @@ class Job:
         return build_model(self.recipe, self.data)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Fused AdamW, weight decay on matrices only."""
+        """Build fused AdamW, with weight decay on matrices only."""
         return build_optimizer(self.recipe, list(model.named_parameters()))
 
     def build_schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, build_schedule(self.recipe.optimizer, self.num_steps))
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """This rank's microbatches, epoch after epoch, as a plain DataLoader gives them."""
+        """Yield this rank's microbatches, epoch after epoch, as a plain DataLoader gives them."""
         sampler: DistributedSampler[Any] = DistributedSampler(self.data.train, shuffle=True, drop_last=True)
         loader = DataLoader(
             self.data.train, batch_size=self.recipe.train.microbatch_size, sampler=sampler, drop_last=True
@@ -86,12 +86,12 @@ class Job:
 
 
 def token_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over tokens, as a hand-written loop has it."""
+    """Return the mean over tokens, as a hand-written loop has it."""
     return cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
 def paceline(job: Job) -> Iterator[Any]:
-    """As `paceline train` runs it, with metrics.jsonl and TensorBoard written."""
+    """Train as `paceline train` does, with metrics.jsonl and TensorBoard written."""
     trainer = build_trainer(job.recipe, job.data, job.num_steps)
     loader = build_loader(job.recipe, trainer, job.data.train, train=True)
     trainer.resume(job.folder)
@@ -101,7 +101,7 @@ def paceline(job: Job) -> Iterator[Any]:
 
 
 def hand_written(job: Job) -> Iterator[Any]:
-    """What a good engineer writes with bare torch, DDP tuned."""
+    """Train with bare torch and tuned DDP, as a good engineer would."""
     model = job.build_model()
     ddp = DistributedDataParallel(model, **DDP_SETTINGS)
     optimizer = job.build_optimizer(model)
@@ -124,7 +124,7 @@ def hand_written(job: Job) -> Iterator[Any]:
 
 
 def accelerate(job: Job) -> Iterator[Any]:
-    """Hugging Face Accelerate, by its guide to gradient accumulation."""
+    """Train with Hugging Face Accelerate, by its guide to gradient accumulation."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -166,7 +166,7 @@ def accelerate(job: Job) -> Iterator[Any]:
 
 
 def fabric(job: Job) -> Iterator[Any]:
-    """Lightning Fabric, by its guide to gradient accumulation."""
+    """Train with Lightning Fabric, by its guide to gradient accumulation."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
@@ -206,12 +206,12 @@ def fabric(job: Job) -> Iterator[Any]:
 
 
 def deepspeed_zero0(job: Job) -> Iterator[Any]:
-    """DeepSpeed without sharding."""
+    """Train with DeepSpeed without sharding."""
     return _deepspeed(job, stage=0)
 
 
 def deepspeed_zero1(job: Job) -> Iterator[Any]:
-    """DeepSpeed with optimizer state sharded over the ranks (ZeRO-1)."""
+    """Train with DeepSpeed, with optimizer state sharded over the ranks (ZeRO-1)."""
     return _deepspeed(job, stage=1)
 
 

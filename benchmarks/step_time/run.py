@@ -70,7 +70,7 @@ GROUPS = {
 
 
 def build_recipe(size: Size, num_microbatches: int) -> Recipe:
-    """The training that all variants do."""
+    """Return the training that all variants do."""
     return parse_recipe(
         {
             "model": {"kind": "gpt", **size.model},
@@ -90,7 +90,7 @@ def build_recipe(size: Size, num_microbatches: int) -> Recipe:
 
 @dataclass(frozen=True)
 class Times:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
         blocks: the times of all variants.
@@ -104,7 +104,7 @@ class Times:
 
 
 def run_rank(recipe: Recipe, names: list[str], num_blocks: int, block_steps: int, warm_up: int) -> Times:
-    """Runs on every rank: all variants, each with its own model, optimizer and loader.
+    """Run on every rank: all variants, each with its own model, optimizer and loader.
 
     Paceline's steps run as its recipes do by default, with deterministic kernels only; the others with the
     defaults of torch.
@@ -181,7 +181,7 @@ def summarise(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [
         f"{result['size']} ({result['num_parameters']:,} parameters), {result['num_ranks']} ranks, "
         f"{result['microbatches_per_rank']} microbatch(es) of {result['microbatch_size']} x "

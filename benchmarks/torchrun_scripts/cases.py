@@ -1,4 +1,4 @@
-"""Which scripts are run, with which of torchrun's flags, and what else is asked of them."""
+"""Lists the scripts, torchrun's flags for each, and further requirements."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Case:
     flags: tuple[str, ...] = TWO  # {port}: a free one
     target: tuple[str, ...] = ()  # the script or `-m` module and its arguments; default: NAME.py
     exit_code: int = 0  # under torchrun
-    requires: str | None = None  # a module without which the script can't run
-    omp_num_threads: str | None = "1"  # None: the variable isn't set
+    requires: str | None = None  # a module without which the script cannot run
+    omp_num_threads: str | None = "1"  # None: the variable is not set
     variables: tuple[tuple[str, str], ...] = ()  # of the environment
     stdin: str = ""
     memory_limit_bytes: int | None = None  # for the launcher and its ranks together

@@ -13,11 +13,11 @@ MOUNT = Path("/sys/fs/cgroup")
 
 
 class NoMemoryGroupError(Exception):
-    """No group can be made here; the text says why."""
+    """Raised if no group can be made here, with the reason."""
 
 
 def find_own_group() -> tuple[Path, str]:
-    """The memory cgroup of this process, and the name of the file that holds a group's limit."""
+    """Return the memory cgroup of this process, and the name of the file that holds a group's limit."""
     listed = Path("/proc/self/cgroup")
     if not listed.exists():
         raise NoMemoryGroupError("this system has no cgroups")
@@ -35,7 +35,7 @@ def read_words(file: Path) -> list[str]:
 
 
 def count_kills(group: Path) -> int:
-    """How many processes of the group the kernel has killed for memory."""
+    """Return how many processes of the group the kernel has killed for memory."""
     for name in ("memory.events", "memory.oom_control"):
         if (group / name).exists():
             found = re.search(r"^oom_kill (\d+)$", (group / name).read_text(), re.MULTILINE)
@@ -45,7 +45,7 @@ def count_kills(group: Path) -> int:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """A new group with a limit, below this process's own. Raises NoMemoryGroupError."""
+    """Make a group with a limit, below this process's own; raise NoMemoryGroupError if that is impossible."""
     own, limit_file = find_own_group()
     group = own / f"torchrun_scripts-{os.getpid()}"
     try:
@@ -68,12 +68,12 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
 
 
 def enter(group: Path) -> list[str]:
-    """Words to put before a command, which starts it in the group."""
+    """Return words that, before a command, start it in the group."""
     return ["/bin/sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group)]
 
 
 def remove(group: Path) -> None:
-    # A group can't be removed until the kernel is through with its last process.
+    # A group cannot be removed until the kernel has finished with its last process.
     for _ in range(50):
         try:
             group.rmdir()

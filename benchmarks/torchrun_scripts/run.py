@@ -57,12 +57,12 @@ DROPPED_PREFIXES = ("TORCH", "PACELINE_", "GROUP_", "ROLE_", "PYTHON")
 
 
 class SkippedError(Exception):
-    """A script can't be run here; the text says why."""
+    """Raised if a script cannot be run here, with the reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a script gave."""
+    """The result of one run of a script."""
 
     exit_code: int | None  # None: ended after TIME_LIMIT_S
     stdout: str
@@ -88,7 +88,7 @@ class Outcome:
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines that the ranks printed.
+    """Return the lines that the ranks printed.
 
     torchrun's ranks run with `-u`: print writes a line and its end apart, and another rank's line may come in
     between. Every line of a rank starts with its number in brackets, so text is cut there too.
@@ -100,7 +100,7 @@ def split_lines(text: str) -> list[str]:
 def run_case(case: Case, launcher: str, folder: Path) -> Outcome:
     """Run a script in `folder`, which is made anew: scripts print its path, so it has to be the same one.
 
-    Raises SkippedError if the script can't be run here.
+    Raises SkippedError if the script cannot be run here.
     """
     if case.requires and importlib.util.find_spec(case.requires) is None:
         raise SkippedError(f"{case.requires} is not installed")
@@ -182,7 +182,7 @@ def find_marked(mark: str) -> list[psutil.Process]:
 
 
 def wait_for_rest(mark: str) -> tuple[str, ...]:
-    """Command lines of the processes of a run that don't end soon after their launcher."""
+    """Return command lines of the processes of a run that do not end soon after their launcher."""
     limit = time.monotonic() + GRACE_S
     while (rest := find_marked(mark)) and time.monotonic() < limit:
         time.sleep(0.1)
@@ -206,13 +206,13 @@ def kill_all(mark: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def list_files(folder: Path) -> set[str]:
-    """Files below a folder, without compiled modules and the launcher's own logs."""
+    """Return files below a folder, without compiled modules and the launcher's own logs."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {str(path) for path in paths if "__pycache__" not in path.parts and path.parts[0] != "logs"}
 
 
 def find_difference(expected: list[str], got: list[str], titles: tuple[str, str]) -> str:
-    """A unified diff, or nothing if both are equal."""
+    """Return a unified diff, or nothing if both are equal."""
     return "\n".join(difflib.unified_diff(expected, got, *titles, lineterm="", n=1))
 
 
@@ -229,7 +229,7 @@ def write_expected(case: Case, outcome: Outcome, folder: Path) -> None:
 
 
 def compare_case(case: Case, launchers: list[str], folder: Path, keep: bool) -> tuple[list[str], list[str]]:
-    """Cells of the table's row, and the differences. The first launcher says what is expected."""
+    """Return cells of the table's row, and the differences. The first launcher's is expected."""
     cells, differences = [case.name, case.what], []
     outcomes = {name: run_case(case, name, folder) for name in launchers}
     first = outcomes[launchers[0]]

@@ -1,4 +1,4 @@
-"""What watching costs: the same training under `paceline run` with and without `--no-watch`, in turn.
+"""Measures the cost of watching: one training under `paceline run` with and without `--no-watch`, in turn.
 
     python benchmarks/watching/run.py              # all of README.md
     python benchmarks/watching/run.py --launches 1   # a quick look
@@ -44,7 +44,7 @@ _END_S = 60.0
 
 
 class Job:
-    """A training that stands still, all of its processes stopped, except while it runs a block of steps.
+    """A training whose processes are all stopped, except while it runs a block of steps.
 
     Args:
         way: one of `WAYS`.
@@ -74,7 +74,7 @@ class Job:
         file.close()
 
     def run_block(self, *, is_last: bool = False) -> dict[str, Any]:
-        """Lets it run a block; gives what it has measured of it."""
+        """Let it run a block; return what it has measured of it."""
         self._send(signal.SIGCONT)
         for door in self._doors:
             door.write_text("go")
@@ -84,7 +84,7 @@ class Job:
         return found
 
     def end(self) -> list[str]:
-        """Waits for its end; gives the codes of what was said.
+        """Wait for its end; return the codes of its messages.
 
         Raises:
             SystemExit: it has failed.
@@ -95,7 +95,7 @@ class Job:
         return re.findall(r"\[(PL\d+)\]", text)
 
     def kill(self) -> None:
-        """Whatever state it is in."""
+        """Kill it, whatever state it is in."""
         with suppress(psutil.NoSuchProcess):
             self._send(signal.SIGKILL)
         self._process.wait()
@@ -138,7 +138,7 @@ def measure(num_launches: int, num_pairs: int, num_steps: int) -> dict[str, Any]
 
 
 def measure_launch(num_pairs: int, num_steps: int) -> dict[str, tuple[list[dict[str, Any]], list[str]]]:
-    """One launch of each way: its blocks, and the codes of what was said."""
+    """One launch of each way: its blocks, and the codes of its messages."""
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         jobs: dict[str, Job] = {}
@@ -156,13 +156,13 @@ def measure_launch(num_pairs: int, num_steps: int) -> dict[str, tuple[list[dict[
 
 
 def spread_ratio(result: dict[str, Any], key: str) -> Spread:
-    """Of the watched block of a pair to the other one."""
+    """Return the ratio of the watched block of a pair to the other one."""
     times = result[key]
     return Spread.of(a / b for a, b in zip(times["watched"], times["unwatched"], strict=True))
 
 
 def describe(result: dict[str, Any]) -> str:
-    """What was measured on what, and a table in Markdown."""
+    """Return what was measured on which machine, and a table in Markdown."""
     steps = result["steps"]
     lines = [
         result["machine"],
