@@ -1,4 +1,4 @@
-"""Builds a virtual environment from lock files; does nothing if it stands already.
+"""Builds a virtual environment from lock files; does nothing if it exists already.
 
     python tools/build_env.py VENV LOCK [LOCK ...] [NAME==VERSION ...]
 
@@ -23,7 +23,7 @@ BUILT_ON_TORCH = ("deepspeed==",)
 
 
 def main(arguments):
-    """Builds the environment; the exit code is 0, 1 (an installation failed) or 2 (this can't work)."""
+    """Build the environment; the exit code is 0, 1 (an installation failed) or 2 (this cannot work)."""
     if len(arguments) < 2:
         return _refuse("usage: build_env.py VENV LOCK [LOCK ...] [NAME==VERSION ...]")
     if sys.version_info < MIN_PYTHON:
@@ -119,7 +119,7 @@ def _build(folder, locks, others, lock):
 
 
 def _describe(folder, locks, others):
-    """What an environment depends on. The folder is part of it, for an environment can't be moved."""
+    """Return what an environment depends on, also its folder, because it cannot be moved."""
     return {
         "folder": folder,
         "python": sys.version,

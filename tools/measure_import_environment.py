@@ -9,7 +9,7 @@ change it with os.environ. Each package is imported in a fresh process with a sm
 Reads by Python are seen by a recording os.environ, reads by C code by a getenv put before the one of libc.
 Afterwards the process uses what it imported, which shows the variables that are read again.
 
-What this can't see: a C library that scans `environ` by itself, or a variable that is read only if another
+Not detected: a C library that scans `environ` by itself, or a variable that is read only if another
 one is set. Of the libraries here, only libtorch_cpu refers to `environ` (`nm -D`).
 """
 
@@ -172,7 +172,7 @@ class RecordingEnviron(os._Environ):  # type: ignore[type-arg]
     bulk = 0
 
     def __getitem__(self, key: str) -> str:
-        """Notes a read of one name. A copy of the whole environment says nothing about its names."""
+        """Notes a read of one name. A copy of the whole environment is not a read of its names."""
         reader = _reader(sys._getframe(1))
         self.reads.add((self.phase, COPY if type(self).bulk else str(key), reader))
         return super().__getitem__(key)
@@ -187,7 +187,7 @@ class RecordingEnviron(os._Environ):  # type: ignore[type-arg]
 
 
 def _reader(frame: FrameType | None) -> str:
-    """The top-level package that reads, past the methods of os.environ itself."""
+    """Return the top-level package that reads, past the methods of os.environ itself."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", "?"))
         if name not in PASSED_THROUGH:
@@ -197,7 +197,7 @@ def _reader(frame: FrameType | None) -> str:
 
 
 def record(package: str) -> dict[str, Any]:
-    """Imports and uses `package` in this process; returns what Python code read."""
+    """Import and uses `package` in this process; return what Python code read."""
     os.environ.__class__ = RecordingEnviron
     for phase, action in (NUMPY_PHASES if package == "numpy" else TORCH_PHASES).items():
         RecordingEnviron.phase = phase
@@ -276,7 +276,7 @@ class Read:
 
 
 def measure(package: str, with_c: bool = True) -> tuple[str, list[Read]]:
-    """The version of `package` and all reads while it is imported and used in a fresh process."""
+    """Return the version of `package` and all reads while it is imported and used in a fresh process."""
     env = {name: os.environ[name] for name in KEPT if name in os.environ}
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         log = Path(folder, "log")
@@ -291,7 +291,7 @@ def measure(package: str, with_c: bool = True) -> tuple[str, list[Read]]:
 
 
 def _child(package: str, env: dict[str, str]) -> dict[str, Any]:
-    """Runs `record` in a fresh process."""
+    """Run `record` in a fresh process."""
     command = [sys.executable, str(Path(__file__).resolve()), "--record", package]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
@@ -300,7 +300,7 @@ def _child(package: str, env: dict[str, str]) -> dict[str, Any]:
 
 
 def _compile(folder: Path) -> Path:
-    """Builds the library that stands before libc's getenv."""
+    """Build the library that stands before libc's getenv."""
     source, library = folder / "getenv.c", folder / "getenv.so"
     source.write_text(INTERPOSER)
     command = ["cc", "-O2", "-fPIC", "-shared", "-o", str(library), str(source), "-ldl"]
@@ -321,7 +321,7 @@ def _c_reads(log: str) -> Iterator[Read]:
 
 
 def _left_out(read: Read) -> bool:
-    """Whether a read is of no interest; see LEFT_OUT."""
+    """Return whether a read is of no interest; see LEFT_OUT."""
     return read.by in LEFT_OUT_READERS or any(re.fullmatch(rule, read.name) for rule in LEFT_OUT)
 
 
@@ -342,7 +342,7 @@ def _readers(reads: list[Read], phase: str, name: str) -> str:
 
 
 def results(versions: dict[str, str], reads: dict[str, list[Read]]) -> str:
-    """The text of the results file."""
+    """Return the text of the results file."""
     lines = [f"# {COMMAND}", f"# {_versions(versions)}"]
     for package, its_reads in reads.items():
         lines += ["", f"# a fresh process that imports and uses {package}"]
@@ -365,7 +365,7 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 def module(versions: dict[str, str], reads: dict[str, list[Read]]) -> str:
-    """The text of the generated module."""
+    """Return the text of the generated module."""
     entries = []
     for phase in PHASES:
         names = {r.name for its in reads.values() for r in its if r.phase == phase and r.name != COPY}
@@ -379,7 +379,7 @@ def module(versions: dict[str, str], reads: dict[str, list[Read]]) -> str:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help=f"write {MODULE.name} and {RESULTS.name}")
     parser.add_argument("--json", action="store_true", help="print the reads as JSON")

@@ -27,7 +27,7 @@ COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)\b")
 
 
 def main(words: list[str]) -> int:
-    """Builds the environment, runs the tests and records the row; the exit code is that of the tests."""
+    """Build the environment, run the tests and record the row; the exit code is that of the tests."""
     if not words or not re.fullmatch(r"\d+\.\d+\.\d+", words[0]):
         print("Name a version of torch: make test-torch TORCH=2.11.0", file=sys.stderr)
         return 2
@@ -44,14 +44,14 @@ def main(words: list[str]) -> int:
 
 
 def list_pins(torch: str) -> list[str]:
-    """The pins that take the place of those in requirements.lock."""
+    """Return the pins that take the place of those in requirements.lock."""
     first_newer, setuptools = OLDER_SETUPTOOLS
     version = tuple(int(part) for part in torch.split(".")[:2])
     return [f"torch=={torch}", *([setuptools] if version < first_newer else [])]
 
 
 def build_row(torch: str, counts: str, seconds: int) -> list[str]:
-    """One row of the table, from the line that counts the tests."""
+    """Return one row of the table, from the line that counts the tests."""
     found = {what.rstrip("s"): int(number) for number, what in COUNT.findall(counts)}
     failed = found.get("failed", 0) + found.get("error", 0)
     numbers = (found.get("passed", 0), failed, found.get("skipped", 0), seconds)
@@ -60,7 +60,7 @@ def build_row(torch: str, counts: str, seconds: int) -> list[str]:
 
 
 def write_row(table: Path, row: list[str]) -> None:
-    """Adds a row, or replaces that of the same versions and system; rows are in the order of the versions."""
+    """Add a row, or replaces that of the same versions and system; rows are in the order of the versions."""
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     rows = sorted([*(old for old in rows if old[:3] != row[:3]), row], key=_order)
@@ -69,7 +69,7 @@ def write_row(table: Path, row: list[str]) -> None:
 
 
 def _run_tests(venv: str, tests: list[str]) -> tuple[int, str]:
-    """The exit code, and the last line, which counts."""
+    """Return the exit code, and the last line, which counts."""
     command = [f"{venv}/bin/python", "tools/run_tests.py", "-m", "not slow and not chaos", *tests]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8", errors="replace"

@@ -31,7 +31,7 @@ _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xp
 
 
 def main(words: list[str]) -> int:
-    """Runs both parts; gives the exit code."""
+    """Run both parts; return the exit code."""
     if any(word.startswith(str(TESTS)) for word in words):
         return subprocess.run([sys.executable, "-m", "pytest", *words], check=False).returncode
     with ExitStack() as stack:
@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
 
 
 def split_tests() -> list[list[str]]:
-    """The test files of each part."""
+    """Return the test files of each part."""
     parts: list[list[str]] = [[] for _ in PARTS]
     for path in sorted(TESTS.rglob("test_*.py")):
         number = next((n for n, names in enumerate(PARTS) if path.parts[1] in names), -1)
