@@ -1,18 +1,21 @@
 """The residuals of the compression in checkpoints: whole, by parameter and slot, on any number of ranks.
 
-Rank 0 gathers those of all ranks, as it does the state of communication hooks: at the time of a save it holds
-(slots + 1) times the model.
+In a sharded checkpoint and in memory every rank writes the rows that it holds. To plan that, ranks exchange
+which rows they have. For a checkpoint of whole tensors rank 0 gathers all rows: it then holds (slots + 1)
+times the model. When a run starts, each rank reads or receives what it needs: its slots and the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.checkpoint.part import Part, Run
 from paceline.comm.residuals import BASIS, SUM
 from paceline.comm.slot_ranks import list_own_slots
 from paceline.parallel.compress import Compression
@@ -21,8 +24,82 @@ from paceline.train.update import Update
 # Per model: the number of slots, the rank of thin matrices, and by slot (or "sum", "basis") and parameter the
 # whole residual.
 Saved = dict[str, dict[str, Any]]
+# By slot and parameter: the rows that a rank has, as runs, and how many numbers a row has.
+_Description = dict[tuple[int, str], tuple[tuple[Run, ...], int]]
 _NAMES = {SUM: "sum", BASIS: "basis"}
 _NUMBERS = {name: number for number, name in _NAMES.items()}
+_ROOT = "residuals"
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """A whole residual, of which ranks hold rows.
+
+    Attributes:
+        holders: its parts, each with the ranks that hold it; the same on every rank.
+        own: the part that this rank holds; `None` if it holds nothing.
+        tensor: the values of that part.
+    """
+
+    holders: tuple[tuple[Part, tuple[int, ...]], ...]
+    own: Part | None
+    tensor: Tensor | None
+
+
+def list_residuals(updates: Mapping[str, Update]) -> Saved:
+    """Return the residuals as `HeldRows`, by model; collective. No residual is sent."""
+    found: Saved = {}
+    for name, update in updates.items():
+        if update.compression is not None:
+            shapes = {n: p.shape for n, p in update.model.named_parameters()}
+            whole = _list_rows(update.compression, shapes)
+            settings = update.compression.settings
+            found[name] = {"slots": settings.slots, "rank": settings.rank, _ROOT: whole}
+    return found
+
+
+def _list_rows(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, HeldRows]]:
+    pieces: dict[tuple[int, str], list[tuple[Run, Tensor]]] = {}
+    for slot, piece, rows in compression.residuals.list_kept():
+        pieces.setdefault((slot, piece.name), []).append(((piece.start, piece.stop), rows))
+    own: _Description = {}
+    tensors: dict[tuple[int, str], Tensor] = {}
+    for key, parts in pieces.items():
+        parts.sort(key=lambda part: part[0])
+        own[key] = _join_runs([run for run, _ in parts]), parts[0][1].shape[1]
+        tensors[key] = parts[0][1] if len(parts) == 1 else torch.cat([rows for _, rows in parts])
+    described = [own]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        described = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(described, own)
+    holders: dict[tuple[int, str], dict[Part, list[int]]] = {}
+    for rank, description in enumerate(described):
+        for (slot, name), (runs, length) in description.items():
+            shape = (runs[-1][1], length) if slot == BASIS else tuple(shapes[name])
+            holders.setdefault((slot, name), {}).setdefault(_make_part(shape, runs), []).append(rank)
+    whole: dict[str, dict[str, HeldRows]] = {}
+    for slot, name in sorted(holders):
+        key = (slot, name)
+        parts_of = tuple((part, tuple(ranks)) for part, ranks in holders[key].items())
+        part = None if key not in own else _make_part(parts_of[0][0].whole, own[key][0])
+        tensor = None if part is None else tensors[key].reshape(part.shape)
+        whole.setdefault(_NAMES.get(slot, str(slot)), {})[name] = HeldRows(parts_of, part, tensor)
+    return whole
+
+
+def _join_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return rising runs with neighbours joined."""
+    joined: list[Run] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _make_part(shape: Sequence[int], runs: tuple[Run, ...]) -> Part:
+    return Part(tuple(shape), (runs, *(((0, size),) for size in shape[1:])) if shape else ())
 
 
 def gather_residuals(updates: Mapping[str, Update]) -> Saved:
@@ -33,7 +110,7 @@ def gather_residuals(updates: Mapping[str, Update]) -> Saved:
             shapes = {n: p.shape for n, p in update.model.named_parameters()}
             whole = _gather(update.compression, shapes)
             settings = update.compression.settings
-            found[name] = {"slots": settings.slots, "rank": settings.rank, "residuals": whole}
+            found[name] = {"slots": settings.slots, "rank": settings.rank, _ROOT: whole}
     return found
 
 
@@ -54,46 +131,71 @@ def _gather(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[
     return whole
 
 
-def restore_residuals(saved: Saved, updates: Mapping[str, Update], device: torch.device) -> None:
-    """Load the residuals that each rank needs; collective.
+def choose_residuals(saved: Saved, updates: Mapping[str, Update]) -> Saved:
+    """Return what a start uses of saved residuals, read or not.
 
-    Residuals of another number of slots, and bases of another rank, are dropped, because the user has
-    accepted that number.
+    Those of another number of slots, and bases of another rank, are left out, because the user has accepted
+    that number.
+    """
+    chosen: Saved = {}
+    for name, update in updates.items():
+        record = saved.get(name, {})
+        if update.compression is None or record.get("slots") != update.compression.settings.slots:
+            continue
+        whole: dict[str, dict[str, Any]] = record[_ROOT]
+        if record.get("rank") != update.compression.settings.rank:
+            whole = {key: each for key, each in whole.items() if key != _NAMES[BASIS]}
+        chosen[name] = {_ROOT: whole}
+    return chosen
+
+
+class NeededResiduals:
+    """The residuals that this rank needs of a checkpoint: its slots, and the sum.
 
     Args:
-        saved: the result of `gather_residuals`, on rank 0.
         updates: of the trainer.
-        device: of the model.
+        rank, num_ranks: this one's number, and theirs.
     """
-    for name, update in updates.items():
-        compression = update.compression
-        if compression is None:
-            continue
-        record = saved.get(name, {})
-        fits = record.get("slots") == compression.settings.slots
-        whole: dict[str, dict[str, Tensor]] = record["residuals"] if fits else {}
-        if record.get("rank") != compression.settings.rank:
-            whole = {key: each for key, each in whole.items() if key != _NAMES[BASIS]}
-        own = whole
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            num_slots, num_ranks = compression.settings.slots, dist.get_world_size()
-            scattered: list[Any] | None = None
-            if dist.get_rank() == 0:
-                scattered = [
-                    {
-                        key: each
-                        for key, each in whole.items()
-                        if key in _NUMBERS or int(key) in list_own_slots(num_slots, num_ranks, rank)
-                    }
-                    for rank in range(num_ranks)
-                ]
-            received: list[Any] = [None]
-            dist.scatter_object_list(received, scattered, src=0)
-            own = received[0]
-        compression.residuals.load(
-            {
-                (_NUMBERS[key] if key in _NUMBERS else int(key), each): tensor.to(device)
-                for key, by_name in own.items()
-                for each, tensor in by_name.items()
-            }
-        )
+
+    def __init__(self, updates: Mapping[str, Update], rank: int, num_ranks: int) -> None:
+        self._updates = updates
+        self._slots: dict[str, range] = {
+            name: list_own_slots(update.compression.settings.slots, num_ranks, rank)
+            for name, update in updates.items()
+            if update.compression is not None
+        }
+
+    def needs(self, names: Sequence[Any]) -> bool:
+        """Return whether this rank needs a tensor; what is no residual is needed.
+
+        Args:
+            names: that lead to the tensor in the tree of a checkpoint.
+        """
+        if len(names) != 5 or names[0] != _ROOT:
+            return True
+        return names[3] in _NUMBERS or int(names[3]) in self._slots[names[1]]
+
+    def find_part(self, names: Sequence[Any], shape: tuple[int, ...]) -> Part | None:
+        """Return an empty part of a tensor that this rank does not need, else `None`."""
+        return None if self.needs(names) or not shape else _make_part(shape, ())
+
+    def load(self, saved: Saved, device: torch.device) -> None:
+        """Load residuals into the compression of each model.
+
+        Args:
+            saved: the result of `choose_residuals`, with the tensors of this rank read.
+            device: of the model.
+        """
+        for name, slots in self._slots.items():
+            compression = self._updates[name].compression
+            assert compression is not None
+            whole: dict[str, dict[str, Tensor]] = saved.get(name, {}).get(_ROOT, {})
+            numbered = {_NUMBERS.get(key, key): by_name for key, by_name in whole.items()}
+            compression.residuals.load(
+                {
+                    (int(slot), each): tensor.to(device)
+                    for slot, by_name in numbered.items()
+                    if int(slot) < 0 or int(slot) in slots
+                    for each, tensor in by_name.items()
+                }
+            )

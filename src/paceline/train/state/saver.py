@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoint import CheckpointFolder, check_identity, describe_identity, open_usable
 from paceline.checkpoint.content.protocol import read_all
 from paceline.checkpoint.generation import begin_generation, newest_generation
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.names import CHECKPOINTS, list_checkpoints
+from paceline.checkpoint.names import CHECKPOINTS, SHARDED, list_checkpoints
+from paceline.checkpoint.part import Part
 from paceline.checkpoint.writing.waiting import await_writers
 from paceline.data.loader import Loader, Position
 from paceline.errors import PacelineError
@@ -54,9 +56,13 @@ from paceline.train.state.failures import Failures
 from paceline.train.state.grace import Grace
 from paceline.train.state.hooks import Saved, check_hooks, gather_hooks, restore_hooks
 from paceline.train.state.memory_restore import MemoryOfNodes, put_failed_aside
-from paceline.train.state.parts import KnownPlans, Parts, model_tensors
-from paceline.train.state.residuals import Saved as SavedResiduals
-from paceline.train.state.residuals import gather_residuals, restore_residuals
+from paceline.train.state.parts import KnownPlans, Names, Parts, model_tensors
+from paceline.train.state.residuals import (
+    NeededResiduals,
+    choose_residuals,
+    gather_residuals,
+    list_residuals,
+)
 from paceline.train.state.same_model import check_model, check_one_run, check_optimizers
 from paceline.train.state.tracked import Tracked
 from paceline.train.state.transfer import load_on_main, run_on_main
@@ -153,27 +159,33 @@ class Saver:
         """Keep this step's state in memory; collective. See `Trainer.save_to_memory`."""
         self._require_folder()
         assert self.folder is not None
-        state = self._list_state(self._describe_all(counters))
+        state = self._list_all(counters, is_sharded=True)
         # Where nodes have disks of their own, those after the last save are on rank 0's alone.
         rows = self._rows.read_new() if self._rows is not None and self._world.is_main else {}
         self.saving.save_to_memory(self.folder, counters["step"], state, self._describe(), rows, max_memory)
 
-    def _describe_all(self, counters: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-        """Return a function for rank 0 that describes the state without the tensors; collective."""
+    def _list_all(self, counters: dict[str, Any], *, is_sharded: bool) -> RunState:
+        """Return this rank's part of the state to be saved; collective.
+
+        Args:
+            counters: of the trainer.
+            is_sharded: whether every rank writes its residuals; else rank 0 gathers them.
+        """
         hooks = gather_hooks(self._updates, self._bucket_cap_mb)
-        residuals = gather_residuals(self._updates)
+        gathered = {} if is_sharded else {"residuals": gather_residuals(self._updates)}
+        held = list_residuals(self._updates) if is_sharded else {}
 
         def describe() -> dict[str, Any]:
             assert self._open_folder is not None
             self._open_folder.check()
             state = self._describe_state(counters)
-            return state | {"hooks": hooks, "residuals": residuals, "tracked": self.tracked.loaded}
+            return state | {"hooks": hooks, "tracked": self.tracked.loaded} | gathered
 
-        return describe
+        return replace(self._list_state(describe), residuals=held)
 
     def _save(self, counters: dict[str, Any]) -> SaveHandle:
         folder = self._require_folder()
-        state = self._list_state(self._describe_all(counters))
+        state = self._list_all(counters, is_sharded=self.saving.mode == SHARDED)
         assert self._history is not None
         write: Write | None = None
         if self._rows is not None:
@@ -245,8 +257,8 @@ class Saver:
             path = checks.find_newest(_warn_of_skip)
         self._accept = tuple(accept)
         hooks: Saved = {}
-        residuals: SavedResiduals = {}
         parts = self._parts()
+        needed = NeededResiduals(self._updates, self._world.rank, self._world.world_size)
 
         def read() -> Any:
             self._open_folder = OpenFolder(folder)
@@ -262,12 +274,13 @@ class Saver:
             # Here, where tensors are whole: a rank cannot tell a part from a whole tensor of a smaller model.
             check_optimizers(set(self._updates), set(loaded.optimizer))
             check_model(parts.whole_shapes(), loaded.model)
+            # Unread, because other ranks need most of them.
+            residuals = choose_residuals(loaded.state.pop("residuals", {}), self._updates)
             state = read_all(loaded.state)
             changed = self._check_settings(state)
             hooks.update(state.pop("hooks", {}))  # of each rank its own, see below
             if "comm_hook" in accept:
                 hooks.clear()
-            residuals.update(state.pop("residuals", {}))
             check_hooks(hooks, self._world.world_size, self._bucket_cap_mb)
             return {
                 "model": loaded.model,
@@ -275,9 +288,16 @@ class Saver:
                 "state": state,
                 "changed": changed,
                 "hooks": list(hooks),
+                "residuals": residuals,
             }
 
-        tree = load_on_main(self._world, read, parts.cut, parts.find_part, checkpoints.path)
+        def find_part(names: Names, shape: tuple[int, ...]) -> Part | None:
+            return needed.find_part(names, shape) or parts.find_part(names, shape)
+
+        def cut(names: Names, whole: Tensor) -> Tensor:
+            return parts.cut(names, whole) if needed.needs(names) else torch.empty(0)
+
+        tree = load_on_main(self._world, read, cut, find_part, checkpoints.path)
         if self._rows is not None:
             self._rows.resume(found)
         if tree is None:
@@ -293,7 +313,7 @@ class Saver:
                 tree["optimizer"][name], state["updates"][name], step=counters["step"], changed=changed
             )
         restore_hooks(hooks, self._updates, tree["hooks"], self._world.device)
-        restore_residuals(residuals, self._updates, self._world.device)
+        needed.load(tree["residuals"], self._world.device)
         write_generators(state["rng"], self._world.device)
         self.tracked.load(state, parts)
         self._failures.begin(counters["step"])

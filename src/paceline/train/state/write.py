@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from paceline.train.copies import Copies
 from paceline.train.state.disks import name_rank
 from paceline.train.state.parts import Parts
 from paceline.train.state.pieces import OwnPart, join_pieces
+from paceline.train.state.residuals import HeldRows
 from paceline.train.state.transfer import gather, run_on_main
 from paceline.world import World
 
@@ -60,6 +61,7 @@ class RunState:
         describe: returns everything else; called on rank 0 only.
         recipe_toml: the resolved recipe, where there is one.
         copies: the checks that ranks hold the same copies, one per model.
+        residuals: of the compression, by model, with `HeldRows`; none if `describe` returns them.
     """
 
     parts: Parts
@@ -68,6 +70,7 @@ class RunState:
     describe: Callable[[], dict[str, Any]]
     recipe_toml: str | None
     copies: Sequence[Copies] = ()
+    residuals: Mapping[str, Any] = field(default_factory=dict)
 
     def check_copies(self) -> None:
         """Compare all tensors that ranks hold copies of; collective; raises PL418."""
@@ -220,6 +223,8 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
         rest["tracked"] = dict(state.tracked) | rest.get("tracked", {})
     else:  # of the user's objects only what is cut; the rest is rank 0's
         rest = tree_map(lambda value: value if isinstance(value, OwnPart) else None, rest)
+    if state.residuals:
+        rest["residuals"] = state.residuals
     structures["state"] = _encode(rest, "state", named)
 
     own = {name: value for name, value in sorted(named.items()) if isinstance(value, OwnPart)}
@@ -234,7 +239,19 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
                 late.add(id(tensors[holding.name]))
             if not holding.part.is_whole:
                 parts[holding.name] = holding.part
-    plain = {name: value for name, value in named.items() if name not in own}
+    held = {name: value for name, value in sorted(named.items()) if isinstance(value, HeldRows)}
+    rows, rows_digest = _plan_rows(held)
+    for holding, writer in rows:
+        if writer == world.rank:
+            tensor = held[holding.name].tensor
+            assert tensor is not None
+            tensors[holding.name] = tensor
+            late.add(id(tensor))  # each step makes new ones
+            if not holding.part.is_whole:
+                parts[holding.name] = holding.part
+    holdings = [*holdings, *(holding for holding, _ in rows)]
+    digest += rows_digest
+    plain = {name: value for name, value in named.items() if name not in own and name not in held}
     for name, value in (plain | tensors).items():
         refuse_unstorable(name.replace("/", ".", 1), value)
     num_bytes = sum(holding.num_bytes for holding in holdings)
@@ -271,6 +288,18 @@ def _plan(parts: Parts, own: Mapping[str, OwnPart]) -> tuple[list[Holding], list
     return found
 
 
+def _plan_rows(held: Mapping[str, HeldRows]) -> tuple[list[tuple[Holding, int]], str]:
+    """Return the holdings of residuals with the writer of each, and a digest of them."""
+    holdings = [
+        Holding(name, part, part.num_elements * torch.float32.itemsize, ranks)
+        for name, value in held.items()
+        for part, ranks in value.holders
+    ]
+    if not holdings:
+        return [], ""
+    return list(zip(holdings, plan_writers(holdings), strict=True)), digest_holdings(holdings)
+
+
 def _list_holdings(parts: Parts, name: str, own: OwnPart) -> Iterator[Holding]:
     """Yield the parts of one tensor with their holders, except empty parts."""
     # Copies of parameters and their optimizer state have the same bits, so any rank may write them. Of
@@ -288,15 +317,15 @@ def _only_steps_change(parts: Parts, name: str) -> bool:
 
 
 def _encode(value: Any, group: str, named: dict[str, Any]) -> Any:
-    """Return the structure of a tree, and add its tensors to `named`, as `OwnPart` if they were such."""
-    owned: dict[int, OwnPart] = {}
+    """Return the structure of a tree, and add its tensors to `named`, as they were if only parts are here."""
+    owned: dict[int, OwnPart | HeldRows] = {}
 
-    def take(own: OwnPart) -> Tensor:
-        tensor = local(own.tensor)
+    def take(own: OwnPart | HeldRows) -> Tensor:
+        tensor = torch.empty(0) if isinstance(own, HeldRows) else local(own.tensor)
         owned[id(tensor)] = own
         return tensor
 
-    stripped = tree_map_only(OwnPart, take, value)
+    stripped = tree_map_only((OwnPart, HeldRows), take, value)
     structure, tensors = tree.encode(stripped, group)
     named |= {f"{group}/{name}": owned.get(id(tensor), tensor) for name, tensor in tensors.items()}
     return structure
