@@ -1,4 +1,4 @@
-"""A finding: one observation that `lint`, `doctor`, `verify` or resuming reports."""
+"""A finding: one observation of a check, for example of a recipe, a layout, a checkpoint or a profile."""
 
 from __future__ import annotations
 
