@@ -160,7 +160,7 @@ class Hook:
 
 
 def train_with_fault(fault: str, *args: Any) -> Any:
-    """What a rank does, with a fault under its file operations."""
+    """Train on a rank, with a fault at its file operations."""
     from paceline.checkpoint import files
     from paceline.checkpoint.writing import writer_process
     from paceline.cli.train import train_on_rank
@@ -193,7 +193,7 @@ def strike(launcher_pid: int, own_role: str, victim: str) -> None:
 
 
 def _strike_in_copy(fault: Fault, launcher_pid: int) -> None:
-    """Strikes before the n-th tensor of the copy of a save."""
+    """Strike before the n-th tensor of the copy of a save."""
     from paceline.checkpoint.writing.state_copy import StateCopy
 
     copy_late, copy = StateCopy._copy_late, StateCopy._copy

@@ -45,7 +45,7 @@ def check_eviction(flags: argparse.Namespace, watcher: Watcher | None) -> None:
 
 
 def watch_for_eviction(seconds: float | None, watcher: Watcher | None, rounds: Attempts) -> None:
-    """Let the watcher report this node to its job as soon as it has been slow for so long."""
+    """Make the watcher report this node to its job once it has been slow for that long."""
     if seconds is not None and watcher is not None:
         watcher.find_slow_node(seconds, lambda ranks, evidence: rounds.report_slow(ranks, evidence))
 

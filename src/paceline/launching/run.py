@@ -230,7 +230,7 @@ def _set_threads(num_ranks: int, threads: int | None) -> None:
 
 
 def _set_grace(flags: argparse.Namespace) -> None:
-    """Let ranks know how long they have after a signal: until the scheduler or the launcher kills them."""
+    """Pass to ranks how long they have after a signal, until the scheduler or the launcher kills them."""
     patience_s = read_patience_s(flags.shutdown_timeout)
     if flags.shutdown_timeout is None and read_grace_s(os.environ) is not None:
         flags.shutdown_timeout = round(patience_s)  # torch's agent would kill them after 30 s

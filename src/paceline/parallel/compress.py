@@ -82,7 +82,7 @@ class SumOfSlots(Protocol):
 
 @dataclass(frozen=True)
 class OwnSlots:
-    """The slots of which a rank computes microbatches, in one global batch.
+    """The slots whose microbatches a rank computes, in one global batch.
 
     Attributes:
         leaves: the microbatches of each, also those of other ranks.

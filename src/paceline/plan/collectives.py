@@ -236,13 +236,13 @@ def _request(edges: Iterable[Edge]) -> Phase:
 
 
 def _ring_all_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """2 (N-1) steps of S/N bytes: 2 (N-1)/N S per rank (Patarasuk and Yuan 2009; gloo/allreduce.cc)."""
+    """Model 2 (N-1) steps of S/N bytes: 2 (N-1)/N S per rank (Patarasuk and Yuan 2009; gloo/allreduce.cc)."""
     ring, chunk, steps = _ring_edges(range(len(nodes))), size / len(nodes), len(nodes) - 1
     return [_stream_ring(ring, chunk, steps, adds=True), _stream_ring(ring, chunk, steps)]
 
 
 def _halving_doubling(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """2 log2 N steps, 2 (N-1)/N S per rank (Thakur et al., section 4.5); N is a power of two."""
+    """Model 2 log2 N steps, 2 (N-1)/N S per rank (Thakur et al., section 4.5); N is a power of two."""
     return _halving(size, nodes) + _doubling(size, nodes)
 
 
@@ -252,7 +252,8 @@ def _tree_all_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _direct_all_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """One step: every rank sends its vector to all others and adds what it receives; (N-1) S per rank."""
+    """Model one step: every rank sends its vector to all others and adds those it receives; (N-1) S per
+    rank."""
     return [Phase("exchange", 1, size, _all_edges(len(nodes)), added=(len(nodes) - 1) * size)]
 
 
@@ -283,12 +284,12 @@ def _by_node(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _ring_reduce_scatter(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """N-1 steps of S/N bytes: (N-1)/N S per rank (Thakur et al., section 4.2)."""
+    """Model N-1 steps of S/N bytes: (N-1)/N S per rank (Thakur et al., section 4.2)."""
     return _ring_all_reduce(size, nodes)[:1]
 
 
 def _halving(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """log2 N steps of S/2, S/4 ... bytes: (N-1)/N S per rank; N is a power of two."""
+    """Model log2 N steps of S/2, S/4 ... bytes: (N-1)/N S per rank; N is a power of two."""
     phases, distance, part = [], len(nodes) // 2, size / 2
     while distance:
         phases.append(Phase("exchange", 1, part, _partner_edges(len(nodes), distance), added=part))
@@ -297,25 +298,26 @@ def _halving(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _direct_reduce_scatter(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """One step: every rank sends each other rank its chunk; (N-1)/N S per rank."""
+    """Model one step: every rank sends each other rank its chunk; (N-1)/N S per rank."""
     chunk = size / len(nodes)
     return [Phase("exchange", 1, chunk, _all_edges(len(nodes)), added=(len(nodes) - 1) * chunk)]
 
 
 def _by_all_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """A ring all-reduce of a copy: twice the bytes of a ring reduce-scatter (torch, ProcessGroupGloo.cpp)."""
+    """Model a ring all-reduce of a copy: twice the bytes of a ring reduce-scatter (ProcessGroupGloo.cpp)."""
     first, second = _ring_all_reduce(size, nodes)
     return [first, replace(second, copied=size)]
 
 
 def _ring_all_gather(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """N-1 steps of S/N bytes, each in two messages (gloo/allgather.cc); torch then copies the result."""
+    """Model N-1 steps of S/N bytes, each in two messages (gloo/allgather.cc); torch then copies the
+    result."""
     steps, half = len(nodes) - 1, size / len(nodes) / 2
     return [Phase("stream", steps, half, _ring_edges(range(len(nodes))), 2 * steps, copied=size)]
 
 
 def _doubling(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """log2 N steps of S/N, 2 S/N ... bytes: (N-1)/N S per rank; N is a power of two."""
+    """Model log2 N steps of S/N, 2 S/N ... bytes: (N-1)/N S per rank; N is a power of two."""
     phases, distance, part = [], 1, size / len(nodes)
     while distance < len(nodes):
         phases.append(Phase("exchange", 1, part, _partner_edges(len(nodes), distance)))
@@ -324,7 +326,7 @@ def _doubling(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _direct_all_gather(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """One step: every rank sends its chunk to all others; (N-1)/N S per rank."""
+    """Model one step: every rank sends its chunk to all others; (N-1)/N S per rank."""
     return [Phase("exchange", 1, size / len(nodes), _all_edges(len(nodes)))]
 
 
@@ -332,7 +334,7 @@ def _direct_all_gather(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _tree_broadcast(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """A binomial tree in which a rank sends to all of its children at once (gloo/broadcast.cc).
+    """Model a binomial tree in which a rank sends to all of its children at once (gloo/broadcast.cc).
 
     The messages of a rank share its connection. With N = 2^d the last rank has the vector after
     d + (d-1) + ... + 1 times S, not after d times S as with one child after the other.
@@ -347,13 +349,13 @@ def _tree_broadcast(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _direct_broadcast(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """The root sends S bytes to each of the others at once: (N-1) S from the root."""
+    """Model a root that sends S bytes to each of the others at once: (N-1) S from the root."""
     edges = _root_edges(len(nodes))
     return [_request(edges), Phase("message", 1, size, edges)]
 
 
 def _pipelined_broadcast(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """A chain of ranks that pass on segments: S bytes per rank, after N-2 segments that fill the chain."""
+    """Model a chain of ranks that pass on segments: S bytes per rank, after N-2 segments that fill it."""
     chain = _ring_edges(range(len(nodes)))[:-1]
     segments = max(1, -(-int(size) // PIPELINE_BYTES))
     phases = [_request(chain), Phase("stream", segments, size / segments, chain)]
@@ -363,19 +365,19 @@ def _pipelined_broadcast(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _tree_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """ceil(log2 N) steps of S bytes up a binomial tree (Thakur et al., section 4.4)."""
+    """Model ceil(log2 N) steps of S bytes up a binomial tree (Thakur et al., section 4.4)."""
     levels = [_reverse(level) for level in reversed(_tree_levels(len(nodes)))]
     return [_request(levels[0]), *(Phase("message", 1, size, level, added=size) for level in levels)]
 
 
 def _direct_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """All others send S bytes to the root at once, which adds them."""
+    """Model all others sending S bytes to the root at once, which adds them."""
     edges = _root_edges(len(nodes))
     return [_request(_reverse(edges)), Phase("message", 1, size, _reverse(edges), added=len(edges) * size)]
 
 
 def _ring_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """A ring reduce-scatter, then a gather of the chunks.
+    """Model a ring reduce-scatter, then a gather of the chunks.
 
     gloo/reduce.cc runs the ring for all segments but two. With more than two per chunk (above 2 MiB per
     chunk), it so sends more than the (N-1)/N S that the sum needs.
@@ -388,13 +390,14 @@ def _ring_reduce(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _direct_gather(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """All others send S/N bytes to the root at once (gloo/gather.cc); torch then copies the result."""
+    """Model all others sending S/N bytes to the root at once (gloo/gather.cc); torch then copies the
+    result."""
     edges = _reverse(_root_edges(len(nodes)))
     return [_request(edges), Phase("message", 1, size / len(nodes), edges, copied=size)]
 
 
 def _direct_scatter(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """The root sends S/N bytes to each of the others at once (gloo/scatter.cc)."""
+    """Model a root that sends S/N bytes to each of the others at once (gloo/scatter.cc)."""
     edges = _root_edges(len(nodes))
     return [_request(edges), Phase("message", 1, size / len(nodes), edges)]
 
@@ -403,13 +406,15 @@ def _direct_scatter(size: float, nodes: Sequence[int]) -> list[Phase]:
 
 
 def _direct_all_to_all(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """One step: every rank sends each other rank S/N bytes (gloo/alltoall.cc)."""
+    """Model one step: every rank sends each other rank S/N bytes (gloo/alltoall.cc)."""
     return [Phase("exchange", 1, size / len(nodes), _all_edges(len(nodes)))]
 
 
 def _dissemination(size: float, nodes: Sequence[int]) -> list[Phase]:
-    """ceil(log2 N) steps in which every rank sends to the rank 1, 2, 4 ... further (Hensgen, Finkel and
-    Manber 1988; gloo/barrier.cc)."""
+    """Model ceil(log2 N) steps in which every rank sends to the rank 1, 2, 4 ... further.
+
+    The dissemination barrier of Hensgen, Finkel and Manber (1988); gloo/barrier.cc.
+    """
     num_ranks, phases, distance = len(nodes), [], 1
     while distance < num_ranks:
         edges = tuple((rank, (rank + distance) % num_ranks) for rank in range(num_ranks))

@@ -78,7 +78,7 @@ class RecordingWatcher:
         return self._inner is not None and self._inner.can_find_slow_nodes
 
     def find_slow_node(self, least_s: float, report: Callable[[tuple[int, ...], str], None]) -> None:
-        """Let the inner watcher report this node's slow ranks."""
+        """Make the inner watcher report this node's slow ranks."""
         if self._inner is not None:
             self._inner.find_slow_node(least_s, report)
 

@@ -93,7 +93,7 @@ def warn_of_links(section: CompressSection, settings: CompressSettings | None, w
 
 
 def _choose_slots(given: int | None, num_ranks: int) -> int:
-    """Return the number of slots of which ranks have whole ones."""
+    """Return the number of slots, if each belongs to one rank."""
     num_slots = given or num_ranks
     if num_slots % num_ranks or num_slots == 1:
         raise PacelineError(
@@ -108,7 +108,7 @@ def _choose_slots(given: int | None, num_ranks: int) -> int:
 
 
 def _choose_shared_slots(given: int | None, nodes: Sequence[int]) -> int:
-    """Return the number of slots of which the ranks of a node may share one.
+    """Return the number of slots, if the ranks of a node may share one.
 
     Args:
         given: compress.slots.

@@ -90,7 +90,7 @@ def send_copy(target: CopyTarget, share: dict[str, Any], slot: int, fd: int) -> 
 
 
 class CopyReceiver:
-    """Receives copies in threads of its own, and closes with the process.
+    """A receiver of copies, with threads of its own, which closes with the process.
 
     Args:
         address: of this node, as others reach it.

@@ -10,7 +10,7 @@ from paceline.errors import PacelineError
 
 
 def refuse_caches(model: nn.Module) -> None:
-    """Let a model of transformers refuse calls with `use_cache=True`, in place.
+    """Make a model of transformers refuse calls with `use_cache=True`, in place.
 
     Its own setting is switched off before (`recompute.disable_caches`).
 

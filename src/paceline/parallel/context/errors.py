@@ -40,7 +40,7 @@ def name_line(op: TracedOp) -> str:
 
 
 def kernel_error(saw: str) -> PacelineError:
-    """Return the error for an attention kernel of which Paceline does not know what it combines."""
+    """Return the error for an attention kernel; Paceline does not know what it combines."""
     return PacelineError(
         "PL640",
         saw=f"layout.cp: {saw}.",

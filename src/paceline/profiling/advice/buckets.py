@@ -1,4 +1,4 @@
-"""PL919: gradients are summed in many small collectives, each of which costs as much as a large one.
+"""PL919: gradients are summed in many small collectives, each as expensive as a large one.
 
 A collective costs a constant time and a time per byte, which are fitted to those recorded. After the last
 gradient, only the last bucket is exposed.
