@@ -2,9 +2,9 @@
 
 Both kinds run in the same processes, in alternating blocks (A B, B A, A B ...), so that a machine that slows
 down affects both. A block of compute alone takes the same steps on this rank's share of the same kind of
-batches: the same forwards, backwards, clipping and optimizer, but neither the all-reduces of the gradients
-nor the agreement's. The difference within a pair of blocks is the cost of communication, without what
-overlaps with compute.
+batches. It has the same forwards, backwards, clipping and optimizer, but no all-reduces of gradients and no
+agreement. The difference within a pair of blocks is the cost of communication, without what overlaps with
+compute.
 
 Compute alone counts as long as on the slowest rank: waiting for a rank with more microbatches is not a cost
 of communication.

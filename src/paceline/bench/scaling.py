@@ -1,6 +1,6 @@
 """Measures throughput on 1, 2, 4 ... ranks of this machine, and the gain of each further rank.
 
-Every number of ranks runs in its own processes, one after the other, and the whole round is repeated in
+Every number of ranks runs in its own processes, one after the other. The whole round is repeated in
 alternating direction, so that a machine that slows down affects all of them. Speed-up and efficiency are
 computed within a round; then the median over rounds is taken.
 
@@ -100,8 +100,8 @@ def measure_scaling(
 ) -> Scaling:
     """Train a recipe for a few steps on each number of ranks and compare the throughput.
 
-    Call it in a process that is not a rank itself: it starts ranks of its own. Takes about a second
-    per launch, of which there are `repeats` for every number of ranks, and the first a few more.
+    Call it in a process that is not a rank itself: it starts ranks of its own. Takes about a second per
+    launch, with `repeats` launches for every number of ranks, and a few more seconds for the first one.
 
     Args:
         recipe: what to train. Its layout, length and checkpoints play no part.

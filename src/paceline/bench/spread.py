@@ -12,17 +12,17 @@ from statistics import median
 class Spread:
     """The median of repeated measurements with its confidence interval.
 
-    The interval lies between two of the measurements and assumes nothing about their distribution
-    (David and Nagaraja 2003, "Order Statistics", section 7.1): the k-th smallest and the k-th largest
-    enclose the true median with probability 1 - 2 P(Binomial(n, 1/2) < k). The largest k that still
-    reaches the wanted confidence is taken. Below six measurements none gives 95%; then it is the whole
-    range, and `confidence` is that of the range.
+    The ends of the interval are two of the measurements, without any assumption on their distribution (David
+    and Nagaraja 2003, "Order Statistics", section 7.1): the k-th smallest and the k-th largest enclose the
+    true median with probability 1 - 2 P(Binomial(n, 1/2) < k). The largest k that still reaches the wanted
+    confidence is taken. Below six measurements none gives 95%; then it is the whole range, and `confidence`
+    is that of the range.
 
     Attributes:
         median: of the values.
         low: lower end of the interval.
         high: upper end.
-        confidence: that the true median lies between them, for independent measurements.
+        confidence: the probability that the true median is between them, for independent measurements.
         num_values: how many were taken.
     """
 
