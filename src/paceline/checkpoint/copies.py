@@ -128,8 +128,8 @@ class Found:
 def list_candidates(disks: Iterable[Iterable[Found]]) -> list[tuple[Found, dict[str, set[int]]]]:
     """Return the checkpoints that some disk has, the newest first, with the disks that have each file.
 
-    Of one step, that of the latest start comes first: an earlier one was left behind by a start that ended
-    while it saved, or lies on a disk that was away meanwhile.
+    For one step, the checkpoint of the latest start comes first. An earlier one was left by a start that
+    ended while it saved, or is on a disk that was away meanwhile.
 
     Args:
         disks: what each of them has.

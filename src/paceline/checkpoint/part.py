@@ -80,7 +80,7 @@ class Part:
         if not all(shape):
             return
         starts = [runs[0][0] for runs in self.runs]
-        # The first dimension of which one index fits; those before it are iterated index by index.
+        # The first dimension in which one index fits; those before it are iterated index by index.
         dim = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= max_elements), len(shape))
         if dim == len(shape):
             yield self

@@ -100,7 +100,7 @@ class StoredTensor:
     Attributes:
         stored: the checkpoint.
         group: of the tensor.
-        name: in the group; of an alias the name that has the values.
+        name: in the group; for an alias, the name that has the values.
         shape: whole.
         dtype: its type.
     """

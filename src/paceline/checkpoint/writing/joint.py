@@ -51,8 +51,8 @@ _OUTCOME = "outcome.json"
 _QUICK_POLL_S, _SLOW_POLL_S = 0.01, 0.05
 # How long the folder's lock may be held by a process that is not one of the writers.
 _LOCKED_S = 60.0
-# How long a writer that nobody sees alive may take to appear (a shared disk may show a file late), and one
-# whose file is there and not locked (it may be about to lock it).
+# How long to wait for a writer without a visible file (a shared disk may show it late), and for one whose
+# file is not locked (it may be about to lock it).
 _APPEARS_S, _LOCKS_S = 10.0, 2.0
 
 
