@@ -1,7 +1,7 @@
 """Provides standard streams on which a command can rely: open, and able to encode every character.
 
-A shell may start a command with a stream closed (`>&-`), a terminal may have an encoding without a character
-that a file name has, and a file may be on a full disk.
+A shell may start a command with a closed stream (`>&-`). A terminal's encoding may lack a character of a file
+name. A file may be on a full disk.
 """
 
 from __future__ import annotations
