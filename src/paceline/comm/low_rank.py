@@ -18,8 +18,8 @@ Both sums are exact ones, in the order of the tree over slots (`comm/exchange.py
 exchange each, however many parameters there are. Parameters that would not become half as large travel in the
 first exchange as they are.
 
-B is made orthonormal before use. So a column of zeros, which a gradient of lower rank gives, turns into a
-direction of its own, and P has the size of the gradient and not that of its square.
+B is made orthonormal before use. A column of zeros, which a gradient of lower rank gives, therefore turns
+into a direction of its own. P has the magnitude of the gradient and not that of its square.
 
 A gradient with inf or nan makes the whole sum nan, so the step is skipped.
 """

@@ -12,10 +12,10 @@ Protocol for a large vector, with one segment that all ranks have mapped:
 4. All ranks meet.
 5. Every rank copies the sum out.
 
-The memory is reused for the next vector: that of the subtrees after the second meeting, when no rank reads
-them any more, and that of the sum after the first meeting of the next vector, when every rank has copied the
-last one out. So the two never overlap, whatever the lengths of two consecutive vectors, and the segment is as
-large as the largest vector needs, not as large as the model.
+The memory is reused for the next vector. The subtrees' part is free after the second meeting, when no rank
+reads them any more. The sum's part is free after the first meeting of the next vector, when every rank has
+copied the last sum out. So the two never overlap, whatever the lengths of two consecutive vectors, and the
+segment is as large as the largest vector needs, not as large as the model.
 
 A small vector takes one meeting: after it every rank adds all of it, directly into its own memory. Meanwhile
 another rank may be at the next vector, so small vectors alternate between two separate sets of places. A set
