@@ -6,9 +6,8 @@ with another world size continues in the same order.
 
 The permutation is a Feistel network (Luby and Rackoff 1988) with modular addition over a rectangle of
 about sqrt(num_samples) on each side, and cycle walking for the few places that the rectangle has too
-many (Black and Rogaway 2002, sections 4 and 5): what lands outside is permuted again until it lands
-inside. Tiny sets, where a Feistel network mixes poorly, are sorted by hashed keys instead, which costs
-at most 8 KiB.
+many (Black and Rogaway 2002, sections 4 and 5): a place outside is permuted again until it is inside. Tiny
+sets, where a Feistel network mixes poorly, are sorted by hashed keys instead, which costs at most 8 KiB.
 
 Everything is integer arithmetic written out here: the orders of numpy's and torch's generators may
 change between their versions (NEP 19), and an order must survive an upgrade in the middle of a run.
