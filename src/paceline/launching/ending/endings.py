@@ -1,8 +1,8 @@
 """The record that a rank leaves at its end, and the choice of the end that is the cause.
 
 Every rank that fails or is asked to stop writes one small JSON file into a folder of the launcher.
-When one rank fails, the others soon fail too, because their peer is gone: they are marked as
-followers, wait a moment so that the cause is seen first, and are never reported instead of it.
+When one rank fails, the others soon fail too, because their peer is gone. They are marked as followers, wait
+a moment so that the cause is seen first, and are never reported instead of it.
 """
 
 from __future__ import annotations

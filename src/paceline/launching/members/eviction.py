@@ -3,7 +3,7 @@
 The leader decides, and all launchers remember it, because any of them may lead later.
 
 A node is put out only while the others are enough for the job, and one per round: the times of the next round
-tell whether it was the cause. If a rank is slow that was slow on a node put out before, its own work is slow
+show whether it was the cause. If a rank is slow that was slow on a node put out before, its own work is slow
 and not the node: ranks are numbered anew in each round, and the work of a number moves with it.
 """
 

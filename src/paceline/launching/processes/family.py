@@ -1,7 +1,7 @@
 """Ends processes with all that they have started, except those that clear up and then end by themselves.
 
 multiprocessing's resource tracker and torch's shared-memory manager remove the semaphores and segments of
-those who were killed, and then exit. They are killed last, if they have not exited by then. A writer of
+killed processes, and then exit. They are killed last, if they have not exited by then. A writer of
 checkpoints is never killed: it commits what its rank had copied, and then leaves.
 """
 

@@ -1,10 +1,10 @@
 """The warm start: packages imported once, before ranks are forked, and hidden from the script until it asks.
 
 A script that starts cold imports torch after its own first lines, and those may set variables that torch,
-numpy or the libraries under them read while they are imported. So after the fork these packages are taken out
-of `sys.modules` again, and the first `import` of one brings it back: at that moment the environment is
-compared with the one that it was imported in. What differs and matters is applied again where that is
-possible (`REAPPLIED`); where it is not, the rank starts over, cold.
+numpy or the libraries under them read while they are imported. After the fork, these packages are therefore
+removed from `sys.modules`, and the first `import` of one restores it. At that moment, the environment is
+compared with that at its import. What differs and matters is applied again where that is possible
+(`REAPPLIED`); where it is not, the rank starts over, cold.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Warmth:
     def load(self, names: Iterable[str]) -> None:
         """Import modules; those that this torch does not have are left to the script.
 
-        What is loaded then stays out of the garbage collector's sight, here and in forks: going
-        through torch takes a tenth of a second, and would give every rank pages of its own.
+        Objects loaded then are excluded from garbage collection, here and in forks: scanning torch's takes a
+        tenth of a second, and would copy their memory pages in every rank.
         """
         collecting = gc.isenabled()
         gc.disable()  # a sixth of the time of importing torch
