@@ -2,7 +2,7 @@
 
 Others may follow the steps: a recording that is asked for while the script runs.
 
-If the address space is limited (`ulimit -v`), it also holds some of it back, so that there is room for an
+If the address space is limited (`ulimit -v`), it also reserves some of it, so that there is room for an
 account once the script has used up the rest. The reserve is never touched, so it takes no memory.
 """
 
