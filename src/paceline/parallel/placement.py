@@ -91,7 +91,8 @@ class Placement:
             parted.add("pp")
         if not self.is_on_first_stage(name):
             return False
-        # Of neighbouring data ranks, dp_shard and ep each make parts of their own; of those of cp, ep does.
+        # Among neighbouring data ranks, dp_shard and ep each make parts of their own; among ranks of cp, ep
+        # does.
         shards, experts, sources = self._axis("dp_shard"), self._axis("ep"), self._mesh.ep_data.size
         place = self._mesh.dp.rank % lcm(shards.size, sources)
         num_parts = shards.size if shards.name in parted else sources if experts.name in parted else 1

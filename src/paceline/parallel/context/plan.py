@@ -59,7 +59,8 @@ class Entering:
     Attributes:
         module: full name of the block.
         path: of the tensor among the arguments of its call (`tensor/hooks.py`).
-        dim: the dimension of which the block uses this rank's rows; `None` for another sequence, to which it
+        dim: the dimension whose rows the block uses, this rank's only; `None` for another sequence, to which
+        it
             attends: it stays whole, and backward sums its gradient over the ranks.
         stretch: number of the stretch.
     """

@@ -94,7 +94,7 @@ class Walk:
         self._uses = Uses(trace)
         self.whole = WholeCalls(trace, mixtures)
         self._stretches = self._find_stretches()
-        # By number of a tensor, the stretch whose rows it has; and of which heads are cut, how.
+        # By number of a tensor, the stretch whose rows it has; and how heads are cut, if any are.
         self.rows: dict[int, int] = {}
         self.heads: dict[int, Split] = {}
         self.stretch_at: dict[int, int] = {}  # by number of an operation

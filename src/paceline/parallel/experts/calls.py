@@ -138,8 +138,8 @@ def _compute(form: ListForm, rows: Tensor, arrived: list[list[_Header | None]], 
 class _Alone(torch.autograd.Function):
     """A copy of a tensor, whose gradient is copied too.
 
-    A part of a greater tensor begins anywhere in memory, and kernels may add its numbers in another order
-    than those of a tensor by itself, as one process has it.
+    A part of a larger tensor may begin anywhere in memory. Kernels may then add its numbers in another order
+    than those of a separate tensor, which one process has.
     """
 
     @staticmethod

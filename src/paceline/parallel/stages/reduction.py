@@ -3,7 +3,7 @@
 Backwards of microbatches may come in any order. Two classes differ in the order of the additions:
 
 - `OrderedStageSum` sets gradients aside per microbatch and adds them in the order of the tree, as without pp
-  (`parallel/exact.py`), so that the bits do not depend on the layout.
+  (`parallel/exact.py`). The bits therefore do not depend on the layout.
 - `QuickStageSum` adds them as they come. Its sum over the data ranks runs while other stages still compute.
 - `CutStageSum` does so if the parameters are sharded. With `zero` 2 and 3 it sums each microbatch over
   dp_shard and keeps this rank's rows alone; a rank without a microbatch left takes part with zeros.

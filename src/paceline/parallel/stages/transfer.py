@@ -1,8 +1,8 @@
 """Sends and receives what crosses the cuts of a model, between the ranks of `pp`.
 
 Every rank knows all messages of a step, their order, shapes and types. So a receive is posted in the sender's
-order, and no message describes another. Each has a tag of its own, so where the library knows tags (gloo), a
-message that was left out is waited for and the next one is not taken for it.
+order, and no message describes another. Each has its own tag. If the library knows tags (gloo), a receiver
+waits for a missing message and does not take the next one in its place.
 
 Tensors travel as bytes, in their order in memory, so that the receiver has the same strides: kernels may add
 in their order. The strides of outputs are recorded; those of gradients follow as one byte per dimension.
