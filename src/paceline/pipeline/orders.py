@@ -13,8 +13,8 @@
   2024, "Pipeline Parallelism with Controllable Memory").
 - `dualpipev`: the V with forwards and backwards in pairs (DeepSeek 2025, "DualPipe", `dualpipev.py`).
 
-The last three divide backwards. Where a paper fixes an order for some numbers only, the order is found by
-going through the step in units of time, every rank taking the most urgent of what it can do.
+The last three divide backwards. If a paper defines the order for some numbers only, it is found by simulating
+the step in units of time: every rank takes the most urgent action that it can run.
 """
 
 from __future__ import annotations
