@@ -2,8 +2,8 @@
 
 A rank that comes last to a collective may be a victim, of its data, of another rank, of a pause. The method
 follows the delay analysis of Böhme, Geimer, Wolf and Arnold ("Identifying the root causes of wait states in
-large-scale parallel applications", ICPP 2010): both ranks left an earlier collective together, so what the
-late rank did longer since then, by phase, is what made it late. A phase is blamed for its part of the excess.
+large-scale parallel applications", ICPP 2010): both ranks left an earlier collective together, so the late
+rank is late by the phases that took it longer since then. A phase is blamed for its part of the excess.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.profiling.trace import CORE, HOST, CodePlace, RankTrace, TracedSte
 
 # In a phase of a rank that waited for another one, the other one is the cause.
 WAITING = "waiting"
-# A rank is blamed if it costs at least this share of the step, after subtracting what the other ranks cost by
-# the same phase: ranks on a busy machine delay each other in turn.
+# A rank is blamed if it costs at least this share of the step, after subtracting the cost of the other ranks
+# by the same phase: ranks on a busy machine delay each other in turn.
 LEAST_SHARE = 0.1
 # And if it was late in at least this share of the steps by at least this share of the step.
 _LEAST_STEPS, _LEAST_SHARE_OF_STEP = 0.5, 0.05

@@ -34,7 +34,7 @@ class SettingAdvice:
         was: what it is now.
         saves_ns: by which a step of as many samples would be shorter.
         step_ns: what such a step would take then, on average.
-        saw, rule, fix: sentences, of which the last one does not have the time.
+        saw, rule, fix: sentences; the fix does not include the time.
         cause: the rank and the phase that are blamed; `None` if it is not about them.
     """
 
@@ -171,7 +171,7 @@ class RecordedJob:
 def fit_cost(sizes: Sequence[int], times_ns: Sequence[float]) -> tuple[float, float]:
     """Return nanoseconds per collective and per byte, by least squares; neither is negative.
 
-    Sizes that hardly differ do not tell the two apart. All of the time then counts per collective.
+    Sizes that hardly differ do not separate the two. All of the time then counts per collective.
     """
     mean_ns = fmean(times_ns)
     if max(sizes) < 4 * max(1, min(sizes)):

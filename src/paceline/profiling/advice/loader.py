@@ -1,7 +1,7 @@
 """PL917: the training loop loads its data itself, and workers could do it beside the step.
 
 With workers, a rank's step takes what is left of it, or a batch's loading time divided by the workers if that
-is longer. All ranks wait for the slowest of them. Loading that computes needs cores: a step can't be shorter
+is longer. All ranks wait for the slowest of them. Loading that computes needs cores: a step cannot be shorter
 than the time of all of a rank's threads divided by the rank's share of the cores.
 """
 
