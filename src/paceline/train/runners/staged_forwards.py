@@ -118,8 +118,8 @@ class StagedForwards(Runner):
     def _count_rounds(self, share: Share) -> int:
         """Return the number of microbatches of the step's schedule.
 
-        If stages are gathered or gradients summed for each action, or data ranks share experts, those with
-        fewer microbatches take part in the actions of the others, without microbatches of their own.
+        If stages are gathered or gradients summed for each action, or data ranks share experts, ranks with
+        fewer microbatches take part in the others' actions without microbatches of their own.
         """
         if self._shards is not None:
             return max(share.num_owned, default=0)

@@ -1,8 +1,8 @@
 """Sends files from disk to disk through the process group, block by block, and checks their hashes.
 
 The first rank of each disk sends or receives for it. A transfer always moves as many bytes as the manifest
-says: a rank that cannot read sends zeros, and one that cannot write drops what arrives, so that no rank waits
-for another. Errors are reported when all transfers are over.
+states. A rank that cannot read sends zeros, and one that cannot write drops the bytes that arrive, so that no
+rank waits for another. Errors are reported when all transfers are over.
 """
 
 from __future__ import annotations

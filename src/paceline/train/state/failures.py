@@ -2,9 +2,9 @@
 
 The step distinguishes a broken state from a run that is killed now and then:
 
-1. A rank that ends by an error of its own notes the step, and the checkpoint that its start went on from. A
-   kill, also of a loader worker, a request to stop, an error that follows from the end of another rank, and
-   an error of the disk or of the settings are not noted: no state causes them.
+1. A rank that ends by an error of its own notes the step, and the checkpoint that its start went on from.
+   Some ends are not noted, because no state causes them: a kill, also of a loader worker, a request to stop,
+   an error that follows from the end of another rank, and an error of the disk or of the settings.
 2. At the next start, the disks report their notes. If this start and an earlier one failed at the same step
    after the same checkpoint, it is renamed, and the run goes on from the one before. The only one stays.
 3. If the run then fails at that step once more, the checkpoint was not the cause: it gets its name back, and

@@ -1,8 +1,8 @@
 """Chooses how often a state is kept in memory, from what it costs.
 
-The cost of a state is the time by which it makes steps longer: those from its copy until the keepers hold it,
-compared with the median of the steps in which nothing is copied. It is at least the time for which training
-waited. All ranks choose the same, because they exchange their costs with each state.
+The cost of a state is the time by which it makes steps longer. The steps from its copy until the keepers hold
+it are compared with the median of the steps in which nothing is copied. It is at least the time for which
+training waited. All ranks choose the same, because they exchange their costs with each state.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from statistics import median
 
 from paceline.units import format_seconds
 
-# Steps without a copy that are timed before the first state and after each `_EVERY_STATES`, so that there is
-# a time to compare with even if a state is kept at each step.
+# Steps without a copy that are timed before the first state and after each `_EVERY_STATES`. They give a time
+# to compare with, even if a state is kept at each step.
 _QUIET_STEPS = 4
 _EVERY_STATES = 8
 _MAX_QUIET = 32

@@ -4,8 +4,8 @@ Each rank copies its share as an asynchronous save does, into one of two slots i
 (`checkpoint/memory/keeper.py`) checks and holds it. On several nodes, the keeper also sends a copy to one on
 another node (`checkpoint/memory/sending.py`).
 
-A slot is written over only when all ranks have copied the state in the other one: the call is collective,
-and each rank comes to it with its copy complete, on both nodes. If some rank's share was not kept, the next
+A slot is overwritten only when all ranks have copied the state in the other one. The call is collective, and
+each rank enters it once its copy is complete, on both nodes. If some rank's share was not kept, the next
 state takes the same slots. So one whole state is held at any moment, wherever ranks are killed, and on
 several nodes also if any one node is lost.
 """

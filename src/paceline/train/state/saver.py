@@ -271,7 +271,8 @@ class Saver:
             self._generation = loaded.identity.get("generation", 0) + 1
             for finding in check_identity(loaded.identity, self._describe()):
                 log.warning("%s", finding)
-            # Here, where tensors are whole: a rank cannot tell a part from a whole tensor of a smaller model.
+            # Checked here, where tensors are whole: a rank cannot distinguish a part from a whole tensor of a
+            # smaller model.
             check_optimizers(set(self._updates), set(loaded.optimizer))
             check_model(parts.whole_shapes(), loaded.model)
             # Unread, because other ranks need most of them.
