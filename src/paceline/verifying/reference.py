@@ -1,10 +1,9 @@
 """Trains one process as the reference, and measures how much of its numbers is rounding.
 
-The reference is trained once. Then it is trained again several times, in ways that must not matter: every
-weight starts one last bit away and, except in the first rerun, the microbatches of every step run in another
-order.
-Another order of the microbatches stands for what other ranks do to sums over microbatches. The last bits
-stand for what splitting does inside a forward: a matrix product whose sum is cut in two rounds as if its
+The reference is trained once. Then it is trained again several times, in ways that must not matter. Every
+weight starts one last bit away. Except in the first rerun, the microbatches of every step run in another
+order. Another order of the microbatches stands for what other ranks do to sums over microbatches. The last
+bits stand for what splitting does inside a forward: a matrix product whose sum is cut in two rounds as if its
 factors were a last bit away (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5). The
 distance that the reruns move a tensor is its noise floor.
 
