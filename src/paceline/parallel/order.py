@@ -28,6 +28,7 @@ from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.dropout.replacements import Masks, apply_dropout
 from paceline.parallel.dropout.scope import compiled
 from paceline.parallel.exact import ExactReduction
+from paceline.parallel.experts.choose import choose_experts, keep_listed
 from paceline.parallel.experts.find import list_looped, list_mixtures, open_experts, open_loops
 from paceline.parallel.experts.layout import ExpertLayout
 from paceline.parallel.experts.routers import check_routers
@@ -63,6 +64,7 @@ class Settings:
         example: calls the model on a batch of a few samples; needed for cp, tp and pp.
         timed: the batch on which blocks are timed, for stages by measured times.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
+        experts: by pattern of a module's name, whether it holds experts that ep shares; see `choose_experts`.
     """
 
     layout: Layout
@@ -76,6 +78,7 @@ class Settings:
     example: Callable[[nn.Module], Any] | None = None
     timed: TimedBatch | None = None
     tp_plan: Mapping[str, str] | None = None
+    experts: Mapping[str, bool] | None = None
 
     @property
     def tracks_use(self) -> bool:
@@ -133,9 +136,8 @@ def parallelize(
     Raises:
         PacelineError: PL420 with nothing to train, PL422 for `sync_batchnorm` off CUDA, PL440 to PL449 for
             models that cannot be sharded, PL455 to PL459 for factories that cannot be built on meta, PL460 to
-            PL465 for models that tp and recompute cannot handle, PL630, PL631, PL634 and PL640 for sequences
-            that cp cannot divide, PL641 for a cache, PL655, PL657 to PL659 and PL666 for experts that ep
-            cannot share out.
+            PL465 for models that tp and recompute cannot handle, PL630 to PL641 for sequences that cp cannot
+            divide, PL655 to PL667 for experts that ep cannot share out.
     """
     _check_trains(model)
     layout = settings.layout
@@ -147,19 +149,22 @@ def parallelize(
         align_with_main(model)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
-    _open_experts(model, settings)
+    chosen = choose_experts(model, settings.experts)
+    _open_experts(model, settings, chosen)
     plan, context = None, None
     if layout.cp > 1:
         assert mesh is not None
         # Planned on the whole model, before tp splits it.
-        context = _plan_sequences(model, mesh, settings, masks)
+        context = _plan_sequences(model, mesh, settings, masks, list_mixtures(model, keep_listed(chosen)))
     if layout.tp > 1:
         assert mesh is not None
         # On whole modules: stages and sharding cut the remaining parts, and blocks must be recomputed with
         # their collectives.
-        plan = _split(model, mesh, settings, masks)
+        plan = _split(model, mesh, settings, masks, chosen)
     # Before replication, which leaves out what is not on all of its ranks.
-    experts = None if mesh is None or layout.ep == 1 else _share_experts(model, mesh, settings, device)
+    experts = (
+        None if mesh is None or layout.ep == 1 else _share_experts(model, mesh, settings, device, chosen)
+    )
     if layout.recompute != "none":
         # Before sharding: a block is gathered again before it is recomputed.
         apply_recompute(model, find_blocks(model), layout.recompute)
@@ -246,7 +251,9 @@ def _list_partial(plan: SplitPlan | None, context: ContextPlan | None) -> dict[s
     return dict(sorted(found.items()))
 
 
-def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> ContextPlan:
+def _plan_sequences(
+    model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks, mixtures: Sequence[str]
+) -> ContextPlan:
     open_attention(model)
     disable_caches(model, "cp", "it would hold the keys of some heads or positions")
     refuse_caches(model)
@@ -264,27 +271,29 @@ def _plan_sequences(model: nn.Module, mesh: Mesh, settings: Settings, masks: Mas
         masks,
         tp=mesh.tp.size,
         by=settings.layout.cp_by,
-        mixtures=list_mixtures(model),
+        mixtures=mixtures,
     )
     log.info("%s", plan.describe())
     return plan
 
 
-def _open_experts(model: nn.Module, settings: Settings) -> None:
-    layout = settings.layout
+def _open_experts(model: nn.Module, settings: Settings, chosen: Mapping[str, bool]) -> None:
+    layout, listed = settings.layout, keep_listed(chosen)
     if settings.exact or layout.ep > 1:
         # In a world of one too: these are the products that ranks of ep compute for each other.
-        open_experts(model)
+        open_experts(model, listed)
     if layout.ep > 1:
-        check_routers(model, list_mixtures(model))  # before tp changes numbers of modules
+        check_routers(model, list_mixtures(model, chosen))  # before tp changes numbers of modules
     if layout.tp > 1 or layout.cp > 1 or layout.pp > 1:
-        open_loops(model)
+        open_loops(model, listed)
 
 
-def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> SplitPlan:
+def _split(
+    model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks, chosen: Mapping[str, bool]
+) -> SplitPlan:
     open_attention(model)
     # A rank of ep has whole experts.
-    kept = dict.fromkeys(list_looped(model) if settings.layout.ep > 1 else (), "replicate")
+    kept = dict.fromkeys(list_looped(model, chosen) if settings.layout.ep > 1 else (), "replicate")
     plan = find_plan(
         model,
         settings.example,
@@ -298,10 +307,14 @@ def _split(model: nn.Module, mesh: Mesh, settings: Settings, masks: Masks) -> Sp
     return plan
 
 
-def _share_experts(model: nn.Module, mesh: Mesh, settings: Settings, device: torch.device) -> ExpertLayout:
+def _share_experts(
+    model: nn.Module, mesh: Mesh, settings: Settings, device: torch.device, chosen: Mapping[str, bool]
+) -> ExpertLayout:
     repeats = settings.layout.recompute != "none"
     blocks = [name for name, _ in find_blocks(model)] if repeats else []
-    experts = ExpertLayout(model, mesh, is_exact=settings.exact, device=device, recomputed=blocks)
+    experts = ExpertLayout(
+        model, mesh, is_exact=settings.exact, device=device, recomputed=blocks, chosen=chosen
+    )
     log.info("%s", experts.describe())
     return experts
 

@@ -37,10 +37,11 @@ from paceline.train.building import (
 )
 from paceline.train.compressing import choose_compression, find_nodes_once, warn_of_links
 from paceline.train.precision import Precision
+from paceline.train.recording import StepRecords
 from paceline.train.same_settings import describe_code
 from paceline.train.settings import describe_function, name_settings
 from paceline.train.update import Update
-from paceline.world import current_world
+from paceline.world import World, current_world
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Arguments:
     step: Callable[[UpdateModel], None] | None
     layout: str | Layout
     tp_plan: Mapping[str, str] | None
+    experts: Mapping[str, bool] | None
     shard: ShardSection | Mapping[str, Any] | None
     schedule: ScheduleFactory | None
     dtype: str
@@ -193,6 +195,7 @@ class Arguments:
             example=example,
             timed=timed,
             tp_plan=self.tp_plan,
+            experts=self.experts,
         )
 
     def build_timed(self, layout: Layout, example: Any, precision: Precision) -> TimedBatch | None:
@@ -200,6 +203,22 @@ class Arguments:
         if layout.stages != MEASURED or example is None or self.loss is None:
             return None
         return build_timed(self.forward or call_model, self.loss, precision, example, self.microbatch_size)
+
+    def build_records(self, world: World, layout: Layout) -> StepRecords:
+        """Return what writes the run's metrics.
+
+        Args:
+            world: the ranks.
+            layout: of the ranks.
+        """
+        return StepRecords(
+            world,
+            layout,
+            dtype=self.dtype,
+            peak_flops=self.peak_flops,
+            tokens_per_sample=self.tokens_per_sample,
+            tensorboard=self.tensorboard,
+        )
 
     def describe_for_ranks(self, layout: Layout) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, as texts by name."""
@@ -250,6 +269,7 @@ class Arguments:
             RunSetting("ddp", self.ddp),
             RunSetting("shard", self.shard),
             RunSetting("tp_plan", self.tp_plan),
+            RunSetting("experts", self.experts),
             RunSetting("forward", self.forward, is_code=True),
             RunSetting("loss", self.loss, is_code=True),
             RunSetting("loss_over", self.loss_over, is_kept=True),

@@ -17,6 +17,7 @@ from paceline.parallel.batchnorm import RunningStatistics
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.construct.build import Construction, construct
 from paceline.parallel.construct.values import place_values
+from paceline.parallel.experts.choose import choose_experts
 from paceline.parallel.experts.find import count_experts
 from paceline.parallel.order import LaidOut, Settings, align_with_main, parallelize
 from paceline.parallel.stages.measure import TimedBatch
@@ -208,7 +209,7 @@ def refuse_illegal(built: Built, settings: Settings, precision: Precision, world
         num_blocks=len(blocks),
         num_cuts=None if blocks else 0,  # a block may be called several times: the trial forward counts
         has_batchnorm=any(isinstance(module, BatchNormBase) for module in built.model.modules()),
-        num_experts=count_experts(built.model),
+        num_experts=count_experts(built.model, choose_experts(built.model, settings.experts)),
     )
     run = RunFacts(
         dtype=precision.name,

@@ -50,7 +50,7 @@ from paceline.train.memory import MemoryErrors
 from paceline.train.phases import Phases
 from paceline.train.precision import Precision
 from paceline.train.probe import explain_single_sample
-from paceline.train.recording import SkippedSteps, StepRecords
+from paceline.train.recording import SkippedSteps
 from paceline.train.runners.staged import StagedRunner
 from paceline.train.same_settings import (
     StepSettings,
@@ -99,6 +99,8 @@ class Trainer(TrainedModels):
             forward to find how the model can be split.
         tp_plan: by pattern of a module's name, `"colwise"`, `"rowwise"` or `"replicate"`; other modules are
             planned automatically.
+        experts: by pattern of a module's name, `True` for a list of modules that are the experts of a
+            mixture, `False` for experts that each rank keeps whole. Others are found automatically.
         shard: settings of the sharding, as the recipe's `[shard]`.
         schedule: from an optimizer to a learning-rate scheduler, stepped after every step.
         dtype: `"fp64"`, `"fp32"`, `"bf16"` or `"fp16"`, see `Precision`.
@@ -147,6 +149,7 @@ class Trainer(TrainedModels):
         layout: str | Layout = "",
         example: Any = None,
         tp_plan: Mapping[str, str] | None = None,
+        experts: Mapping[str, bool] | None = None,
         shard: ShardSection | Mapping[str, Any] | None = None,
         schedule: ScheduleFactory | None = None,
         dtype: str = "fp32",
@@ -245,14 +248,7 @@ class Trainer(TrainedModels):
             global_loss=self._global_loss,
             microbatch_size=given.microbatch_size,
         )
-        self._records = StepRecords(
-            self.world,
-            self.layout,
-            dtype=given.dtype,
-            peak_flops=given.peak_flops,
-            tokens_per_sample=given.tokens_per_sample,
-            tensorboard=given.tensorboard,
-        )
+        self._records = given.build_records(self.world, self.layout)
         self._skipped = SkippedSteps(given.max_skipped_in_a_row)
         self._memory = MemoryErrors(self.world, self.layout, self._precision.name)
         self._last_loss = math.nan

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class ExpertLayout:
         is_exact: whether to sum gradients in an order that does not depend on the ranks.
         device: of the laid-out model.
         recomputed: names of the blocks whose forward backward repeats.
+        chosen: by full name of a module, whether it holds experts that ep shares; others are found.
 
     Attributes:
         splits: of the experts' parameters, by full name.
@@ -96,12 +97,13 @@ class ExpertLayout:
         is_exact: bool,
         device: torch.device,
         recomputed: Sequence[str] = (),
+        chosen: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         self._recomputed = tuple(recomputed)
         # Of the ranks of ep, those with tokens of other microbatches, and those of cp with the same tokens.
         self._axis, self._sources, self._mesh = mesh.ep, mesh.ep_data, mesh
-        check_forms(model)
-        self._forms = find_experts(model)
+        check_forms(model, chosen)
+        self._forms = find_experts(model, chosen)
         self.names = {name: join_names(name, form.keys[0]) for name, form in self._forms.items()}
         self._name_of = {id(form): name for name, form in self._forms.items()}
         self._num_experts = {id(form): form.num_experts for form in self._forms.values()}
