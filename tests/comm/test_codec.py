@@ -87,3 +87,13 @@ def test_topk_keeps_the_largest_numbers_of_each_block(length: int) -> None:
     assert encoded.shape[1] == 3 * num_blocks * -(-block // 10)
     for start, stop in ((0, 1), (3, 8), (23, 24)):
         assert torch.equal(encode("topk", rows[start:stop].contiguous()), encoded[start:stop])
+
+
+@pytest.mark.parametrize("kind", [*CODECS, "topk"])
+@pytest.mark.parametrize("most", [65504.0, 65536.0, 1e6, 1e30, 3e38])
+def test_numbers_beyond_fp16_do_not_overflow(kind: str, most: float) -> None:
+    rows = draw(8, 256)[3:]
+    rows = rows / rows.abs().amax(dim=1, keepdim=True) * most
+    decoded = choose(kind, 256).decode(encode(kind, rows), 256)
+    assert decoded.isfinite().all()
+    assert torch.allclose(decoded.abs().amax(dim=1), rows.abs().amax(dim=1), rtol=0.01)

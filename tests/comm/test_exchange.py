@@ -127,6 +127,22 @@ def test_one_rank_without_shared_memory_moves_all_to_messages(ranks: Pool, missi
     assert all(num_bytes > 0 for _, num_bytes in results), "what was sent in messages counts"
 
 
+def exchange_without_memfd(world: Any) -> tuple[bool, bool]:
+    create = os.memfd_create
+    del os.memfd_create  # as in Python on an old C library
+    try:
+        exchange = SharedMemoryExchange(dist.group.WORLD)  # type: ignore[arg-type]
+        leaves = draw_leaves(2, 1001, torch.float32, 0)
+        total = sum_on_ranks(exchange, (1, 1), leaves)
+    finally:
+        os.memfd_create = create
+    return torch.equal(total, sum_alone(leaves)), exchange._otherwise is not None
+
+
+def test_a_system_without_memfd_create_sends_messages(ranks: Pool) -> None:
+    assert ranks.run(exchange_without_memfd) == [(True, True)] * 2
+
+
 def hold_and_count(world: Any) -> tuple[list[int], int]:
     """Sizes of the segment as vectors grow and shrink, and what is left open when nobody uses it."""
     before = count_segments()  # of who trained in this process before

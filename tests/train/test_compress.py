@@ -221,6 +221,7 @@ REFUSALS: dict[str, tuple[int, dict[str, Any], str]] = {
     "slots without a kind": (1, {"compress": {"kind": "none"}}, "PL962"),
     "density of another kind": (1, {"compress": {"density": 0.5}}, "PL962"),
     "topk without density": (1, {"kind": "topk", "compress": {"density": None}}, "PL962"),
+    "density above 1": (1, {"kind": "topk", "compress": {"density": 1.5}}, "PL"),
     "density 0": (1, {"kind": "topk", "compress": {"density": 0.0}}, "PL"),
     "more slots than microbatches": (1, {"compress": {"slots": 16}}, "PL963"),
     "unknown kind": (1, {"kind": "int3"}, "PL"),
@@ -271,6 +272,26 @@ def build_complex(world: Any) -> None:
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
         compress={"kind": "int8", "slots": 2},
     )
+
+
+def train_with_numbers(world: Any) -> Tensor:
+    """Train a model with a table of integers, which has no gradient."""
+    model = nn.Linear(40, 8)
+    model.table = nn.Parameter(torch.arange(64), requires_grad=False)
+    trainer = Trainer(
+        model,
+        loss=lambda output, batch: (output.square().sum(), len(output)),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named if p.requires_grad], lr=1e-2),
+        compress={"kind": "int8", "slots": 2},
+        microbatch_size=2,
+    )
+    trainer.step(next(iter(trainer.loader(SAMPLES, global_batch_size=16, shuffle=False))))
+    return model.weight.detach().clone()
+
+
+def test_parameters_of_integers_have_no_gradient_to_compress(ranks: Pool) -> None:
+    weights = [ranks.run(train_with_numbers, nproc=nproc)[0] for nproc in (1, 2)]
+    assert torch.equal(*weights)
 
 
 def build_sparse(world: Any) -> None:

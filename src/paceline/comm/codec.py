@@ -189,6 +189,7 @@ class Fp16Codec(_BlockCodec):
 
     def _scale(self, most: Tensor) -> tuple[Tensor, Tensor]:
         _, exponent = torch.frexp(most)
+        exponent = exponent.clamp(max=126)  # a larger scale is inf, or its inverse no normal number
         # Of inf and nan the exponent is not defined, and the scale must not hide them.
         scales = torch.where(most.isfinite(), torch.ldexp(torch.ones_like(most), exponent), torch.nan)
         return scales, 1.0 / scales

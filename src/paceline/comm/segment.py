@@ -92,7 +92,7 @@ def _make_segment(token: bytes, num_bytes: int) -> int:
         # Reserved now: running out of memory is an error here, and a SIGBUS at the first touch.
         os.posix_fallocate(handle, 0, mmap.PAGESIZE + num_bytes)
         os.pwrite(handle, token, 0)
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # old C libraries lack memfd_create
         log.info("cannot allocate %d bytes of shared memory (%s)", num_bytes, error)
         if handle >= 0:
             os.close(handle)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Subset, default_collate
 
 from paceline.data import TaskData, build_data, measure_bigram
+from paceline.errors import PacelineError
 from paceline.generators import preserved_generators, seed_generators
 from paceline.models import Decoder, build_model
 from paceline.recipe import Layout, Recipe, dump_recipe, list_settings, settle_recipe
@@ -158,11 +159,24 @@ def build_loader(recipe: Recipe, trainer: Trainer, dataset: Any, *, train: bool)
 
 
 def count_steps(recipe: Recipe, num_samples: int) -> int:
-    """Return the number of optimizer steps of a run over a data set of `num_samples`."""
+    """Return the number of optimizer steps of a run over a data set of `num_samples`.
+
+    Raises:
+        PacelineError: PL962 if compression would begin after the last one.
+    """
     if recipe.train.steps is not None:
         return recipe.train.steps
     assert recipe.train.epochs is not None
-    return recipe.train.epochs * -(-num_samples // recipe.train.global_batch_size)
+    num_steps = recipe.train.epochs * -(-num_samples // recipe.train.global_batch_size)
+    if recipe.compress.after_steps and recipe.compress.after_steps >= num_steps:
+        raise PacelineError(
+            "PL962",
+            saw=f"compress.after_steps={recipe.compress.after_steps} with "
+            f"train.epochs={recipe.train.epochs}, which are {num_steps} steps of this data.",
+            rule="Compression would begin after the end of the run.",
+            fix=f"Set after_steps to {num_steps - 1} or less, or leave [compress] out.",
+        )
+    return num_steps
 
 
 def train_recipe(
