@@ -84,10 +84,10 @@ def _explain_shared_name(
         f"a group of {name_ranks(members)} on {name_ranks(who)}{_name_maker(name, who, seen)}"
         for members, who in parts.items()
     ]
-    headline = f"the ranks have called new_group in different ways: number {name} is {join(made)}"
+    names = f"number {name} is {join(made)}"
     # Only ranks whose latest call has that number: others may have reached it under another one.
     latest = {rank for rank, report in seen.reports.items() if str(report.num_named - 1) == name}
-    more = []
+    skipped = []
     for members in parts:
         # A member without a group of this name may be making it now.
         absent = [
@@ -96,9 +96,10 @@ def _explain_shared_name(
             if (groups[rank].ranks != members if rank in groups else rank not in members)
         ]
         if absent:
-            who = name_ranks(absent).capitalize()
-            more.append(f"{who} never called new_group for the group of {name_ranks(members)}.")
-    return build_verdict("PL807", headline, list_places(states.values()), more=more)
+            who = name_ranks(absent)
+            skipped.append(f"{who} never called new_group for the group of {name_ranks(members)}")
+    cause = join(skipped) if skipped else "the ranks have called new_group in different ways"
+    return build_verdict("PL807", f"{cause}: {names}", list_places(states.values()))
 
 
 def _explain_skipped_group(
