@@ -38,7 +38,7 @@ def check_eviction(flags: argparse.Namespace, watcher: Watcher | None) -> None:
     raise PacelineError(
         "PL385",
         saw=f"{saw}.",
-        rule="A node is put out if others have waited for its ranks for so many seconds (at least 10: the "
+        rule="A node is put out if others have waited for its ranks for that many seconds (at least 10: the "
         "watch compares ranks over such times), and if at least MIN nodes of --nnodes are left.",
         fix=fix,
     )

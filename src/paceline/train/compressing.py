@@ -79,8 +79,8 @@ def warn_of_links(section: CompressSection, settings: CompressSettings | None, w
     nodes = _NODES[world]
     if len(set(nodes)) == 1:
         log.warning(
-            "compress: all ranks are on one node, so nothing crosses nodes. Gradients are encoded all the "
-            "same, because the result of the run depends on its %d slots.",
+            "compress: all ranks are on one node, so nothing crosses nodes. Gradients are encoded "
+            "nevertheless, because the result of the run depends on its %d slots.",
             settings.slots,
         )
     elif settings.slots >= len(nodes):
@@ -99,8 +99,8 @@ def _choose_slots(given: int | None, num_ranks: int) -> int:
         raise PacelineError(
             "PL960",
             saw=f"compress.slots={given or 'not set'}, and {num_ranks} ranks share the data.",
-            rule="Every rank has the same number of slots, and there are at least two of them: a single one "
-            "has nobody to send to.",
+            rule="Every rank has the same number of slots, and there are at least two of them: with one "
+            "slot, nothing would be sent.",
             fix=f"Set compress.slots to {max(2, num_ranks)} or another multiple of {num_ranks}, or train "
             'uncompressed. With compress.links="between_nodes" the ranks of a node can share a slot.',
         )
@@ -132,10 +132,10 @@ def _choose_shared_slots(given: int | None, nodes: Sequence[int]) -> int:
             "PL960",
             saw=f'compress.slots={given or "not set"} with compress.links="between_nodes", and the ranks are '
             f"on nodes {places}.",
-            rule="There are at least two slots. Every rank has equally many, or equally many consecutive "
-            "ranks of one node share each.",
-            fix=f"Set compress.slots to {fitting[0] if fitting else 2}, start equally many consecutive ranks "
-            "on each node, or train uncompressed.",
+            rule="There are at least two slots. Every rank has the same number of them, or the same number "
+            "of consecutive ranks of one node share each.",
+            fix=f"Set compress.slots to {fitting[0] if fitting else 2}, start the same number of consecutive "
+            "ranks on each node, or train uncompressed.",
         )
     return num_slots
 

@@ -47,7 +47,7 @@ def kernel_error(saw: str) -> PacelineError:
         rule="To find where cp can divide sequences, one forward is traced on tensors without memory. "
         "That follows operations of torch. By ring, an attention must also give the logarithm of the sum of "
         "its exponentials.",
-        fix="Have the model call F.scaled_dot_product_attention, which takes any mask and runs torch's own "
+        fix="Make the model call F.scaled_dot_product_attention, which takes any mask and runs torch's own "
         'flash kernel where it can (for models of transformers: attn_implementation="sdpa").',
     )
 

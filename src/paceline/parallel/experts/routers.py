@@ -108,6 +108,6 @@ def _router_error(saw: str) -> PacelineError:
         saw=saw,
         rule="A router sends equal tokens to the same experts on every rank. In one process there is one "
         "rank, so otherwise the numbers depend on the layout.",
-        fix="Let the router decide by its input and its weights alone. Move what a rank does by itself, such "
-        "as logging, out of the modules of the mixture.",
+        fix="Make the router depend on its input and its weights alone. Move work that only some ranks do, "
+        "such as logging, out of the modules of the mixture.",
     )

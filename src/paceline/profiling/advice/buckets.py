@@ -109,7 +109,7 @@ def advise_flattening(recorded: RecordedJob) -> SettingAdvice | None:
         saves_ns=saved,
         step_ns=step_ns,
         saw=f"this line sums {format_bytes(round(total))} per step in {count} collectives.",
-        rule="Each small collective takes about as long as one of them all.",
+        rule="Each small collective takes about as long as one that sums all of them.",
         fix="Sum one flat tensor in place of them: torch.cat of the flattened ones, then one all_reduce.",
     )
 

@@ -89,7 +89,7 @@ def advise_accumulation(recorded: RecordedJob) -> SettingAdvice | None:
         saves_ns=saved,
         step_ns=step_ns,
         saw=f"reducing gradients takes {format_seconds(2 * gain / 1e9)} per step without any computation.",
-        rule="It takes as long for more samples.",
+        rule="Its time does not depend on the number of samples.",
         fix="Communicate less often: take the samples of two steps in one, by a larger microbatch or by two "
         "with one reduction. The optimizer then steps half as often.",
     )
