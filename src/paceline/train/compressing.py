@@ -46,12 +46,12 @@ def choose_compression(
     """
     if section.kind == "none":
         return None
-    told = f'compress.kind="{section.kind}"'
+    given = f'compress.kind="{section.kind}"'
     if has_comm_hook or reduction != "exact":
         other = "comm_hook" if has_comm_hook else f"reduction={reduction!r}"
         raise PacelineError(
             "PL959",
-            saw=f"{told} with {other}.",
+            saw=f"{given} with {other}.",
             rule="Compressed gradients are added in a fixed order over slots, by the exact reduction. A hook "
             "would replace it.",
             fix='Use reduction="exact" without comm_hook, or compress.kind="none".',
@@ -60,7 +60,7 @@ def choose_compression(
     if others:
         raise PacelineError(
             "PL958",
-            saw=f"{told} with layout {layout}.",
+            saw=f"{given} with layout {layout}.",
             rule=f"Gradients are compressed along {' and '.join(_ALONG)} only, not with {', '.join(others)}.",
             fix=f'Set {", ".join(f"{axis}=1" for axis in others)}, or compress.kind="none".',
         )

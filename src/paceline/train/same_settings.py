@@ -96,22 +96,22 @@ class StepSettings:
         self._seen: tuple[Any, ...] | None = None
         self._of_seen = 0
 
-    def begin(self, seldom: tuple[Any, ...], often: tuple[Any, ...]) -> None:
+    def begin(self, key: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
         """Take the digest of a step; collective in the first one, which compares everything.
 
         Args:
-            seldom: a key of the settings; they are described again only if it has changed. It may differ
+            key: of the settings; they are described again only if it has changed. It may differ
                 between ranks.
-            often: numbers and words that enter the digest as they are.
+            numbers: numbers and words of this step, which enter the digest unchanged.
         """
         if self._group is None:
             return
-        if seldom != self._seen:
+        if key != self._seen:
             settings = self._describe()
             if self._seen is None:
                 check_same_settings(settings, self._group)
-            self._seen, self._of_seen = seldom, digest_text(repr(settings))
-        self.digest = digest_text(f"{self._of_seen} {often}")
+            self._seen, self._of_seen = key, digest_text(repr(settings))
+        self.digest = digest_text(f"{self._of_seen} {numbers}")
 
     def check(self, digests: Numbers) -> None:
         """Compare the digests of all ranks; collective only if they differ.

@@ -301,14 +301,14 @@ class SlowRanks:
             now_s: the time.
             late_s: the maximum delay of what other nodes publish.
         """
-        has_told_all = self._num_reported >= _MOST
-        if now_s - self._polled_s < _EVERY_S or (has_told_all and self._node_time is None):
+        has_reported_all = self._num_reported >= _MOST
+        if now_s - self._polled_s < _EVERY_S or (has_reported_all and self._node_time is None):
             return None
         self._polled_s = now_s
         ends_s = now_s - late_s
         now_slow = self.book.find_slow(ends_s)
         self._report_node(now_slow, now_s, ends_s)
-        if has_told_all:
+        if has_reported_all:
             return None
         found = [(slow, self._find_spot(slow, ends_s)) for slow in now_slow]
         found = [(slow, spot) for slow, spot in found if self._is_new(slow.rank, spot, now_s)]
@@ -329,8 +329,8 @@ class SlowRanks:
         slow = self._node_time.read(found, self.book.own_ranks, now_s)
         if slow:
             first = slow[0]
-            told = build_message([first], self._find_spot(first, ends_s), [])
-            evidence = f"for {self._node_time.seconds(now_s):.0f} s, {told.headline}"
+            message = build_message([first], self._find_spot(first, ends_s), [])
+            evidence = f"for {self._node_time.seconds(now_s):.0f} s, {message.headline}"
             self._on_slow_node(tuple(each.rank for each in slow), evidence)
 
     def _find_spot(self, slow: Slow, ends_s: float) -> SlowSpot:
