@@ -27,7 +27,7 @@ def prose(document: Path) -> str:
 
 
 def paths_in(text: str) -> list[str]:
-    """What a text names in back-ticks as a path of this repository."""
+    """Return the paths of this repository that a text names in back-ticks."""
     folders = {entry.name for entry in ROOT.iterdir() if entry.is_dir()}
     return [
         name

@@ -22,7 +22,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model and its batches are.
+    """The size of a model and its batches.
 
     Attributes:
         layers, hidden, heads, vocab: of the model; its feed-forward layers are twice `hidden` wide.
@@ -44,7 +44,7 @@ REALISTIC = Size(layers=4, hidden=128, heads=4, vocab=512, samples=16, length=32
 
 @dataclass(frozen=True)
 class Foreign:
-    """What `paceline.verify` takes, by size where it depends on that.
+    """The arguments of `paceline.verify`, by size if they depend on it.
 
     Attributes:
         build: from a size to the model.

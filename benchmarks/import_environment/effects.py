@@ -269,7 +269,7 @@ CHECKS = {
 
 
 def show(title: str, how: str) -> str:
-    """What one process does: sets, imports and applies in the order that `how` names."""
+    """Run in one process: set, import and apply in the order that `how` names."""
     check = CHECKS[title]
     if how == "before":
         os.environ[check.name] = check.value

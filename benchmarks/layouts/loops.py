@@ -42,7 +42,7 @@ _NUM_SAMPLES = 4096
 
 @dataclass(frozen=True)
 class Job:
-    """What both loops train.
+    """The training that both loops do.
 
     Attributes:
         model: keys of a recipe's [model].
@@ -116,7 +116,7 @@ def ours(job: Job) -> Iterator[Any]:
 
 
 def by_hand(job: Job) -> Iterator[Any]:
-    """What the tutorials of torch and torchtitan do, with what is fastest there."""
+    """Train as the tutorials of torch and torchtitan do, with their fastest settings."""
     degrees = job.degrees
     mesh = init_device_mesh("cpu", (degrees.dp_shard, degrees.tp), mesh_dim_names=("dp", "tp"))
     if degrees.dp_shard > 1 and degrees.tp > 1:

@@ -59,7 +59,7 @@ LAYOUTS = ["dp_shard=2 zero=3", "dp_shard=2 zero=2", "tp=2", "dp_shard=2 tp=2"]
 
 @dataclass(frozen=True)
 class Times:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
         blocks: the times of both loops.

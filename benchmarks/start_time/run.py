@@ -1,4 +1,4 @@
-"""How long until all ranks have done their first all-reduce: under torchrun and `paceline run`, in turn.
+"""Measures the time until all ranks have done their first all-reduce, under torchrun and `paceline run`.
 
     python benchmarks/start_time/run.py           # eleven minutes on two cores, seven with --no-cold
     python benchmarks/start_time/run.py --pairs 2 --ranks 2 --out /tmp/start.txt    # a quick look

@@ -217,7 +217,7 @@ def find_difference(expected: list[str], got: list[str], titles: tuple[str, str]
 
 
 def read_expected(case: Case, folder: Path) -> list[str]:
-    """What torchrun gave when it was last asked, as if it had run in `folder`."""
+    """Return the recorded output of torchrun, as if it had run in `folder`."""
     text = (HERE / "expected" / f"{case.name}.txt").read_text(encoding="utf-8")
     return text.replace("<folder>", str(folder)).splitlines()
 

@@ -61,7 +61,7 @@ def test_links_of_another_cluster_are_refused(tmp_path: Path) -> None:
 
 
 def run_calls(world: World) -> dict[str, list[float]]:
-    """What each call leaves where its result is, if rank r's numbers are r + 1."""
+    """Return the result of each call, if rank r's numbers are r + 1."""
     num_bytes, calls = build_calls(10, world.world_size, world.rank)
     assert num_bytes == 12, "rounded up to a number for each rank"
     results: dict[str, list[float]] = {}

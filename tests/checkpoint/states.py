@@ -1,4 +1,4 @@
-"""What the tests save, and how they compare it bit for bit."""
+"""The states that the tests save, and their comparison bit for bit."""
 
 from __future__ import annotations
 

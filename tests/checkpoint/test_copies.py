@@ -1,4 +1,4 @@
-"""Which disks get which files, and who sends them to whom."""
+"""The distribution of files over disks, and the transfers between them."""
 
 from __future__ import annotations
 

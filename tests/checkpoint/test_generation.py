@@ -25,7 +25,7 @@ def prepare(step: int) -> full.PreparedFull:
 
 
 def save(run: Path, step: int, generation: int) -> None:
-    """What one start does for a checkpoint."""
+    """Save a checkpoint as one start does."""
     folder = CheckpointFolder(run, keep=9, generation=generation)
     content = prepare(step)
     with folder.begin(step, num_bytes=1000, identity={"generation": generation}) as saving:

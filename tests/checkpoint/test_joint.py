@@ -61,7 +61,7 @@ def start(order: Order, data: Path, kill_at: int = -1) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any] | None:
-    """What a writer printed, or `None` if it was killed."""
+    """Return the output of a writer, or `None` if it was killed."""
     text, _ = process.communicate(timeout=60)
     return json.loads(text) if process.returncode == 0 else None
 

@@ -59,7 +59,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
 
 
 def lose_first(nodes: list[Node], folder: Path) -> list[HeldPlace]:
-    """What the second node holds once the first one is gone."""
+    """Return what the second node holds once the first one is gone."""
     nodes[0].keeper._process.kill()
     nodes[0].keeper._process.wait()
     nodes[1].keeper._link.close()

@@ -1,4 +1,4 @@
-"""Who writes what: every part once, by a rank that has it, and about as much on each rank."""
+"""The plan of writers: every part once, by a rank that has it, and about as much on each rank."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def cut(whole: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def make_shares() -> list[PreparedShare]:
-    """What three ranks write that have the weight in parts."""
+    """Write the shares of three ranks that have the weight in parts."""
     structures, named = {}, {}
     for group, value in (("optimizer", OPTIMIZER), ("state", make_state(1))):
         structures[group], tensors = tree.encode(value, group)

@@ -1,4 +1,4 @@
-"""What a person can do wrong with `paceline train`: the answer has the value, the rule and the next move.
+"""Mistakes with `paceline train`: the message has the value, the rule and the next move.
 
 Each case is a real command in a process of its own group, with exit code 2, no traceback, and nothing
 written or lost.

@@ -1,4 +1,4 @@
-"""Which files become the text, in which order, and what is held out."""
+"""The choice of files that become the text, their order, and the held-out part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples a loader gives, and where it goes on. Worker processes: test_loader_workers.py."""
+"""The samples of a loader, and the position at which it resumes. Worker processes: test_loader_workers.py."""
 
 from __future__ import annotations
 

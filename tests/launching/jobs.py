@@ -1,4 +1,4 @@
-"""What the launched ranks of the tests run; as a script it launches one: `jobs.py NAME NPROC`."""
+"""Functions that the launched ranks of the tests run; as a script, it launches one: `jobs.py NAME NPROC`."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Launched:
 
     @property
     def text(self) -> str:
-        """What it has printed, on both streams."""
+        """The output on both streams."""
         with self._lock:
             return self._text
 
@@ -232,7 +232,7 @@ class Launched:
     # ---- afterwards
 
     def find_left(self, seconds: float, ignored: Iterable[str] = ()) -> str:
-        """What is left of it after so many seconds at most; empty where it is nothing."""
+        """Return what is left of it after so many seconds at most; empty if nothing is."""
         end = time.monotonic() + seconds
         while True:
             left = self._describe_left(tuple(ignored))

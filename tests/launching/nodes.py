@@ -77,7 +77,7 @@ class Nodes:
     def command(
         self, node: int, words: Sequence[str], *, own_name: OwnName = "address", own_host: bool = True
     ) -> list[str]:
-        """What runs a program in a node, in place of the process that is started.
+        """Return the command that runs a program in a node, in place of the process that is started.
 
         Args:
             node: its number.

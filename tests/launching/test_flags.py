@@ -45,7 +45,7 @@ def parse_as_torch(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_as_ours(argv: Sequence[str]) -> dict[str, Any]:
-    """What `paceline run` makes of torchrun's flags."""
+    """Return the flags of torchrun as `paceline run` parses them."""
     seen = vars(build_parser().parse_args(["run", *argv]))
     return {name: value for name, value in seen.items() if name in _TORCHS}
 

@@ -1,4 +1,4 @@
-"""What a launch leaves in the folder for temporary files: nothing, and after a SIGKILL until the next one."""
+"""A launch leaves nothing in the folder for temporary files, after a SIGKILL once the next one has run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ KMSG_MACHINE = (
 
 
 class Kernel:
-    """What the kernel would show, in files of a folder."""
+    """A stand-in for the kernel's files, in a folder."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Where nodes meet and by which address they reach this one: with made-up names and interfaces."""
+"""The meeting place of nodes, and the address by which they reach this one, with made-up interfaces."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def run(folder: Path, words: Sequence[str], env: dict[str, str]) -> tuple[int, s
 
 
 def read_sums(text: str) -> list[str]:
-    """What the ranks have printed."""
+    """Return the output of the ranks."""
     return sorted(re.findall(r"sum .*", text))
 
 

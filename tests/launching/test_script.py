@@ -34,7 +34,7 @@ sys.exit(run_as_main(Script(target, tuple(args), is_module == "-m"), place, lamb
 
 @dataclass
 class Outcome:
-    """What a run has left."""
+    """The outcome of a run."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""What the launcher reads off a script's text before it starts ranks."""
+"""The facts that the launcher reads from a script's text before it starts ranks."""
 
 from __future__ import annotations
 

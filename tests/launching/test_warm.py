@@ -197,7 +197,7 @@ See = Callable[[str], Any]
 
 @pytest.fixture(scope="module")
 def see(tmp_path_factory: pytest.TempPathFactory) -> See:
-    """What a case has seen."""
+    """The values that a case has seen."""
     folder = tmp_path_factory.mktemp("warm")
     (folder / "cases.json").write_text(json.dumps(CASES))
     (folder / "hub.py").write_text(HUB)

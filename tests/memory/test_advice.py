@@ -1,4 +1,4 @@
-"""What would have fitted, from accounts alone."""
+"""The settings that would have fitted, from accounts alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lives in a process is accounted for, each storage once, and nothing that is packed is unpacked."""
+"""An account covers all that lives in a process, each storage once, and unpacks nothing that is packed."""
 
 from __future__ import annotations
 

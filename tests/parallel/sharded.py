@@ -116,7 +116,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients_of_one_process(model: nn.Module, num_microbatches: int, step: int = 0) -> dict[str, Tensor]:
-    """What one process computes from the same microbatches."""
+    """Return the gradients that one process computes from the same microbatches."""
     for index in range(num_microbatches):
         sum_losses(model, microbatch(index, step))[0].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -61,7 +61,7 @@ def check_structure(eager: nn.Module, construction: Construction) -> None:
 
 
 def check_same_draws(factory: Factory) -> None:
-    """Where the factory seeds torch itself, every tensor is the eager one, bit by bit."""
+    """Check that, if the factory seeds torch itself, every tensor is the eager one, bit by bit."""
 
     def seeded() -> nn.Module:
         torch.manual_seed(7)
@@ -336,7 +336,7 @@ def test_python_and_numpy_draw_alike_in_every_construction() -> None:
 
 
 def build_several() -> nn.Module:
-    """What the tests of order and of processes fill."""
+    """Build the models that the tests of order and of processes fill."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     return nn.ModuleDict({"encoder": encoder, "views": Views(), "tied": build_tied()})

@@ -1,4 +1,4 @@
-"""What a recorded construction refuses, and that it names it."""
+"""The operations that a recorded construction refuses, each by its name."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def add_hooks(model: nn.Module, seen: list[tuple[str, Tensor]]) -> list[Any]:
 
 
 def hooked_steps(world: Any, when: str, zero: int, exact: bool) -> Any:
-    """What hooks saw in three steps, of which the last has none, and the gradients."""
+    """Return what hooks saw in three steps, the last one without hooks, and the gradients."""
     model, seen = Toy(), list[tuple[str, Tensor]]()
     handles = add_hooks(model, seen) if when == "before" else []
     shards, mesh = build_shards(world, f"dp_shard=2 zero={zero}", model, exact=exact)

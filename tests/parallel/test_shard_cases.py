@@ -1,4 +1,4 @@
-"""What models and loops bring along that sharding could get wrong."""
+"""Features of models and loops that sharding could get wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often and how much sharding sends, recorded at the library, against what theory says.
+"""Messages and bytes of sharding, recorded at the library, compared with theory.
 
 Bytes are those that one rank sends on a ring: (n-1) times its shard for an all-gather, (n-1)/n of the vector
 for a reduce-scatter (ours is an all-to-all, which sends the same), twice that for an all-reduce.

@@ -85,7 +85,7 @@ def test_a_message_counts_as_taken_once_its_receiver_has_answered(name: str) -> 
 
 
 def _uses(action: Action) -> list[Message]:
-    """What an action takes and what it gives, of eight stages or fewer."""
+    """Return the inputs and outputs of an action, for eight stages or fewer."""
     return [*list_needs(action, 8, {}), *list_results(action, 8, {})]
 
 

@@ -181,7 +181,7 @@ _PIECES = 32
 
 
 def gloo_programs(operation: str, size: float, n: int) -> list[Program]:
-    """What each rank posts and awaits, read off gloo's sources."""
+    """Return what each rank posts and awaits, according to gloo's sources."""
     return [_gloo_program(operation, size, n, rank) for rank in range(n)]
 
 

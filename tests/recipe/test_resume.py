@@ -1,4 +1,4 @@
-"""Which keys of a recipe may change when a run goes on."""
+"""The keys of a recipe that may change when a run is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes of autograd only view their input."""
+"""The nodes of autograd that only view their input."""
 
 from __future__ import annotations
 

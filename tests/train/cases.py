@@ -24,7 +24,7 @@ MOE = {"kind": "moe", "experts": 4, "expert_hidden": 16, "shared_hidden": 16, "d
 
 @dataclass
 class Trained:
-    """What some steps came to on one rank; weights on rank 0 only, a hash of them everywhere.
+    """The result of some steps on one rank; weights on rank 0 only, a hash of them everywhere.
 
     Attributes:
         losses, grad_norms, weights: per step.

@@ -1,4 +1,4 @@
-"""What ranks agree on per step: exact, and in the same order whoever computed it."""
+"""The agreement of ranks per step: exact, and in the same order whichever rank computed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels per step: one round of gradients, one small packed vector, nothing else."""
+"""The messages of a step: one round of gradients, one small packed vector, nothing else."""
 
 from __future__ import annotations
 

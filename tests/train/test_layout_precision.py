@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Where a sample is marked, the gradient of the last id's row of the embedding is infinite."""
+    """A model in which a marked sample makes the gradient of the last id's row of the embedding infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ LAYOUTS = {2: ["dp_replicate=2", "dp_shard=2", "dp_shard=2 zero=1", "tp=2"], 4: 
 
 
 def compare(ranks: Pool, dtype: str, bad: int, kind: int, rel: float) -> dict[str, Any]:
-    """What one process found, after comparing all ranks of all layouts with it."""
+    """Compare all ranks of all layouts with one process, and return its result."""
     (one,) = ranks.run(train, 1, ([""], dtype, bad, kind))
     expected: dict[str, Any] = one[""]
     for nproc, layouts in LAYOUTS.items():

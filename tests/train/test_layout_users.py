@@ -1,4 +1,4 @@
-"""What users bring, under layouts: BatchNorm, adapters on frozen models, odd batches, unused parameters."""
+"""Users' models and data under layouts: BatchNorm, adapters, frozen models, odd batches, unused parameters."""
 
 from __future__ import annotations
 

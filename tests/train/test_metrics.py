@@ -1,4 +1,4 @@
-"""What a run writes about itself."""
+"""The metrics that a run writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds a run's folder, and whether the one who started it is still there."""
+"""The owner of a run's folder, and whether its launcher is still alive."""
 
 from __future__ import annotations
 

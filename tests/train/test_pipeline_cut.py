@@ -1,4 +1,4 @@
-"""Where a model is cut: by counted operations as evenly as any cut can be, or by measured times."""
+"""The cut of a model: by counted operations, as evenly as any cut can be, or by measured times."""
 
 from __future__ import annotations
 

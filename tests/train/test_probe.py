@@ -1,4 +1,4 @@
-"""What the cut into microbatches does to a model is said before the first step."""
+"""The effect of the cut into microbatches on a model is reported before the first step."""
 
 from __future__ import annotations
 

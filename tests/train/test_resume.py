@@ -76,7 +76,7 @@ class Ema:
 
 @dataclass
 class Part:
-    """What one start came to on one rank.
+    """The result of one start on one rank.
 
     Attributes:
         losses: of its steps.
@@ -97,7 +97,7 @@ class Part:
 
 @contextlib.contextmanager
 def noted_warnings() -> Iterator[list[str]]:
-    """What is logged in this rank meanwhile."""
+    """Collect the warnings that are logged on this rank inside the context."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def count_graphs(do: Any) -> tuple[Any, int]:
-    """What `do` gives, and how many graphs were compiled meanwhile."""
+    """Return the result of `do`, and how many graphs were compiled meanwhile."""
     import torch._dynamo
     import torch._inductor.config as inductor
 

@@ -1,4 +1,4 @@
-"""What a forward draws besides its dropout is named, and is no difference by itself."""
+"""The draws of a forward besides its dropout are named, and are not a difference on their own."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_training_reports_once_of_draws_that_depend_on_the_layout(ranks: Pool) -
 
 
 def train_recurrent(_world: World) -> list[str]:
-    """What three steps of a model with dropout inside an LSTM log."""
+    """Return the log of three steps of a model with dropout inside an LSTM."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What has to be said of each script of `scripts/`: a table of faulty ones, and one of healthy ones.
+"""The expected report on each script of `scripts/`: a table of faulty ones, and one of healthy ones.
 
 The scripts are run unmodified, on gloo, by `paceline run --nproc-per-node N script.py`. In a faulty script
 `# WAITS` stands on the line where the waiting ranks are, and `# CAUSE` on the line where the ranks are that
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def path(self) -> Path:
-        """Where the script is."""
+        """The path of the script."""
         folder = "healthy" if self.kind == "healthy" else "faulty"
         return SCRIPTS / folder / f"{self.script}.py"
 

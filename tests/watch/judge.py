@@ -63,7 +63,7 @@ def find_said(output: str) -> list[Said]:
 
 
 def find_faults(case: Case, output: str, exit_code: int) -> list[str]:
-    """What of a case was not said, or said wrongly; none where all of it is right."""
+    """Return what is missing or wrong in the report on a case; empty if all is right."""
     said = find_said(output)
     if case.kind == "healthy":
         return _find_alarms(case, said, exit_code)

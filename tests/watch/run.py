@@ -43,7 +43,7 @@ _say = threading.Lock()
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case went.
+    """The result of a case.
 
     Attributes:
         case: which one.

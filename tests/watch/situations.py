@@ -93,7 +93,7 @@ class Job:
         self.is_in(rank, *calls[-1].frames, calls=calls)
 
     def process(self, rank: int, **changes: object) -> None:
-        """What is seen of the rank from outside."""
+        """The view of the rank from outside."""
         self.processes[rank] = replace(self.processes[rank], **changes)  # type: ignore[arg-type]
 
     def ends(self, rank: int, exit_code: int = 0, **changes: object) -> None:

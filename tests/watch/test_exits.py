@@ -1,4 +1,4 @@
-"""What a process says before it ends: by an exception, `os._exit` or C++; in forks; where nobody reads."""
+"""The report of a process before it ends: by an exception, `os._exit` or C++; in forks; without a reader."""
 
 from __future__ import annotations
 

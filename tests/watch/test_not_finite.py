@@ -1,4 +1,4 @@
-"""What is said of the first gradient that is not finite, by made-up ranks and by real launches."""
+"""The report on the first gradient that is not finite, for made-up ranks and for real launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank makes the others wait: shares of waiting over windows, made up."""
+"""The rank that makes the others wait, from made-up shares of waiting over windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of real processes from outside."""
+"""The view of real processes from outside."""
 
 from __future__ import annotations
 

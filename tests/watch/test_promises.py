@@ -1,4 +1,4 @@
-"""What holds of every verdict: under restarts and `paceline train` too, no port opened, no variable told."""
+"""Properties of every verdict: under restarts and `paceline train` too, no port opened, no variable told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells while it waits, computes, forks and ends."""
+"""The reports of a rank while it waits, computes, forks and ends."""
 
 from __future__ import annotations
 

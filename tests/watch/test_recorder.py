@@ -1,4 +1,4 @@
-"""What the recorder tells of collectives, sends and groups, whatever issues them."""
+"""The records of collectives, sends and groups, whatever code issues them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people and programs read of a verdict."""
+"""The text and the JSON of a verdict."""
 
 from __future__ import annotations
 

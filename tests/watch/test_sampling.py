@@ -64,7 +64,7 @@ def is_in(text: str) -> Callable[[PlaceTime], bool]:
 
 
 def look(action: Callable[[], object], seconds: float = 0.6) -> Looker:
-    """What was seen while something was done again and again."""
+    """Return the samples that were taken while something was done repeatedly."""
     with Looker() as looker:
         ends_s = time.monotonic() + seconds
         while time.monotonic() < ends_s:

@@ -1,4 +1,4 @@
-"""What is said of a slow rank: where it is, in words; and `paceline run` on real ones."""
+"""The report on a slow rank: its place, in words; and `paceline run` on real ones."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def beat(rank: int, second: int, *places: PlaceTime) -> Beat:
 
 
 def tell(slow: SlowRanks, seconds: range, own: PlaceTime, ranks: tuple[int, ...] = (1,)) -> list[str]:
-    """What is said while some of four ranks are at a place, and the others wait."""
+    """Return the report while some of four ranks are at a place, and the others wait."""
     told = []
     for second in seconds:
         for rank in range(4):

@@ -1,4 +1,4 @@
-"""Where a Hugging Face model carries a `tp_plan`, the plan that is found by itself cuts the same way."""
+"""If a Hugging Face model carries a `tp_plan`, the plan that is found automatically cuts in the same way."""
 
 from __future__ import annotations
 

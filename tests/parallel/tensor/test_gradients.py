@@ -25,7 +25,7 @@ HOOKED = (
 
 
 def normalise(gradient: Tensor) -> Tensor:
-    """What no part of a gradient could do alone."""
+    """Normalise a gradient, which no part of it could do alone."""
     return gradient / (gradient.norm() + 1e-3)
 
 

@@ -1,4 +1,4 @@
-"""What a plan is told, and what it refuses."""
+"""The requests that a plan accepts, and those that it refuses."""
 
 from __future__ import annotations
 

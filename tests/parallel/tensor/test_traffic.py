@@ -1,4 +1,4 @@
-"""How often and how much ranks talk under tp, counted at the library by axis, against what theory says.
+"""Messages and bytes of ranks under tp, counted at the library by axis, compared with theory.
 
 For one microbatch of L blocks, A being the numbers of an activation between blocks:
 

@@ -55,7 +55,7 @@ def work(
 
 
 def fail(fault: str) -> files.FaultHook:
-    """What happens to rank 1's disk: nothing, it is full, or it refuses all writes."""
+    """Break rank 1's disk: not at all, by filling it, or by refusing all writes."""
 
     def hook(operation: str, path: Path, start: int, num_bytes: int) -> int | None:
         if fault == "full" and operation == "write" and path.suffix == ".safetensors":

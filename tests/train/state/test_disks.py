@@ -1,4 +1,4 @@
-"""Which ranks see the same folder."""
+"""The detection of ranks that see the same folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of model saved under one layout is the same, bit by bit, under every other one.
+"""Each kind of model, saved under one layout, is the same bit by bit under every other one.
 
 The matrix of a GPT with odd sizes and of a tied model is in `test_sharded.py`.
 """

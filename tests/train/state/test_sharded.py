@@ -108,7 +108,7 @@ def train_and_save(
 
 
 def load_each(world: Any, layout: str, folders: list[str], case: str) -> list[str | None]:
-    """What comes out of each checkpoint under one layout."""
+    """Return what each checkpoint loads under one layout."""
     found = []
     for folder in folders:
         trainer = build_trainer(layout, *CASES[case], "sharded")
@@ -328,7 +328,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_ones_own(ranks: Pool, tmp_
 
 @dataclass
 class Loading:
-    """What loading took of one rank, in bytes.
+    """The memory that loading took on one rank, in bytes.
 
     Attributes:
         most: of its tensors at a time.

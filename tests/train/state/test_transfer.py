@@ -1,4 +1,4 @@
-"""What rank 0 does alone, and the others then know."""
+"""Functions that run on rank 0 alone, and whose results the others get."""
 
 from __future__ import annotations
 
