@@ -1,4 +1,4 @@
-"""Users' models and data under layouts: BatchNorm, adapters, frozen models, odd batches, unused parameters."""
+"""Users' models and data under layouts: BatchNorm, adapters, frozen models, odd batches, unused weights."""
 
 from __future__ import annotations
 
