@@ -107,7 +107,7 @@ def check_sources(texts: dict[str, str]) -> list[str]:
 
 
 def _list_imports(source: Source, modules: set[str]) -> Iterator[tuple[int, str, bool]]:
-    """Every import of a file: also in functions, under TYPE_CHECKING, and by `import_module("...")`."""
+    """Yield every import of a file: also in functions, under TYPE_CHECKING, and by `import_module("...")`."""
     for node, at_load in _walk(source.tree, at_load=True):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -144,7 +144,7 @@ def _read(stamp):
 
 
 def _replace(pins, others):
-    """The pins, with those of `others` in place of pins of the same name."""
+    """Return the pins, with those of `others` in place of pins of the same name."""
     names = {pin.partition("==")[0].lower() for pin in others}
     return others + [pin for pin in pins if pin.partition("==")[0].lower() not in names]
 

@@ -293,7 +293,7 @@ def regress(output: Tensor, batch: Batch) -> Tensor:
 
 
 def take_own(output: Tensor, batch: Batch) -> Tensor:
-    """The loss that the model gave: the mean over its microbatch."""
+    """Return the loss that the model gave: the mean over its microbatch."""
     return output
 
 

@@ -73,7 +73,7 @@ def _openblas() -> str:
 
 
 def _openblas_library() -> Any:
-    """The OpenBLAS that numpy has loaded."""
+    """Return the OpenBLAS that numpy has loaded."""
     import ctypes
 
     import numpy  # noqa: F401

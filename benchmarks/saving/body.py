@@ -92,7 +92,7 @@ class Measurement:
         return time.perf_counter() - begin_s
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and optimizer state as torch keeps them: DTensors under dp_shard."""
+        """Return weights and optimizer state as torch keeps them: DTensors under dp_shard."""
         found = dict(self.trainer.models["model"].named_parameters())
         optimizer = self.trainer._updates["model"].optimizer
         names = {parameter: name for name, parameter in found.items()}

@@ -103,7 +103,7 @@ def write_tables() -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--millions", type=float, nargs="*", default=[20, 100], help="parameters")
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])

@@ -123,7 +123,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
     def note_start(self, start: Start) -> None:
-        """Counts a start and judges how it ended."""
+        """Count a start, and judge its end."""
         self.starts += 1
         self.resumes += bool(start.resumed)
         self.hung += start.status is None
@@ -182,13 +182,13 @@ class Tally:
             self._accuse(f"start {mark} lost {lost} steps ({logged} logged, resumed from {step})")
 
     def note_committed(self, mark: str, corrupt: list[str]) -> None:
-        """Counts checkpoints that were not whole although no test damaged them."""
+        """Count checkpoints that were not whole although no test damaged them."""
         self.corrupt_committed += len(corrupt)
         for what in corrupt:
             self._accuse(f"after start {mark}: {what}")
 
     def note_end(self, name: str, case: str, differing: dict[str, int]) -> None:
-        """Counts a finished run."""
+        """Count a finished run."""
         self.runs[case] += 1
         self.differing_runs += bool(differing)
         self.differing_bits += sum(differing.values())
@@ -199,7 +199,7 @@ class Tally:
             )
 
     def note_leftovers(self, name: str, left: list[str]) -> None:
-        """Counts what a run left behind outside its folder."""
+        """Count the files that a run left outside its folder."""
         self.leftovers += len(left)
         if left:
             self._accuse(f"run {name} left behind {', '.join(left[:5])}")

@@ -377,7 +377,7 @@ def measure_random(count: int, seed: int, minutes: float) -> int:
     begin_s, num_done = time.monotonic(), 0
 
     def summarize(tally: Tally, done: int) -> None:
-        """After each job, so that a run that is stopped leaves what it has done."""
+        """Write the summary after each job, so that a stopped run leaves its results."""
         nonlocal num_done
         num_done = done
         SUMMARY.write_text(describe(tally, done, seed, time.monotonic() - begin_s))

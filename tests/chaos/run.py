@@ -176,7 +176,7 @@ class Chaos:
         return left
 
     def check_shared_memory(self) -> None:
-        """Counts what is new in shared memory. Semaphores stay there when even multiprocessing's resource
+        """Count what is new in shared memory. Semaphores stay there when even multiprocessing's resource
         tracker, which removes those of killed processes, was killed: 32 bytes each, a few per rank."""
         new = _list_shared_memory().keys() - self._shared_memory.keys()
         left = {name: num_bytes for name, num_bytes in _list_shared_memory().items() if name in new}
@@ -262,7 +262,7 @@ def make_pipeline_cases(dtypes: list[str], modes: list[str]) -> list[Case]:
 
 
 def print_report(tally: Tally, seconds: float) -> None:
-    """The table at the end."""
+    """Print the table at the end."""
     print(f"\n{sum(tally.kills.values())} kills in {tally.starts} starts, {seconds / 60:.1f} min")
     for title, counts in (
         ("killed", tally.kills),

@@ -38,7 +38,7 @@ class Saver:
         )
 
     def save(self, run: Path, steps: list[int], *, keep: int = 2, **kill: Any) -> bool:
-        """Saves `steps` one after the other in a child; whether it was killed."""
+        """Save `steps` one after the other in a child; return whether it was killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         order = {"run": str(run), "keep": keep, "steps": steps, **kill}

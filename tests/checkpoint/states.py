@@ -68,7 +68,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def save(folder: CheckpointFolder, step: int, size: int = 64) -> Path:
-    """Saves what the functions above make."""
+    """Save what the functions above make."""
     content = full.prepare(make_model(step, size), make_optimizer(step), make_state(step), RECIPE)
     return folder.save(step, content, identity=IDENTITY)
 

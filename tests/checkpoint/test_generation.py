@@ -33,7 +33,7 @@ def save(run: Path, step: int, generation: int) -> None:
 
 
 def save_jointly(run: Path, step: int, generation: int) -> None:
-    """The same by a writer in the background."""
+    """Save a checkpoint by a writer in the background."""
     content = prepare(step)
     plans = content.list_files()
     places = lay_out(plans)

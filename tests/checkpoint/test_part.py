@@ -20,7 +20,7 @@ def random_runs(size: int, draw: random.Random) -> tuple[Run, ...]:
 
 
 def indices(part: Part) -> torch.Tensor:
-    """The numbers of the whole that a part has, where the whole counts up."""
+    """Return the numbers of a part, if the whole counts up."""
     whole = torch.arange(math.prod(part.whole)).reshape(part.whole)
     for dim, runs in enumerate(part.runs):
         kept = [i for start, stop in runs for i in range(start, stop)]

@@ -207,7 +207,7 @@ def seal(checkpoint: Path, **changes: Any) -> None:
 
 
 def reseal(checkpoint: Path, old: bytes, new: bytes) -> None:
-    """Changes the text of the manifest, and makes its own hash right again."""
+    """Change the text of the manifest, and correct its own hash."""
     text = (checkpoint / FILE_NAME).read_bytes().replace(old, new)
     blank = re.sub(rb'"manifest_sha256": "[0-9a-f]{64}"', b'"manifest_sha256": "' + b"0" * 64 + b'"', text)
     digits = hashlib.sha256(blank).hexdigest().encode()

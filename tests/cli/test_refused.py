@@ -350,7 +350,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def look(folder: Path) -> dict[str, object]:
-    """Every entry and what is in it, the cache of token files left out."""
+    """Return every entry and its content, without the cache of token files."""
     kinds = {str(path.relative_to(folder)): path.lstat().st_mode for path in folder.rglob("*")}
     found = {**kinds, **{f"in {name}": data for name, data in snapshot(folder).items()}}
     return {name: value for name, value in found.items() if not name.removeprefix("in ").startswith("cache")}

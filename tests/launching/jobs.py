@@ -128,7 +128,7 @@ def stop_by_themselves():
 
 
 def stop_when_asked():
-    """As the trainer does: notes the signal, finishes its step, leaves with 128 + its number."""
+    """Stop as the trainer does: note the signal, finish the step, exit with 128 + its number."""
     asked = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda got, frame: asked.append(got))

@@ -115,7 +115,7 @@ launch(tell_where_sockets_go, nproc=1, args=(600,))
 
 
 def start_launch(tmp: Path) -> subprocess.Popen[str]:
-    """A launcher whose rank has told where multiprocessing's sockets go."""
+    """Return a launcher whose rank has printed where multiprocessing's sockets are."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | {"TMPDIR": str(tmp)},

@@ -18,7 +18,7 @@ from paceline.launching.processes.streams import Pump, open_streams
 
 @contextmanager
 def screen_to(path: Path) -> Iterator[Pump]:
-    """A pump whose terminal is a file: it takes over this process's stdout when it is started."""
+    """Start a pump whose terminal is a file: it takes over this process's stdout when it is started."""
     saved = os.dup(1)
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(target, 1)

@@ -16,7 +16,7 @@ LIMIT_S = 60
 
 
 def run(folder: Path, words: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
-    """The exit code and what is printed; nothing of it may be left."""
+    """Return the exit code and the output; check that nothing of it is left."""
     with Launched(folder, words, env=env) as job:
         code = job.wait(LIMIT_S)
         assert not (left := job.find_left(10, ("ompi.", "openmpi-"))), f"left: {left}"

@@ -90,7 +90,7 @@ def build_shards(
 
 
 def run_step(shards: Shards, model: nn.Module, rank: int, num_owned: Sequence[int], step: int = 0) -> None:
-    """All rounds of one step; gradients are those of the sum of losses."""
+    """Run all rounds of one step; gradients are those of the sum of losses."""
     for parameter in model.parameters():
         parameter.grad = None
     shards.begin(tuple(num_owned))
@@ -111,7 +111,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By name; collective."""
+    """Return the whole gradients by name; collective."""
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 

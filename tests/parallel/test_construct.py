@@ -21,7 +21,7 @@ Factory = Callable[[], nn.Module]
 
 
 def read_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """By every full name."""
+    """Return all tensors by every full name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
@@ -38,7 +38,7 @@ def group_by_memory(
 
 
 def check_structure(eager: nn.Module, construction: Construction) -> None:
-    """All but the values."""
+    """Compare all but the values."""
     model, tensors = construction.model, read_tensors(eager)
     assert list(tensors) == list(construction.names)
     # A parametrised module has a class of its own, so names are compared.
@@ -343,7 +343,7 @@ def build_several() -> nn.Module:
 
 
 def hash_tensors(seed: int, backwards: bool = False) -> str:
-    """Of all tensors by name, filled in an order."""
+    """Return the hashes of all tensors by name, filled in an order."""
     construction = construct(build_several, seed)
     names = sorted(construction.names, reverse=backwards)
     hashes = {

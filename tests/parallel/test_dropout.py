@@ -303,7 +303,7 @@ def test_calls_of_one_dropout_are_cut_each_by_itself() -> None:
 
 @contextlib.contextmanager
 def own_attention() -> Iterator[list[float]]:
-    """As a user patches torch: the attention doubled, with a list of the calls."""
+    """Patch torch as a user does: double the attention, and list the calls."""
     original, calls = F.scaled_dot_product_attention, []
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:

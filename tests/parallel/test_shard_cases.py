@@ -178,7 +178,7 @@ def test_ranks_that_run_different_blocks_gather_and_sum_the_same(ranks: Pool) ->
 
 
 def step_after_others(world: Any, zero: int, between: str) -> Any:
-    """A step, something between, and a second step; the latter's gradients, and the weights before it."""
+    """Take a step, do something, and take a second step; return its gradients, and the weights before it."""
     model = Toy()
     shards, mesh = build_shards(world, f"dp_shard=2 zero={zero}", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -44,7 +44,7 @@ def num_bytes(tensors: Any) -> int:
 
 
 def live_bytes() -> int:
-    """Of the storages of all tensors alive but activations; for a DTensor, of its local tensor."""
+    """Return the bytes of all live tensors but activations; for a DTensor, of its local tensor."""
     time.sleep(0.05)  # gloo's threads let go of a collective's tensors a moment after it is done
     gc.collect()
     storages = {}

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def train(world: Any, layout: str, offload: str, folder: str | None) -> Any:
-    """Weights and AdamW's state after three steps."""
+    """Return weights and AdamW's state after three steps."""
     model = Toy()
     shards, mesh = build_shards(world, layout, model, offload=offload, offload_folder=folder)
     optimizer = torch.optim.AdamW(
@@ -118,7 +118,7 @@ class Wide(nn.Module):
 
 
 def train_wide(world: Any, offload: str, folder: str, group: str) -> list[float]:
-    """Losses of three steps with AdamW, in a control group or in none."""
+    """Return the losses of three steps with AdamW, in a control group or in none."""
     model = Wide()
     if group:
         (Path(group) / "cgroup.procs").write_text(str(os.getpid()))

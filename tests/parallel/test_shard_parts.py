@@ -70,7 +70,7 @@ def share(world: Any, step: int, num_microbatches: int = 4) -> Tensor:
 
 
 def train(world: Any, layout: str, folder: str, settings: dict[str, Any]) -> Any:
-    """Losses and norms of three more steps, what a hook on a scalar saw, and the whole weights (rank 0)."""
+    """Return losses and norms of three more steps, what a hook on a scalar saw, and whole weights."""
     seen: list[float] = []
     trainer = build_trainer(layout, Parts, **settings)
     dict(trainer.model.named_parameters())["logit_scale"].register_hook(lambda g: seen.append(float(g)))

@@ -28,7 +28,7 @@ KINDS = ("all_gather", "all_to_all", "all_reduce")
 
 
 def build_gpt() -> nn.Module:
-    """All first dimensions are multiples of 8, so that nothing is padded."""
+    """Build a model whose first dimensions are multiples of 8, so that nothing is padded."""
     torch.manual_seed(0)
     section = GptModel(kind="gpt", layers=LAYERS, hidden=32, heads=4, tie_embeddings=False)
     return Gpt(section, 16, LENGTH)
@@ -39,14 +39,14 @@ def count(tensors: Any) -> int:
 
 
 def sizes() -> tuple[int, int]:
-    """Elements of one block, and of all parameters outside of the blocks."""
+    """Return the elements of one block, and of all parameters outside of the blocks."""
     model = build_gpt()
     block = count(model.layers[0].parameters())
     return block, count(model.parameters()) - LAYERS * block
 
 
 def read_traffic(since: int, num_ranks: dict[str, int]) -> tuple[Counter[str], Counter[str]]:
-    """Per kind of collective, how many there were and how many elements this rank sent."""
+    """Return per kind of collective their number, and the number of elements that this rank sent."""
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     for name, (numel, *_) in recorded_collectives(since):

@@ -38,11 +38,11 @@ class Wire:
         self.step += steps
 
     def sent(self, num_ranks: int) -> list[int]:
-        """Elements that each rank has sent."""
+        """Return the number of elements that each rank has sent."""
         return [sum(m[3] for m in self.messages if m[1] == rank) for rank in range(num_ranks)]
 
     def crossing(self, nodes: Sequence[int]) -> int:
-        """Elements that left the node from which most left."""
+        """Return the number of elements that left the node from which most left."""
         leaving: dict[int, int] = defaultdict(int)
         for _, sender, receiver, count in self.messages:
             if nodes[sender] != nodes[receiver]:
@@ -150,7 +150,7 @@ Program = list[tuple[str, int, float]]
 
 
 def simulate(programs: Sequence[Program], alpha_s: float, s_per_byte: float) -> float:
-    """The seconds until the last rank has ended its program, with gloo's requests.
+    """Return the seconds until the last rank has ended its program, with gloo's requests.
 
     A program has ("send", receiver, bytes), ("recv", sender, bytes), ("wait send", 0, 0) and ("wait recv",
     0, 0), which wait for the oldest send or receive that was not waited for. Data leave when the receiver's

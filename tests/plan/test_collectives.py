@@ -35,7 +35,7 @@ PLACES = [
 
 
 def start(n: int, kind: str) -> list[list[int | None]]:
-    """Every rank's numbers before: all of them, those of its chunk, or those of the root."""
+    """Return every rank's numbers before: all of them, those of its chunk, or those of the root."""
     numbers = [[rank * 1000 + at for at in range(n * LENGTH)] for rank in range(n)]
     keeps = {
         "all": lambda rank, at: True,

@@ -120,7 +120,7 @@ def assert_same_run(one: Trained, other: Trained, *, losses: float, tensors: flo
 
 
 def assert_ranks_agree(results: Sequence[Trained]) -> None:
-    """All ranks of one run have the same numbers, to the last bit."""
+    """Check that all ranks of one run have the same numbers, to the last bit."""
     for trained in results[1:]:
         assert trained.hash == results[0].hash
         assert str(trained.losses) == str(results[0].losses)

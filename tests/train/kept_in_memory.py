@@ -22,7 +22,7 @@ from tests.train.test_saving import Samples, build_trainer, describe, steps
 
 
 def flip_newest(folder: Path, step: int) -> None:
-    """Changes a byte of the newest state in the memory of rank 0's keeper."""
+    """Change a byte of the newest state in the memory of rank 0's keeper."""
     keepers = _list_keepers(folder.absolute(), os.getppid())
     flip(
         [
@@ -35,7 +35,7 @@ def flip_newest(folder: Path, step: int) -> None:
 
 
 def flip(held: Sequence[HeldPlace]) -> None:
-    """Changes a byte of the first file of the only share."""
+    """Change a byte of the first file of the only share."""
     (only,) = held
     _, start, size = only.share.files[0]
     with open(only.path, "r+b", buffering=0) as memory:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def train(world: paceline.World) -> None:
-    """Saves after each step, and dies after one of them."""
+    """Save after each step, and die after one of them."""
     folder, layout, *numbers = sys.argv[1:7]
     disk_step, kill_step, num_steps, num_kills = map(int, numbers)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -36,12 +36,12 @@ def build_trainer(model: nn.Module | None = None, **settings: Any) -> Trainer:
 
 
 def agreement_of(nproc: int, per_rank: int) -> Any:
-    """A small vector is exchanged by all-to-all and summed by each rank."""
+    """Return the collectives of an agreement: an all-to-all, which each rank sums."""
     return "all_to_all", (nproc * (nproc * NUM_SENT + per_rank),)
 
 
 def without_board(world: Any, function: Any, *args: Any) -> Any:
-    """As on ranks of several machines."""
+    """Do without a board, as ranks of several machines do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(board, "share_memory", lambda group, num_bytes: None)
         return function(world, *args)
@@ -54,7 +54,7 @@ def data(num_samples: int) -> TensorDataset:
 def collectives_of_a_step(
     world: Any, global_batch_size: int, num_steps: int, settings: dict[str, Any]
 ) -> Any:
-    """Per step, the collectives; the first step is left out, in which DDP agrees on its buckets."""
+    """Return the collectives per step, without the first step, in which DDP agrees on its buckets."""
     trainer = build_trainer(**settings)
     steps = []
     for number, share in enumerate(

@@ -75,7 +75,7 @@ def accuracy(output: Tensor, batch: dict[str, Tensor]) -> Any:
 
 
 def mean_logit(output: Tensor, batch: dict[str, Tensor]) -> Any:
-    """A scalar: the mean over samples."""
+    """Return a scalar: the mean over samples."""
     return output.mean((1, 2)).mean()
 
 
@@ -114,7 +114,7 @@ def test_the_mean_is_the_same_on_any_number_of_ranks(ranks: Pool, num_samples: i
 
 
 def by_hand(world: Any) -> tuple[Evaluation, float, float]:
-    """The oracle: all samples in one batch, in eval mode."""
+    """Compute the expected result: all samples in one batch, in eval mode."""
     trainer = build(noisy=False)
     model = trainer.model
     found = trainer.evaluate(trainer.loader(Fixed(), global_batch_size=6, shuffle=False), METRICS)
@@ -185,7 +185,7 @@ def test_modes_are_restored_after_an_error(ranks: Pool) -> None:
 
 
 def train(world: Any, folder: str, every: int) -> Any:
-    """Losses, and the state of everything at the end, with an evaluation every so many steps."""
+    """Return losses, and all state at the end, with an evaluation every so many steps."""
     trainer = build("fp32")
     loader = trainer.loader(Samples(22), global_batch_size=6)
     valid = trainer.loader(Samples(9), global_batch_size=6, shuffle=False)

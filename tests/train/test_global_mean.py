@@ -49,7 +49,7 @@ def build_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimi
 
 
 def token_losses(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Per place, 0 where there is no target."""
+    """Return the loss per place, 0 where there is no target."""
     return functional.cross_entropy(
         output.transpose(1, 2), batch["targets"], ignore_index=IGNORED, reduction="none"
     )
@@ -65,12 +65,12 @@ def by_importance(output: Tensor, batch: dict[str, Tensor]) -> Any:
 
 
 def by_count(output: Tensor, batch: dict[str, Tensor]) -> Any:
-    """A weight that is a number, not a tensor."""
+    """Return a weight that is a number, not a tensor."""
     return output.square().sum(), len(output) * 6
 
 
 def by_mean(output: Tensor, batch: dict[str, Tensor]) -> Any:
-    """A scalar: the mean over samples."""
+    """Return a scalar: the mean over samples."""
     return output.square().sum((1, 2)).mean()
 
 
@@ -78,7 +78,7 @@ LOSSES = {"targets": by_targets, "importance": by_importance, "count": by_count,
 
 
 def full_batch_loop(kind: str, model: nn.Module) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """The oracle: one process, the whole global batch at once, nothing but torch."""
+    """Compute the expected result: one process, the whole global batch at once, torch alone."""
     data, optimizer = Masked(), torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     losses, gradients = [], []
     for step in range(NUM_STEPS):

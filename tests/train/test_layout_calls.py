@@ -96,7 +96,7 @@ def teacher(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def penalty(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """The norm of the gradient for the inputs is part of the loss (WGAN-GP)."""
+    """Compute a loss that includes the norm of the gradient for the inputs (WGAN-GP)."""
     x = batch["one"].detach().requires_grad_()
     y = model(x, extra=True).sum(-1)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -104,7 +104,7 @@ def penalty(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def penalty_of_parameters(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """The norm of the gradient for the parameters is part of the loss."""
+    """Compute a loss that includes the norm of the gradient for the parameters."""
     loss = model(batch["one"], extra=True).sum()
     gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     return loss + sum((gradient**2).sum() for gradient in gradients), len(batch["one"])

@@ -83,7 +83,7 @@ class Cluster:
             time.sleep(0.05)
 
     def check_result(self, folders: Sequence[Path], undisturbed: str) -> None:
-        """The last checkpoint, put together from the disks, has the bits of a run without disturbance."""
+        """Check that the last checkpoint, joined from the disks, has the bits of an undisturbed run."""
         joined = self.folder / "joined" / f"step-{STEPS:08d}"
         joined.mkdir(parents=True)
         for folder in folders:

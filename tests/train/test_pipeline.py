@@ -58,7 +58,7 @@ class Series(torch.utils.data.Dataset[Any]):
 
 
 def train(world: Any, model: Any, layouts: tuple[str, ...], dtype: str = "fp32") -> list[Any]:
-    """Losses, norms and a hash of all weights after two steps, per layout."""
+    """Return losses, norms and a hash of all weights after two steps, per layout."""
     found = []
     for layout in layouts:
         trainer = build(layout, model, dtype=dtype)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def data(num_samples: int, *, big: int | None = None) -> TensorDataset:
-    """Of one sample the values may be too big for fp16."""
+    """Make data in which one sample may have values too large for fp16."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(num_samples, 12, generator=generator)
     if big is not None:
@@ -237,7 +237,7 @@ def clipped_steps(world: Any, dtype: str, clip_norm: float) -> tuple[list[dict[s
 
 
 def clipped_by_torch(dtype: str, clip_norm: float) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """The oracle: one process with torch's own clipping, after torch's own unscaling."""
+    """Compute the expected result: one process with torch's own clipping, after torch's own unscaling."""
     model = build_model()
     if dtype == "fp64":
         model.double()

@@ -215,7 +215,7 @@ def test_all_ranks_refuse_together(ranks: Pool, layout: str) -> None:
 
 
 def train_few(world: Any, layout: str) -> float:
-    """A first step whose last rank has one sample, and the others two each."""
+    """Take a first step in which the last rank has one sample, and the others two each."""
     torch.manual_seed(0)
     trainer = build(model=net(), layout=layout)
     data = torch.utils.data.Subset(Samples(), range(2 * world.world_size - 1))

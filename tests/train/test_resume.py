@@ -195,7 +195,7 @@ def stop_by(world: Any, folder: str, rank: int, signum: int, step: int, inside: 
 
 
 def whole_hash(folder: Path) -> str:
-    """Of everything in the newest checkpoint: model, optimizer, average, generators."""
+    """Return a hash of everything in the newest checkpoint: model, optimizer, average, generators."""
     loaded = load_checkpoint(find_checkpoint(folder))
     flat = {f"model.{name}": tensor for name, tensor in loaded.model.items()}
 
@@ -216,7 +216,7 @@ def whole_hash(folder: Path) -> str:
 
 
 def model_hash(folder: Path) -> str:
-    """As `paceline checkpoint hash` has it."""
+    """Return the hash that `paceline checkpoint hash` prints."""
     return hash_tensors(load_checkpoint(find_checkpoint(folder)).model)
 
 
@@ -472,7 +472,7 @@ def average_of(world: Any, folder: str) -> float:
 
 
 def resume_elsewhere(world: Any, folders: list[str]) -> list[str]:
-    """A trainer that is sent to an empty folder goes on there."""
+    """Continue with a trainer in an empty folder."""
     started = Run(world, folders[0]).train(last=2)
     paths = [str(started.trainer.save())]
     assert started.trainer.resume(folders[1]) == 2

@@ -120,7 +120,7 @@ def run_gan(world: Any, microbatch_size: int, num_steps: int, first: dict[str, T
 
 
 def plain_gan(first: dict[str, Tensor], num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The oracle: the loop as anybody would write it in one process."""
+    """Compute the expected result: a plain loop in one process."""
     models = {"generator": build_generator().double(), "discriminator": build_discriminator().double()}
     for name, model in models.items():
         model.load_state_dict({k.removeprefix(f"{name}."): t for k, t in first.items() if k.startswith(name)})
@@ -340,7 +340,7 @@ def test_lora_with_an_average_and_a_schedule(ranks: Pool, tmp_path: Any) -> None
 
 
 def call_defaults(world: Any, kind: str) -> list[float]:
-    """The model is called as the batch suggests: with names, with places, with one tensor."""
+    """Check that the batch decides how the model is called: with names, positions or one tensor."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -442,7 +442,7 @@ def test_gradients_come_by_full_name_and_are_the_same_on_all_ranks(ranks: Pool) 
 
 
 def build_from(world: Any, kind: str) -> list[Tensor]:
-    """A factory is seeded alike everywhere; of a ready model rank 0's weights are the truth."""
+    """Build from a factory, which is seeded identically everywhere, or a model, whose rank 0 counts."""
     torch.manual_seed(world.rank)
     model: Callable[[], nn.Module] | nn.Module = build_student if kind == "factory" else build_student()
     before = torch.random.get_rng_state()

@@ -55,7 +55,7 @@ def call(
     age_s: float = 60.0,
     inside: Sequence[Frame] = COLLECTIVE,
 ) -> Call:
-    """A call, unfinished and 60 s old unless told otherwise, at a line of `train.py` or in given frames."""
+    """Return a call, unfinished and 60 s old by default, at a line of `train.py` or in given frames."""
     frames = (user(at, "step"),) if isinstance(at, int) else tuple(at)
     shapes = tuple(tuple(size) for size in sizes)
     return Call(
@@ -83,21 +83,21 @@ class Job:
         self.reports: dict[int, Report] = {}
 
     def is_in(self, rank: int, *stack: Frame, calls: Sequence[Call] = (), phase: Phase = "running") -> None:
-        """The rank's main thread has this stack."""
+        """Give the rank's main thread this stack."""
         groups = {name: group for name, group in self.groups.items() if rank in group.ranks}
         stacks = (Stack("MainThread", tuple(stack)),) if stack else ()
         self.reports[rank] = Report(rank, NOW_S, phase, groups, tuple(calls), stacks)
 
     def waits(self, rank: int, *calls: Call) -> None:
-        """The rank is stuck in the last of these calls."""
+        """Make the rank wait in the last of these calls."""
         self.is_in(rank, *calls[-1].frames, calls=calls)
 
     def process(self, rank: int, **changes: object) -> None:
-        """The view of the rank from outside."""
+        """Change the view of the rank from outside."""
         self.processes[rank] = replace(self.processes[rank], **changes)  # type: ignore[arg-type]
 
     def ends(self, rank: int, exit_code: int = 0, **changes: object) -> None:
-        """The rank's process has ended, and nobody answers."""
+        """End the rank's process, without an answer."""
         self.process(rank, state="ended", exit_code=exit_code, **changes)
         self.reports.pop(rank, None)
 

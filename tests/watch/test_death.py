@@ -30,7 +30,7 @@ ABORT = Ending(0, "abort", -6, NOW_S, words="called std::terminate")
 
 
 def falls(job: Job, rank: int, last: Ending, stack: Sequence[Frame], *calls: Call, code: Any = None) -> None:
-    """The rank said its last words where its stack was; the process has ended, or will soon."""
+    """End the rank, with its last report from the place of its stack."""
     job.is_in(rank, *stack, calls=calls, phase="leaving")
     job.reports[rank] = replace(job.reports[rank], last=last)
     if code is not None:
@@ -38,7 +38,7 @@ def falls(job: Job, rank: int, last: Ending, stack: Sequence[Frame], *calls: Cal
 
 
 def loses_peer(job: Job, rank: int, *calls: Call, at: int = 31) -> None:
-    """The rank's last call has raised, which counts as done then."""
+    """Make the rank's last call raise, which then counts as done."""
     stack = (*COLLECTIVE, user(at, "step"))
     falls(job, rank, LOST, stack, *[replace(c, done=True) for c in calls], code=1)
 

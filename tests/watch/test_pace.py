@@ -37,7 +37,7 @@ def make_beat(
 def find(
     num_ranks: int, seconds: int, share: Share, *, rate: float = 10, samples: int = 5
 ) -> tuple[int, list[Slow]]:
-    """After how many seconds somebody is found slow, and who."""
+    """Return after how many seconds a rank is found slow, and which."""
     book = PaceBook()
     for second in range(1, seconds + 1):
         for rank in range(num_ranks):

@@ -40,7 +40,7 @@ class Looker:
         self._thread.join()
 
     def share(self, where: Callable[[PlaceTime], bool]) -> float:
-        """Of the time."""
+        """Return the share of the time."""
         total_s = sum(place.seconds for place in self.places)
         return sum(place.seconds for place in self.places if where(place)) / total_s
 

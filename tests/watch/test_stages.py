@@ -109,7 +109,7 @@ def train_a_pipeline(global_batch_size: int = 10) -> None:
 
 
 def leave_out(content: Payload, microbatch: int, global_batch_size: int = 10) -> None:
-    """A stage does not send a message, and goes on."""
+    """Leave out a message of a stage, which goes on."""
     right = StageTransfer.give
 
     def give(self: StageTransfer, message: Message, tensors: Any) -> None:

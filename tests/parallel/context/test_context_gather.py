@@ -266,7 +266,7 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, SAMPLES = 3, 32, 4, 1, 4
 
 
 def count(world: Any) -> dict[str, tuple[int, int]]:
-    """Messages and bytes that this rank sends to others in forward and in backward, by collective."""
+    """Count messages and bytes that this rank sends to others in forward and in backward, by collective."""
     torch.manual_seed(0)
     section = GptModel(kind="gpt", layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS)
     model, n = Gpt(section, 50, LENGTH), world.world_size

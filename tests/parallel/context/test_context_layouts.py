@@ -65,7 +65,7 @@ EXAMPLE = {"ids": torch.zeros(4, 9, dtype=torch.int64)}
 
 
 def train_uneven(world: Any, layouts: list[str]) -> list[Any]:
-    """Losses and norms of two steps, each of three microbatches of 31, 16 and 63 positions."""
+    """Return losses and norms of two steps, each of three microbatches of 31, 16 and 63 positions."""
     found = []
     for layout in layouts:
         trainer = build(layout, model=long_gpt, microbatch_size=1, **{**FAST, "example": EXAMPLE})

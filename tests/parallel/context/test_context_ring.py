@@ -60,7 +60,7 @@ CALLS = ["plain", "causal", "shared heads", "wide values", "window", "nothing", 
 
 
 def attend(world: Any, cases: list[tuple[str, torch.dtype]]) -> dict[str, float]:
-    """By call, the largest difference of the result or a gradient from one process."""
+    """Return by call the largest difference of the result or a gradient from one process."""
     rows = Rows(build_mesh(Layout.parse(f"cp={world.world_size}"), world).cp)
     rows.divide(TOTAL)
     found = {}
@@ -94,7 +94,7 @@ def test_any_call_is_merged_to_that_of_one_process(ranks: Pool, num_ranks: int) 
 
 
 def compare(world: Any, names: list[str]) -> dict[str, float]:
-    """By model, the largest difference of its loss or a gradient, in parts of the largest."""
+    """Return by model the largest difference of its loss or a gradient, in parts of the largest."""
     torch.set_num_threads(1)
     axis = build_mesh(Layout.parse(f"cp={world.world_size}"), world).cp
     found = {}
@@ -149,7 +149,7 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, SAMPLES = 3, 32, 4, 1, 4
 
 
 def count(world: Any) -> dict[str, tuple[int, int]]:
-    """Messages and bytes that this rank sends to the next one, in forward and in backward."""
+    """Count messages and bytes that this rank sends to the next one, in forward and in backward."""
     torch.manual_seed(0)
     section = GptModel(kind="gpt", layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS)
     model, n = Gpt(section, 50, LENGTH), world.world_size

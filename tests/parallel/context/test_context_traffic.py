@@ -34,7 +34,7 @@ def _gpt(world: Any) -> tuple[Gpt, Tensor]:
 
 
 def count(world: Any) -> dict[str, tuple[int, int]]:
-    """Messages and bytes that this rank sends to others in forward and in backward, by collective."""
+    """Count messages and bytes that this rank sends to others in forward and in backward, by collective."""
     model, ids = _gpt(world)
     sent: dict[str, list[int]] = {}
     phase, n, rank = "forward", world.world_size, world.rank

@@ -30,7 +30,7 @@ def normalise(gradient: Tensor) -> Tensor:
 
 
 def halve(gradient: Tensor) -> None:
-    """Changes it in place, and returns nothing."""
+    """Halve a gradient in place, and return nothing."""
     gradient[0] *= 0.5
 
 

@@ -155,7 +155,7 @@ def test_tp_divides_all_but_norms() -> None:
 
 
 def keep_bytes(model: nn.Module) -> int:
-    """Of the storages that a forward keeps for backward, the model's own left out."""
+    """Return the bytes of the storages that a forward keeps for backward, without the model's own."""
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
 

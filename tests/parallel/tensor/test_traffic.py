@@ -95,7 +95,7 @@ def build_trainer(layout: str) -> Trainer:
 
 
 def read_steps(world: Any, layout: str, rounds: tuple[int, ...]) -> list[list[Sent]]:
-    """Per number of microbatches per rank, the collectives of one step, the first steps left out."""
+    """Return by number of microbatches per rank the collectives of one step after the first ones."""
     trainer = build_trainer(layout)
     tokens = torch.randint(VOCAB, (64, LENGTH))
     data = [{"ids": each, "targets": each.roll(-1)} for each in tokens]
@@ -137,7 +137,7 @@ PLAIN = [SUM, *[SUM, SUM] * LAYERS, *LOSS, SUM, *[SUM, SUM] * LAYERS]
 
 
 def plan_bytes(layout: str, k: int) -> float:
-    """Of the blocks, the sum behind the embedding, that of the head's input in backward, and the loss."""
+    """Return bytes of the blocks, the sum behind the embedding, that of the head's input, and the loss."""
     parsed = Layout.parse(layout)
     of_blocks = plan_tp_traffic(parsed, num_blocks=LAYERS, num_numbers=ACTIVATION, num_microbatches=k)
     ring = (parsed.tp - 1) / parsed.tp
