@@ -137,6 +137,11 @@ srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --node_rank=$SLURM_NODEI
         (["--nodes", "2", "job.sh"], "PL364", "each of 8 tasks on a node starts 8 ranks"),
         (["--nodes", "2", "job.sh"], "PL364", "$SLURM_NODEID is replaced before srun"),
         (["--nodes", "2:3", RECIPE, "--set", "layout.dp_shard=2"], "PL113", "3 ranks"),
+        (
+            ["--nodes", "2:3", RECIPE, "--set", "layout.dp_shard=2"],
+            "PL113",
+            "--nodes 2:3 allows 3 nodes with 1 rank each, which the layout does not fit",
+        ),
         (["--nodes", "1:3", RECIPE, "--set", 'elastic.layouts=["tp=2"]'], "PL129", "needs 2"),
     ],
 )

@@ -191,14 +191,14 @@ def _read_job(args: argparse.Namespace) -> tuple[Target, Nodes, int]:
 
 def _check_recipe(target: Target, nodes: Nodes, nproc: int) -> None:
     """Refuse a recipe that is wrong, or that has no legal layout for every number of nodes."""
-    from paceline.recipe import load_recipe, settle_recipe
+    from paceline.cli.several_nodes import check_layouts
+    from paceline.recipe import load_recipe
 
     settings = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     settings.add_argument("--set", action="append", default=[])
     found, _ = settings.parse_known_args(list(target.args))
     recipe = load_recipe(target.path, found.set, remark=lambda remark: None)
-    for num_nodes in range(nodes.least, nodes.most + 1):
-        settle_recipe(recipe, num_nodes * nproc)
+    check_layouts(recipe, nodes, nproc, "--nodes")
 
 
 def _deliver(

@@ -6,10 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli.watching import print_remark
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.recipe import Recipe
+    from paceline.schedulers.target import Nodes
 
 _MAX_RESTARTS = 3
 
@@ -69,7 +71,6 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
             keeps the recipe from training on one of these numbers of nodes.
     """
     from paceline.cli.main import build_parser
-    from paceline.recipe import settle_recipe
     from paceline.schedulers.target import read_nodes
 
     nodes, nproc = read_nodes(args.nnodes, "--nnodes"), 1 if args.nproc is None else args.nproc
@@ -87,8 +88,8 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
             rule="It measures the throughput of this machine alone.",
             fix="Leave --scaling out, or measure with `paceline bench scaling`.",
         )
-    for num_nodes in range(nodes.least, nodes.most + 1) if nproc > 0 else ():
-        settle_recipe(recipe, num_nodes * nproc)
+    if nproc > 0:
+        check_layouts(recipe, nodes, nproc, "--nnodes")
     words = [
         "run",
         "--nnodes",
@@ -113,6 +114,34 @@ def train_on_nodes(args: argparse.Namespace, recipe: Recipe) -> int:
     words += ["--json"] * args.json
     launch = build_parser().parse_args(words)
     return int(launch.run(launch))
+
+
+def check_layouts(recipe: Recipe, nodes: Nodes, nproc: int, flag: str) -> None:
+    """Refuse a recipe that has no legal layout on some number of nodes.
+
+    Args:
+        recipe: the recipe.
+        nodes: all numbers of nodes that the job may have.
+        nproc: ranks of each node.
+        flag: names `nodes` in messages.
+    """
+    from paceline.recipe import settle_recipe
+
+    for num_nodes in range(nodes.least, nodes.most + 1):
+        try:
+            settle_recipe(recipe, num_nodes * nproc)
+        except PacelineError:
+            if nodes.is_range:
+                print_remark(
+                    f"{flag} {nodes} allows {_count(num_nodes, 'node')} with {_count(nproc, 'rank')} each, "
+                    'which the layout does not fit: use "auto" for dp_replicate or dp_shard, list '
+                    "[elastic] layouts, or choose another range."
+                )
+            raise
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _spell(flag: str) -> str:

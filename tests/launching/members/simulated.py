@@ -126,7 +126,7 @@ class Simulation:
 class _Line:
     """A launcher's way to the witness, which takes a while, and forgets nothing that was asked for."""
 
-    trouble = ""
+    trouble, is_wrong = "", False
 
     def __init__(self, launcher: Launcher, record: list[Entry]) -> None:
         self._launcher, self._record = launcher, record

@@ -197,6 +197,22 @@ def test_a_node_that_runs_something_else_is_refused_by_name(code: dict[str, str]
     assert job.training() == []
 
 
+def test_the_leader_names_whom_it_has_refused_too(caplog: pytest.LogCaptureFixture) -> None:
+    job = Simulation(2, 2, 2)
+    job.terms = replace(job.terms, code={"train.py": "1"})
+    job.start(0)
+    job.terms = replace(job.terms, code={"train.py": "2"})
+    job.start(1)
+    job.run(62)
+    why = "node0 (10.0.0.0) runs train.py 1, and it runs train.py 2"
+    told = [r.getMessage() for r in caplog.records]
+    assert told.count(f"node1 (10.0.0.1) was refused: {why}") == 1
+    (error, *_) = job.launchers[0].errors
+    assert error.code == "PL375"
+    assert f"Refused: node1 (10.0.0.1): {why}." in error.saw
+    assert "use a range such as --nnodes 1:2" in error.fix
+
+
 def test_a_node_with_another_number_of_ranks_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     job = Simulation(2, 2, 2)
     job.terms = replace(job.terms, nproc=8)

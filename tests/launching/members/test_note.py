@@ -124,7 +124,12 @@ def test_two_launchers_on_one_machine_are_reported(caplog: pytest.LogCaptureFixt
         on_loss=lambda: None,
         is_asked=lambda: False,
     )
-    for address, told in (("127.0.0.1", False), ("10.0.0.1", True), ("10.0.0.1", False)):
+    for address, told in (
+        ("127.0.0.1", False),
+        ("localhost", False),
+        ("10.0.0.1", True),
+        ("10.0.0.1", False),
+    ):
         caplog.clear()
         handler.formed(NodeWorld(1, tuple(Member(key, "node0", address, 1) for key in "ab")))
         assert ("node0 (10.0.0.1) has several launchers of this job" in caplog.text) is told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import socket
 import ssl
@@ -145,8 +146,43 @@ def test_a_server_without_the_v3_interface_is_reported() -> None:
                 link.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(WitnessError, match="it has no v3 interface"):
+        with pytest.raises(WitnessError, match="it has no v3 interface") as raised:
             Etcd([f"http://127.0.0.1:{server.getsockname()[1]}"], "j").read()
+        assert raised.value.is_final
+
+
+def test_a_launcher_does_not_wait_for_a_server_without_the_v3_interface() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    link, _ = server.accept()
+                    with link:
+                        link.recv(4096)
+                        link.sendall(
+                            b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                        )
+
+        threading.Thread(target=answer, daemon=True).start()
+        words = ["--rdzv-backend", "etcd", "--rdzv-endpoint", f"127.0.0.1:{server.getsockname()[1]}"]
+        command = paceline_run("--nnodes", "1:2", *words, script("steps.py"))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "it has no v3 interface: it is an etcd older than 3.4, or no etcd" in done.stderr
+    assert "[PL381]" in done.stderr
+
+
+def test_torchs_backend_without_its_library_is_refused() -> None:
+    words = ["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "127.0.0.1:1"]
+    command = paceline_run("--nnodes", "1:2", *words, script("steps.py"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if importlib.util.find_spec("etcd") is not None:
+        pytest.skip("the client library is installed")
+    assert done.returncode == 2
+    assert "--rdzv-backend etcd-v2: No module named" in done.stderr
+    assert "Use --rdzv-backend etcd, which needs no library" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture

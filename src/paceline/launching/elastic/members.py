@@ -257,7 +257,8 @@ class MembersRendezvous(RendezvousHandler):
                 "round %d on %d node%s: %s; this one is number %d",
                 *(world.round, count, "" if count == 1 else "s", names, number),
             )
-            if count == 2 and self._terms.least == 1 and not self._has_warned and self._witness is None:
+            may_part = count == 2 and self._terms.least == 1 and self._witness is None
+            if may_part and len(set(map(str, world.members))) == 2 and not self._has_warned:
                 self._has_warned = True
                 first, second = world.members
                 log.info(
@@ -272,7 +273,7 @@ class MembersRendezvous(RendezvousHandler):
 
     def _warn_of_twins(self, world: NodeWorld) -> None:
         """Warn once of several launchers on one machine, unless all nodes are this machine on purpose."""
-        machines = Counter((m.name, m.address) for m in world.members if not m.address.startswith("127."))
+        machines = Counter((m.name, m.address) for m in world.members if not _is_loopback(m.address))
         twins = [f"{name} ({address})" for (name, address), count in machines.items() if count > 1]
         if twins and not self._has_warned_of_twins:
             self._has_warned_of_twins = True
@@ -326,6 +327,10 @@ def _listen(address: str, own: Address | None) -> tuple[socket.socket, bool]:
             if error.errno != errno.EADDRINUSE:
                 raise
     return listen(address, 0), False
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or address.startswith("127.") or address == "::1"
 
 
 def _resolve(host: str) -> str:

@@ -86,7 +86,16 @@ def build_rendezvous(
     master: tuple[str | None, int | None] = (None, None)
     if config.rdzv_backend == "static":
         master = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=_STATIC_PORT)
-    return registry.get_rendezvous_handler(_read_parameters(config)), master
+    try:
+        return registry.get_rendezvous_handler(_read_parameters(config)), master
+    except ImportError as error:
+        raise PacelineError(
+            "PL344",
+            saw=f"--rdzv-backend {config.rdzv_backend}: {error}.",
+            rule="torch's own backends for etcd need a client library, and etcd's interface v2, which is off "
+            "since etcd 3.4.",
+            fix="Use --rdzv-backend etcd, which needs no library and uses the interface v3.",
+        ) from None
 
 
 def read_waits(config: LaunchConfig, detect_s: float | None, join_s: float | None) -> Waits:

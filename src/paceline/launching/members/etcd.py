@@ -97,7 +97,7 @@ class Etcd:
         Raises:
             WitnessError: none does.
         """
-        troubles = []
+        troubles, codes = [], []
         for server in list(self._servers):
             request = urllib.request.Request(
                 f"{server}/v3/kv/{name}",
@@ -111,18 +111,20 @@ class Etcd:
                     raise ValueError("not an object")
             except urllib.error.HTTPError as error:
                 error.close()
+                codes.append(error.code)
                 why = f"HTTP {error.code}"
                 if error.code == 404:
                     why = "it has no v3 interface: it is an etcd older than 3.4, or no etcd"
                 troubles.append(f"{server}: {why}")
             except (OSError, ValueError) as error:
+                codes.append(0)
                 troubles.append(f"{server}: {getattr(error, 'reason', error) or type(error).__name__}")
             else:
                 # The next call asks the one that has answered.
                 self._servers.remove(server)
                 self._servers.insert(0, server)
                 return found
-        raise WitnessError("; ".join(troubles))
+        raise WitnessError("; ".join(troubles), is_final=all(code == 404 for code in codes))
 
 
 def list_servers(hosts: str, scheme: str = "http") -> list[str]:

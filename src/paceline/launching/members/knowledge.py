@@ -90,7 +90,7 @@ class Knowledge:
         self._lost: dict[str, Lost] = {}
         self._proposal: Proposal | None = None
         self._beats, self._refusals = 0, set[str]()
-        self._evictions = Evictions()
+        self._evictions, self._refused = Evictions(), set[str]()
         if noted is not None:  # this launcher has the port of the one before it
             self._dead |= {member.key for member in noted.members if place_of(member) == place_of(me)}
             self._seeks_until_s = now + waits.probe_s
@@ -144,6 +144,8 @@ class Knowledge:
                 refusals=self._refusals,
                 endpoints=self._contacts.endpoints,
                 witness=self._testimony.trouble,
+                is_witness_wrong=self._testimony.is_wrong,
+                refused=self._refused,
             ),
             *(self.waits, self.terms, self.world, named, self._lost, now),
         )

@@ -367,16 +367,20 @@ class Membership(Knowledge):
             self._links.send(link, {"kind": "answer", **self._describe()})
             self._links.close(link)
             return
+        member = Member(**message["member"])
         theirs = Terms(self.terms.job, int(message["least"]), int(message["most"]), dict(message["code"]))
         if text := reports.compare_terms(str(self.me), self.terms, theirs):
             self._links.send(link, {"kind": "refuse", "text": text, "job": self.terms.job})
             self._links.close(link)
+            why = text.replace("this node", "it")
+            if (told := f"{member}: {why}") not in self._refused:
+                self._refused.add(told)
+                log.warning("%s was refused: %s", member, why)
             return
-        member = Member(**message["member"])
         if self.terms.nproc != (nproc := int(message.get("nproc", self.terms.nproc))):
             log.warning(
-                "%s starts %d ranks and this node %d (--nproc-per-node): the layout must fit their sum",
-                *(member, nproc, self.terms.nproc),
+                "%s starts %d rank%s and this node %d (--nproc-per-node): the layout must fit their sum",
+                *(member, nproc, "" if nproc == 1 else "s", self.terms.nproc),
             )
         for peer in list(self._peers.values()):
             if peer.member.key == member.key:

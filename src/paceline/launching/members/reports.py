@@ -84,6 +84,8 @@ class Lateness:
         refusals: the reasons of other launchers that refused it.
         endpoints: where it asks.
         witness: why the witness does not answer; empty if it does, or if there is none.
+        is_witness_wrong: whether what was named as the witness is none, so that waiting does not help.
+        refused: nodes that this launcher has refused as the leader, each with the reason.
     """
 
     waited_s: float
@@ -93,6 +95,8 @@ class Lateness:
     refusals: Collection[str]
     endpoints: Collection[Address]
     witness: str
+    is_witness_wrong: bool = False
+    refused: Collection[str] = ()
 
 
 def explain_lateness(
@@ -107,13 +111,16 @@ def explain_lateness(
     """Return why a launcher gives up, or None while it is too early for that."""
     if state.is_stranger and state.refusals and state.waited_s > waits.detect_s:
         return explain_refusal(state.refusals)
+    if state.is_witness_wrong:
+        return explain_witness(state.witness)
     if state.waited_s <= waits.join_s:
         return None
     if state.witness:
         return explain_witness(state.witness, f" for {waits.join_s:g} s (--join-timeout)")
     if state.is_alone:
         return explain_absence(waits, terms, state.endpoints)
-    return explain_wait(waits, terms, world, present, lost, now, has_quorum=state.has_quorum)
+    facts = waits, terms, world, present, lost, now
+    return explain_wait(*facts, has_quorum=state.has_quorum, refused=state.refused)
 
 
 def explain_witness(why: str, waited: str = "") -> PacelineError:
@@ -147,6 +154,7 @@ def explain_wait(
     now: float,
     *,
     has_quorum: bool,
+    refused: Collection[str] = (),
 ) -> PacelineError:
     """Return the error of a job that has waited too long for members that are missing."""
     members = [] if world is None else [m for m in world.members if m.key not in present]
@@ -165,9 +173,15 @@ def explain_wait(
     return PacelineError(
         "PL375",
         saw=f"{len(present)} of at least {terms.least} nodes were there after {waited}."
-        + (f" Missing: {missing}." if missing else ""),
+        + (f" Missing: {missing}." if missing else "")
+        + (f" Refused: {'; '.join(sorted(refused))}." if refused else ""),
         rule="A job never trains on fewer nodes than the minimum of --nnodes.",
-        fix="Start the same command on the missing nodes, or lower MIN of --nnodes MIN:MAX.",
+        fix="Start the same command on the missing nodes, or "
+        + (
+            f"use a range such as --nnodes {terms.least - 1}:{terms.most}, for a job that goes on with fewer."
+            if terms.least == terms.most > 1
+            else "lower MIN of --nnodes MIN:MAX."
+        ),
     )
 
 

@@ -34,6 +34,11 @@ class Testimony:
         """The reason why the witness does not answer; empty if it does, or if there is none."""
         return "" if self._line is None else self._line.trouble
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether what was named as the witness is none."""
+        return self._line is not None and self._line.is_wrong
+
     def ask(self, now: float, *, is_idle: bool, is_firm: bool) -> None:
         """Read the record while no world trains.
 

@@ -26,7 +26,15 @@ _END_S = 3.0
 
 
 class WitnessError(Exception):
-    """Raised if a witness cannot be reached, or gives an invalid answer."""
+    """Raised if a witness cannot be reached, or gives an invalid answer.
+
+    Attributes:
+        is_final: whether it is something else than a witness, so that asking again does not help.
+    """
+
+    def __init__(self, text: str, *, is_final: bool = False) -> None:
+        super().__init__(text)
+        self.is_final = is_final
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,10 @@ class WitnessLine(Protocol):
     def trouble(self) -> str:
         """The reason why the witness does not answer; empty if it does."""
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it has never answered, and is no witness."""
+
     def read(self) -> None:
         """Ask for the last entry; `heard_witness` is called with it."""
 
@@ -105,7 +117,7 @@ class WitnessThread:
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_ending = threading.Event()
         self._is_registered = False
-        self.trouble = ""
+        self.trouble, self.is_wrong = "", False
         self._thread = threading.Thread(target=self._run, name="paceline-witness", daemon=True)
 
     def start(self, listener: WitnessListener) -> None:
@@ -160,7 +172,8 @@ class WitnessThread:
         try:
             found = call()
         except WitnessError as error:
-            if not self.trouble:
+            self.is_wrong = error.is_final and not self._is_registered
+            if not self.trouble and not self.is_wrong:
                 log.warning(
                     "the witness %s does not answer: %s; training continues, and no new round begins",
                     *(self._witness.name, error),
