@@ -102,6 +102,7 @@ class Stages:
         self._blocks = add_named(model, blocks, layout)
         self.shards: StageShards | None = None
         self._records: OrderedDict[Any, StageCut] = OrderedDict()
+        self._modules: list[tuple[str, nn.Module]] = []
         self._schedules: dict[int, Schedule] = {}
         self._list = None if layout.schedule in NAMES else read_schedule_file(layout.schedule, layout.pp)
         record = self._try(example, masks)
@@ -183,6 +184,11 @@ class Stages:
                 with contextlib.suppress(RuntimeError):  # nn.LSTM has weak references to its weights
                     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
+    def begin(self) -> None:
+        """Start the forwards of a step or an evaluation; precedes `find_cut` and `run`."""
+        # Once for all of them: listing is a walk through the whole model.
+        self._modules = list(self._model.named_modules())
+
     def find_cut(self, batch: Any, run: Callable[[], Any]) -> StageCut:
         """Return the cut of a forward on a batch, from a trial forward for each new shape.
 
@@ -197,7 +203,7 @@ class Stages:
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in tree_leaves(batch)
         ]
-        training = tuple(module.training for module in self._model.modules())
+        training = tuple(module.training for _, module in self._modules)
         key = tuple(leaves), hash(training), torch.is_grad_enabled()
         found = self._records.get(key)
         if found is None:
@@ -221,7 +227,7 @@ class Stages:
         """Run one stage; see `run_stage`."""
         self.divide_rows(cut)
         return run_stage(
-            self._model,
+            self._modules,
             self._blocks,
             cut,
             stage,

@@ -99,7 +99,7 @@ def _time_segment(
     _wait(device)
     started_s = time.perf_counter()
     made, output = run_stage(
-        model,
+        list(model.named_modules()),
         blocks,
         cut,
         segment,

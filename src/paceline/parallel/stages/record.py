@@ -143,7 +143,7 @@ def record_forward(
 
 class _Recorder(Walker):
     def __init__(self, model: nn.Module, blocks: Collection[str], device: torch.device) -> None:
-        super().__init__(model, blocks)
+        super().__init__(list(model.named_modules()), blocks)
         self.count: Callable[[], float] = float
         self._record = ForwardRecord(costs=[])
         self._counted = 0.0

@@ -7,7 +7,7 @@ called. Inside the stage's own blocks nothing is watched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +34,7 @@ class _Left(BaseException):
 
 
 def run_stage(
-    model: nn.Module,
+    modules: Sequence[tuple[str, nn.Module]],
     blocks: Collection[str],
     cut: StageCut,
     stage: int,
@@ -47,7 +47,7 @@ def run_stage(
     """Run one stage.
 
     Args:
-        model: with the parameters of this stage.
+        modules: all of the model's, with their full names; this stage's have their parameters.
         blocks: as in the record.
         cut: of a forward on a batch of the same shapes.
         stage: its number.
@@ -63,7 +63,7 @@ def run_stage(
     Raises:
         PacelineError: PL482 if the forward takes another path than the recorded one.
     """
-    runner = _StageRun(model, blocks, cut, stage, received, device, has_modes)
+    runner = _StageRun(modules, blocks, cut, stage, received, device, has_modes)
     output = None
     try:
         with runner.following():
@@ -82,7 +82,7 @@ def run_stage(
 class _StageRun(Walker):
     def __init__(
         self,
-        model: nn.Module,
+        modules: Sequence[tuple[str, nn.Module]],
         blocks: Collection[str],
         cut: StageCut,
         stage: int,
@@ -90,7 +90,7 @@ class _StageRun(Walker):
         device: torch.device,
         has_modes: bool,
     ) -> None:
-        super().__init__(model, blocks)
+        super().__init__(modules, blocks)
         self._has_modes = has_modes
         self.wanted = [tensor.made for tensor in cut.crossings[stage + 1]]
         self.sent = {made: received[made] for made in self.wanted if made in received}

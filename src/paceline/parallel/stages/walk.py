@@ -10,7 +10,7 @@ blocks are where a model may be cut.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -48,7 +48,7 @@ class Walker(TorchFunctionMode):
     """A mode that follows one forward; see the module's docstring.
 
     Args:
-        model: its modules are named.
+        modules: all of the model's, with their full names.
         blocks: full names of the modules that begin a segment.
 
     Attributes:
@@ -58,10 +58,10 @@ class Walker(TorchFunctionMode):
 
     current: ClassVar[Walker | None] = None
 
-    def __init__(self, model: nn.Module, blocks: Collection[str]) -> None:
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], blocks: Collection[str]) -> None:
         super().__init__()
         self.segment = 0
-        self._model = model
+        self._modules = modules
         self._blocks = frozenset(blocks)
         self._stack: list[str] = []
         self._numbers: list[Counter[str]] = [Counter()]
@@ -130,7 +130,7 @@ class Walker(TorchFunctionMode):
     def following(self) -> Iterator[None]:
         """Follow the forward inside the context."""
         handles = []
-        for name, module in self._model.named_modules():
+        for name, module in self._modules:
             if name in self._blocks and not isinstance(read_compiled_call(module), CompiledBlock):
                 handles.append(module.register_forward_pre_hook(self._begin(name), prepend=True))
             self._followed.append((module, vars(module).get("forward")))

@@ -205,6 +205,7 @@ class StagedRunner(StagedForwards):
         """Run this rank's actions in order, and return the seconds that it waited for other stages."""
         share = work.share
         batches = [self._precision.place_batch(batch) for _, batch in share.microbatches]
+        self._stages.begin()
         self._cuts = [
             self._find_cut(work.objective, batch, self._drawing(work, samples))
             for batch, samples in zip(batches, share.samples, strict=True)

@@ -81,6 +81,7 @@ class StagedForwards(Runner):
         around: Callable[[int, Any], AbstractContextManager[None]],
         num_rounds: int,
     ) -> list[Result]:
+        self._stages.begin()
         self._cuts = [
             self._find_cut(objective, batch, around(index, batch))
             for index, batch in zip(indices, batches, strict=True)
