@@ -3,6 +3,9 @@
     python benchmarks/pipeline/cuts.py                 # 40 steps of each cut, on 2 ranks
     python benchmarks/pipeline/cuts.py --blocks 6      # a quick look
 
+Prints two ratios. That of step times depends on what else the machine runs. That of the CPU seconds of the
+rank that computes most hardly does: it shows how differently the stages are cut.
+
 Five narrow blocks are followed by three of four times their width, and a head has half of the operations of
 all blocks. Four blocks per stage leave 84% of the operations to one rank, the found cut 51%.
 """
@@ -86,13 +89,23 @@ def run_rank(num_blocks: int) -> BlockTimes:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """Return a line with the ratio."""
+    """Return the ratios, a line each."""
     times = result["block_s"]
     ratio = Spread.of(a / b for a, b in zip(times["found"], times["even"], strict=True))
+    slowest = {
+        name: [max(ranks) for ranks in zip(*by_rank, strict=True)]
+        for name, by_rank in result["rank_cpu_s"].items()
+    }
+    computed = Spread.of(a / b for a, b in zip(slowest["found"], slowest["even"], strict=True))
+    shares = ", ".join(
+        f"{name} {' + '.join(f'{Spread.of(each).median * 1e3:.3g}' for each in by_rank)} ms"
+        for name, by_rank in result["rank_cpu_s"].items()
+    )
     steps = ", ".join(f"{name} {Spread.of(times[name]).median * 1e3:.3g} ms" for name in CUTS)
     return (
         f"found cut / even cut: {ratio:.3f}, aim {AIM}; {steps}; n = {ratio.num_values}; load before "
-        f"{result['load_before']:.1f}, after {result['load_after']:.1f}"
+        f"{result['load_before']:.1f}, after {result['load_after']:.1f}\n"
+        f"CPU of the slowest rank, found cut / even cut: {computed:.3f}; by rank: {shares}"
     )
 
 
@@ -103,7 +116,8 @@ def main() -> int:
     args = parser.parse_args()
     conditions = Conditions()
     found = launch(run_rank, nproc=NUM_RANKS, args=(args.blocks,), hang_after_s=None)
-    result = {**conditions.read(), **join_ranks(found)}
+    by_rank = {name: [times.block_cpu_s[name] for times in found] for name in CUTS}
+    result = {**conditions.read(), **join_ranks(found), "rank_cpu_s": by_rank}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "cuts.json").write_text(json.dumps(result) + "\n")
     print(describe(result))

@@ -124,6 +124,30 @@ def time_actions(world: Any, layout: str, num_steps: int) -> dict[str, float]:
     return least
 
 
+def compute_steps(world: Any, layout: str, num_steps: int) -> float:
+    """The least CPU seconds of a step on this rank, which other processes hardly lengthen."""
+    trainer = build(
+        layout,
+        lambda: Unequal(3),
+        loss=reduce,
+        example={"x": torch.zeros(2, 32, 4), "y": torch.zeros(2)},
+        microbatch_size=4,
+    )
+    share = next(iter(trainer.loader(Series(), global_batch_size=32)))
+    least = math.inf
+    for _ in range(num_steps):
+        started_s = time.process_time()
+        trainer.step(share)
+        least = min(least, time.process_time() - started_s)
+    trainer.close()
+    return least
+
+
+def test_the_slowest_stage_computes_less_than_that_of_the_even_cut(ranks: Pool) -> None:
+    found, even = (ranks.run(compute_steps, 2, (layout, 4)) for layout in ("pp=2", "pp=2 stages=4+4"))
+    assert max(found) <= 0.85 * max(even), (found, even)
+
+
 def simulate_step(ranks: Pool, layout: str) -> float:
     """The seconds of a step of 8 microbatches, from measured actions: other processes lengthen steps."""
     found = ranks.run(time_actions, 2, (layout, 4), timeout_s=120)
