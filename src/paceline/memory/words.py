@@ -38,7 +38,7 @@ def describe(account: Account, settings: MemorySettings | None = None) -> str:
 def describe_without_remedies(account: Account) -> str:
     """Return the cause, the composition, the growth and what a whole step needs, as lines."""
     room, need = find_room(account), estimate_need(account).total
-    over = f", {format_bytes(need - room)} more than fits" if room and need > room else ""
+    over = f", {format_bytes(need - room)} too much" if room and need > room else ""
     lines = [describe_cause(account), *_list_parts(account), *_describe_growth(account)]
     return "\n".join([*lines, f"A whole step needs about {format_bytes(need)}{over}."])
 

@@ -62,6 +62,7 @@ def explain_failure(seen: Seen, here: Collection[int], read_source: Reader | Non
         rest = list_places(s for rank, s in states.items() if rank not in shown and _has_information(s))
         verdict = replace(verdict, places=(*verdict.places, *rest))
     elif not any(_has_failed(rank, scene) for rank in states):
+        # With an error of its own on some rank, that error is the cause, and the launcher shows it.
         verdict = _explain_loss(states, scene, source) or _explain_timeout(scene, read_source)
     others = [s for s in states.values() if not _has_failed(s.rank, scene) and _has_information(s)]
     failed = [s for s in states.values() if _has_failed(s.rank, scene) and _left_no_trace(s, scene, here)]
