@@ -67,6 +67,44 @@ def plan_tp_traffic(
     return 4 * num_blocks * num_microbatches * 2 * _ring(layout.tp) * math.prod((num_numbers, number))
 
 
+def plan_cp_traffic(
+    layout: Layout,
+    *,
+    num_blocks: int,
+    num_numbers: int,
+    num_keys: int,
+    num_mixtures: int = 0,
+    num_microbatches: int = 1,
+    number: int = 4,
+) -> float:
+    """Return the bytes that a rank sends per step over cp for activations, without recompute.
+
+    By heads, queries, keys, values and the result are exchanged in forward and in backward (Jacobs et al.
+    2023, section 3). By gather, keys and values are sent to all ranks, and their gradients back (Dubey et al.
+    2024, section 3.3.2). By ring, backward sends keys, values and their gradients (Liu et al. 2023). The
+    output of the last block, the gradient of the first one's input and both ends of mixtures are gathered.
+
+    The sum of the gradients once per step is left out: an all-reduce of the parameters of the blocks, except
+    for those of mixtures.
+
+    Args:
+        layout: resolved; `cp_by = "auto"` counts as by heads.
+        num_blocks: of the model.
+        num_numbers: of one whole activation: samples x sequence x width of one microbatch.
+        num_keys: the same of the keys.
+        num_mixtures: of the model.
+        num_microbatches: that the rank computes per step.
+        number: bytes of one number.
+    """
+    assert layout.recompute == "none", "a second forward sends again"
+    pairs = {
+        "gather": 2 * 2 * num_keys,
+        "ring": 3 * 2 * num_keys,
+    }.get(layout.cp_by, 2 * (2 * num_numbers + 2 * num_keys) / layout.cp)
+    gathered = 2 * (1 + num_mixtures) * num_numbers
+    return _ring(layout.cp) * (num_blocks * pairs + gathered) * num_microbatches * number
+
+
 def plan_ep_traffic(
     layout: Layout,
     *,
