@@ -431,17 +431,17 @@ CASES: dict[str, Case] = {
         train(of(AsksForRank)),
         "PL666",
         "AsksForRank.route asks for the rank by get_rank (",
-        "by its input",
+        "weights alone",
         num_ranks=2,
     ),
     "a router with a number per rank": Case(
-        train(of(KnowsRank)), "PL666", "0.offset is 0 on rank 0, 1 on rank 1", "by its input", num_ranks=2
+        train(of(KnowsRank)), "PL666", "0.offset is 0 on rank 0, 1 on rank 1", "weights alone", num_ranks=2
     ),
     "a router that reads a number per rank": Case(
         train(of(ReadsGlobal)),
         "PL666",
         "OFFSET, which 0 reads, is 0 on rank 0, 1 on rank 1",
-        "by its input",
+        "weights alone",
         num_ranks=2,
     ),
     "capacity below one token": Case(
