@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,13 @@ def lose(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return output.sum(), len(output)
 
 
+@pytest.fixture
+def _started() -> Iterator[None]:
+    """Start a world of one, whose nodes the settings of a compression depend on."""
+    with start(device="cpu"):
+        yield
+
+
 def build(**settings: Any) -> Arguments:
     known = {name: each.default for name, each in inspect.signature(Trainer).parameters.items()}
     del known["example"]
@@ -45,6 +54,7 @@ def test_a_trainer_keeps_every_argument_that_it_is_given() -> None:
     assert (other.clip_norm, other.keep, other.seed) == (0.0, 3, 6)
 
 
+@pytest.mark.usefixtures("_started")
 def test_every_argument_is_compared_or_known_not_to_be() -> None:
     given = build(compress={"kind": "bf16", "slots": 2}).describe_for_ranks(Layout().resolve(2))
     compared = {name.partition(".")[0] for name in given}
@@ -53,6 +63,7 @@ def test_every_argument_is_compared_or_known_not_to_be() -> None:
     assert compared <= names
 
 
+@pytest.mark.usefixtures("_started")
 def test_a_resumed_run_keeps_what_its_result_depends_on() -> None:
     kept = build(comm_hook=(None, print), clip_norm=0.5).describe_for_resume(Layout(), {})
     assert set(kept) == {
@@ -69,6 +80,7 @@ def test_a_resumed_run_keeps_what_its_result_depends_on() -> None:
     assert build().describe_for_resume(Layout(), {})["comm_hook"] is None
 
 
+@pytest.mark.usefixtures("_started")
 def test_the_settings_of_replicas_and_shards_are_those_of_a_recipe() -> None:
     assert asdict(ReplicaSettings()) == DdpSection().model_dump()
     assert asdict(ShardSettings()) == ShardSection().model_dump()
