@@ -50,7 +50,7 @@ class Project:
         return code
 
     def installed(self) -> list[list[str]]:
-        """What each installation was asked for, and forgets it."""
+        """Return the packages that each installation was asked for, and forget them."""
         found = [words[words.index("-q") + 1 :] for words in self.ran if "-q" in words]
         self.ran.clear()
         return found

@@ -46,7 +46,7 @@ def _threads() -> str:
 
 
 def _workers() -> str:
-    """How many workers of OpenMP a matmul starts, where it is the first use of torch by a new thread."""
+    """Return the number of OpenMP workers that a matmul starts as the first use of torch by a new thread."""
     import numpy
     import torch
 

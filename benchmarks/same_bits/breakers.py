@@ -1,4 +1,4 @@
-"""What breaks the same bits: the same 20 steps with one thing changed at a time.
+"""Changes that break the same bits: the same 20 steps with one thing changed at a time.
 
     python benchmarks/same_bits/breakers.py        # some minutes on two cores
 

@@ -55,7 +55,7 @@ class Part:
         return self.shape == self.whole
 
     def check(self) -> None:
-        """Raise `ValueError` unless the runs lie within the whole, rising and disjoint."""
+        """Raise `ValueError` unless the runs are within the whole, rising and disjoint."""
         if len(self.runs) != len(self.whole):
             raise ValueError(f"a part with {len(self.runs)} dimensions of a tensor with {len(self.whole)}")
         for size, runs in zip(self.whole, self.runs, strict=True):

@@ -126,7 +126,7 @@ class RecordedJob:
 
     @property
     def num_steps(self) -> int:
-        """How many steps all ranks have."""
+        """The number of steps that all ranks have."""
         return len(self.profile.steps)
 
     @cached_property

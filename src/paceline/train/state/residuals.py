@@ -33,7 +33,7 @@ _ROOT = "residuals"
 
 @dataclass(frozen=True)
 class HeldRows:
-    """A whole residual, of which ranks hold rows.
+    """A whole residual, whose rows the ranks hold.
 
     Attributes:
         holders: its parts, each with the ranks that hold it; the same on every rank.
