@@ -124,5 +124,46 @@ def test_a_stream_slower_than_an_exchange_is_measured_again(monkeypatch: pytest.
 
     monkeypatch.setattr(links_module, "_measure_ring", measure)
     found = links_module._look_again([0, 1], [0.026, 0.104, 0.06, 0.5], [0.052, 0.052, 0.058, 0.058])
-    assert asked == [4096, 4096, 1 << 20, 1 << 20], "twice at most, and only what is implausible"
+    assert asked == [4096, 4096, 1 << 18, 1 << 18], "twice at most, and only what is implausible"
     assert found == [0.026, 0.027, 0.06, 0.3]
+
+
+def test_a_link_that_takes_no_measurable_time_is_compared_too() -> None:
+    curve = links_module._curve([0.0] * len(links_module.PAIR_SIZES))
+    assert min(curve.seconds) > 0
+    pairs = [links_module.Pair(0, peer, curve, links_module._TICK_S) for peer in (1, 2, 3)]
+    assert links_module._compare_pairs(pairs) == []
+
+
+def test_large_messages_come_first_because_windows_must_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ping(peer: int, size: int, *, begins: bool) -> tuple[float, float]:
+        asked.append(size)
+        return 0.025 + size * 80e-9, 0.025
+
+    monkeypatch.setattr(links_module, "_ping", ping)
+    monkeypatch.setattr(links_module.dist, "all_reduce", lambda row: None)
+    pair = links_module._measure_pair((0, 1), 0)
+    assert asked == sorted(links_module.PAIR_SIZES, reverse=True)
+    assert [pair.message(size) for size in links_module.PAIR_SIZES] == pytest.approx(
+        [0.025 + size * 80e-9 for size in links_module.PAIR_SIZES]
+    )
+
+
+@pytest.mark.parametrize(
+    ("taken", "sent"),
+    [
+        ([0.4, 0.25, 0.15, 0.13, 0.13, 0.1], 5),  # grows by the fourth
+        ([0.1] * 9, 4),  # at once
+        ([1.0 / n for n in range(1, 20)], 10),  # never
+    ],
+)
+def test_windows_grow_until_messages_are_hardly_faster(
+    monkeypatch: pytest.MonkeyPatch, taken: list[float], sent: int
+) -> None:
+    left = iter(taken)
+    monkeypatch.setattr(links_module, "_time", lambda send: next(left))
+    monkeypatch.setattr(links_module, "_agree", lambda seconds: seconds)
+    links_module._grow_windows(lambda: None)
+    assert len(list(left)) == len(taken) - sent

@@ -54,12 +54,13 @@ def open_device(namespace: str, node: int) -> int:
 
 
 def relay(devices: list[int], delay_s: float, bytes_per_s: float) -> None:
-    """Pass on frames for ever; each node's sends share its rate."""
+    """Pass on frames for ever; each node's sends share its rate, and so does what it receives."""
     poll = select.epoll()
     for device in devices:
         poll.register(device, select.EPOLLIN)
     owner: dict[bytes, int] = {}
     free_s = dict.fromkeys(devices, 0.0)
+    arriving_s = dict.fromkeys(devices, 0.0)
     queue: list[tuple[float, int, list[int], bytes]] = []
     count = 0
     while True:
@@ -75,11 +76,17 @@ def relay(devices: list[int], delay_s: float, bytes_per_s: float) -> None:
                 except BlockingIOError:
                     break
                 owner[frame[_HEADER + 6 : _HEADER + 12]] = device
-                free_s[device] = max(free_s[device], time.monotonic()) + len(frame) / bytes_per_s
+                frame_s = len(frame) / bytes_per_s
+                free_s[device] = max(free_s[device], time.monotonic()) + frame_s
                 target = owner.get(frame[_HEADER : _HEADER + 6])
                 targets = [target] if target not in (None, device) else [d for d in devices if d != device]
                 count += 1
-                heapq.heappush(queue, (free_s[device] + delay_s, count, targets, frame))  # type: ignore[arg-type]
+                due_s = free_s[device] + delay_s
+                if len(targets) == 1:
+                    [receiver] = targets
+                    # A receiver that is free passes a frame on while it arrives.
+                    due_s = arriving_s[receiver] = max(due_s, arriving_s[receiver] + frame_s)
+                heapq.heappush(queue, (due_s, count, targets, frame))  # type: ignore[arg-type]
 
 
 def _write(device: int, frame: bytes) -> None:
@@ -93,7 +100,7 @@ class Wan:
     Args:
         namespaces: of the nodes.
         delay_ms: one way.
-        rate_mbit: that a node sends.
+        rate_mbit: that a node sends, and receives.
     """
 
     def __init__(self, namespaces: list[str], delay_ms: float, rate_mbit: float) -> None:

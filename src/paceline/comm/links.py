@@ -8,6 +8,8 @@ Protocol, in the order of every rank; all messages travel on the default group:
    returns it, for each size. Half of the median round trip is the time of one message. These pairs are all
    if there are at most 28, else those of the nodes' first ranks, and in each node those of its first rank.
    A pair that seems slow is measured again, and the shorter time counts.
+   The largest message comes first: over a long link TCP sends little per round trip until its congestion
+   window has grown, and the windows of a run that has sent large messages have grown.
 3. Rings over the ranks of each node, all nodes at once, then over the nodes' first ranks: rounds of one
    message each (`exchange`), and messages with two in flight (`stream`). The median over rounds counts, of
    the rank where it is largest. Sizes grow until a message takes long enough to show the bandwidth. A stream
@@ -23,6 +25,7 @@ the competition for cores and memory that collectives meet too.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import socket
 import statistics
@@ -40,18 +43,22 @@ from paceline.plan.links import Curve, Link, Links
 from paceline.world import World
 
 # From a call that is all latency to one that is all bandwidth. Between these sizes curves are straight.
-SIZES = (64, 4096, 65536, 1 << 20, 1 << 22, 1 << 24)
+SIZES = (64, 4096, 65536, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 # Every pair is measured with these sizes, and the first pair of a class with the larger ones too.
-PAIR_SIZES = SIZES[:4]
+PAIR_SIZES = SIZES[:5]
 # A curve ends with the first size whose bytes take so long: latency and caches no longer matter.
 _LONG_S = 0.15
 _MOST_PAIRS = 28
 # Repetitions of one size last about as long, if that allows as many of them.
 _SAMPLE_S = 0.15
 _SECOND_LOOKS = 2
+_TICK_S = 1e-9
 # A stream is measured again from this ratio to an exchange on.
 _PLAUSIBLE_TIMES = 1.1
 _FEWEST, _MOST = 5, 100
+# Rounds of large messages in which congestion windows grow; they end when one is hardly faster than before.
+_FEWEST_GROWING, _MOST_GROWING = 3, 10
+_HARDLY_FASTER = 0.95
 _PROBES = 3
 _LOCAL_BYTES = 1 << 22
 _LOCAL_REPEATS = 20
@@ -176,7 +183,7 @@ def _measure_pair(pair: tuple[int, int], rank: int) -> Pair:
     """Return the times of a pair, on all ranks; all must call it."""
     row = torch.zeros(len(PAIR_SIZES) + 1, dtype=torch.float64)
     if rank in pair:
-        for column, size in enumerate(PAIR_SIZES):
+        for column, size in reversed(list(enumerate(PAIR_SIZES))):
             usual_s, least_s = _ping(pair[1] if rank == pair[0] else pair[0], size, begins=rank == pair[0])
             if rank == pair[0]:
                 row[column] = usual_s
@@ -210,7 +217,7 @@ def _ping(peer: int, size: int, *, begins: bool) -> tuple[float, float]:
     else:
         dist.recv(count, peer)
     trips = [_time(turn) for _ in range(int(count.item()))]
-    return statistics.median(trips) / 2, min(trips) / 2
+    return statistics.median(trips) / 2, max(min(trips) / 2, _TICK_S)
 
 
 # ---- rings
@@ -251,6 +258,7 @@ def _measure_contention(ring: Sequence[int], exchange: Curve) -> float:
             work.wait()
 
     dist.barrier()
+    _grow_windows(exchange_all)
     taken = [_agree(_time(exchange_all)) for _ in range(_FEWEST)]
     by_bytes_s = count * per_peer
     if by_bytes_s == 0:
@@ -279,6 +287,8 @@ def _is_long(seconds: Sequence[float]) -> bool:
 
 def _measure_ring_sizes(ring: Sequence[int], in_flight: int) -> list[float]:
     found: list[float] = []
+    # The windows of idle connections shrink again; see the protocol above.
+    _grow_windows(lambda: _pass_on(ring, PAIR_SIZES[-1], in_flight, 1))
     for size in SIZES:
         found.append(_measure_ring(ring, size, in_flight=in_flight))
         if _is_long(found):
@@ -302,6 +312,16 @@ def _look_again(ring: Sequence[int], flowing: Sequence[float], alone: Sequence[f
             if found[number] > _PLAUSIBLE_TIMES * most_s:
                 found[number] = min(found[number], _measure_ring(ring, SIZES[number], in_flight=2))
     return found
+
+
+def _grow_windows(send: Callable[[], object]) -> None:
+    """Send large messages until the congestion windows of the connections have grown; on all ranks."""
+    best_s = math.inf
+    for number in range(_MOST_GROWING):
+        took_s = _agree(_time(send))
+        if number >= _FEWEST_GROWING and took_s > _HARDLY_FASTER * best_s:
+            return
+        best_s = min(best_s, took_s)
 
 
 def _measure_ring(ring: Sequence[int], size: int, *, in_flight: int) -> float:
@@ -381,8 +401,11 @@ def _agree(seconds: float) -> float:
 
 
 def _curve(seconds: Sequence[float]) -> Curve:
-    """Return the curve through the first sizes. It never falls: a smaller message took longer by chance."""
-    rising = itertools.accumulate(reversed(seconds), min)
+    """Return the curve through the first sizes. It never falls: a smaller message took longer by chance.
+
+    Nor is it ever 0: a coarse clock may show no time at all.
+    """
+    rising = itertools.accumulate((max(each, _TICK_S) for each in reversed(seconds)), min)
     return Curve(tuple(map(float, SIZES[: len(seconds)])), tuple(reversed(list(rising))))
 
 
