@@ -66,6 +66,28 @@ def test_each_saved_storage_counts_once() -> None:
     assert account.rank == 3
 
 
+def test_the_loss_of_the_step_before_is_not_the_running_forward() -> None:
+    """Its graph uses all parameters, also those that the forward has not reached."""
+    net = Net(width=32, depth=8)
+    half = len(net.blocks) // 2
+
+    def fail(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if len(inputs[0]) > 10:
+            raise RuntimeError(f"[enforce fail at alloc_cpu.cpp:121] {SHORT}")
+
+    net.blocks[half].register_forward_pre_hook(fail)
+
+    def run() -> None:
+        for rows in (10, 1000):
+            loss = net(torch.ones(rows, 32)).mean()
+            loss.backward()
+
+    account = take(run)
+    assert account.progress.phase == "forward"
+    assert account.progress.reached == pytest.approx(0.5, abs=0.05)
+    assert account.progress.forwards == 1
+
+
 def test_nothing_is_computed_again_for_an_account() -> None:
     calls = []
 

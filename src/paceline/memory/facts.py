@@ -64,7 +64,9 @@ def describe_progress(
     reached = 1.0
     if running is not None and phase == "forward":
         trained = models.trained
-        used = sum(1 for parameter in trained if id(parameter) in graph.uses)
+        used = sum(
+            any(order >= graph.begins for order in graph.uses.get(id(parameter), ())) for parameter in trained
+        )
         reached = used / len(trained) if used else 1.0
     return Progress(
         place=find_place(frames),

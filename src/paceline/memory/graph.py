@@ -53,6 +53,8 @@ class Graph:
         calls: by `id` of a parameter, how many nodes use it without a view in between: one per forward.
         num_nodes: nodes.
         newest: the highest number of a node.
+        begins: the number of the newest forward's first node. The loss of the step before may still be in a
+            variable: its graph has no saved tensors left, and uses every parameter.
     """
 
     saved: list[Saved] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Graph:
     calls: Counter[int] = field(default_factory=Counter)
     num_nodes: int = 0
     newest: int = -1
+    begins: int = 0
 
 
 class GraphWalk:
@@ -89,6 +92,29 @@ class GraphWalk:
                     todo.append(child)
             self._read(node, graph)
         return graph
+
+    def add_newest_first(self, roots: Iterable[Any]) -> Graph:
+        """Walk from these nodes, and find where the newest forward begins.
+
+        A forward may have several graphs that are not joined yet. A graph that uses a parameter of a newer
+        one belongs to a forward before.
+        """
+        groups = separate_graphs(root for root in roots if root not in self._seen)
+        groups.sort(key=lambda group: max(map(find_order, group)), reverse=True)
+        whole, used = Graph(), set[int]()
+        for group in groups:
+            part = self.add(sorted(group, key=find_order, reverse=True))
+            if used & part.uses.keys():
+                whole.begins = max(whole.begins, part.newest + 1)
+            elif not whole.begins:
+                used |= part.uses.keys()
+            whole.saved += part.saved
+            for parameter, orders in part.uses.items():
+                whole.uses.setdefault(parameter, []).extend(orders)
+            whole.calls += part.calls
+            whole.num_nodes += part.num_nodes
+            whole.newest = max(whole.newest, part.newest)
+        return whole
 
     def _read(self, node: Any, graph: Graph) -> None:
         graph.num_nodes += 1

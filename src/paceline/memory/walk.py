@@ -207,7 +207,7 @@ class MemoryWalk:
             self._claim_kept(name, place, nodes)
         roots = [node for tensor in self._objects.tensors if (node := _find_node(tensor)) is not None]
         roots += [node for value, _ in held if (node := _find_node(value)) is not None]
-        graph = self._walk.add(sorted(roots, key=find_order, reverse=True))
+        graph = self._walk.add_newest_first(roots)
         self._graph = graph
         self._forwards = max(1, self._count_forwards(graph))
         self._saved = list(graph.saved)
