@@ -233,7 +233,8 @@ def run_script(
     add_program(folder, "srun", report + (wait if signum else "exit $(cat code)"))
     add_program(folder, "scancel", 'echo "scancel $*"; [ ! -e srun.pid ] || kill -TERM $(cat srun.pid)')
     add_program(folder, "sinfo", f"echo '{lost}'")
-    requeue = "echo requeue $2" if requeues else "echo disabled >&2; exit 1"
+    # SLURM ends the job, and with it scontrol, as soon as it has taken the request.
+    requeue = "kill -TERM $$; echo requeue $2" if requeues else "echo disabled >&2; exit 1"
     add_program(
         folder,
         "scontrol",

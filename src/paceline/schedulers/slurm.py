@@ -257,7 +257,7 @@ fi
 if [ -n "$again" ] && [ "$SLURM_RESTART_COUNT" -ge {most} ]; then
   say "not requeued: it was requeued {most} times already (--max-requeues)"
 elif [ -n "$again" ]; then
-  if scontrol requeue "$job"; then
+  if (trap "" TERM; scontrol requeue "$job"); then  # requeueing ends this job, and scontrol with it
     say "requeued"
   else
     say "SLURM does not permit a requeue; submit this script again, and the run goes on"

@@ -185,7 +185,8 @@ def why_not_fork() -> str | None:
     """Return the reason why forking this process would not be safe."""
     num_tasks = len(os.listdir("/proc/self/task"))
     if num_tasks > 1:
-        return f"importing torch has started {num_tasks - 1} threads here, which a fork would lose"
+        threads = "a thread" if num_tasks == 2 else f"{num_tasks - 1} threads"
+        return f"importing torch has started {threads} here, which a fork would lose"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "importing torch has started CUDA here, which does not survive a fork"
