@@ -167,3 +167,20 @@ def test_windows_grow_until_messages_are_hardly_faster(
     monkeypatch.setattr(links_module, "_agree", lambda seconds: seconds)
     links_module._grow_windows(lambda: None)
     assert len(list(left)) == len(taken) - sent
+
+
+def find_claimed_nodes(
+    world: Any, claims: list[tuple[str, str, int]]
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    original = links_module._identify_node
+    links_module._identify_node = lambda: claims[world.rank]
+    try:
+        return links_module.find_nodes(world)
+    finally:
+        links_module._identify_node = original
+
+
+def test_nodes_of_one_name_are_two_if_their_boots_or_networks_differ(ranks: Pool) -> None:
+    for other, nodes in ((("a", "boot", 1), (0, 0)), (("a", "later", 1), (0, 1)), (("a", "boot", 2), (0, 1))):
+        found = ranks.run(find_claimed_nodes, args=([("a", "boot", 1), other],))
+        assert [numbers for _, numbers in found] == [nodes, nodes]
