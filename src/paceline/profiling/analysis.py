@@ -244,7 +244,8 @@ def contradiction_error(ranks: Sequence[int], reason: str) -> PacelineError:
         "PL904",
         saw=f"the traces of {name_ranks(ranks)} contradict each other: {reason}.",
         rule="All ranks of a run call the same collectives, and none ends before the last rank has entered.",
-        fix="Give the traces of one run, recorded over the same steps.",
+        fix="Give the traces of one run, recorded over the same steps. If they are, a machine's clock was "
+        "set while it recorded: record again.",
     )
 
 

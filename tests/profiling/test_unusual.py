@@ -1,0 +1,80 @@
+"""Unusual recordings: one rank, no collective, very long and very short steps, a clock that was set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from paceline.cli.profile_report import describe_profile
+from paceline.errors import PacelineError
+from paceline.profiling.advice.all import find_advice
+from paceline.profiling.analysis import analyse
+from paceline.profiling.intervals import Spans
+from paceline.profiling.judge import judge_profile
+from paceline.profiling.read import align
+from paceline.profiling.trace import RankTrace, TracedStep
+from tests.profiling.programs import Action, run, take_step
+from tests.profiling.timelines import MS, simulate
+
+
+def report(traces: Sequence[RankTrace]) -> str:
+    traces = align(traces)
+    profile = analyse(traces)
+    return describe_profile(profile, judge_profile(profile, find_advice(traces, profile)))
+
+
+def test_one_rank_has_nobody_to_wait_for() -> None:
+    text = report(simulate(1, 4))
+    assert text.startswith("rank 0 of 1, steps 1 to 4: 37.")
+    assert "PL91" not in text
+
+
+def test_without_a_collective_there_is_no_communication() -> None:
+    text = report([replace(trace, collectives=()) for trace in simulate(2, 4)])
+    assert "no collectives" in text
+    assert "exposed communication: 0.0% of the step (good)" in text
+    assert "PL9" not in text
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "words"), [(300_000 * MS, 20 * MS, "300025 ms"), (MS // 2, MS // 2, "4.0 ms")]
+)
+def test_steps_of_minutes_and_of_milliseconds(forward: int, backward: int, words: str) -> None:
+    def step(rank: int, number: int, random: Random) -> Sequence[Action]:
+        return take_step(
+            random, data=0 if forward < MS else 2 * MS, forward=forward, backward=((backward, 9),), jitter=0
+        )
+
+    assert f"{words} per step (median)" in report(run(step))
+
+
+@pytest.mark.parametrize("by_ns", [2_000 * MS, -2_000 * MS, -20 * MS])
+def test_a_clock_that_was_set_is_one_message(by_ns: int) -> None:
+    """Only one of two machines: ranks of one machine have one clock."""
+    first, other = simulate(2, 6)
+    at = other.steps[3].begin_ns
+
+    def move(instant: int) -> int:
+        return instant + by_ns if instant >= at else instant
+
+    def move_spans(spans: Spans) -> Spans:
+        return np.array([[move(begin), move(end)] for begin, end in spans.tolist()], dtype=np.int64)
+
+    steps = [TracedStep(step.number, move(step.begin_ns), move(step.end_ns)) for step in other.steps]
+    jumped = replace(
+        other,
+        host="b",
+        steps=tuple(step for step in steps if step.end_ns > step.begin_ns),
+        phases={name: move_spans(spans) for name, spans in other.phases.items()},
+        compute=move_spans(other.compute),
+        collectives=tuple(
+            replace(part, issued_ns=move(part.issued_ns), end_ns=move(part.end_ns))
+            for part in other.collectives
+        ),
+    )
+    with pytest.raises(PacelineError, match=r"a machine's clock was set while it recorded.*\[PL904\]"):
+        report([replace(first, host="a"), jumped])
