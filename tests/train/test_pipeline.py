@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,16 @@ def test_a_list_that_does_not_work_is_refused(ranks: Pool, tmp_path: Path, case:
     error = next(iter(caught.value.causes.values()))
     assert code in str(getattr(error, "code", "")) + str(error)
     assert saw in str(error)
+
+
+def test_a_list_for_another_number_of_ranks_is_refused(ranks: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("0F0,0B0\n1F0,1B0\n2F0,2B0\n")
+    with pytest.raises(RankError) as caught:
+        ranks.run(train, 2, (Outside, (f"pp=2 schedule={path}",)))
+    error = next(iter(caught.value.causes.values()))
+    assert getattr(error, "code", "") == "PL479"
+    assert "3 ranks" in str(error)
 
 
 def test_a_list_whose_ranks_wait_for_each_other_is_refused(ranks: Pool, tmp_path: Path) -> None:
@@ -304,6 +315,30 @@ class Decides(Outside):
         return done
 
 
+class Reads(Outside):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks:
+            h = h + block(h) * h.mean().item()
+        done: Tensor = self.leave(h)
+        return done
+
+
+class Synchronises(Outside):
+    """The layer itself, not converted by a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.enter(x))
+        for block in self.blocks:
+            h = h + block(h)
+        done: Tensor = self.leave(h)
+        return done
+
+
 class Keeps(Outside):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = self.enter(x)
@@ -336,6 +371,8 @@ class Draws(Outside):
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a decision": ({"model": Decides}, "PL481", "__bool__"),
+    "a value that is read": ({"model": Reads}, "PL481", "(item)"),
+    "a layer of SyncBatchNorm": ({"model": Synchronises}, "PL492", "norm is an nn.SyncBatchNorm"),
     "a tensor on a module": ({"model": Keeps}, "PL484", "'kept'"),
     "in place": ({"model": Writes}, "PL483", "in place"),
     "a draw": ({"model": Draws}, "PL487", "rand"),
@@ -399,6 +436,85 @@ def test_what_does_not_work_is_refused(ranks: Pool, case: str) -> None:
     settings, code, seen = REFUSED[case]
     with pytest.raises(RankError) as caught:
         ranks.run(refuse, 2, (settings,))
+    error = next(iter(caught.value.causes.values()))
+    assert getattr(error, "code", None) == code, error
+    assert seen in str(error)
+
+
+def refuse_compiled(world: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's compiler, when it is imported
+        build("pp=2", torch.compile(Outside()))
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused(ranks: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(refuse_compiled, 2)
+    error = next(iter(caught.value.causes.values()))
+    assert getattr(error, "code", None) == "PL492", error
+
+
+def test_compiled_stages_with_tp_are_refused(ranks: Pool) -> None:
+    with pytest.raises(RankError, match=r"train.compile=true and layout.tp=2.*PL492"):
+        ranks.run(refuse, 4, ({"layout": "pp=2 tp=2", "compile": True},))
+
+
+class Alternates(Outside):
+    """Every second forward calls one function more."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.enter(x)
+        for block in self.blocks:
+            h = h + block(h)
+        done: Tensor = self.leave(h if self.calls % 2 else torch.tanh(h))
+        return done
+
+
+class Shortens(Outside):
+    """A batch of short series is run by fewer blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks[: x.shape[1]]:
+            h = h + block(h)
+        done: Tensor = self.leave(h)
+        return done
+
+
+class Borrows(Outside):
+    """A batch of short series uses a weight of the first stage on the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        for block in self.blocks:
+            h = h + block(h)
+        if x.shape[1] == 3:
+            h = h + self.enter.bias
+        done: Tensor = self.leave(h)
+        return done
+
+
+IN_A_STEP: dict[str, tuple[Any, str, str]] = {
+    "another path": (Alternates, "PL482", "tanh"),
+    "fewer blocks": (Shortens, "PL482", "calls 3 blocks, and that of the example 4"),
+    "a weight of another stage": (Borrows, "PL485", "enter.bias, which is on stage 0"),
+}
+
+
+def refuse_in_a_step(world: Any, model: Any) -> None:
+    trainer = build("pp=2", model)
+    trainer.step(make_batch(1))
+    trainer.step({"x": torch.zeros(4, 3, 4), "y": torch.zeros(4, 1, 3)})
+
+
+@pytest.mark.parametrize("case", IN_A_STEP)
+def test_a_step_that_takes_another_path_is_refused(ranks: Pool, case: str) -> None:
+    model, code, seen = IN_A_STEP[case]
+    with pytest.raises(RankError) as caught:
+        ranks.run(refuse_in_a_step, 2, (model,))
     error = next(iter(caught.value.causes.values()))
     assert getattr(error, "code", None) == code, error
     assert seen in str(error)

@@ -37,7 +37,7 @@ from paceline.pipeline.files import read_schedule_file, shorten
 from paceline.pipeline.orders import NAMES, make_schedule
 from paceline.pipeline.schedule import Schedule
 from paceline.recipe.layout import MEASURED, Layout
-from paceline.torch_seams.modules import own_parameters
+from paceline.torch_seams.modules import own_parameters, read_compiled_call
 from paceline.torch_seams.trees import tree_leaves
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Stages:
         shards: of the parameters over dp_shard, if it has several ranks.
 
     Raises:
-        PacelineError: PL481, PL483, PL484 and PL487 for models that cannot be cut.
+        PacelineError: PL481, PL483, PL484, PL487 and PL492 for models that cannot be cut.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Stages:
                 fix="Pass example= to Trainer: a batch in the form that step gets.",
             )
         layout = mesh.layout
+        _refuse_layers(model, layout)
         self.homes = mesh.homes
         self.own = [stage for stage, home in enumerate(self.homes) if home == mesh.pp.rank]
         self._rank = mesh.pp.rank
@@ -348,6 +349,25 @@ def _empty_like(parameter: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _refuse_layers(model: nn.Module, layout: Layout) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise PacelineError(
+                "PL492",
+                saw=f"{name or 'the model'} is an nn.SyncBatchNorm, with layout.pp={layout.pp}.",
+                rule="It exchanges statistics with all ranks, of which only those of its stage run it.",
+                fix="Use nn.BatchNorm: its statistics are per microbatch, the same on every layout.",
+            )
+        children = dict(module.named_children())
+        if "_orig_mod" in children or read_compiled_call(module) is not None:
+            raise PacelineError(
+                "PL492",
+                saw=f"{name or 'the model'} is compiled already, with layout.pp={layout.pp}.",
+                rule="A stage follows the calls of the model's modules, which compiled code does not show.",
+                fix="Pass the model uncompiled, with compile=True: each block of a stage is then compiled.",
+            )
 
 
 def _few_blocks_error(num_blocks: int, num_stages: int, layout: Layout) -> PacelineError:
