@@ -316,7 +316,7 @@ EXPECTED: dict[str, Expected] = {
         "gpt", "pp=2", "PL703", "the sum of gradients", ["0.25 times the reference's", "on all 2 ranks"]
     ),
     "last_microbatch_twice": Expected(
-        "gpt", "pp=2", "PL704", "the sum of gradients", ["each rank's last", "a factor of 2"]
+        "gpt", "pp=2", "PL704", "the sum of gradients", ["each rank's last", "the others have 2"]
     ),
     "microbatch_lost_on_a_stage": Expected(
         "gpt", "pp=2", "PL704", "the sum of gradients", ["on rank 1 only", "nothing of microbatch 1"]
