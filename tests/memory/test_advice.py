@@ -119,4 +119,4 @@ def test_the_words_have_all_parts() -> None:
         "10.0 GiB, the limit of its cgroup",
     ):
         assert part in text, text
-    assert "A whole step needs about 13.0 GiB, 3.5 GiB more than fits." in text
+    assert "A whole step needs about 13.0 GiB, 3.5 GiB too much." in text
