@@ -20,10 +20,10 @@ TESTS = Path("tests")
 # Of about the same length; what is in no list is in the last part.
 PARTS = (
     (
-        *("launching", "cli", "verifying", "memory", "comm", "schedulers"),
+        *("launching", "cli", "verifying", "memory", "schedulers"),
         *("profiling", "checkpoint", "models", "recipe", "bench"),
     ),
-    ("watch", "parallel", "data", "dist", "torch_seams"),
+    ("watch", "parallel", "comm", "data", "dist", "torch_seams"),
     (),
 )
 _NO_TESTS = 5
