@@ -181,7 +181,7 @@ def disable_caches(model: nn.Module, setting: str, why: str) -> None:
 
     Args:
         model: of transformers, or any other.
-        setting: that does not go with them.
+        setting: that cannot be combined with them.
         why: after "because".
     """
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}

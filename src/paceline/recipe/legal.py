@@ -57,7 +57,7 @@ class Rules:
 
     Attributes:
         model: the sizes that layouts have to fit.
-        run: what else they have to go with.
+        run: what else they are combined with.
         layouts: those that the run may use. A setting that applies under one of them is not refused under
             the others, where it waits.
     """

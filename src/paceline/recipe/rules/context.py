@@ -1,4 +1,4 @@
-"""Rules for context parallelism: what `cp` divides, and what it does not go with."""
+"""Rules for context parallelism: what `cp` divides, and what it cannot be combined with."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ways_to_attend_have_cp(_: ModelFacts, __: RunFacts, layout: Layout) -> Itera
 
 
 def context_goes_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield what cp does not go with in this version."""
+    """Yield what cannot be combined with cp in this version."""
     if layout.cp == 1:
         return
     mixes = (

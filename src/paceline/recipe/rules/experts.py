@@ -71,7 +71,7 @@ def _count_data(layout: Layout) -> int:
 
 
 def experts_go_with(_: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield what ep does not go with in this version."""
+    """Yield what cannot be combined with ep in this version."""
     if layout.ep == 1:
         return
     ddp = list_changed(run.ddp, besides=frozenset({"bucket_cap_mb", "gradient_as_bucket_view"}))

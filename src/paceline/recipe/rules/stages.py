@@ -1,4 +1,4 @@
-"""Rules for pipelines: what makes stages, and what `pp` does not go with."""
+"""Rules for pipelines: what makes stages, and what cannot be combined with `pp`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _check_stages(layout: Layout, num_stages: int) -> Iterator[Finding]:
 
 
 def stages_go_with(model: ModelFacts, run: RunFacts, layout: Layout) -> Iterator[Finding]:
-    """Yield what pp does not go with in this version."""
+    """Yield what cannot be combined with pp in this version."""
     if layout.pp == 1:
         return
     changed = list_changed(run.shard, besides=frozenset({"prefetch"}))

@@ -14,7 +14,7 @@ from paceline.recipe.layout import Layout
 def refuse_mixes(
     code: str, given: str, mixes: Iterable[tuple[bool, str, str, str, str]]
 ) -> Iterator[Finding]:
-    """Yield what a setting does not go with in this version.
+    """Yield what a setting cannot be combined with in this version.
 
     Args:
         code: of the findings.
