@@ -127,11 +127,13 @@ def test_a_planted_cause_is_named(ranks: Any, tmp_path: Path, late: int, cause: 
     # Values that are read are operators, which only the full recording has.
     phase = HOST if cause == READING and not is_full else cause
     assert (worst.rank, worst.phase, worst.waiters) == (late, phase, (1 - late,))
-    assert worst.place is not None
-    assert worst.place.file == __file__
-    assert worst.place.function == FUNCTIONS[cause]
-    if cause == FORWARD:
-        assert worst.place.module == ("Pausing" if is_full else "1")
+    if worst.place is None:
+        # A collection holds Python's lock, so the sampling thread rarely gets its turn on a busy machine.
+        assert cause == COLLECTION
+    else:
+        assert (worst.place.file, worst.place.function) == (__file__, FUNCTIONS[cause])
+        if cause == FORWARD:
+            assert worst.place.module == ("Pausing" if is_full else "1")
     assert worst.lost_ns > 0.5 * PAUSE_S * 1e9
     assert profile.num_matched >= 3
     for row in profile.rows:
