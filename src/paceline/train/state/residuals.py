@@ -7,7 +7,7 @@ times the model. When a run starts, each rank reads or receives what it needs: i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,18 @@ class HeldRows:
 
 def list_residuals(updates: Mapping[str, Update]) -> Saved:
     """Return the residuals as `HeldRows`, by model; collective. No residual is sent."""
+    return _collect(updates, _list_rows)
+
+
+def _collect(
+    updates: Mapping[str, Update], read: Callable[[Compression, Mapping[str, torch.Size]], dict[str, Any]]
+) -> Saved:
     found: Saved = {}
     for name, update in updates.items():
         if update.compression is not None:
             shapes = {n: p.shape for n, p in update.model.named_parameters()}
-            whole = _list_rows(update.compression, shapes)
             settings = update.compression.settings
+            whole = read(update.compression, shapes)
             found[name] = {"slots": settings.slots, "rank": settings.rank, _ROOT: whole}
     return found
 
@@ -104,14 +110,7 @@ def _make_part(shape: Sequence[int], runs: tuple[Run, ...]) -> Part:
 
 def gather_residuals(updates: Mapping[str, Update]) -> Saved:
     """Gather every rank's residuals on rank 0 for a checkpoint, by model; collective."""
-    found: Saved = {}
-    for name, update in updates.items():
-        if update.compression is not None:
-            shapes = {n: p.shape for n, p in update.model.named_parameters()}
-            whole = _gather(update.compression, shapes)
-            settings = update.compression.settings
-            found[name] = {"slots": settings.slots, "rank": settings.rank, _ROOT: whole}
-    return found
+    return _collect(updates, _gather)
 
 
 def _gather(compression: Compression, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, Tensor]]:
