@@ -18,6 +18,7 @@ from paceline.cli.profiling import (
     print_recording,
     refuse_recording,
 )
+from paceline.cli.several_nodes import add_membership_flags
 from paceline.cli.watching import add_watching_flags, as_table, build_watcher, print_error
 from paceline.errors import PacelineError
 
@@ -66,18 +67,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="S",
         help="seconds to wait for nodes that are missing (default 600)",
     )
-    ours.add_argument(
-        "--witness",
-        metavar="PLACE",
-        help="where rounds are recorded, so that only one of two disconnected parts goes on: "
-        "etcd://HOST:PORT or a folder",
-    )
-    ours.add_argument(
-        "--evict-slow",
-        type=float,
-        metavar="S",
-        help="put a node out of the job if others have waited for its ranks for S seconds (default: never)",
-    )
+    add_membership_flags(ours)
     add_grace_flag(ours)
     status: Any = ours.add_argument(
         "--status",

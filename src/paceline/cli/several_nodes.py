@@ -16,6 +16,22 @@ if TYPE_CHECKING:
 _MAX_RESTARTS = 3
 
 
+def add_membership_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of nodes that may be lost or leave."""
+    parser.add_argument(
+        "--witness",
+        metavar="PLACE",
+        help="where rounds are recorded, so that only one of two disconnected parts goes on: "
+        "etcd://HOST:PORT or a folder",
+    )
+    parser.add_argument(
+        "--evict-slow",
+        type=float,
+        metavar="S",
+        help="put a node out of the job if others have waited for its ranks for S seconds (default: never)",
+    )
+
+
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """Add `--nnodes` and the flags that need it."""
     nodes = parser.add_argument_group("several nodes", "The same command runs on each of them.")
@@ -30,18 +46,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument(
         "--rdzv-id", metavar="ID", help="the run's name where they meet (default: the name of the recipe)"
     )
-    nodes.add_argument(
-        "--witness",
-        metavar="PLACE",
-        help="where rounds are recorded, so that only one of two disconnected parts goes on: "
-        "etcd://HOST:PORT or a folder",
-    )
-    nodes.add_argument(
-        "--evict-slow",
-        type=float,
-        metavar="S",
-        help="put a node out of the job if others have waited for its ranks for S seconds (default: never)",
-    )
+    add_membership_flags(nodes)
     nodes.add_argument(
         "--max-restarts",
         type=int,
