@@ -125,13 +125,17 @@ def pass_on(
 ) -> int:
     """Send and receive, in the order of the lists between any two ranks; return the bytes sent.
 
+    Receives are posted first. gloo sends a message once the peer has said that it receives it, and says so on
+    the connection that also carries the data: behind a large message of its own, that would wait for its
+    last byte, and the two directions of a link would take turns.
+
     Args:
         group: the ranks.
         departures, arrivals: messages as (rank in the group, contiguous tensor); empty ones are left out.
     """
     messages = [
         dist.P2POp(kind, tensor, group=group, group_peer=peer)
-        for kind, tensors in ((dist.isend, departures), (dist.irecv, arrivals))
+        for kind, tensors in ((dist.irecv, arrivals), (dist.isend, departures))
         for peer, tensor in tensors
         if tensor.numel()
     ]

@@ -268,8 +268,8 @@ def _pass_on(tensor: Tensor, num_rows: int, rows: Rows) -> _Sending:
     into = tensor.new_empty(*tensor.shape[:-2], num_rows, tensor.shape[-1])
     sent = tensor.contiguous()
     following, previous = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    operations = [
-        dist.P2POp(dist.isend, sent, group=axis.group, group_peer=following),
+    operations = [  # the receive first, see `comm.exchange.pass_on`
         dist.P2POp(dist.irecv, into, group=axis.group, group_peer=previous),
+        dist.P2POp(dist.isend, sent, group=axis.group, group_peer=following),
     ]
     return _Sending(into, dist.batch_isend_irecv(operations), sent)
