@@ -39,6 +39,11 @@ class Part:
         """Return the whole tensor."""
         return Part(tuple(shape), tuple(((0, size),) for size in shape))
 
+    @staticmethod
+    def of_rows(shape: Sequence[int], runs: tuple[Run, ...]) -> Part:
+        """Return some runs of rows, whole in all dimensions but the first; a scalar is whole."""
+        return Part(tuple(shape), (runs, *(((0, size),) for size in shape[1:])) if shape else ())
+
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the part as a tensor of its own."""
@@ -95,6 +100,17 @@ class Part:
                     for start, place, size in zip(starts, places, sizes, strict=True)
                 )
                 yield Part(self.whole, runs)
+
+
+def join_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return rising runs with neighbours joined."""
+    joined: list[Run] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def count_covers(parts: Sequence[Part]) -> tuple[int, int]:

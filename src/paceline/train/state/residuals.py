@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.part import Part, Run
+from paceline.checkpoint.part import Part, Run, join_runs
 from paceline.comm.residuals import BASIS, SUM
 from paceline.comm.slot_ranks import list_own_slots
 from paceline.parallel.compress import Compression
@@ -72,7 +72,7 @@ def _list_rows(compression: Compression, shapes: Mapping[str, torch.Size]) -> di
     tensors: dict[tuple[int, str], Tensor] = {}
     for key, parts in pieces.items():
         parts.sort(key=lambda part: part[0])
-        own[key] = _join_runs([run for run, _ in parts]), parts[0][1].shape[1]
+        own[key] = join_runs([run for run, _ in parts]), parts[0][1].shape[1]
         tensors[key] = parts[0][1] if len(parts) == 1 else torch.cat([rows for _, rows in parts])
     described = [own]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -82,30 +82,15 @@ def _list_rows(compression: Compression, shapes: Mapping[str, torch.Size]) -> di
     for rank, description in enumerate(described):
         for (slot, name), (runs, length) in description.items():
             shape = (runs[-1][1], length) if slot == BASIS else tuple(shapes[name])
-            holders.setdefault((slot, name), {}).setdefault(_make_part(shape, runs), []).append(rank)
+            holders.setdefault((slot, name), {}).setdefault(Part.of_rows(shape, runs), []).append(rank)
     whole: dict[str, dict[str, HeldRows]] = {}
     for slot, name in sorted(holders):
         key = (slot, name)
         parts_of = tuple((part, tuple(ranks)) for part, ranks in holders[key].items())
-        part = None if key not in own else _make_part(parts_of[0][0].whole, own[key][0])
+        part = None if key not in own else Part.of_rows(parts_of[0][0].whole, own[key][0])
         tensor = None if part is None else tensors[key].reshape(part.shape)
         whole.setdefault(_NAMES.get(slot, str(slot)), {})[name] = HeldRows(parts_of, part, tensor)
     return whole
-
-
-def _join_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Return rising runs with neighbours joined."""
-    joined: list[Run] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
-
-
-def _make_part(shape: Sequence[int], runs: tuple[Run, ...]) -> Part:
-    return Part(tuple(shape), (runs, *(((0, size),) for size in shape[1:])) if shape else ())
 
 
 def gather_residuals(updates: Mapping[str, Update]) -> Saved:
@@ -176,7 +161,7 @@ class NeededResiduals:
 
     def find_part(self, names: Sequence[Any], shape: tuple[int, ...]) -> Part | None:
         """Return an empty part of a tensor that this rank does not need, else `None`."""
-        return None if self.needs(names) or not shape else _make_part(shape, ())
+        return None if self.needs(names) or not shape else Part.of_rows(shape, ())
 
     def load(self, saved: Saved, device: torch.device) -> None:
         """Load residuals into the compression of each model.
