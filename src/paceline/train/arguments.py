@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,7 +155,7 @@ class Arguments:
             has_comm_hook=self.comm_hook is not None,
         )
 
-    @property
+    @cached_property
     def _compress_section(self) -> CompressSection:
         if isinstance(self.compress, CompressSection):
             return self.compress
