@@ -16,8 +16,9 @@ from torch import Tensor
 
 from paceline.comm import segment
 from paceline.comm.exchange import Exchange, MessageExchange
-from paceline.comm.shared_memory import _SMALL_BYTES, SharedMemoryExchange
+from paceline.comm.shared_memory import SharedMemoryExchange
 from paceline.comm.tree import TreeSum, plan_reduction
+from paceline.plan.exact_sums import SHARED_SMALL_BYTES
 from tests.dist.pool import Pool, RankError
 
 KINDS = {"messages": MessageExchange, "shared": SharedMemoryExchange}
@@ -167,7 +168,7 @@ def test_the_segment_grows_and_leaves_nothing(ranks: Pool) -> None:
     for sizes, still_open in ranks.run(hold_and_count):
         assert sizes == sorted(sizes)
         assert len(set(sizes)) == 3
-        assert sizes[-1] < 3 * (800_000 * 4 + 64) + 2 * _SMALL_BYTES
+        assert sizes[-1] < 3 * (800_000 * 4 + 64) + 2 * SHARED_SMALL_BYTES
         assert still_open == 0
 
 

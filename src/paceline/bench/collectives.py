@@ -22,8 +22,7 @@ from paceline.bench.spread import Spread
 from paceline.comm.collectives import broadcast_in_pipeline, reduce_scatter_directly, sum_directly
 from paceline.comm.common_clock import CommonClock
 from paceline.comm.links import MeasuredLinks, SlowLink, find_nodes, find_slow_links, measure_links
-from paceline.comm.links_file import load_links, save_links
-from paceline.errors import PacelineError
+from paceline.comm.links_file import load_on_main, save_links
 from paceline.launching.local import check_launch, launch
 from paceline.place import usable_cores
 from paceline.plan.collectives import BUS_FACTORS, GLOO_ALGORITHMS, predict
@@ -133,7 +132,7 @@ def measure_collectives(
 def _run(sizes: Sequence[int], repeats: int, links_file: Path | None, save_to: Path | None) -> Collectives:
     with start(device="cpu", threads_per_rank=1) as world:
         hosts, nodes = find_nodes(world)
-        saved = None if links_file is None else _load_on_main(world, links_file, hosts, nodes)
+        saved = None if links_file is None else load_on_main(world, links_file, hosts, nodes)
         links = saved or measure_links(world)
         if save_to is not None and world.is_main:
             save_links(links, save_to)
@@ -151,23 +150,6 @@ def _run(sizes: Sequence[int], repeats: int, links_file: Path | None, save_to: P
             near_share=sum(error <= NEAR for error in errors) / len(errors),
             num_cores=usable_cores(),
         )
-
-
-def _load_on_main(world: World, path: Path, hosts: Sequence[str], nodes: Sequence[int]) -> MeasuredLinks:
-    """Read the file where rank 0 runs, and return it on all ranks, or raise the same error on all."""
-    loaded: MeasuredLinks | PacelineError | None = None
-    if world.is_main:
-        try:
-            loaded = load_links(path, hosts, nodes)
-        except PacelineError as error:
-            error.on_every_rank = True
-            loaded = error
-    loaded = world.broadcast_object(loaded)
-    if isinstance(loaded, PacelineError):
-        loaded.on_every_rank = True
-        raise loaded
-    assert loaded is not None
-    return loaded
 
 
 # ---- calls

@@ -13,10 +13,14 @@ collective of the turn between, and no rank joins that before it has read the se
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch.distributed as dist
 
 from paceline.comm.segment import share_memory
+
+log = logging.getLogger(__name__)
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 # Initial capacity of a row, in numbers.
@@ -45,6 +49,9 @@ class NumberBoard:
         if self._is_possible and (self._rows is None or length >= self._rows.shape[2]):
             room = max(_FIRST_LENGTH, 2 * (length + 1))
             memory = share_memory(self._group, 2 * self._group.size() * room * 8)
+            if self._rows is None and self._group.rank() == 0:
+                where = "a board in shared memory" if memory is not None else "messages"
+                log.info("agreement: the ranks agree by %s", where)
             self._is_possible = memory is not None
             if memory is not None:
                 self._rows = memory.numpy().view(np.float64).reshape(2, self._group.size(), room)

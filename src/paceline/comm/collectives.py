@@ -4,7 +4,7 @@ All ranks must call them, with tensors of the same size and dtype.
 
 - `gather_directly`: every rank sends its vector to all others at once. One round trip; gloo's ring takes N-1.
 
-The others are for the default group and tensors in CPU memory, by point-to-point messages:
+The others are for tensors in CPU memory, by point-to-point messages; the sums for the default group:
 
 - `sum_directly`: every rank sends its vector to all others and adds all of them in the order of ranks, so the
   result has the same bits on every rank. One round trip; gloo's ring takes 2 (N-1).
@@ -14,7 +14,8 @@ The others are for the default group and tensors in CPU memory, by point-to-poin
   sends log2(N) times as much.
 
 `paceline.plan.collectives` predicts them as the algorithms "direct" and "pipeline", and
-`paceline bench collectives` measures them beside gloo's. Training uses only `gather_directly`.
+`paceline bench collectives` measures them beside gloo's. Training uses `gather_directly`, and
+`broadcast_in_pipeline` where `comm/algorithms.py` chooses it.
 """
 
 from __future__ import annotations
@@ -69,17 +70,24 @@ def reduce_scatter_directly(output: Tensor, tensor: Tensor) -> None:
     _add_rows(rows, output.view(-1))
 
 
-def broadcast_in_pipeline(tensor: Tensor) -> None:
-    """Send rank 0's contiguous tensor to all ranks; rank r receives from r - 1 and passes on to r + 1."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+def broadcast_in_pipeline(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Send rank 0's contiguous tensor to all ranks; rank r receives from r - 1 and passes on to r + 1.
+
+    Args:
+        tensor: of the same size and dtype on every rank.
+        group: whose ranks are meant; the default group's otherwise.
+    """
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     segments = torch.split(tensor.view(-1), max(1, PIPELINE_BYTES // tensor.element_size()))
-    arrivals = [dist.irecv(segment, rank - 1) for segment in segments] if rank > 0 else []
+    arrivals = (
+        [dist.irecv(segment, group=group, group_src=rank - 1) for segment in segments] if rank > 0 else []
+    )
     departures = []
     for number, segment in enumerate(segments):
         if rank > 0:
             _wait(arrivals[number])
         if rank < last:
-            departures.append(dist.isend(segment, rank + 1))
+            departures.append(dist.isend(segment, group=group, group_dst=rank + 1))
     for work in departures:
         _wait(work)
 

@@ -26,9 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.tree import ReductionPlan
-
-# Vectors up to this size travel whole.
-_SMALL_BYTES = 8 << 10
+from paceline.plan.exact_sums import DIRECT_WHOLE_BYTES
 
 
 class Exchange(Protocol):
@@ -73,7 +71,7 @@ class MessageExchange:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def sum_subtrees(self, subtrees: list[list[Tensor]], plan: ReductionPlan, total: Tensor) -> None:
-        is_small = total.numel() * total.element_size() <= _SMALL_BYTES
+        is_small = total.numel() * total.element_size() <= DIRECT_WHOLE_BYTES
         chunks = cut_evenly(total.numel(), self._num_ranks)
         if is_small:
             chunks = [slice(0, total.numel())] * self._num_ranks

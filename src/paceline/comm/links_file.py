@@ -14,6 +14,7 @@ from paceline.errors import PacelineError
 from paceline.phrases import first_line, name_some
 from paceline.plan.links import Curve, Link, Links
 from paceline.reading import read_file
+from paceline.world import World
 
 _FORMAT = 1
 _MOST_BYTES = 1 << 24
@@ -102,6 +103,26 @@ def load_links(path: Path, hosts: Sequence[str], nodes: Sequence[int]) -> Measur
             fix="Measure with this job's ranks: leave --links out, and save with --save-links FILE.",
         )
     return found
+
+
+def load_on_main(world: World, path: Path, hosts: Sequence[str], nodes: Sequence[int]) -> MeasuredLinks:
+    """Read the file where rank 0 runs, and return it, or raise the same error, on all ranks; collective.
+
+    The other arguments and the errors are those of `load_links`.
+    """
+    loaded: MeasuredLinks | PacelineError | None = None
+    if world.is_main:
+        try:
+            loaded = load_links(path, hosts, nodes)
+        except PacelineError as error:
+            error.on_every_rank = True
+            loaded = error
+    loaded = world.broadcast_object(loaded)
+    if isinstance(loaded, PacelineError):
+        loaded.on_every_rank = True
+        raise loaded
+    assert loaded is not None
+    return loaded
 
 
 def read_links(path: Path) -> MeasuredLinks:

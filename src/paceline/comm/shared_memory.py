@@ -38,6 +38,7 @@ from paceline.comm.by_node import choose_between_nodes
 from paceline.comm.exchange import Exchange, MessageExchange, add_keeping, add_overwriting, cut_evenly
 from paceline.comm.segment import share_memory
 from paceline.comm.tree import ReductionPlan
+from paceline.plan.exact_sums import SHARED_SMALL_BYTES as _SMALL_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,6 @@ log = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
 # Elements added at once, so that a partial sum is still in the core's own cache when it is added again.
 _BLOCK = 1 << 16
-# Maximum size of all ranks' subtrees together for which each rank adds all of them. Adding 1 MiB takes 0.1
-# ms, a meeting at least 0.2 ms.
-_SMALL_BYTES = 2 << 20
 
 
 class SharedMemoryExchange:
@@ -127,6 +125,8 @@ class SharedMemoryExchange:
             self._is_known, self._otherwise = True, choose_between_nodes(self._group)
             if self._otherwise is not None:
                 return
+            if self._rank == 0:
+                log.info("exact reduction: %d ranks of one machine add in shared memory", self._num_ranks)
         num_bytes = 2 * _SMALL_BYTES + self._sum_bytes + self._subtrees_bytes
         self._memory = share_memory(self._group, num_bytes)
         if self._memory is None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from paceline.comm.algorithms import Algorithms
 from paceline.comm.codec import build_codec
 from paceline.comm.exchange import Exchange
 from paceline.comm.low_rank import LowRankSum, is_low_rank
@@ -29,6 +30,7 @@ from paceline.comm.tree import ReductionPlan, TreeSum, plan_reduction
 from paceline.data.share import count_owned, owned_microbatches
 from paceline.errors import PacelineError
 from paceline.parallel.exact import (
+    DDP_BUCKET_BYTES,
     ExactReduction,
     Gradients,
     add_gradients,
@@ -253,6 +255,7 @@ class CompressedReduction(ExactReduction):
         group: the ranks, used for nothing else; `None` in a world of one.
         device: of the model.
         compression: of the model.
+        algorithms, bucket_bytes: as for `ExactReduction`.
     """
 
     def __init__(
@@ -261,8 +264,11 @@ class CompressedReduction(ExactReduction):
         group: dist.ProcessGroup | None,
         device: torch.device,
         compression: Compression,
+        *,
+        algorithms: Algorithms | None = None,
+        bucket_bytes: int = DDP_BUCKET_BYTES,
     ) -> None:
-        super().__init__(model, group, device)
+        super().__init__(model, group, device, algorithms=algorithms, bucket_bytes=bucket_bytes)
         self.compression = compression
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._slot_sum = compression.build_sum(group, self.exchange)

@@ -34,14 +34,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from paceline.comm.exchange import Exchange, MessageExchange
-from paceline.comm.shared_memory import SharedMemoryExchange
+from paceline.comm.algorithms import Algorithms
+from paceline.comm.exchange import Exchange
 from paceline.comm.tree import ReductionPlan, Subtree, TreeSum, plan_reduction
 from paceline.errors import PacelineError
 from paceline.torch_seams.operators import add_to_each
 
 # Per parameter, in a fixed order; `None` if no gradient reached it.
 Gradients = list[Tensor | None]
+# The default size of DDP's buckets.
+DDP_BUCKET_BYTES = 25 << 20
 
 
 class ExactReduction:
@@ -54,6 +56,8 @@ class ExactReduction:
         group: the ranks, used for nothing else; `None` in a world of one.
         device: of the model.
         apart: parameters whose gradients are summed elsewhere.
+        algorithms: how sums travel; the fixed rule by default.
+        bucket_bytes: of DDP's buckets, in which gradients are summed.
 
     Attributes:
         exchange: sums over ranks; `None` in a world of one.
@@ -68,6 +72,9 @@ class ExactReduction:
         group: dist.ProcessGroup | None,
         device: torch.device,
         apart: Sequence[Tensor] = (),
+        *,
+        algorithms: Algorithms | None = None,
+        bucket_bytes: int = DDP_BUCKET_BYTES,
     ) -> None:
         others = {id(parameter) for parameter in apart}
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in others]
@@ -85,7 +92,8 @@ class ExactReduction:
         self._line: _OrderedThread | None = None
         if group is not None:
             on_cpu = device.type == "cpu"
-            self.exchange = SharedMemoryExchange(group) if on_cpu else MessageExchange(group, device)
+            sizes = _list_sizes(self._parameters, bucket_bytes)
+            self.exchange = (algorithms or Algorithms()).build_exchange(group, device, sizes)
             self._line = _OrderedThread() if on_cpu else None
             self._stream = None if on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -233,6 +241,12 @@ class _OrderedThread:
 
 
 _Task = tuple[Callable[[], None], Tensor, "torch.futures.Future[Tensor]"]
+
+
+def _list_sizes(parameters: Sequence[Tensor], bucket_bytes: int) -> list[int]:
+    """Return the bytes of the buckets of a step, about: DDP fills them with whole parameters."""
+    num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    return [min(bucket_bytes, num_bytes - at) for at in range(0, num_bytes, bucket_bytes)]
 
 
 def _serve(tasks: queue.SimpleQueue[_Task | None], failures: list[Exception]) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.comm.algorithms import Algorithms
 from paceline.comm.buckets import broadcast_tensors
 from paceline.errors import PacelineError
 from paceline.mesh import Axis, Mesh
@@ -65,6 +66,7 @@ class Settings:
         timed: the batch on which blocks are timed, for stages by measured times.
         tp_plan: by pattern of a module's name, how it is split; the rest is determined automatically.
         experts: by pattern of a module's name, whether it holds experts that ep shares; see `choose_experts`.
+        algorithms: how ranks exchange gradients and weights.
     """
 
     layout: Layout
@@ -79,6 +81,7 @@ class Settings:
     timed: TimedBatch | None = None
     tp_plan: Mapping[str, str] | None = None
     experts: Mapping[str, bool] | None = None
+    algorithms: Algorithms = field(default_factory=Algorithms)
 
     @property
     def tracks_use(self) -> bool:
@@ -98,9 +101,9 @@ class LaidOut:
         masks: the model's dropout.
         plan: how tp splits it.
         lent: the exact reduction's group, borrowed from the mesh.
+        settings: as given.
         stages: those of pp, if there are several ranks of it.
         experts: those of the mixtures, if the ranks of ep share them.
-        is_exact: whether gradients are summed in an order that does not depend on dp.
     """
 
     replica: Replica | None
@@ -110,9 +113,9 @@ class LaidOut:
     masks: Masks
     plan: SplitPlan | None
     lent: dist.ProcessGroup | None
+    settings: Settings
     stages: Stages | None = None
     experts: ExpertLayout | None = None
-    is_exact: bool = False
 
 
 def parallelize(
@@ -146,7 +149,7 @@ def parallelize(
         _synchronise_batchnorm(model, mesh)
     if mesh is not None and construction is None:
         # Before any rank drops parts that another one keeps: rank 0's weights are broadcast.
-        align_with_main(model)
+        align_with_main(model, settings.algorithms)
     # Before tp, which asks it which dropouts see parts, and before recompute, which runs forwards again.
     masks = apply_dropout(model)
     chosen = choose_experts(model, settings.experts)
@@ -199,6 +202,7 @@ def parallelize(
             exact_group=lent,
             apart=() if experts is None else experts.splits,
             compression=_compress(model, settings),
+            algorithms=settings.algorithms,
         )
     if construction is not None:
         # Each rank knows its part now: it makes one whole tensor at a time and keeps its part of it.
@@ -212,14 +216,15 @@ def parallelize(
         apart = [] if experts is None else experts.parameters
         aligned = construction is None
         replica, exact, lent = _replicate(model, mesh, settings, device, apart, is_aligned=aligned)
-    return LaidOut(
-        replica, shards, exact, placement, masks, plan, lent, experts=experts, is_exact=settings.exact
-    )
+    return LaidOut(replica, shards, exact, placement, masks, plan, lent, settings, experts=experts)
 
 
-def align_with_main(model: nn.Module) -> None:
+def align_with_main(model: nn.Module, algorithms: Algorithms) -> None:
     """Set every rank's parameters and buffers to rank 0's; collective over the world."""
-    broadcast_tensors([*model.parameters(), *model.buffers()])
+    tensors = [*model.parameters(), *model.buffers()]
+    num_bytes, on_cpu = sum(each.nbytes for each in tensors), all(each.is_cpu for each in tensors)
+    algorithm = algorithms.choose_broadcast(num_bytes, on_cpu=on_cpu)
+    broadcast_tensors(tensors, in_pipeline=algorithm == "pipeline")
 
 
 def _check_trains(model: nn.Module) -> None:
@@ -313,7 +318,13 @@ def _share_experts(
     repeats = settings.layout.recompute != "none"
     blocks = [name for name, _ in find_blocks(model)] if repeats else []
     experts = ExpertLayout(
-        model, mesh, is_exact=settings.exact, device=device, recomputed=blocks, chosen=chosen
+        model,
+        mesh,
+        is_exact=settings.exact,
+        device=device,
+        recomputed=blocks,
+        chosen=chosen,
+        algorithms=settings.algorithms,
     )
     log.info("%s", experts.describe())
     return experts
@@ -360,7 +371,7 @@ def _cut(
         first = {name: stages.users[weight][0] for name, weight in experts.names.items()}
         experts.complete({name: stage for name, stage in first.items() if stage in stages.own})
     lent = mesh.borrow_group(mesh.dp) if settings.exact and mesh.dp.size > 1 else None
-    return LaidOut(None, None, None, placement, masks, plan, lent, stages, experts, settings.exact)
+    return LaidOut(None, None, None, placement, masks, plan, lent, settings, stages, experts)
 
 
 def _cut_rows(shapes: Mapping[str, torch.Size], axis: Axis, name: str, whole: Tensor) -> Tensor:
@@ -387,10 +398,13 @@ def _replicate(
     if settings.exact:
         lent = mesh.borrow_group(mesh.dp) if replicas and mesh is not None else None
         compression = _compress(model, settings)
+        ways, bucket_bytes = settings.algorithms, max(1, int(settings.ddp.bucket_cap_mb * (1 << 20)))
         if compression is None:
-            exact = ExactReduction(model, lent, device, apart)
+            exact = ExactReduction(model, lent, device, apart, algorithms=ways, bucket_bytes=bucket_bytes)
         else:
-            exact = CompressedReduction(model, lent, device, compression)
+            exact = CompressedReduction(
+                model, lent, device, compression, algorithms=ways, bucket_bytes=bucket_bytes
+            )
     if not replicas:
         if settings.comm_hook is not None:
             log.warning("comm_hook is not used: one rank does not communicate")

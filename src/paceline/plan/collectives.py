@@ -116,7 +116,7 @@ def predict(
         steps=sum(phase.steps for phase in phases),
         sent_bytes=max(sent),
         crossing_bytes=max(leaving.values()),
-        time_s=links.call_s + sum(_time_phase(phase, nodes, links) for phase in phases),
+        time_s=time_phases(phases, nodes, links),
     )
 
 
@@ -147,6 +147,11 @@ def suits(algorithm: str, nodes: Sequence[int]) -> bool:
 
 
 # ---- seconds of a phase
+
+
+def time_phases(phases: Iterable[Phase], nodes: Sequence[int], links: Links) -> float:
+    """Return the seconds of a call that consists of phases; `nodes` and `links` are those of `predict`."""
+    return links.call_s + sum(_time_phase(phase, nodes, links) for phase in phases)
 
 
 def _time_phase(phase: Phase, nodes: Sequence[int], links: Links) -> float:

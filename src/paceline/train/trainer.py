@@ -27,7 +27,7 @@ from paceline.parallel.replicate import CommHook
 from paceline.parallel.tensor.trace import cut_batch
 from paceline.pipeline.timeline import Timeline
 from paceline.recipe import Layout
-from paceline.recipe.schema import CompressSection, DdpSection, ShardSection
+from paceline.recipe.schema import AlgorithmSection, CompressSection, DdpSection, ShardSection
 from paceline.seeds import derive_seed
 from paceline.train.arguments import Arguments, missing_loss_error
 from paceline.train.batches import RawBatches, weigh
@@ -117,7 +117,7 @@ class Trainer(TrainedModels):
         clip_norm: global gradient norm to clip to; 0 for none.
         seed: for the order of samples and the random numbers inside forwards. Default: the seed of
             `paceline.start`.
-        ddp, compress: settings of the reduction and of compression, as the recipe's `[ddp]`, `[compress]`.
+        ddp, compress, algorithm: of sums, compression, messages, as the recipe's sections of these names.
         comm_hook: a `(state, hook)` for gradients, as for DDP's `register_comm_hook`; it must average.
         sync_batchnorm: compute BatchNorm's statistics over all ranks; needs CUDA and one microbatch per rank.
         compile: `torch.compile` the models.
@@ -160,6 +160,7 @@ class Trainer(TrainedModels):
         seed: int | None = None,
         ddp: DdpSection | Mapping[str, Any] | None = None,
         compress: CompressSection | Mapping[str, Any] | None = None,
+        algorithm: AlgorithmSection | Mapping[str, Any] | None = None,
         comm_hook: tuple[Any, CommHook] | None = None,
         sync_batchnorm: bool = False,
         compile: bool = False,

@@ -122,7 +122,8 @@ class StagedRunner(StagedForwards):
             laid_out.lent,
             self._precision.device,
             self._shards,
-            is_exact=laid_out.is_exact,
+            is_exact=laid_out.settings.exact,
+            algorithms=laid_out.settings.algorithms,
         )
         self._num_started = 0
         self._shared = {
