@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +103,22 @@ def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
     "Earlier" is in name order, so that the answer does not depend on the order of the dict.
     """
-    first: dict[tuple[Any, ...], str] = {}
-    aliases: dict[str, str] = {}
+    by_address: dict[int, list[str]] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        if tensor.numel() == 0:  # All of these have address 0.
+        if tensor.numel():  # All empty ones have address 0.
+            by_address.setdefault(tensor.data_ptr(), []).append(name)
+    aliases: dict[str, str] = {}
+    for names in by_address.values():
+        if len(names) == 1:
             continue
-        where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        kept = first.setdefault((*where, tensor.is_neg()), name)
-        if kept != name:
-            aliases[name] = kept
+        first: dict[tuple[Any, ...], str] = {}
+        for name in names:
+            tensor = tensors[name]
+            key = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
+            kept = first.setdefault(key, name)
+            if kept != name:
+                aliases[name] = kept
     return aliases
 
 
@@ -157,13 +163,11 @@ def plan_tensors(
         metadata: for the header, beside the names of tied tensors.
     """
     aliases = find_aliases(tensors)
-    infos = {
-        name: TensorInfo(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        for name, tensor in tensors.items()
-        if name not in aliases
-    }
     described = {"aliases": json.dumps(aliases, sort_keys=True)} if aliases else {}
-    begin, order = _dump_header(infos, described | dict(metadata or {}))
+    begin, order = _plan_header(
+        tuple((name, each.dtype, each.shape) for name, each in tensors.items() if name not in aliases),
+        tuple((described | dict(metadata or {})).items()),
+    )
     return FilePlan(name, (begin, *(tensors[each] for each in order)))
 
 
@@ -201,6 +205,16 @@ def stream_tensors(
             for data in read(name):
                 file.write(data)
     return file.record
+
+
+@lru_cache(maxsize=8)  # training waits for the plans of a save, and most saves have the same tensors
+def _plan_header(
+    forms: tuple[tuple[str, torch.dtype, torch.Size], ...], metadata: tuple[tuple[str, str], ...]
+) -> tuple[bytes, tuple[str, ...]]:
+    """Return the result of `_dump_header` for names, types and shapes."""
+    infos = {name: TensorInfo(DTYPE_NAMES[dtype], tuple(shape)) for name, dtype, shape in forms}
+    begin, order = _dump_header(infos, dict(metadata))
+    return begin, tuple(order)
 
 
 def _dump_header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:

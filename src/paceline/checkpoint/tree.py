@@ -19,7 +19,8 @@ import base64
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,23 +39,39 @@ class MalformedTreeError(ValueError):
     """The error of a structure that `encode` does not make."""
 
 
-def encode(tree: Any, root: str) -> tuple[Any, dict[str, torch.Tensor]]:
+# From an object that stands for a tensor to that tensor; `None` for any other object.
+FindTensor = Callable[[Any], torch.Tensor | None]
+
+
+def encode(
+    tree: Any, root: str, find_tensor: FindTensor | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a tree into a structure for JSON and its tensors by name.
 
     Args:
         tree: the state; its tensors are referred to, not copied (numpy arrays are copied).
         root: what the tree is called in messages, for example `"state"`.
+        find_tensor: for trees in which other objects stand for tensors.
 
     Raises:
         PacelineError: PL507 for something that cannot be stored, with the path to it.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _encode(tree, (), root, tensors), tensors
+    return _encode(tree, (), _Encoding(root, find_tensor, tensors)), tensors
 
 
-def _encode(value: Any, path: tuple[str, ...], root: str, tensors: dict[str, torch.Tensor]) -> Any:
+@dataclass(frozen=True)
+class _Encoding:
+    """What one call of `encode` has been given, and the tensors that it has found."""
+
+    root: str
+    find_tensor: FindTensor | None = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _encode(value: Any, path: tuple[str, ...], to: _Encoding) -> Any:
     if len(path) > MAX_DEPTH:
-        raise _refuse(path[:8], root, f"is nested more than {MAX_DEPTH} deep, or contains itself")
+        raise _refuse(path[:8], to.root, f"is nested more than {MAX_DEPTH} deep, or contains itself")
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -66,43 +83,43 @@ def _encode(value: Any, path: tuple[str, ...], root: str, tensors: dict[str, tor
     if kind is bytes:
         return {"$": "bytes", "base64": base64.b64encode(value).decode()}
     if kind is dict or kind is OrderedDict:
-        return _encode_dict(value, path, root, tensors)
+        return _encode_dict(value, path, to)
     if kind is list:
-        return [_encode(item, (*path, str(i)), root, tensors) for i, item in enumerate(value)]
+        return [_encode(item, (*path, str(i)), to) for i, item in enumerate(value)]
     if kind is tuple or kind is torch.Size:
-        items = [_encode(item, (*path, str(i)), root, tensors) for i, item in enumerate(value)]
+        items = [_encode(item, (*path, str(i)), to) for i, item in enumerate(value)]
         return {"$": "tuple", "items": items}
     if isinstance(value, torch.Tensor):
         reason = why_not_storable(value)
         if reason is not None:
-            raise _refuse(path, root, reason)
-        return {"$": "tensor", "name": _add(tensors, path, value)}
+            raise _refuse(path, to.root, reason)
+        return {"$": "tensor", "name": _add(to.tensors, path, value)}
     if kind is np.ndarray or kind is np.memmap:
-        dtype = _dtype_name(value.dtype, path, root)
-        name = _add(tensors, path, _as_tensor(value.tobytes()))
+        dtype = _dtype_name(value.dtype, path, to.root)
+        name = _add(to.tensors, path, _as_tensor(value.tobytes()))
         return {"$": "array", "dtype": dtype, "shape": list(value.shape), "name": name}
     if isinstance(value, np.generic):
-        dtype = _dtype_name(value.dtype, path, root)
+        dtype = _dtype_name(value.dtype, path, to.root)
         return {"$": "scalar", "dtype": dtype, "base64": base64.b64encode(value.tobytes()).decode()}
-    raise _refuse(path, root, f"is a {kind.__module__}.{kind.__qualname__}")
+    if to.find_tensor is not None and (found := to.find_tensor(value)) is not None:
+        return _encode(found, path, to)
+    raise _refuse(path, to.root, f"is a {kind.__module__}.{kind.__qualname__}")
 
 
-def _encode_dict(
-    value: dict[Any, Any], path: tuple[str, ...], root: str, tensors: dict[str, torch.Tensor]
-) -> Any:
+def _encode_dict(value: dict[Any, Any], path: tuple[str, ...], to: _Encoding) -> Any:
     plain = all(type(key) is str and key != "$" for key in value)
     encoded = []
     for key, item in value.items():
         inner = (*path, key if type(key) is str else repr(key))
         if type(key) not in (str, int, float, bool, bytes, tuple, type(None)):
-            raise _refuse(inner, root, f"has a {type(key).__qualname__} as key")
+            raise _refuse(inner, to.root, f"has a {type(key).__qualname__} as key")
         # A tuple that is a key holds only hashable things, so no tensors' values hide in it; those
         # compare by identity, which a file cannot keep.
         held: dict[str, torch.Tensor] = {}
-        key_code = key if plain else _encode(key, inner, root, held)
+        key_code = key if plain else _encode(key, inner, _Encoding(to.root, None, held))
         if held:
-            raise _refuse(inner, root, "has a tensor as key")
-        encoded.append((key_code, _encode(item, inner, root, tensors)))
+            raise _refuse(inner, to.root, "has a tensor as key")
+        encoded.append((key_code, _encode(item, inner, to)))
     if plain:
         return dict(encoded)
     return {"$": "dict", "items": [list(pair) for pair in encoded]}

@@ -13,7 +13,7 @@ import torch
 from paceline.checkpoint import CheckpointFolder, open_usable
 from paceline.checkpoint.content import full
 from paceline.errors import PacelineError
-from paceline.train.state.transfer import load_on_main, run_on_main
+from paceline.train.state.transfer import gather, load_on_main, run_on_main
 from tests.dist.pool import Pool, RankError
 
 
@@ -40,6 +40,18 @@ def test_an_error_of_ours_is_raised_on_all(ranks: Pool) -> None:
     with pytest.raises(RankError) as caught:
         ranks.run(fail, nproc=3)
     assert [str(caught.value.causes[rank]) for rank in range(3)] == ["saw. rule. fix. [PL999]"] * 3
+
+
+def gather_all(world: Any, lengths: list[list[int]]) -> list[list[bytes]]:
+    return [gather(world, bytes([world.rank]) * each[world.rank]) for each in lengths]
+
+
+def test_values_of_any_length_are_gathered(ranks: Pool) -> None:
+    # A pickle of bytes is a few bytes longer than these, so some fit into the first message to the byte.
+    lengths = [[0, 7, 4000], [10_000, 0, 1], *([each] * 3 for each in range(4065, 4090))]
+    for found in ranks.run(gather_all, nproc=3, args=(lengths,)):
+        for each, values in zip(lengths, found, strict=True):
+            assert values == [bytes([rank]) * length for rank, length in enumerate(each)]
 
 
 def transfer(world: Any) -> tuple[Any, bool]:

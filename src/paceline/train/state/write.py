@@ -34,7 +34,7 @@ from paceline.checkpoint.plan import Holding, digest_holdings, plan_writers
 from paceline.checkpoint.tensors import refuse_unstorable
 from paceline.errors import PacelineError
 from paceline.parallel.placement import local
-from paceline.torch_seams.trees import tree_leaves, tree_map, tree_map_only
+from paceline.torch_seams.trees import tree_leaves, tree_map
 from paceline.train.copies import Copies
 from paceline.train.state.disks import name_rank
 from paceline.train.state.parts import Parts
@@ -216,7 +216,8 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
             named[kept] = value
         else:
             tied[f"{MODEL}/{name}"] = kept
-    structures = {"optimizer": _encode(state.optimizers, "optimizer", named)}
+    own_tensors: dict[str, Tensor] = {}
+    structures = {"optimizer": _encode(state.optimizers, "optimizer", named, own_tensors)}
     rest: dict[str, Any] = {"tracked": state.tracked}
     if world.is_main:
         rest = state.describe()
@@ -225,7 +226,7 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
         rest = tree_map(lambda value: value if isinstance(value, OwnPart) else None, rest)
     if state.residuals:
         rest["residuals"] = state.residuals
-    structures["state"] = _encode(rest, "state", named)
+    structures["state"] = _encode(rest, "state", named, own_tensors)
 
     own = {name: value for name, value in sorted(named.items()) if isinstance(value, OwnPart)}
     holdings, writers, digest = _plan(state.parts, own)
@@ -234,7 +235,8 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     late = set()
     for holding, writer in zip(holdings, writers, strict=True):
         if writer == world.rank:
-            tensors[holding.name] = local(own[holding.name].tensor)
+            found = own_tensors.get(holding.name)
+            tensors[holding.name] = local(own[holding.name].tensor) if found is None else found
             if _only_steps_change(state.parts, holding.name):
                 late.add(id(tensors[holding.name]))
             if not holding.part.is_whole:
@@ -253,7 +255,8 @@ def prepare_share(world: World, state: RunState) -> tuple[PreparedShare, str]:
     digest += rows_digest
     plain = {name: value for name, value in named.items() if name not in own and name not in held}
     for name, value in (plain | tensors).items():
-        refuse_unstorable(name.replace("/", ".", 1), value)
+        if name.startswith(f"{MODEL}/") or name in held:  # `tree.encode` has looked at the others
+            refuse_unstorable(name.replace("/", ".", 1), value)
     num_bytes = sum(holding.num_bytes for holding in holdings)
     if not world.is_main:
         share = PreparedShare(world.rank, tensors, parts, num_bytes, late=frozenset(late))
@@ -316,18 +319,30 @@ def _only_steps_change(parts: Parts, name: str) -> bool:
     return name.startswith("optimizer/") or parts.is_parameter(name.removeprefix(f"{MODEL}/"))
 
 
-def _encode(value: Any, group: str, named: dict[str, Any]) -> Any:
-    """Return the structure of a tree, and add its tensors to `named`, as they were if only parts are here."""
+def _encode(value: Any, group: str, named: dict[str, Any], own_tensors: dict[str, Tensor]) -> Any:
+    """Return the structure of a tree.
+
+    Args:
+        value: the tree.
+        group: its name.
+        named: gets the tree's tensors, as they were if only parts are here.
+        own_tensors: gets this rank's parts of these, since a DTensor takes long to return its own.
+    """
     owned: dict[int, OwnPart | HeldRows] = {}
 
-    def take(own: OwnPart | HeldRows) -> Tensor:
+    def find_tensor(own: Any) -> Tensor | None:
+        if not isinstance(own, (OwnPart, HeldRows)):
+            return None
         tensor = torch.empty(0) if isinstance(own, HeldRows) else local(own.tensor)
         owned[id(tensor)] = own
         return tensor
 
-    stripped = tree_map_only((OwnPart, HeldRows), take, value)
-    structure, tensors = tree.encode(stripped, group)
-    named |= {f"{group}/{name}": owned.get(id(tensor), tensor) for name, tensor in tensors.items()}
+    structure, tensors = tree.encode(value, group, find_tensor)
+    for name, tensor in tensors.items():
+        own = owned.get(id(tensor))
+        named[f"{group}/{name}"] = tensor if own is None else own
+        if isinstance(own, OwnPart):
+            own_tensors[f"{group}/{name}"] = tensor
     return structure
 
 
