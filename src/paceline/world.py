@@ -33,6 +33,7 @@ import torch.distributed as dist
 from paceline.errors import PacelineError
 from paceline.phrases import first_line
 from paceline.place import Launcher, RankPlace, read_environment, usable_cores
+from paceline.torch_seams.gloo_threads import await_gloo_threads
 from paceline.torch_seams.groups import forget_group_count
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ class World:
                 if failed:
                     _abandon_group(self.device)
                 else:
+                    await_gloo_threads()
                     dist.destroy_process_group()
                     self._leave_store()
         finally:

@@ -19,7 +19,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -31,10 +30,10 @@ from paceline.launching.warm.import_environment import (
     READ_AT_IMPORT,
     READ_AT_LOAD_WITH_CUDA,
 )
+from paceline.torch_seams.gloo_threads import await_gloo_threads
 from paceline.torch_seams.starting import read_log_settings
 
 _DYNAMO = "torch._dynamo"
-_REST_S = 0.02
 
 
 class Warmth:
@@ -245,13 +244,10 @@ REAPPLIED: Mapping[str, Callable[[], None]] = {
 
 
 def _rest_before_destroying_groups() -> None:
-    """Keep a DDP script that ends right after its last backward from hanging in torch 2.13.
+    """Keep a DDP script that ends right after its last collective from hanging in torch (`gloo_threads`).
 
-    The last all-reduce of gloo holds a Python object (autograd's context), which gloo's thread lets go once
-    it gets the GIL. Where the script destroys the group and then drops the model meanwhile, the model's
-    reducer waits for that thread, holding the GIL. Nothing forbids it without us, but here it was seen in 4
-    of 20 runs of such a script, and in none of 31 cold ones. A moment without the GIL, before the group is
-    destroyed, lets the thread finish: 39 of 40 ran through, and the 40th on a machine at its limits.
+    Nothing forbids it without us, but in forks of the warm process it was seen in 4 of 20 runs of such a
+    script, and in none of 31 cold ones.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -260,7 +256,7 @@ def _rest_before_destroying_groups() -> None:
 
     @functools.wraps(destroy)
     def destroy_process_group(group: Any = None) -> None:
-        time.sleep(_REST_S)
+        await_gloo_threads()
         destroy(group)
 
     c10d.destroy_process_group = dist.destroy_process_group = destroy_process_group
