@@ -111,3 +111,16 @@ def test_a_checkpoint_on_its_way_to_a_slow_disk_is_work() -> None:
             clock.note_processes({0: process(0, 0.0), 1: saving}, second - 1.0, float(second))
         assert not clock.read(40.0).is_stuck(HANG_S)
         assert clock.read(100.0).is_stuck(HANG_S)
+
+
+def test_a_sleeping_rank_whose_threads_are_silent_is_stuck() -> None:
+    """It holds Python's lock, such as in a process that cannot end; one that is stopped may go on."""
+    for state, is_stuck in (("sleeping", True), ("stopped", False)):
+        clock = Clock(0.0)
+        let_pass(clock, 3, [beat(0, 4, 4), beat(1, 4, 4)], {1: 0.0})
+        for second in range(3, 14):
+            clock.note_processes({1: process(1, 0.0, state=state)}, second - 1.0, float(second))
+        assert clock.read(13.0).is_stuck(HANG_S) is is_stuck
+    clock = Clock(0.0)
+    let_pass(clock, 14, [beat(0, 4, 4), beat(1, 4, 4)], {1: 0.0})
+    assert not clock.read(13.0).is_stuck(HANG_S), "it beats: it may wait for something outside"

@@ -30,11 +30,14 @@ class Stillness:
         still_s: from the last sign of work to the last poll of the processes; what came since is unknown.
         uncollected_s: time since a collective was last issued or completed.
         has_waiting: whether some rank waits for others: in a collective, or to join them.
+        silent_s: time since the last beat of the sleeping rank that has been silent longest. Its threads do
+            not get Python's lock, such as in a process that cannot end.
     """
 
     still_s: float
     uncollected_s: float
     has_waiting: bool
+    silent_s: float = 0.0
 
     @property
     def is_stalled(self) -> bool:
@@ -46,7 +49,8 @@ class Stillness:
         if self.has_waiting:
             return self.still_s >= hang_after_s or self.uncollected_s >= PATIENCE * hang_after_s
         # No rank waits for another: perhaps all wait for something outside, such as data or a lock.
-        return self.still_s >= PATIENCE * hang_after_s
+        is_silent = self.silent_s >= hang_after_s
+        return self.still_s >= (1.0 if is_silent else PATIENCE) * hang_after_s
 
     def join(self, other: Stillness) -> Stillness:
         """Return the stillness of both together."""
@@ -54,6 +58,7 @@ class Stillness:
             min(self.still_s, other.still_s),
             min(self.uncollected_s, other.uncollected_s),
             self.has_waiting or other.has_waiting,
+            max(self.silent_s, other.silent_s),
         )
 
 
@@ -67,10 +72,13 @@ class Clock:
     def __init__(self, now_s: float) -> None:
         self._worked_s = self._collected_s = self._polled_s = now_s
         self._latest: dict[int, Beat] = {}
+        self._beat_s: dict[int, float] = {}
+        self._silent_s = 0.0
 
     def note_beat(self, beat: Beat, now_s: float) -> None:
         """Restart the clocks if a rank's beat shows progress since its previous one."""
         before, self._latest[beat.rank] = self._latest.get(beat.rank), beat
+        self._beat_s[beat.rank] = now_s
         if before is None or (before.issued, before.completed, before.phase) != (
             beat.issued,
             beat.completed,
@@ -93,6 +101,13 @@ class Clock:
         if since_s < self._collected_s:  # They may have used it before the last collective.
             return
         self._polled_s = now_s
+        # A stopped rank is silent too, and may go on.
+        silent = [
+            now_s - self._beat_s[rank]
+            for rank, process in processes.items()
+            if process.state == "sleeping" and rank in self._beat_s
+        ]
+        self._silent_s = max(silent, default=0.0)
         for rank, process in processes.items():
             works = process.cpu_share > BUSY_SHARE or process.io_rate > BUSY_BYTES_PER_S
             if (works or process.state == "uninterruptible") and not _waits(self._latest.get(rank)):
@@ -106,7 +121,7 @@ class Clock:
         """Return what both clocks show."""
         has_waiting = any(_waits(beat) for beat in self._latest.values())
         still_s = max(0.0, self._polled_s - self._worked_s)
-        return Stillness(still_s, now_s - self._collected_s, has_waiting)
+        return Stillness(still_s, now_s - self._collected_s, has_waiting, self._silent_s)
 
 
 def _waits(beat: Beat | None) -> bool:
